@@ -1,0 +1,33 @@
+# make setup | train | test | lint | docs
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN := OMP_NUM_THREADS=1
+
+.PHONY: help setup train test lint docs bench
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(STAMP)  ## make .venv and install the project, pinned by constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: setup  ## prepare the default corpus once, then train the tiny hybrid on two ranks
+	@$(BIN)/megacpp data prepare
+	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
+
+test: setup  ## the whole CPU test suite
+	$(RUN) $(BIN)/python -m pytest
+
+lint: setup  ## format check, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+docs: setup  ## rewrite the printed figures of the chapters
+	$(RUN) $(BIN)/python -m pytest tests/docs --update-docs

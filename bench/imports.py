@@ -1,0 +1,50 @@
+"""What importing train.py costs, against importing torch alone.
+
+    python bench/imports.py [--rounds 7]
+
+Each round is a fresh process; rounds alternate, medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROBE = (
+    "import time, resource; t = time.process_time(); import {module}; "
+    "print(time.process_time() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="processes of each kind (default 7)")
+    rounds = parser.parse_args().rounds
+    seconds: dict[str, list[float]] = {"torch": [], "train": []}
+    memory: dict[str, float] = {}
+    for _ in range(rounds):
+        for module, taken in seconds.items():
+            done = subprocess.run(
+                [sys.executable, "-c", PROBE.format(module=module)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            cpu_s, mib = map(float, done.stdout.split())
+            taken.append(cpu_s)
+            memory[module] = mib
+    median = {module: statistics.median(taken) for module, taken in seconds.items()}
+    for module in seconds:
+        print(f"import {module:6} {median[module]:.3f} CPU s  {memory[module]:.0f} MiB")
+    print(f"ratio         {median['train'] / median['torch']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Step time, CPU time, tokens/s, memory and operations of a training step; ratios in one run.
+
+    python bench/step.py dense_4m --compare plain
+    torchrun --standalone --nproc-per-node=2 bench/step.py dense_4m
+
+With `--compare plain` megacpp and the plain loop of bench/plain.py take turns, step by step, in
+one process, so that both see the same machine; peak memory is measured in a process of its own
+for each. Shapes: bench/shapes.py; any preset works without `--compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.plain import PlainTrainer
+from bench.shapes import names, shape
+from megacpp.config import Config
+from megacpp.data.batches import Batch
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.init import initialise
+from megacpp.rules import resolve
+from optim.build import build_optimizers
+from optim.clip import clip_gradients
+from parallel.boundary import AccumulationBoundary
+from parallel.build import autocast_dtype, build_model
+from parallel.mesh import World, pick_device, start, world_size
+
+
+class Trainer:
+    """The step of train.py without its corpus: accumulate, clip, step, zero."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.model = build_model(config, world)
+        self.optimizers = build_optimizers(self.model, config)
+        self.boundary = AccumulationBoundary(self.model, world, autocast_dtype(config, world))
+
+    def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+        docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
+        batch = Batch(
+            ids_BT, labels_BT, docs, target_bytes=1, num_targets=ids_BT.numel(), rows=(0,)
+        )
+        self.boundary.accumulate([batch])
+        clip_gradients(self.model, self.config.optim.clip_norm)
+        self.optimizers.step(1.0)
+        self.optimizers.zero_grad()
+        self.boundary.update_routers()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("shape", nargs="?", default="dense_4m", help=f"one of {names()}")
+    parser.add_argument("--compare", choices=["plain"], help="measure against this in turns")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps (default 12)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--only", choices=["megacpp", "plain"], help="one trainer, print its peak")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = pick_device("auto")
+    config = resolve(shape(options.shape), world_size())
+    world = start(config.mesh, device)
+    if options.only:
+        _run({options.only: _trainer(options.only, config, world)}, config, 3, world)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return
+    wanted = ["megacpp"] + (["plain"] if options.compare else [])
+    trainers = {name: _trainer(name, config, world) for name in wanted}
+    rows = _run(trainers, config, options.steps, world)
+    if world.size == 1:
+        for name, row in rows.items():
+            row["peak_bytes"] = _peak_of(name, options.shape)
+    result = {"shape": options.shape, "ranks": world.size, "device": device.type, "trainers": rows}
+    if options.compare:
+        result["ratios"] = {k: rows["megacpp"][k] / rows["plain"][k] for k in rows["plain"]}
+    if world.is_main and world.size == 1:
+        result["operations_per_block"] = _operations(config, device)
+    if world.is_main:
+        print(json.dumps(result, indent=2) if options.json else _table(result))
+    world.close()
+
+
+def _trainer(name: str, config: Config, world: World) -> Callable[[Tensor, Tensor], None]:
+    return (
+        Trainer(config, world).step
+        if name == "megacpp"
+        else PlainTrainer(config, world.device).step
+    )
+
+
+def _run(
+    trainers: dict[str, Callable[[Tensor, Tensor], None]], config: Config, steps: int, world: World
+) -> dict[str, dict[str, float]]:
+    """Median and minimum of wall and CPU seconds a step, trainers in turns; two steps unmeasured."""
+    shape_BT = (config.train.device_batch_size, config.data.seq_len)
+    wall: dict[str, list[float]] = {name: [] for name in trainers}
+    cpu: dict[str, list[float]] = {name: [] for name in trainers}
+    for number in range(steps + 2):
+        g = torch.Generator().manual_seed(number * world.size + world.rank)
+        ids = torch.randint(config.model.vocab_size, shape_BT, generator=g).to(world.device)
+        labels = torch.randint(config.model.vocab_size, shape_BT, generator=g).to(world.device)
+        order = list(trainers) if number % 2 else list(trainers)[::-1]
+        for name in order:
+            began, cpu_began = time.perf_counter(), time.process_time()
+            trainers[name](ids, labels)
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            if number >= 2:
+                wall[name].append(time.perf_counter() - began)
+                cpu[name].append(time.process_time() - cpu_began)
+    tokens = shape_BT[0] * shape_BT[1] * world.size
+    return {
+        name: {
+            "wall_s_median": statistics.median(wall[name]),
+            "wall_s_min": min(wall[name]),
+            "cpu_s_median": statistics.median(cpu[name]),
+            "cpu_s_min": min(cpu[name]),
+            "tokens_per_s": tokens / statistics.median(wall[name]),
+        }
+        for name in trainers
+    }
+
+
+def _peak_of(name: str, shape_name: str) -> int:
+    """Peak resident bytes of three steps in a process of their own."""
+    command = [sys.executable, __file__, shape_name, "--only", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+class _Counter(TorchDispatchMode):
+    """Counts dispatched operations; views cost nothing and are left out."""
+
+    FREE = (
+        "view",
+        "transpose",
+        "permute",
+        "expand",
+        "detach",
+        "unsqueeze",
+        "alias",
+        "select",
+        "slice",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += not any(free in name for free in self.FREE)
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(config: Config, device: torch.device) -> dict[str, int]:
+    """Operations of one forward and backward of each block kind (kernels, on a GPU)."""
+    counts: dict[str, int] = {}
+    for letter in dict.fromkeys(config.model.pattern.replace("|", "")):
+        with torch.device("meta"):
+            block = Block(letter, config.model)
+        block.to_empty(device=device)
+        initialise(block, block.init_rules(), seed=0)
+        x = torch.randn(1, config.data.seq_len, config.model.dim, device=device, requires_grad=True)
+        docs = Documents.rows(1, config.data.seq_len, device)
+        block(x, docs).sum().backward()
+        with _Counter() as counter:
+            block(x, docs).sum().backward()
+        counts[letter] = counter.count
+    return counts
+
+
+def _table(result: dict) -> str:
+    rows = result["trainers"]
+    lines = [f"{result['shape']} on {result['device']}, {result['ranks']} rank(s), 1 thread each"]
+    columns = [*rows, *(["ratio"] if "ratios" in result else [])]
+    lines.append(f"{'':16}" + "".join(f"{c:>14}" for c in columns))
+    for key in next(iter(rows.values())):
+        cells = [
+            f"{row[key]:14,.4f}" if row[key] < 1e3 else f"{row[key]:14,.0f}"
+            for row in rows.values()
+        ]
+        if "ratios" in result:
+            cells.append(f"{result['ratios'][key]:14.3f}")
+        lines.append(f"{key:16}" + "".join(cells))
+    for letter, number in result.get("operations_per_block", {}).items():
+        lines.append(f"block {letter}: {number} operations forward and backward")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

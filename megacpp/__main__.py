@@ -1,0 +1,5 @@
+"""`python -m megacpp` is the `megacpp` command."""
+
+from megacpp.cli.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,265 @@
+"""From the command line to a checked Config: `PRESET [--section.key value ...]`.
+
+tyro parses and writes the help; unknown flags and unreadable values are caught first, so that a
+mistake is one line. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+from megacpp.config import Config, YarnConfig
+from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean
+from megacpp.presets import PRESETS, preset
+from megacpp.rules import check, lookup, resolve
+
+Parsed = TypeVar("Parsed")
+TRUE, FALSE = ("true", "True", "1", "yes", "on"), ("false", "False", "0", "no", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A configuration ready to run and where each value came from."""
+
+    config: Config
+    provenance: dict[str, str]  # dotted key -> default | preset | command line | derived
+
+
+def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
+    """Reads `[PRESET] [flags]`, checks every rule and resolves what is derived.
+
+    Raises:
+        ConfigError: unknown preset, flag or value, or a broken rule.
+    """
+    arguments = list(argv)
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
+    base = preset(name)
+    given = dict(read_flags(arguments))
+    config = replace_keys(base, given)
+    check(config, world_size)
+    final = resolve(config, world_size)
+    return Resolved(final, _provenance(base, config, final, given))
+
+
+def parse_or_exit(program: str) -> Resolved:
+    """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
+    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
+        print_help(program)
+        raise SystemExit(0)
+    try:
+        return parse_run(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+    except MegacppError as error:
+        exit_on_error(error)
+
+
+def exit_on_error(error: MegacppError) -> typing.NoReturn:
+    """Prints the one line on the first local rank only and exits with the error's code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code)
+
+
+def print_help(program: str) -> None:
+    """The full help of a run: presets and every flag with its default."""
+    import tyro
+
+    print(f"usage: {program} [PRESET] [--section.key value ...]\n\npresets:")
+    for key, function in PRESETS.items():
+        headline = (function.__doc__ or "").strip().splitlines()[0]
+        print(f"  {key:16} {headline}")
+    print("\nflags (defaults of the preset `tiny`):")
+    text = tyro.extras.get_parser(Config, default=preset("tiny")).format_help()
+    print(text[max(0, text.find("╭─ model options")) :])
+
+
+def parse_args(cls: type[Parsed], argv: Sequence[str], program: str) -> Parsed:
+    """The flat arguments of a subcommand, `[FIRST] [--name value ...]`, as its dataclass.
+
+    One word without dashes is the first field (`megacpp data inspect PATH`). tyro writes the
+    help; a mistake raises ConfigError with one line.
+    """
+    if "--help" in argv or "-h" in argv:
+        import tyro
+
+        print(tyro.extras.get_parser(cls, prog=program).format_help())
+        raise SystemExit(0)
+    kinds = leaf_types(cls, top=True)
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        words = [f"--{next(iter(kinds))}", *words]
+    given = dict(read_flags(words, kinds))
+    required = [
+        f.name
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    for name in required:
+        if name not in given:
+            raise config_error(name, "", "is needed", f"write --{name.replace('_', '-')} VALUE")
+    return cls(**given)
+
+
+def wants_help(arguments: list[str], command: Callable[..., int]) -> bool:
+    """Prints the docstring of a subcommand when its arguments ask for help."""
+    if "--help" not in arguments and "-h" not in arguments:
+        return False
+    print(inspect.cleandoc(command.__doc__ or ""))
+    return True
+
+
+def take_flag(arguments: list[str], flag: str) -> bool:
+    """Removes `flag` from the arguments; whether it was there."""
+    found = flag in arguments
+    while flag in arguments:
+        arguments.remove(flag)
+    return found
+
+
+def take_value(arguments: list[str], flag: str, default: str) -> str:
+    """Removes `flag VALUE` (or `flag=VALUE`) from the arguments and returns the value."""
+    for i, word in enumerate(arguments):
+        if word.startswith(f"{flag}="):
+            return arguments.pop(i).partition("=")[2]
+        if word == flag:
+            if i + 1 == len(arguments):
+                raise ConfigError(f"{flag}=: needs a value. Fix: write {flag} VALUE.")
+            value = arguments[i + 1]
+            del arguments[i : i + 2]
+            return value
+    return default
+
+
+def take_int(arguments: list[str], flag: str, default: int) -> int:
+    """Removes `flag N` from the arguments and returns N."""
+    return read_value(flag.lstrip("-"), int, take_value(arguments, flag, str(default)))
+
+
+def read_flags(
+    arguments: Sequence[str], kinds: dict[str, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Pairs of dotted key and value from `--a.b c`, `--a.b=c`, `--a.flag` and `--a.no-flag`."""
+    kinds = leaf_types(Config) if kinds is None else kinds
+    left = list(arguments)
+    while left:
+        flag = left.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"argument={flag}: is no flag. Fix: write --section.key value.")
+        text, equals, inline = flag[2:].partition("=")
+        key = text.replace("-", "_")
+        section, dot, leaf = key.rpartition(".")
+        positive = f"{section}{dot}{leaf.removeprefix('no_')}"
+        if key not in kinds and leaf.startswith("no_") and kinds.get(positive) is bool:
+            yield positive, False
+            continue
+        if key not in kinds:
+            raise ConfigError(f"--{text}: no such setting. Fix: {_suggest(key, kinds)}.")
+        bare = not equals and (not left or left[0].startswith("--"))
+        if kinds[key] is bool and bare:
+            yield key, True
+            continue
+        if bare:
+            raise config_error(key, "", "needs a value", f"write --{text} VALUE")
+        yield key, read_value(key, kinds[key], inline if equals else left.pop(0))
+
+
+def read_value(key: str, kind: Any, text: str) -> Any:
+    """`text` as the type of a setting; ConfigError that names what would be legal."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        return read_value(key, next(o for o in options if o is not type(None)), text)
+    if typing.get_origin(kind) is Literal:
+        if text not in options:
+            legal = did_you_mean(text, options)
+            raise config_error(key, text, f"must be one of {', '.join(options)}", legal)
+        return text
+    if kind is bool:
+        if text not in TRUE + FALSE:
+            raise config_error(key, text, "must be true or false", f"write --{key} true")
+        return text in TRUE
+    if kind is str:
+        return text
+    try:
+        return kind(text.replace("_", "")) if kind is int else kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise config_error(key, text, f"must be {what}", "write digits") from None
+
+
+def leaf_types(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Any]:
+    """Dotted key -> type of every setting that a flag may set.
+
+    Plain fields of the outermost class count only with `top` (a run's `preset` is positional).
+    """
+    found: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
+        if dataclasses.is_dataclass(inner):
+            found |= leaf_types(inner, f"{prefix}{item.name}.")
+        elif prefix or top:
+            found[f"{prefix}{item.name}"] = kind
+    return found
+
+
+def replace_keys(config: Config, values: dict[str, Any]) -> Config:
+    """`config` with dotted keys replaced; a YaRN key switches YaRN on."""
+    for key, value in values.items():
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every setting."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            found |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            found[f"{prefix}{item.name}"] = value
+    return found
+
+
+def _replace(node: Any, path: list[str], value: Any) -> Any:
+    if len(path) == 1:
+        return dataclasses.replace(node, **{path[0]: value})
+    inner = getattr(node, path[0])
+    if inner is None:
+        inner = YarnConfig()
+    return dataclasses.replace(node, **{path[0]: _replace(inner, path[1:], value)})
+
+
+def _suggest(key: str, kinds: dict[str, Any]) -> str:
+    shown = [k.replace("_", "-") for k in kinds]
+    leaf = key.rpartition(".")[2]
+    same = [k for k in kinds if k.rpartition(".")[2] == leaf]
+    if len(same) == 1:
+        return f"did you mean '--{same[0].replace('_', '-')}'"
+    text = did_you_mean(key.replace("_", "-"), shown)
+    return text.replace("'", "'--", 1) if text.startswith("did") else "see --help"
+
+
+def _provenance(
+    base: Config, config: Config, final: Config, given: dict[str, Any]
+) -> dict[str, str]:
+    defaults = flatten(Config())
+    source: dict[str, str] = {}
+    for key, value in flatten(final).items():
+        yarn_off = key.startswith("model.attention.yarn.") and base.model.attention.yarn is None
+        if key in given and lookup(config, key) == value:
+            source[key] = "command line"
+        elif not yarn_off and lookup(config, key) != value:
+            source[key] = "derived"
+        else:
+            source[key] = "default" if defaults.get(key) == value else "preset"
+    return source

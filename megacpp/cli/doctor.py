@@ -1,0 +1,134 @@
+"""`megacpp doctor`: what is found, what is missing and why it matters; can two ranks talk?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megacpp.arguments import take_flag, wants_help
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `ok` None means optional and absent."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+# module -> what it gives, and what is used without it
+OPTIONAL = {
+    "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
+    "tilelang": ("the MIMO kernel and compiler checks", "our chunked torch form"),
+    "torchao": ("float8 training and low-bit optimizer state", "bf16 and fp32 state"),
+    "transformer_engine": ("FP8 blocks and their checkpoint", "bf16 blocks"),
+    "pyarrow": ("parquet sources", "folders and jsonl only"),
+    "zstandard": (".jsonl.zst sources", "plain .jsonl"),
+    "matplotlib": ("plots", "tables"),
+}
+
+SELF_TEST = """
+import os, sys, torch, torch.distributed as dist
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+x = torch.full((1024,), float(rank + 1)); dist.all_reduce(x)
+out, inp = torch.empty(512), x.clone(); dist.reduce_scatter_tensor(out, inp)
+assert x.eq(3).all() and out.eq(6).all(), (x[0], out[0])
+dist.barrier(); dist.destroy_process_group()
+"""
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """usage: megacpp doctor [--json] [--no-self-test]
+
+    Reports versions, devices, optional kernels with reasons, and runs two gloo ranks against each
+    other. Exit code 1 when something that training needs is broken.
+    """
+    arguments = list(argv)
+    if wants_help(arguments, doctor):
+        return 0
+    as_json, skip = take_flag(arguments, "--json"), take_flag(arguments, "--no-self-test")
+    findings = [*_versions(), *_devices(), *_optional()]
+    if not skip:
+        findings.append(_gloo())
+    if as_json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        marks = {True: "ok", False: "BROKEN", None: "absent"}
+        for f in findings:
+            print(f"{marks[f.ok]:7} {f.name:20} {f.detail}")
+    return 1 if any(f.ok is False for f in findings) else 0
+
+
+def _versions() -> list[Finding]:
+    from megacpp.run.record import versions
+
+    python_ok = sys.version_info >= (3, 11)
+    found = [Finding("python", python_ok, f"{platform.python_version()} on {platform.platform()}")]
+    for name, version in versions().items():
+        if name == "torch":
+            numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+            need = "" if numbers >= (2, 11) else "; needs 2.11 or newer"
+            found.append(Finding(name, numbers >= (2, 11), version + need))
+        else:
+            found.append(Finding(name, True, version))
+    return found
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "unset")
+    cpu = Finding(
+        "cpu", True, f"{os.cpu_count()} cores, OMP_NUM_THREADS={threads} (set 1 per rank)"
+    )
+    if not torch.cuda.is_available():
+        why = "this torch is a CPU build" if torch.version.cuda is None else "no device visible"
+        return [cpu, Finding("cuda", None, f"{why}; training runs on the CPU in fp32")]
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        gpus.append(Finding(f"cuda:{i}", True, f"{p.name}, {p.total_memory / 2**30:.0f} GiB"))
+    return [cpu, *gpus]
+
+
+def _optional() -> list[Finding]:
+    found = []
+    for name, (gives, instead) in OPTIONAL.items():
+        if importlib.util.find_spec(name) is None:
+            found.append(Finding(name, None, f"would give {gives}; without it: {instead}"))
+        else:
+            found.append(Finding(name, True, gives))
+    return found
+
+
+def _gloo() -> Finding:
+    """Two real processes: an all-reduce and a reduce-scatter with known results."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", SELF_TEST, str(rank), f"{folder}/store"],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(2)
+        ]
+        try:
+            errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            for rank in ranks:
+                rank.kill()
+            return Finding("gloo self-test", False, "two local ranks did not meet within 60 s")
+    if any(rank.returncode for rank in ranks):
+        last = next(e for e in errors if e).strip().splitlines()[-1]
+        return Finding("gloo self-test", False, last)
+    return Finding("gloo self-test", True, "two ranks agreed on an all-reduce and a reduce-scatter")

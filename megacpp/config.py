@@ -1,0 +1,226 @@
+"""The whole configuration of a run as frozen dataclasses; no torch import here.
+
+Flags are the dotted field names (`--model.depth 12`, `--optim.lr 3e-3`). A preset is a function
+that returns a `Config` (megacpp/presets.py). Rules between fields live in megacpp/rules.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN context extension as DeepSeek-V3 uses it (arXiv 2309.00071)."""
+
+    original_seq_len: int = 4096
+    factor: float = 40.0
+    beta_fast: int = 32
+    beta_slow: int = 1
+    mscale: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A blocks. `gqa`: grouped-query; `mla`: DeepSeek multi-head latent attention."""
+
+    kind: Literal["gqa", "mla"] = "gqa"
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    rope_theta: float = 500_000.0
+    qk_norm: bool = False
+    softcap: float | None = None  # tanh soft cap on attention logits (None: off)
+    q_lora_rank: int = 0  # MLA only; 0 projects queries directly
+    kv_lora_rank: int = 64
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 64
+    yarn: YarnConfig | None = None
+    max_seq_len: int = 4096  # YaRN applies only beyond yarn.original_seq_len
+
+
+@dataclass(frozen=True)
+class Mamba3Config:
+    """M blocks: Mamba-3 (arXiv 2603.15569), SISO when mimo_rank is 1."""
+
+    d_state: int = 64
+    expand: int = 2
+    headdim: int = 64
+    ngroups: int = 1
+    mimo_rank: int = 1
+    rope_fraction: float = 0.5
+    a_activation: Literal["heavy_tail", "softplus"] = "heavy_tail"
+    a_floor: float = 1e-4
+    out_norm: bool = False
+    conv_kernel: int = 0  # 0: none (author Mamba-3); 4: short conv + SiLU on x, B, C
+    chunk_size: int = 64
+    dt_min: float = 1e-3
+    dt_max: float = 0.1
+    dt_init_floor: float = 1e-4
+
+
+@dataclass(frozen=True)
+class M2RNNConfig:
+    """R blocks: M2RNN (arXiv 2603.14360). num_heads 0 means max(1, dim // (key_dim + value_dim))."""
+
+    num_heads: int = 0
+    num_q_heads: int = 1
+    num_k_heads: int = 1
+    key_dim: int = 64
+    value_dim: int = 16
+    conv_kernel: int = 4
+    gradient_clip: float | None = 1.0  # bound on each entry of the state gradient (None: off)
+    clip_mode: Literal["total", "carried"] = "carried"  # upstream torch clips the total
+    chunk_size: int = 64
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """E blocks: token-choice mixture of experts with optional shared experts."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    hidden_dim: int = 256
+    activation: Literal["swiglu", "relu2"] = "swiglu"  # routed experts
+    num_shared: int = 1
+    shared_hidden_dim: int = 256  # per shared expert; always SwiGLU
+    shared_gate: bool = False  # sigmoid gate on the shared output
+    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    softmax_order: Literal["pre", "post"] = "post"  # softmax before or after the top-k choice
+    route_scale: float = 1.0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    bias_update_rate: float = 1e-3  # selection-only bias, sigmoid scores (0: no bias)
+    capacity_factor: float | None = None  # None: dropless
+    balance_loss: float = 0.0  # Switch loss over the microbatch
+    sequence_loss: float = 0.0  # the same per document
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """F blocks: a dense feed-forward."""
+
+    hidden_dim: int = 1024
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A hybrid: `pattern` letters (A M E R F) tiled to `depth`; `|` marks pipeline cuts."""
+
+    dim: int = 256
+    depth: int = 12
+    pattern: str = "AEMEAEMEAEMR"
+    vocab_size: int = 4096
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-5
+    logit_softcap: float | None = None
+    z_loss: float = 0.0
+    init_std: float = 0.02
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mamba3: Mamba3Config = field(default_factory=Mamba3Config)
+    m2rnn: M2RNNConfig = field(default_factory=M2RNNConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run lives, how long it is, how often it reports."""
+
+    dir: str = "runs/{preset}"
+    steps: int = 1000
+    seed: int = 42
+    log_every: int = 1
+    eval_every: int = 0  # 0: only at the end
+    eval_rows: int = 0  # validation rows per evaluation (0: all held-out documents)
+    sample_tokens: int = 120
+    sample_prompt: str = "#pragma once\n\nnamespace "
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A corpus made by `megacpp data prepare`."""
+
+    path: str = "data/torch-headers"
+    seq_len: int = 256
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch of one optimizer step; gradient accumulation is derived unless it is given."""
+
+    device_batch_size: int = 8  # rows per rank and microbatch
+    tokens_per_step: int = 0  # 0: device_batch_size * seq_len * ranks * grad_accum
+    grad_accum: int = 0  # 0: derived from tokens_per_step
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Degrees of each mesh axis; -1 lets dp_shard fill the world."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Muon on hidden matrices and AdamW on the rest, or AdamW alone."""
+
+    name: Literal["muon_adamw", "adamw"] = "muon_adamw"
+    lr: float = 3e-3  # AdamW peak
+    muon_lr: float = 2e-2  # Muon peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.0
+    muon_steps: int = 5
+    muon_scale: Literal["keller", "moonshot"] = "keller"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 0
+    warmup_ratio: float = 0.03  # of run.steps, used when warmup_steps is 0
+    decay_ratio: float = 0.2  # of run.steps, the tail of wsd
+    final_lr_ratio: float = 0.1
+    clip_norm: float = 1.0  # global gradient norm (0: off)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """`auto`: bf16 compute on a GPU that has it, fp32 on CPU. fp64 exists for proofs."""
+
+    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saved training state: when, how many, and what to resume from."""
+
+    every: int = 0  # steps between saves (0: only at the end)
+    keep: int = 2  # newest kept (0: all)
+    resume: str = "auto"  # auto | never | a checkpoint folder
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is; `preset` is the function that it came from."""
+
+    preset: str = "tiny"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,0 +1,194 @@
+"""Rows and batches of a corpus: pure functions of (seed, global row), whatever the machine.
+
+Legend: B rows, T tokens of a row, V ids of the vocabulary.
+
+    stream   t0 t1 t2 t3 t4 t5 t6 t7 t8 ...        (documents end to end)
+    row 0    t0 t1 t2 t3 | t4                      row r reads T + 1 tokens from r * T:
+    row 1                  t4 t5 t6 t7 | t8        T inputs and, one later, T labels
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacpp.data.order import shuffled
+from megacpp.data.shards import TOKENIZER, SplitReader, fingerprint, read_index
+from megacpp.data.tokenizer import PAD, CodeTokenizer
+from megacpp.errors import DataError
+from megacpp.model.documents import Documents
+
+IGNORED = -100  # label of a position that predicts nothing
+
+
+class Row(NamedTuple):
+    """One row: token, label and document number (within its split) of each position."""
+
+    ids_T: np.ndarray
+    labels_T: np.ndarray
+    documents_T: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows ready for the model.
+
+    Attributes:
+        ids_BT: int64 tokens.
+        labels_BT: int64, the next token, or -100 at the end of a document and on padding.
+        docs: where packed documents start.
+        target_bytes: UTF-8 bytes that the valid labels stand for (for bits per byte).
+        num_targets: number of valid labels.
+        rows: global row numbers (training) or row numbers of the split (validation).
+    """
+
+    ids_BT: Tensor
+    labels_BT: Tensor
+    docs: Documents
+    target_bytes: int
+    num_targets: int
+    rows: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        ids_BT, labels_BT = self.ids_BT.to(device), self.labels_BT.to(device)
+        return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
+
+
+class Corpus:
+    """A prepared corpus cut into rows of `seq_len` tokens; it keeps no position.
+
+    Args:
+        path: folder made by `megacpp data prepare`.
+        seed: of the order in which training rows are visited.
+        verify: hash every file now; sizes are always checked.
+
+    Raises:
+        DataError: missing, truncated or changed files, or fewer tokens than one row needs.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int, seed: int = 42, verify: bool = False):
+        assert seq_len >= 1, "a row needs a token"
+        self.path, self.seq_len, self.seed = Path(path), seq_len, seed
+        self.index = read_index(self.path, verify)
+        self.train = SplitReader(self.path, "train", self.index)
+        self.validation = SplitReader(self.path, "validation", self.index)
+        self.vocab_size: int = self.index["vocab_size"]
+        self.rows_per_epoch = (self.train.tokens - 1) // seq_len
+        self.num_validation_rows = -(-(self.validation.tokens - 1) // seq_len)
+        if not self.rows_per_epoch:
+            raise DataError(
+                f"data.seq_len={seq_len}: the training split of {self.path} has only "
+                f"{self.train.tokens} tokens, one row needs {seq_len + 1}. "
+                f"Fix: use data.seq_len={self.train.tokens - 1} or less, or a larger corpus."
+            )
+
+    @functools.cached_property
+    def tokenizer(self) -> CodeTokenizer:
+        """The tokenizer that the corpus was written with."""
+        return CodeTokenizer.load(self.path / TOKENIZER)
+
+    @functools.cached_property
+    def token_bytes_V(self) -> Tensor:
+        """int64: UTF-8 bytes each id stands for, 0 for special ids."""
+        return torch.from_numpy(self.tokenizer.token_bytes_V)
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of tokens, boundaries and tokenizer."""
+        return fingerprint(self.index)
+
+    def rows_for(self, step: int, rows_per_step: int) -> range:
+        """Global rows of optimizer step `step` (the first is 0)."""
+        return range(step * rows_per_step, (step + 1) * rows_per_step)
+
+    def split_row(self, global_row: int) -> int:
+        """Which row of the training split a global row is; each epoch visits every row once."""
+        epoch, index = divmod(global_row, self.rows_per_epoch)
+        return shuffled(index, self.rows_per_epoch, self.seed, epoch)
+
+    def train_batch(self, rows: Sequence[int]) -> Batch:
+        """Training rows by global number; DataError names shard and row of a foreign id."""
+        return self._batch(rows, [self.row("train", self.split_row(row)) for row in rows])
+
+    def validation_batch(self, rows: Sequence[int]) -> Batch:
+        """Validation rows by number; rows past the end hold padding only and no label.
+
+        So ranks that share an evaluation can all take the same number of equal batches.
+        """
+        return self._batch(rows, [self.row("validation", row) for row in rows])
+
+    def validation_batches(self, device_batch: int, max_rows: int = 0) -> Iterator[Batch]:
+        """The validation split in order, each target once, in batches of equal shape.
+
+        Args:
+            max_rows: stop after that many rows (0: all).
+        """
+        stop = min(max_rows or self.num_validation_rows, self.num_validation_rows)
+        for first in range(0, stop, device_batch):
+            numbers = range(first, first + device_batch)
+            past = self.num_validation_rows  # any row past the end is padding
+            yield self.validation_batch([n if n < stop else past for n in numbers])
+
+    def validation_documents(self) -> Iterator[str]:
+        """Texts of the held-out documents, in index order."""
+        for number in range(self.validation.documents):
+            yield self.tokenizer.decode(self.validation.document(number).tolist())
+
+    def gzip_bits_per_byte(self) -> float:
+        """Bits per byte of `gzip -9` over each held-out document alone, found at preparation."""
+        return self.index["splits"]["validation"]["gzip_bits_per_byte"]
+
+    def row(self, split: str, number: int) -> Row:
+        """Row `number` of a split; beyond the last token it is padding of a document of its own."""
+        reader = self.train if split == "train" else self.validation
+        start = min(number * self.seq_len, reader.tokens)
+        stop = min(start + self.seq_len + 1, reader.tokens)
+        tokens = np.full(self.seq_len + 1, PAD, np.int64)
+        documents = np.full(self.seq_len + 1, reader.documents, np.int64)
+        if start < stop:
+            tokens[: stop - start] = reader.read(start, stop, f"row {number}")
+            documents[: stop - start] = reader.document_ids(start, stop)
+        same = documents[1:] == documents[:-1]
+        valid_T = same & (documents[1:] < reader.documents)
+        return Row(tokens[:-1], np.where(valid_T, tokens[1:], IGNORED), documents[:-1])
+
+    def describe(self) -> list[str]:
+        """Lines for the header of a run."""
+        splits, counts = self.index["splits"], self.index["documents"]
+        lines = [f"corpus {self.path} [{self.fingerprint}]: {self.index['source']['description']}"]
+        for name, split in splits.items():
+            per_token = split["text_bytes"] / split["tokens"]
+            lines.append(
+                f"  {name}: {split['documents']:,} documents, {split['tokens']:,} tokens, "
+                f"{split['text_bytes']:,} bytes ({per_token:.2f} a token)"
+            )
+        lines.append(
+            f"  tokenizer: {self.vocab_size:,} ids, duplicates removed: {counts['duplicates']:,}, "
+            f"fill-in-the-middle rate {self.index['arguments']['fim_rate']:g}"
+        )
+        lines.append(
+            f"  rows of {self.seq_len}: {self.rows_per_epoch:,} an epoch, "
+            f"{self.num_validation_rows:,} held out; "
+            f"gzip -9 {self.gzip_bits_per_byte():.3f} bits per byte"
+        )
+        return lines
+
+    def _batch(self, numbers: Sequence[int], rows: Sequence[Row]) -> Batch:
+        ids_BT, labels_BT, documents_BT = (np.stack(column) for column in zip(*rows, strict=True))
+        targets = labels_BT[labels_BT != IGNORED]
+        return Batch(
+            ids_BT=torch.from_numpy(ids_BT),
+            labels_BT=torch.from_numpy(labels_BT),
+            docs=Documents.from_ids(torch.from_numpy(documents_BT)),
+            target_bytes=int(self.tokenizer.token_bytes_V[targets].sum()),
+            num_targets=len(targets),
+            rows=tuple(numbers),
+        )

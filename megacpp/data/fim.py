@@ -1,0 +1,71 @@
+"""Fill-in-the-middle: some documents are cut in three and told out of order.
+
+Bavarian et al. 2022 (arXiv 2207.14255). Half of the cut documents are written prefix, suffix,
+middle (PSM), half suffix, prefix + middle (SPM):
+
+    PSM  <fim_prefix> prefix <fim_suffix> suffix <fim_middle> middle
+    SPM  <fim_prefix> <fim_suffix> suffix <fim_middle> prefix middle
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacpp.data.tokenizer import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A document in three parts; `suffix_first` says SPM."""
+
+    prefix: str
+    middle: str
+    suffix: str
+    suffix_first: bool
+
+
+def cut(text: str, digest: bytes, seed: int, rate: float) -> Cut | None:
+    """Three parts of a chosen document, or None; a pure function of (seed, document hash).
+
+    Args:
+        digest: SHA-256 of the text's UTF-8 bytes.
+        rate: share of documents that are cut, 0 to 1.
+    """
+    noise = hashlib.sha256(b"fim\0%d\0" % seed + digest).digest()
+    chosen, order, one, two = (int.from_bytes(noise[i : i + 8], "little") for i in range(0, 32, 8))
+    if chosen >= rate * 2**64:
+        return None
+    # Cuts fall between characters: every part stays valid UTF-8.
+    first, second = sorted((one % (len(text) + 1), two % (len(text) + 1)))
+    return Cut(text[:first], text[first:second], text[second:], bool(order & 1))
+
+
+def arrange(parts: Cut, encode: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Ids of a cut document with its sentinels.
+
+    Each part is encoded alone, as it is when a user's prompt ends at the cut.
+    """
+    prefix, middle, suffix = (encode(p) for p in (parts.prefix, parts.middle, parts.suffix))
+    if parts.suffix_first:
+        pieces = ([FIM_PREFIX, FIM_SUFFIX], suffix, [FIM_MIDDLE], prefix, middle)
+    else:
+        pieces = ([FIM_PREFIX], prefix, [FIM_SUFFIX], suffix, [FIM_MIDDLE], middle)
+    return np.concatenate([np.asarray(p, np.uint32) for p in pieces])
+
+
+def restore(ids: np.ndarray) -> np.ndarray:
+    """Ids in reading order: the inverse of `arrange`, and the identity on an uncut document.
+
+    SPM is PSM whose prefix is empty and whose middle starts with the prefix, so one rule does both.
+    """
+    if not (ids == FIM_PREFIX).any():
+        return ids
+    start, suffix, middle = (
+        int(np.flatnonzero(ids == i)[0]) for i in (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE)
+    )
+    assert start == 0 and start < suffix < middle, "sentinels out of order"
+    return np.concatenate([ids[1:suffix], ids[middle + 1 :], ids[suffix + 1 : middle]])

@@ -1,0 +1,119 @@
+"""Rows as a person reads them: text, document boundaries, and which labels are ignored."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from megacpp.data.batches import IGNORED, Corpus
+from megacpp.data.tokenizer import BOS, SPECIALS
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+IGNORED_MARK = "×"  # after a token whose label is ignored
+CONTROL = re.compile(r"[\x00-\x08\x0B-\x1F\x7F]")
+
+
+@dataclass(frozen=True)
+class RowView:
+    """One row with its counts; `split_row` is its place in the split."""
+
+    split: str
+    global_row: int
+    split_row: int
+    ids: list[int]
+    labels: list[int]
+    documents: list[int]
+    text: str
+    targets: int
+    ignored: int
+    padding: int
+    target_bytes: int
+
+
+def view_rows(corpus: Corpus, split: str, count: int) -> list[RowView]:
+    """The first rows of a split, as validation or as epoch 0 of training visits them."""
+    limit = corpus.rows_per_epoch if split == "train" else corpus.num_validation_rows
+    return [_view(corpus, split, number) for number in range(min(count, limit))]
+
+
+def row_headline(view: RowView) -> str:
+    """One line of figures: tokens, documents, targets, ignored labels, bytes."""
+    padding = f", {view.padding} padding" if view.padding else ""
+    moved = f" (row {view.split_row} of the split)" if view.split == "train" else ""
+    number = len(set(view.documents[: len(view.ids) - view.padding]))
+    return (
+        f"{view.split} row {view.global_row}{moved}: {len(view.ids)} tokens, "
+        f"{number} document{'s' * (number != 1)}, {view.targets} targets, "
+        f"{view.ignored} ignored{padding}, {view.target_bytes} target bytes"
+    )
+
+
+def row_text(view: RowView, corpus: Corpus) -> Text:
+    """The row as rich text: a line where a document starts, `×` after a token without a label.
+
+    Tokens between two marks are decoded together, so that characters of several tokens stay whole.
+    Control characters show as pictures (a text must not steer the terminal); padding is counted in
+    the headline and not drawn.
+    """
+    from rich.text import Text
+
+    text = Text()
+    plain: list[int] = []
+
+    def flush() -> None:
+        text.append(CONTROL.sub(_picture, corpus.tokenizer.decode(plain)))
+        plain.clear()
+
+    for i in range(len(view.ids) - view.padding):
+        token, document = view.ids[i], view.documents[i]
+        if i == 0 or document != view.documents[i - 1]:
+            flush()
+            text.append("\n" if i else "")
+            text.append(f"── document {document}", "dim")
+            text.append("\n" if token == BOS else " continued\n", "dim")
+        if token < len(SPECIALS):
+            flush()
+            text.append(SPECIALS[token], "bold cyan")
+        else:
+            plain.append(token)
+        if view.labels[i] == IGNORED:
+            flush()
+            text.append(IGNORED_MARK, "bold red")
+    flush()
+    return text
+
+
+def as_json(views: list[RowView]) -> list[dict[str, object]]:
+    """The views as plain objects."""
+    return [asdict(view) for view in views]
+
+
+def _view(corpus: Corpus, split: str, number: int) -> RowView:
+    split_row = corpus.split_row(number) if split == "train" else number
+    row = corpus.row(split, split_row)
+    ids, labels = row.ids_T.tolist(), row.labels_T.tolist()
+    reader = corpus.train if split == "train" else corpus.validation
+    padding = int((row.documents_T == reader.documents).sum())
+    targets = [label for label in labels if label != IGNORED]
+    return RowView(
+        split=split,
+        global_row=number,
+        split_row=split_row,
+        ids=ids,
+        labels=labels,
+        documents=row.documents_T.tolist(),
+        text=corpus.tokenizer.decode(ids),
+        targets=len(targets),
+        ignored=len(labels) - len(targets),
+        padding=padding,
+        target_bytes=sum(len(corpus.tokenizer.id_bytes[label]) for label in targets),
+    )
+
+
+def _picture(control: re.Match[str]) -> str:
+    """The Unicode control picture of a control character."""
+    code = ord(control[0])
+    return chr(0x2421 if code == 0x7F else 0x2400 + code)

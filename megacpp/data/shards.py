@@ -1,0 +1,217 @@
+"""A corpus on disk: token shards, document offsets, tokenizer, and an index that vouches for all.
+
+    index.json            counts, hashes and arguments (`read_index` checks its own hash)
+    tokenizer.json        byte-level BPE
+    train-00000.bin ...   token ids, uint16 or uint32, little-endian; a shard ends with a document
+    train-documents.bin   uint64: where each document starts in the split, and the end
+    validation-...        the same for the held-out documents
+
+A split is one stream of documents, `BOS tokens... EOS` each, in index order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megacpp.data.tokenizer import file_sha256
+from megacpp.errors import DataError
+
+FORMAT_VERSION = 1
+INDEX = "index.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "validation")
+AGAIN = "Fix: run `megacpp data prepare --force`"
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest type that holds every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def little_endian(dtype: str) -> np.dtype:
+    """The byte order of the files, whatever the machine's own is."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+class SplitWriter:
+    """Writes one split shard by shard; `close` returns its entry for the index."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
+        self.folder, self.split = folder, split
+        self.dtype, self.shard_tokens = little_endian(dtype), shard_tokens
+        self.offsets = array("Q", [0])
+        self.shards: list[dict[str, Any]] = []
+        self.file: BinaryIO | None = None
+        self.hash = hashlib.sha256()
+
+    def add(self, ids: np.ndarray) -> None:
+        """Appends one document, whole; a shard closes once it holds `shard_tokens` or more."""
+        if self.file is None:
+            name = f"{self.split}-{len(self.shards):05d}.bin"
+            self.shards.append({"file": name, "tokens": 0, "documents": 0})
+            self.file, self.hash = (self.folder / name).open("wb"), hashlib.sha256()
+        raw = ids.astype(self.dtype).tobytes()
+        self.file.write(raw)
+        self.hash.update(raw)
+        self.offsets.append(self.offsets[-1] + len(ids))
+        self.shards[-1]["tokens"] += len(ids)
+        self.shards[-1]["documents"] += 1
+        if self.shards[-1]["tokens"] >= self.shard_tokens:
+            self._close_shard()
+
+    def close(self) -> dict[str, Any]:
+        """Finishes the last shard and the offsets; counts, sizes and hashes of all files."""
+        self._close_shard()
+        path = self.folder / f"{self.split}-documents.bin"
+        path.write_bytes(np.asarray(self.offsets, "<u8").tobytes())
+        return {
+            "documents": len(self.offsets) - 1,
+            "tokens": self.offsets[-1],
+            "offsets": file_entry(path),
+            "shards": self.shards,
+        }
+
+    def _close_shard(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            size = self.file.tell()
+            self.file.close()
+            self.shards[-1] |= {"bytes": size, "sha256": self.hash.hexdigest()}
+            self.file = None
+
+
+class SplitReader:
+    """One split as a stream of tokens over memory-mapped shards."""
+
+    def __init__(self, folder: Path, split: str, index: dict[str, Any]) -> None:
+        entry = index["splits"][split]
+        dtype = little_endian(index["dtype"])
+        self.split, self.vocab_size = split, index["vocab_size"]
+        self.tokens, self.documents = entry["tokens"], entry["documents"]
+        self.names = [shard["file"] for shard in entry["shards"]]
+        self.shards = [np.memmap(folder / name, dtype, "r") for name in self.names]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+        self.offsets = np.memmap(folder / entry["offsets"]["file"], "<u8", "r")
+        if self.starts[-1] != self.tokens or len(self.offsets) != self.documents + 1:
+            raise DataError(f"{folder}: {split} shards and index disagree on counts. {AGAIN}.")
+
+    def read(self, start: int, stop: int, place: str) -> np.ndarray:
+        """int64 tokens `[start, stop)`; DataError that names shard and `place` for a foreign id."""
+        first = int(np.searchsorted(self.starts, start, "right")) - 1
+        last = int(np.searchsorted(self.starts, stop, "left"))
+        pieces = []
+        for i in range(first, last):
+            low = int(self.starts[i])
+            piece = self.shards[i][max(start - low, 0) : stop - low].astype(np.int64)
+            if len(piece) and piece.max() >= self.vocab_size:
+                at = int(np.argmax(piece >= self.vocab_size))
+                raise DataError(
+                    f"{self.names[i]} {place}: token {max(start, low) + at} of the split has id "
+                    f"{piece[at]}, not below vocab_size {self.vocab_size}. {AGAIN}."
+                )
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document_ids(self, start: int, stop: int) -> np.ndarray:
+        """int64: which document of the split each token of `[start, stop)` belongs to."""
+        low = int(np.searchsorted(self.offsets, start, "right")) - 1
+        high = int(np.searchsorted(self.offsets, stop, "left"))
+        begins = np.zeros(stop - start, np.int64)
+        begins[self.offsets[low + 1 : high].astype(np.int64) - start] = 1
+        return low + np.cumsum(begins)
+
+    def document(self, number: int) -> np.ndarray:
+        """int64 tokens of one document, BOS and EOS included."""
+        start, stop = (int(i) for i in self.offsets[number : number + 2])
+        return self.read(start, stop, f"document {number}")
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Writes index.json with its own hash inside."""
+    text = json.dumps({"sha256": _index_sha256(index), **index}, indent=1, ensure_ascii=False)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
+    """The index of a corpus whose files are all there; `verify` also reads and hashes them.
+
+    Raises:
+        DataError: no folder, no index, another version, or a file that is missing, truncated or
+            changed.
+    """
+    if not folder.is_dir():
+        raise DataError(
+            f"data.path={folder}: no such folder. Fix: run `megacpp data prepare --out {folder}`."
+        )
+    if not (folder / INDEX).is_file():
+        raise DataError(
+            f"data.path={folder}: holds no {INDEX}, so it is no corpus. "
+            f"Fix: run `megacpp data prepare` with another --out, or check the path."
+        )
+    index = _parse_index(folder / INDEX)
+    entries = [e for s in SPLITS for e in (*index["splits"][s]["shards"], _offsets(index, s))]
+    for entry in entries:
+        _check_file(folder, entry, verify)
+    _check_file(folder, index["tokenizer"], verify=True)  # small, and every figure rests on it
+    return index
+
+
+def fingerprint(index: dict[str, Any]) -> str:
+    """Short hash of the corpus's content: tokenizer, token and offset files."""
+    hashes = [index["dtype"], index["tokenizer"]["sha256"]]
+    for split in SPLITS:
+        hashes += [_offsets(index, split)["sha256"]]
+        hashes += [shard["sha256"] for shard in index["splits"][split]["shards"]]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Name, size and hash of a file, as the index keeps them."""
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def _parse_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        version, own_hash = index["format_version"], index.pop("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: cannot be read as an index ({reason}). {AGAIN}.") from None
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: format_version {version}, this megacpp reads {FORMAT_VERSION}. {AGAIN}."
+        )
+    if own_hash != _index_sha256(index):
+        raise DataError(f"{path}: its content does not match its own hash (changed). {AGAIN}.")
+    return index
+
+
+def _check_file(folder: Path, entry: dict[str, Any], verify: bool) -> None:
+    path = folder / entry["file"]
+    if path.parent != folder:
+        raise DataError(f"{folder}: the index points outside ({entry['file']}). {AGAIN}.")
+    if not path.is_file():
+        raise DataError(f"{path}: missing, the index lists it. {AGAIN}.")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        what = "truncated" if size < entry["bytes"] else "too long"
+        raise DataError(f"{path}: {what} ({size} bytes, index says {entry['bytes']}). {AGAIN}.")
+    if verify and file_sha256(path) != entry["sha256"]:
+        raise DataError(f"{path}: SHA-256 differs from the index (corrupt). {AGAIN}.")
+
+
+def _offsets(index: dict[str, Any], split: str) -> dict[str, Any]:
+    return index["splits"][split]["offsets"]
+
+
+def _index_sha256(index: dict[str, Any]) -> str:
+    canonical = json.dumps(index, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

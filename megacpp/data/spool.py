@@ -1,0 +1,58 @@
+"""Distinct documents kept on disk while a corpus is made, so that memory stays flat.
+
+Only a hash and two numbers per document live in memory; texts are read back in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+
+class Spool:
+    """An append-only file of distinct documents; the file is gone once the block is left."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.open("w+b")
+        self.digests: list[bytes] = []  # SHA-256 of document i
+        self.sizes = array("Q")
+        self.total_bytes = 0
+        self._starts = array("Q")
+        self._seen: set[bytes] = set()
+        self._flushed = 0
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.file.close()
+        self.path.unlink()
+
+    def add(self, raw: bytes) -> bool:
+        """Appends a document; False if the same bytes are there already."""
+        digest = hashlib.sha256(raw).digest()
+        if digest in self._seen:
+            return False
+        self._seen.add(digest)
+        self.digests.append(digest)
+        self.sizes.append(len(raw))
+        self._starts.append(self.total_bytes)
+        self.file.write(raw)
+        self.total_bytes += len(raw)
+        return True
+
+    def read(self, i: int) -> bytes:
+        """The bytes of document `i`."""
+        if self._flushed < self.total_bytes:
+            self.file.flush()
+            self._flushed = self.total_bytes
+        return os.pread(self.file.fileno(), self.sizes[i], self._starts[i])

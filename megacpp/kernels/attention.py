@@ -1,0 +1,142 @@
+"""Causal attention over packed documents: one query at a time, or by the fused kernels.
+
+Legend: B rows, T query tokens, S key tokens, N query heads, K key/value heads (N a multiple of
+K; query head n reads key/value head n // (N / K)), H query/key head dim, V value head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp.kernels.softcap_attention import softcap_attention
+from megacpp.model.documents import Documents
+
+
+def attention_reference(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKV: Tensor,
+    docs: Documents,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The definition, one query at a time: each looks from its document's start to itself.
+
+    o_t = sum_s p_ts v_s with p_t = softmax_s(cap(scale * q_t . k_s)), cap(z) = c tanh(z / c).
+    Returns `[B, T, N, V]`. Nothing is masked: keys of other documents are never read.
+    """
+    group = q_BTNH.shape[2] // k_BTKH.shape[2]
+    k_BTNH, v_BTNV = (t.repeat_interleave(group, dim=2) for t in (k_BTKH, v_BTKV))
+    rows = []
+    for b, positions in enumerate(docs.positions_BT.tolist()):
+        tokens = []
+        for t, position in enumerate(positions):
+            seen = slice(t - position, t + 1)
+            logits_SN = scale * (k_BTNH[b, seen] * q_BTNH[b, t]).sum(-1)
+            if softcap is not None:
+                logits_SN = softcap * torch.tanh(logits_SN / softcap)
+            p_SN = logits_SN.softmax(dim=0)
+            tokens.append((p_SN[..., None] * v_BTNV[b, seen]).sum(0))
+        rows.append(torch.stack(tokens))
+    return torch.stack(rows)
+
+
+def causal_attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKV: Tensor,
+    docs: Documents,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention within documents, `[B, T, N, V]`; the fast form of `attention_reference`.
+
+    Rows of one document need no mask. For packed rows it is made once a batch: SDPA would turn a
+    bool mask into an additive one in every layer, and every layer would keep its own.
+    """
+    mask_B1TT = None
+    if not docs.whole:
+        mask_B1TT = docs.memo("attention_mask", lambda: document_mask(docs, docs))
+        if softcap is None:
+            bool_B1TT, dtype = mask_B1TT, q_BTNH.dtype
+            mask_B1TT = docs.memo(("attention_bias", dtype), lambda: _additive(bool_B1TT, dtype))
+    return attend(q_BTNH, k_BTKH, v_BTKV, scale, softcap, mask_B1TT, causal=True)
+
+
+def attend(
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKV: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    mask_B1TS: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attention of any queries to any keys, `[B, T, N, V]`: all keys, or those of a mask.
+
+    SDPA without a soft cap, the blocks of megacpp/kernels/softcap_attention.py with one.
+
+    Args:
+        mask_B1TS: bool, True where a query may look (without a soft cap also additive: 0 there
+            and minus infinity elsewhere, in the dtype of q).
+        causal: T = S and nothing looks at a later key; a mask, if there is one, says so too.
+    """
+    if softcap is not None:
+        return softcap_attention(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal)
+    return _sdpa(q_BTNH, k_BSKH, v_BSKV, scale, mask_B1TS, causal and mask_B1TS is None)
+
+
+def document_mask(queries: Documents, keys: Documents) -> Tensor:
+    """bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
+
+    Queries and keys may be different tokens of one row (context parallelism), as long as their
+    ids and positions are those of the whole row.
+    """
+    rows = slice(1) if queries.whole and keys.whole else slice(None)
+    same_BTS = queries.ids_BT[rows, :, None] == keys.ids_BT[rows, None, :]
+    past_BTS = queries.positions_BT[rows, :, None] >= keys.positions_BT[rows, None, :]
+    return (same_BTS & past_BTS)[:, None]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a bool mask is True, minus infinity elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, float("-inf")
+    )
+
+
+def _sdpa(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, scale: float, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """torch's fused attention: memory linear in T wherever a fused kernel takes the shapes."""
+    value_dim = v_BSKV.shape[-1]
+    if q_BTNH.device.type == "cpu":
+        # The fused CPU kernel wants one head dim. Zero columns change no score and no value.
+        # Against the unfused fallback: 2 to 3 times faster (T 512) and no [T, T] tensor.
+        q_BTNH, k_BSKH, v_BSKV = _pad_to_one_dim(q_BTNH, k_BSKH, v_BSKV)
+    if mask is not None and q_BTNH.is_cuda and q_BTNH.shape[2] != k_BSKH.shape[2]:
+        # The CUDA kernel that takes a mask (memory-efficient) takes no grouped heads.
+        group = q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BSKH, v_BSKV = (t.repeat_interleave(group, dim=2) for t in (k_BSKH, v_BSKV))
+    o_BNTV = F.scaled_dot_product_attention(
+        q_BTNH.transpose(1, 2),
+        k_BSKH.transpose(1, 2),
+        v_BSKV.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
+    )
+    return o_BNTV.transpose(1, 2)[..., :value_dim]
+
+
+def _pad_to_one_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with zero columns up to the larger of the two head dims."""
+    wider = q.shape[-1] - v.shape[-1]
+    if wider > 0:
+        return q, k, F.pad(v, (0, wider))
+    if wider < 0:
+        return F.pad(q, (0, -wider)), F.pad(k, (0, -wider)), v
+    return q, k, v

@@ -1,0 +1,116 @@
+"""Depthwise causal convolution over a row of packed documents, with an optional SiLU.
+
+Legend: B rows, T tokens of a row, C channels, K taps (weight[..., K-1] meets the current token);
+a suffix K1 is K - 1 past tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import wide
+
+Activation = Literal["silu"] | None
+
+
+def causal_conv(
+    x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None, activation: Activation = "silu"
+) -> Tensor:
+    """y[t] = act(sum_j weight[K-1-j] * x[t-j]) over the tokens of t's own document.
+
+    Sums in at least fp32 and keeps only `x_BTC` for backward; the output has the dtype of `x_BTC`.
+    `docs=None`: one document per row. The weight is stored as `nn.Conv1d(groups=C)` stores it.
+    """
+    num_taps = weight_C1K.shape[-1]
+    keep = None if docs is None or docs.whole else _keep(docs, num_taps)
+    y_BTC: Tensor = _CausalConv.apply(x_BTC, weight_C1K[:, 0].t(), keep)  # type: ignore[assignment]
+    return _activate(y_BTC, activation)
+
+
+def causal_conv_step(
+    x_BC: Tensor, taps_BCK1: Tensor, weight_C1K: Tensor, activation: Activation = "silu"
+) -> tuple[Tensor, Tensor]:
+    """One token: the output `[B, C]` and the taps (the last K-1 inputs) for the next token.
+
+    A document starts with taps of zeros.
+    """
+    window_BCK = torch.cat([taps_BCK1.to(x_BC.dtype), x_BC[..., None]], -1)
+    y_BC = (wide(window_BCK) * weight_C1K[:, 0]).sum(-1).to(x_BC.dtype)
+    return _activate(y_BC, activation), window_BCK[..., 1:]
+
+
+def causal_conv_sequential(
+    x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None, activation: Activation = "silu"
+) -> Tensor:
+    """Reference of `causal_conv`: token by token, with taps that empty where a document starts."""
+    B, T, C = x_BTC.shape
+    taps_BCK1 = x_BTC.new_zeros(B, C, weight_C1K.shape[-1] - 1)
+    ys_BC = []
+    for t in range(T):
+        if docs is not None:
+            taps_BCK1 = torch.where(docs.starts_BT[:, t, None, None], 0.0, taps_BCK1)
+        y_BC, taps_BCK1 = causal_conv_step(x_BTC[:, t], taps_BCK1, weight_C1K, activation)
+        ys_BC.append(y_BC)
+    return torch.stack(ys_BC, 1)
+
+
+class _CausalConv(torch.autograd.Function):
+    """K shifted multiply-adds. By hand, because autograd would keep every masked shift of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None) -> Tensor:
+        ctx.save_for_backward(x_BTC, weight_KC)
+        ctx.keep = keep
+        weight_KC = wide(weight_KC).to(wide(x_BTC[:0]).dtype)
+        y_BTC = x_BTC * weight_KC[-1]
+        for j in range(1, _reach(x_BTC, weight_KC)):
+            past_BTC = _masked(x_BTC[:, :-j], keep, j)
+            y_BTC[:, j:].addcmul_(past_BTC, weight_KC[-1 - j])
+        return y_BTC.to(x_BTC.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_BTC, weight_KC = ctx.saved_tensors
+        dy_BTC = grads[0]
+        wide_KC = wide(weight_KC).to(wide(x_BTC[:0]).dtype)
+        dx_BTC = dy_BTC * wide_KC[-1]
+        dweight_KC = torch.zeros_like(wide_KC)
+        dweight_KC[-1] = _sum(x_BTC, dy_BTC)
+        for j in range(1, _reach(x_BTC, weight_KC)):
+            dlater_BTC = _masked(dy_BTC[:, j:], ctx.keep, j)
+            dx_BTC[:, :-j].addcmul_(dlater_BTC, wide_KC[-1 - j])
+            dweight_KC[-1 - j] = _sum(x_BTC[:, :-j], dlater_BTC)
+        return dx_BTC.to(x_BTC.dtype), dweight_KC.to(weight_KC.dtype), None
+
+
+def _keep(docs: Documents, num_taps: int) -> list[Tensor]:
+    """Per lag j: which tokens t >= j reach back to t - j in their own document, [B, T-j, 1]."""
+    return docs.memo(
+        ("causal_conv", num_taps),
+        lambda: [docs.positions_BT[:, j:, None] >= j for j in range(num_taps)],
+    )
+
+
+def _masked(x_BTC: Tensor, keep: list[Tensor] | None, lag: int) -> Tensor:
+    # where, not a product: a NaN of another document times zero would still be a NaN.
+    return x_BTC if keep is None else torch.where(keep[lag], x_BTC, 0.0)
+
+
+def _reach(x_BTC: Tensor, weight_KC: Tensor) -> int:
+    """Lags worth visiting: a row shorter than the kernel has no further past."""
+    return min(weight_KC.shape[0], x_BTC.shape[1])
+
+
+def _sum(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:
+    return (wide(a_BTC) * b_BTC).sum((0, 1))
+
+
+def _activate(y: Tensor, activation: Activation) -> Tensor:
+    return y if activation is None else F.silu(y)

@@ -1,0 +1,236 @@
+"""M2RNN chunk by chunk, forward and backward: the fast form behind `m2rnn_chunked`.
+
+Legend: B rows, T tokens of a row, N heads, K key, V value, C tokens of a chunk, X chunks of a row,
+S sequences (megacpp/kernels/restarts.py). Inside a chunk tokens come first and heads before rows,
+so that one token of all rows is contiguous and a head's states meet its W in one matmul.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.restarts import Sequences
+
+
+@dataclass(frozen=True)
+class StateClip:
+    """Bound on every entry of the gradient that flows back through the state.
+
+    `total`: all of dL/dh_t, what y_t adds included (the upstream torch backend).
+    `carried`: only what comes back from later tokens, before y_t adds its part, so that an output
+    always teaches its own token in full (the upstream Triton backend).
+    """
+
+    bound: float
+    mode: Literal["total", "carried"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the chunks need besides tensors with gradients."""
+
+    seqs: Sequences
+    clip: StateClip | None
+    chunk_size: int
+    num_heads: int
+    dtype: torch.dtype  # of states and of every computation
+    final_states: bool
+
+    def spans(self) -> list[slice]:
+        """The chunks of a row."""
+        T = self.seqs.starts_BT.shape[1]
+        return [slice(s, min(s + self.chunk_size, T)) for s in range(0, T, self.chunk_size)]
+
+    def bound(self, mode: str) -> float | None:
+        """The gradient bound if `mode` is the one that applies."""
+        return self.clip.bound if self.clip is not None and self.clip.mode == mode else None
+
+    def take(self, x_BTND: Tensor, span: slice) -> Tensor:
+        """A chunk `[C, N, B, D]` of an input: all N heads, in the compute dtype."""
+        x_CNBD = x_BTND[:, span].permute(1, 2, 0, 3).to(self.dtype)
+        return repeat_heads(x_CNBD, self.num_heads, 1).contiguous()
+
+    def put(self, dx_BTND: Tensor, span: slice, dx_CNBD: Tensor) -> None:
+        """Writes an input's gradient, summed over the heads that shared it."""
+        shared = dx_CNBD.unflatten(1, (dx_BTND.shape[2], -1)).sum(2)
+        dx_BTND[:, span] = shared.permute(2, 0, 1, 3)
+
+
+class _Chunk:
+    """One chunk's inputs and states: runs the recurrence, three operations per token."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        span: slice,
+        inputs: Sequence[Tensor],
+        w_NVV: Tensor,
+        initial_SNKV: Tensor | None,
+        h_NBKV: Tensor,
+    ) -> None:
+        self.plan, self.first, self.w_NVV = plan, span.start, w_NVV
+        self.q_CNBK, self.k_CNBK, self.v_CNBV, f_CNB1 = (plan.take(x, span) for x in inputs)
+        self.f_CNB11 = f_CNB1[..., None]
+        self.z_CNBKV = self.k_CNBK[..., :, None] * self.v_CNBV[..., None, :]
+        states = h_NBKV.new_empty(len(self.z_CNBKV) + 1, *h_NBKV.shape)
+        states[0] = h_NBKV
+        restarted = {}  # by place in the chunk: the state that token sees instead
+        h, z, f = states.unbind(0), self.z_CNBKV.unbind(0), self.f_CNB11.unbind(0)
+        z_rows = _rows(self.z_CNBKV).unbind(0)
+        for c in range(len(z)):
+            before_NBKV = h[c]
+            if self.first + c in plan.seqs.entries:
+                before_NBKV = plan.seqs.enter(before_NBKV, initial_SNKV, self.first + c)
+                restarted[c] = before_NBKV
+            z_rows[c].baddbmm_(_rows(before_NBKV), w_NVV).tanh_()
+            torch.lerp(z[c], before_NBKV, f[c], out=h[c + 1])  # z + f (h - z)
+        self.after_CNBKV = states[1:]
+        self.before_CNBKV = states[:-1].clone() if restarted else states[:-1]
+        for c, before_NBKV in restarted.items():
+            self.before_CNBKV[c] = before_NBKV
+
+    def outputs(self) -> Tensor:
+        """y of every token, `[C, N, B, V]`."""
+        return (self.q_CNBK[..., None, :] @ self.after_CNBKV)[..., 0, :]
+
+    def state_gradients(
+        self,
+        dy_CNBV: Tensor,
+        dh_NBKV: Tensor,
+        dinitial_SNKV: Tensor | None,
+        dfinal_SNKV: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dL/dh_t, dL/dx_t (x: what tanh is taken of) and what leaves the chunk to the left.
+
+        With x_t = h_{t-1} W + k_t v_t^T: dL/dx_t = (1 - f_t) (1 - tanh(x_t)^2) dL/dh_t and
+        dL/dh_{t-1} = f_t dL/dh_t + dL/dx_t W^T (+ q_{t-1} dy_{t-1}^T, when token t - 1 comes).
+        """
+        total, carried = self.plan.bound("total"), self.plan.bound("carried")
+        dafter_CNBKV = self.q_CNBK[..., :, None] * dy_CNBV[..., None, :]
+        dx_CNBKV = (1 - self.z_CNBKV.square()).mul_(1 - self.f_CNB11)
+        w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
+        g, dx, f = dafter_CNBKV.unbind(0), dx_CNBKV.unbind(0), self.f_CNB11.unbind(0)
+        dx_rows = _rows(dx_CNBKV).unbind(0)
+        for c in reversed(range(len(g))):
+            if carried is not None:
+                dh_NBKV.clamp_(-carried, carried)
+            g[c].add_(dh_NBKV)
+            if total is not None:
+                g[c].clamp_(-total, total)
+            dx[c].mul_(g[c])
+            torch.mul(g[c], f[c], out=dh_NBKV)
+            _rows(dh_NBKV).baddbmm_(dx_rows[c], w_back_NVV)
+            if self.first + c in self.plan.seqs.entries:
+                t = self.first + c
+                dh_NBKV = self.plan.seqs.leave(dh_NBKV, dinitial_SNKV, dfinal_SNKV, t)
+        return dafter_CNBKV, dx_CNBKV, dh_NBKV
+
+    def input_gradients(
+        self, dy_CNBV: Tensor, dafter_CNBKV: Tensor, dx_CNBKV: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of q, k, v and f. Call last: it reuses the memory of z."""
+        dq_CNBK = (self.after_CNBKV @ dy_CNBV[..., None])[..., 0]
+        dk_CNBK = (dx_CNBKV @ self.v_CNBV[..., None])[..., 0]
+        dv_CNBV = (self.k_CNBK[..., None, :] @ dx_CNBKV)[..., 0, :]
+        gap_CNBKV = torch.sub(self.before_CNBKV, self.z_CNBKV, out=self.z_CNBKV)
+        df_CNB1 = gap_CNBKV.mul_(dafter_CNBKV).flatten(3).sum(-1, keepdim=True)
+        return dq_CNBK, dk_CNBK, dv_CNBV, df_CNB1
+
+    def weight_gradient(self, dx_CNBKV: Tensor) -> Tensor:
+        """sum_t h_{t-1}^T dL/dx_t, `[N, V, V]`."""
+        return (_rows(self.before_CNBKV).transpose(-1, -2) @ _rows(dx_CNBKV)).sum(0)
+
+
+class Chunked(torch.autograd.Function):
+    """Forward: chunk by chunk. Backward: the same chunks again, from last to first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BTNK: Tensor,
+        k_BTNK: Tensor,
+        v_BTNV: Tensor,
+        f_BTN1: Tensor,
+        w_NVV: Tensor,
+        initial_SNKV: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs, seqs, N = (q_BTNK, k_BTNK, v_BTNV, f_BTN1), plan.seqs, plan.num_heads
+        (B, T, _, V), K, spans = v_BTNV.shape, k_BTNK.shape[-1], plan.spans()
+        wide_NVV = repeat_heads(w_NVV.to(plan.dtype), N, 0)
+        h_NBKV = v_BTNV.new_zeros(N, B, K, V, dtype=plan.dtype)
+        if initial_SNKV is not None:
+            h_NBKV = seqs.enter(h_NBKV, initial_SNKV, 0)
+        kept_XNBKV = h_NBKV.new_empty(len(spans), N, B, K, V)
+        y_BTNV, final_SNKV = v_BTNV.new_empty(B, T, N, V), None
+        if plan.final_states:
+            final_SNKV = h_NBKV.new_empty(int(seqs.index_BT[-1, -1]) + 1, N, K, V)
+        for i, span in enumerate(spans):
+            kept_XNBKV[i] = h_NBKV
+            chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV)
+            y_BTNV[:, span] = chunk.outputs().permute(2, 0, 1, 3)
+            h_NBKV = chunk.after_CNBKV[-1].clone()
+            if final_SNKV is not None:
+                ends_BC, index_BC = seqs.ends_BT[:, span], seqs.index_BT[:, span]
+                final_SNKV[index_BC[ends_BC]] = chunk.after_CNBKV.permute(2, 0, 1, 3, 4)[ends_BC]
+            del chunk  # its memory serves the next one
+        ctx.save_for_backward(*inputs, w_NVV, initial_SNKV, kept_XNBKV)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)  # final states are rarely used
+        return y_BTNV, final_SNKV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
+        *inputs, w_NVV, initial_SNKV, kept_XNBKV = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        last_B, first_B = plan.seqs.index_BT[:, -1], plan.seqs.index_BT[:, 0]
+        wide_NVV = repeat_heads(w_NVV.to(plan.dtype), plan.num_heads, 0)
+        dinputs, dw_NVV = [torch.empty_like(x) for x in inputs], torch.zeros_like(wide_NVV)
+        dinitial_SNKV = torch.zeros_like(initial_SNKV) if initial_SNKV is not None else None
+        B, T, _, V = inputs[2].shape
+        dy = inputs[2].new_zeros(B, T, plan.num_heads, V) if dy_BTNV is None else dy_BTNV
+        dh_NBKV = torch.zeros_like(kept_XNBKV[0])
+        if dfinal_SNKV is not None:
+            dh_NBKV.copy_(dfinal_SNKV[last_B].transpose(0, 1))
+        with no_autocast(w_NVV):
+            for h_NBKV, span in zip(kept_XNBKV.unbind(0)[::-1], plan.spans()[::-1], strict=True):
+                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV)
+                dy_CNBV = plan.take(dy, span)
+                dafter_CNBKV, dx_CNBKV, dh_NBKV = chunk.state_gradients(
+                    dy_CNBV, dh_NBKV, dinitial_SNKV, dfinal_SNKV
+                )
+                dw_NVV += chunk.weight_gradient(dx_CNBKV)
+                parts = chunk.input_gradients(dy_CNBV, dafter_CNBKV, dx_CNBKV)
+                del chunk, dafter_CNBKV, dx_CNBKV
+                for dinput, part in zip(dinputs, parts, strict=True):
+                    plan.put(dinput, span, part)
+        if dinitial_SNKV is not None:
+            dinitial_SNKV.index_add_(0, first_B, dh_NBKV.transpose(0, 1))
+        dw_NVV = dw_NVV.unflatten(0, (len(w_NVV), -1)).sum(1).to(w_NVV.dtype)
+        return *dinputs, dw_NVV, dinitial_SNKV, None
+
+
+def _rows(h_NBKV: Tensor) -> Tensor:
+    """A view `[..., N, B K, V]`: rows for one matmul per head."""
+    *lead, B, K, V = h_NBKV.shape
+    return h_NBKV.view(*lead, B * K, V)  # view, not reshape: results are written through it
+
+
+def repeat_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
+    """Every head `num_heads / x.shape[dim]` times in a row."""
+    return x if x.shape[dim] == num_heads else x.repeat_interleave(num_heads // x.shape[dim], dim)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """The recurrence never narrows; the meta device knows no autocast."""
+    kind = x.device.type
+    known = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if known else nullcontext()

@@ -1,0 +1,153 @@
+"""What the Mamba-3 scan takes: tensors with a token axis, parameters of heads, a state.
+
+Legend: B rows, T tokens of a row, H heads, G groups of heads that share B and C, R MIMO rank
+(1: SISO), N state size, P head dim, A rotated pairs. Q is the model's C, K its B, V its x, as
+upstream's kernels name them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megacpp.model.fp32 import wide
+
+# Which elements of the N axis rotate together: (2i, 2i + 1), or (i, i + N/2).
+Pairing = Literal["interleaved", "half"]
+
+
+@dataclass(frozen=True, eq=False)
+class ScanInputs:
+    """Everything that has a token axis.
+
+    Attributes:
+        Q, K: C and B of the model after their norms, `[B, T, R, G, N]`.
+        V: `[B, T, H, P]`; its dtype is that of the matrix products and of the output.
+        Z: gate of the shape of V, or None.
+        ADT, DT: log decay (<= 0) and step (> 0), `[B, H, T]`, at least fp32.
+        Trap: logits of lambda, `[B, H, T]`.
+        Angles: before tanh, `[B, T, H, A]`, or `[B, T, 1, A]` when all heads share them.
+    """
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    Z: Tensor | None
+    ADT: Tensor
+    DT: Tensor
+    Trap: Tensor
+    Angles: Tensor
+
+    def part(self, rows: slice, tokens: slice) -> ScanInputs:
+        """Some rows and tokens of them (views)."""
+        time_last = ("ADT", "DT", "Trap")
+        chosen = {
+            name: x[rows, :, tokens] if name in time_last else x[rows, tokens]
+            for name, x in vars(self).items()
+            if x is not None
+        }
+        return replace(self, **chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """Parameters of the scan, at least fp32; the three mimo_* are given together or not at all.
+
+    Attributes:
+        Q_bias, K_bias: added before the rotation, `[H, R, N]`.
+        D: skip connection, `[H]`.
+        mimo_x, mimo_z, mimo_o: what V, Z and the output of each rank are multiplied by before the
+            outputs of all ranks are added, `[H, R, P]`.
+        norm: weight of an RMSNorm over P before the gate, `[H, P]`.
+    """
+
+    Q_bias: Tensor
+    K_bias: Tensor
+    D: Tensor
+    mimo_x: Tensor | None = None
+    mimo_z: Tensor | None = None
+    mimo_o: Tensor | None = None
+    norm: Tensor | None = None
+    norm_eps: float = 1e-5
+
+    def heads(self, chosen: slice) -> HeadWeights:
+        """The same for some of the heads (views: gradients land in the whole parameter)."""
+        sliced = {name: x[chosen] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **sliced)
+
+    def ranks(self, v_BHJCP: Tensor) -> Tensor:
+        """V of every rank, `[B, H, J, R, C, P]`, at least fp32 when there is more than one."""
+        v_BHJ1CP, x = v_BHJCP[:, :, :, None], self.mimo_x
+        return v_BHJ1CP if x is None else wide(v_BHJ1CP) * x[:, None, :, None]
+
+    def ranks_of_token(self, v_BHP: Tensor) -> Tensor:
+        """V of every rank of one token, `[B, H, R, P]`, at least fp32."""
+        return wide(self.ranks(v_BHP[:, :, None, None])[:, :, 0, :, 0])
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba3State:
+    """What one token leaves to the next of its document.
+
+    Attributes:
+        angle: running sum of the turns modulo 2 pi, `[B, H, A]`, at least fp32.
+        ssm: the state matrix after the token, `[B, H, P, N]`, at least fp32.
+        k: the token's K with bias, rotated, `[B, H, R, N]`.
+        v: the token's V, before mimo_x, `[B, H, P]`.
+    """
+
+    angle: Tensor
+    ssm: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def zeros(v: Tensor, num_angles: int, rank: int, d_state: int) -> Mamba3State:
+        """The state before a document; `v` gives `[B, H, P]`, device and dtype."""
+        (B, H, P), kind = v.shape, wide(v[:0])
+        return Mamba3State(
+            kind.new_zeros(B, H, num_angles),
+            kind.new_zeros(B, H, P, d_state),
+            kind.new_zeros(B, H, rank, d_state),
+            torch.zeros_like(v),
+        )
+
+    def kept(self, keep_B: Tensor) -> Mamba3State:
+        """This state in some rows, zeros in the others."""
+        return Mamba3State(*(_kept(x, keep_B) for x in vars(self).values()))
+
+    def rows(self, chosen: slice) -> Mamba3State:
+        """Some of the rows."""
+        return Mamba3State(*(x[chosen] for x in vars(self).values()))
+
+    @staticmethod
+    def stack(states: list[Mamba3State]) -> Mamba3State:
+        """One batch of all rows of `states`."""
+        return Mamba3State(*(torch.cat([getattr(s, f.name) for s in states]) for f in _FIELDS))
+
+
+_FIELDS = fields(Mamba3State)
+
+
+def _kept(x: Tensor, keep_B: Tensor) -> Tensor:
+    return torch.where(keep_B.view(-1, *[1] * (x.ndim - 1)), x, 0.0)
+
+
+def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:
+    """A bug elsewhere, not a setting: something of the fp32 contract came in narrower."""
+    checked = {"ADT": inputs.ADT, "DT": inputs.DT, **vars(weights)}
+    for name, x in checked.items():
+        if isinstance(x, Tensor):
+            assert x.dtype in (torch.float32, torch.float64), f"Mamba-3 scan: {name} is {x.dtype}"
+
+
+def to_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
+    """The last dim reordered so that partners are N/2 apart."""
+    return x_N if pairing == "half" else x_N.unflatten(-1, (-1, 2)).mT.flatten(-2)
+
+
+def from_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
+    return x_N if pairing == "half" else x_N.unflatten(-1, (2, -1)).mT.flatten(-2)

@@ -1,0 +1,251 @@
+"""The pieces of the chunked Mamba-3 scan that autograd alone would make slow or inexact.
+
+Legend: B rows, J chunks of a row, C tokens of a chunk, H heads, R MIMO rank, N state size, P head
+dim, A rotated pairs. Time is the last dim (q_BHJNRC), so that every elementwise pass is contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.model.documents import Documents
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Who sees whom, all boolean; a size-1 B stands for every row.
+
+    Attributes:
+        before_BJCC: [t, s] s < t in the same document and chunk.
+        enters_BJC: the token's document was already running when the chunk began. In the first
+            chunk that is the document which an initial state belongs to.
+        leaves_BJC: the token's document still runs at the last token of the chunk.
+        follows_BJC: the next token of the row belongs to the same document.
+        whole: every row is one document.
+    """
+
+    before_BJCC: Tensor
+    enters_BJC: Tensor
+    leaves_BJC: Tensor
+    follows_BJC: Tensor
+    whole: bool
+
+    @staticmethod
+    def of(docs: Documents, chunk: int) -> Chunks:
+        """The chunks of a batch, made once; tokens that pad a row extend its last document."""
+        return docs.memo(("mamba3_chunks", chunk), lambda: Chunks._make(docs, chunk))
+
+    @staticmethod
+    def _make(docs: Documents, chunk: int) -> Chunks:
+        ids_BT = docs.ids_BT[:1] if docs.whole else docs.ids_BT
+        tokens = ids_BT.shape[1]
+        changes_BT = F.pad(ids_BT[:, 1:] != ids_BT[:, :-1], (1, -tokens % chunk), value=False)
+        # Running numbers instead of ids: an id may come back in a later document of the row.
+        run_BJC = changes_BT.cumsum(1).unflatten(1, (-1, chunk))
+        entering_BJ = F.pad(run_BJC[:, :-1, -1], (1, 0))
+        follows_BT = F.pad(~changes_BT[:, 1:], (0, 1), value=False)
+        earlier_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=ids_BT.device).tril(-1)
+        return Chunks(
+            before_BJCC=(run_BJC[..., :, None] == run_BJC[..., None, :]) & earlier_CC,
+            enters_BJC=run_BJC == entering_BJ[..., None],
+            leaves_BJC=run_BJC == run_BJC[..., -1:],
+            follows_BJC=follows_BT.unflatten(1, (-1, chunk)),
+            whole=docs.whole,
+        )
+
+    def same(self, lag: int) -> Tensor:
+        """[B, J, C - lag]: t and t - lag belong to the same document of the chunk."""
+        return self.before_BJCC.diagonal(-lag, -2, -1)
+
+
+def segmented_cumsum(x_BHJAC: Tensor, chunks: Chunks) -> Tensor:
+    """Inclusive cumulative sum over C that restarts at documents: nothing is subtracted later.
+
+    log2(C) shifted additions (Hillis & Steele 1986) instead of a product with a 0/1 matrix, which
+    a GPU may run in TF32: sums of log decays and angles are part of the fp32 contract.
+    """
+    if chunks.whole:
+        return x_BHJAC.cumsum(-1)
+    lags = [1 << i for i in range((x_BHJAC.shape[-1] - 1).bit_length())]
+    return _SegmentedCumsum.apply(x_BHJAC, [(k, chunks.same(k)[:, None, :, None]) for k in lags])  # type: ignore[return-value]
+
+
+def carried_sum(total_BHJA: Tensor, passes_BJ: Tensor, first_BHA: Tensor | None) -> Tensor:
+    """What enters each chunk, when chunk j adds `total` to whatever `passes` through it.
+
+    In fp64: the angle of a long document grows to thousands of radians, and only its remainder
+    modulo 2 pi matters.
+    """
+    entering = total_BHJA.new_zeros(total_BHJA[:, :, 0].shape, dtype=torch.float64)
+    entering = entering if first_BHA is None else first_BHA.double()
+    all_entering = [entering]
+    for j in range(total_BHJA.shape[2] - 1):
+        kept = torch.where(passes_BJ[:, j, None, None], entering, 0.0)
+        entering = kept + total_BHJA[:, :, j]
+        all_entering.append(entering)
+    return torch.stack(all_entering, 2)
+
+
+def rotate_pairs(
+    q_BHJNRC: Tensor, k_BHJNRC: Tensor, angle_BHJAC: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rows i and i + N/2 of the N axis turn by angle i < A, the others pass; both in `dtype`.
+
+    Keeps its outputs, not its inputs, for backward: the product that follows keeps them anyway.
+    """
+    return _RotatePairs.apply(q_BHJNRC, k_BHJNRC, angle_BHJAC, dtype)  # type: ignore[return-value]
+
+
+def decayed_product(
+    q_BHJNRC: Tensor, k_BHJNRC: Tensor, v_BHJRCP: Tensor, sums_BHJC: Tensor, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Strictly causal part of every chunk, and the products of each token with itself.
+
+    y[r, t] = sum over s < t and over r' of exp(sums[t] - sums[s]) (q[r, t].k[r', s]) v[r', s]
+    own[r, r', t] = q[r, t].k[r', t]
+
+    Returns (y_BHJRCP, own_BHJRRC) in the dtype of `v`. Backward recomputes the C x C matrices from
+    q, k, v instead of keeping three of them. The gradient of `sums` needs none of them: row sums of
+    d(decay) are q.dq, column sums k.dk (the delta trick of FlashAttention, arXiv 2205.14135).
+    """
+    return _DecayedProduct.apply(q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, chunks.before_BJCC)  # type: ignore[return-value]
+
+
+class _SegmentedCumsum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, same: list[tuple[int, Tensor]]) -> Tensor:
+        ctx.same = same
+        y = x.clone()
+        for lag, same_lag in same:
+            y[..., lag:] += torch.where(same_lag, y[..., :-lag], 0.0)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        dx = grads[0].clone()
+        for lag, same_lag in reversed(ctx.same):
+            dx[..., :-lag] += torch.where(same_lag, dx[..., lag:], 0.0)
+        return dx, None
+
+
+class _RotatePairs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, angle_BHJAC: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        turn = angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
+        q_out, k_out = _turned(q, *turn).to(dtype), _turned(k, *turn).to(dtype)
+        ctx.save_for_backward(q_out, k_out, *turn)
+        ctx.input_dtypes = q.dtype, k.dtype
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_out, k_out, cos, sin = ctx.saved_tensors
+        dq_out, dk_out = grads
+        q_dtype, k_dtype = ctx.input_dtypes
+        dangle = _twist(q_out, dq_out, cos) + _twist(k_out, dk_out, cos)
+        dq, dk = _turned(dq_out, cos, -sin).to(q_dtype), _turned(dk_out, cos, -sin).to(k_dtype)
+        return dq, dk, dangle.sum(-2), None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` with its pairs turned, in the dtype of `cos`."""
+    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    (x1, x2, *rest), (out1, out2, *out_rest) = _pairs(x, cos), _pairs(out, cos)
+    torch.mul(x1, cos, out=out1)
+    torch.mul(x1, sin, out=out2)
+    out1.addcmul_(x2, sin, value=-1)
+    out2.addcmul_(x2, cos)
+    for into, kept in zip(out_rest, rest, strict=True):
+        into.copy_(kept)
+    return out
+
+
+def _twist(out: Tensor, dout: Tensor, cos: Tensor) -> Tensor:
+    """Gradient of the angle: a turn moves (x1, x2) along (-x2, x1)."""
+    (out1, out2, *_), (dout1, dout2, *_) = _pairs(out, cos), _pairs(dout.to(cos.dtype), cos)
+    return torch.addcmul(dout2 * out1, dout1, out2, value=-1)
+
+
+def _pairs(x: Tensor, cos: Tensor) -> tuple[Tensor, ...]:
+    """Views of the N axis: first and second partners, then what doesn't turn."""
+    half, turned = x.shape[-3] // 2, cos.shape[-3]
+    first, second = x.split(half, dim=-3)
+    if turned == half:
+        return first, second
+    (first, first_rest), (second, second_rest) = (
+        part.split([turned, half - turned], dim=-3) for part in (first, second)
+    )
+    return first, second, first_rest, second_rest
+
+
+class _DecayedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, sums, before)
+        q_MNX, k_MNX, v_MXP = _batched(q, k, v)
+        scores = _by_rank(q_MNX.mT @ k_MNX, q)
+        own = scores.diagonal(dim1=-3, dim2=-1).clone()
+        weights = (scores * _decay(sums, before)).to(v.dtype)
+        return (weights.view(*_square(v_MXP)) @ v_MXP).view(v.shape), own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sums, before = ctx.saved_tensors
+        dy, down = grads
+        with torch.autocast(v.device.type, enabled=False):
+            q_MNX, k_MNX, v_MXP = _batched(q, k, v)
+            dy_MXP = dy.reshape(v_MXP.shape)
+            decay, square = _decay(sums, before), _square(v_MXP)
+            weights = (_by_rank(q_MNX.mT @ k_MNX, q) * decay).to(v.dtype).view(square)
+            dv = (weights.mT @ dy_MXP).view(v.shape)
+            dscores = (_by_rank(dy_MXP @ v_MXP.mT, q) * decay).to(q.dtype).view(square)
+            dq, dk = (k_MNX @ dscores.mT).view(q.shape), (q_MNX @ dscores).view(k.shape)
+        wide = sums.dtype
+        dsums = torch.sum(q.to(wide) * dq - k.to(wide) * dk, dim=(-3, -2))
+        for r in range(q.shape[-2]):  # a token with itself, across MIMO ranks
+            dq.addcmul_(k[..., r : r + 1, :], down[..., None, :, r, :])
+            dk.addcmul_(q[..., r : r + 1, :], down[..., None, r, :, :])
+        return dq, dk, dv, dsums, None
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """M = B H J products, X = R C rows."""
+    return (
+        q.flatten(0, 2).flatten(-2),
+        k.flatten(0, 2).flatten(-2),
+        v.flatten(0, 2).flatten(1, 2),
+    )
+
+
+def _square(v_MXP: Tensor) -> tuple[int, int, int]:
+    return v_MXP.shape[0], v_MXP.shape[1], v_MXP.shape[1]
+
+
+def _by_rank(scores_MXX: Tensor, q_BHJNRC: Tensor) -> Tensor:
+    B, H, J, _, R, C = q_BHJNRC.shape
+    return scores_MXX.view(B, H, J, R, C, R, C)
+
+
+def _decay(sums_BHJC: Tensor, before_BJCC: Tensor) -> Tensor:
+    """exp(sums[t] - sums[s]) where s is before t, else 0; `[B, H, J, 1, C, 1, C]`.
+
+    From the difference and masked before exp: both factors alone may over- or underflow.
+    """
+    difference = sums_BHJC[..., :, None] - sums_BHJC[..., None, :]
+    masked = torch.where(before_BJCC[:, None], difference, NEVER)
+    return masked.exp_()[:, :, :, None, :, None, :]

@@ -1,0 +1,90 @@
+"""Parameter counts, total and active per token, from a model on the meta device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megacpp.config import ModelConfig
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.pattern import LETTERS
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Number of parameters; `active` leaves out the experts that a token doesn't visit."""
+
+    total: int
+    active: int
+    by_kind: dict[str, int] = field(default_factory=dict)  # embedding, A, E, M, R, F, norm, head
+
+    def __str__(self) -> str:
+        return f"{short(self.total)} parameters, {short(self.active)} active per token"
+
+
+def meta_model(config: ModelConfig) -> HybridLM:
+    """The model without storage: shapes and names only, in milliseconds at any size."""
+    with torch.device("meta"):
+        return HybridLM(config)
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Counts a configuration without allocating it."""
+    model = meta_model(config)
+    by_kind: dict[str, int] = {}
+    idle = 0
+    share_idle = 1 - config.moe.top_k / config.moe.num_experts
+    for name, parameter in model.named_parameters():
+        kind = name.split(".")[0]
+        if kind == "blocks":
+            kind = model.letters[int(name.split(".")[1])]
+        by_kind[kind] = by_kind.get(kind, 0) + parameter.numel()
+        if ".experts." in name:
+            idle += round(parameter.numel() * share_idle)
+    total = sum(by_kind.values())
+    return ParameterCount(total, total - idle, by_kind)
+
+
+def published_reading(config: ModelConfig) -> ParameterCount:
+    """Counts of a hybrid whose M *and* R layers are Mamba-2 style mixers (arXiv 2405.21060).
+
+    The reading under which the NAM56R shapes give the published 4.73B total / 3.03B active:
+    grouped-query attention without an MLP, mixers with z, x, B, C and dt projections, a width-4
+    conv with bias over x, B, C, three numbers per head and a gated norm; layer norms as here.
+    """
+    ours = count_parameters(config)
+    letters = meta_model(config).letters
+    m = config.mamba3
+    inner, groups = m.expand * config.dim, m.ngroups * m.d_state
+    heads, conv_width = inner // m.headdim, inner + 2 * groups
+    mixer = (
+        config.dim * (2 * inner + 2 * groups + heads)
+        + conv_width * (4 + 1)
+        + 3 * heads
+        + inner
+        + inner * config.dim
+    )
+    by_kind = dict(ours.by_kind)
+    for letter in "MR":
+        by_kind[letter] = letters.count(letter) * (mixer + config.dim)
+    total = sum(by_kind.values())
+    return ParameterCount(total, total - (ours.total - ours.active), by_kind)
+
+
+def table_lines(config: ModelConfig) -> list[str]:
+    """The model table: layers and parameters of each block kind."""
+    count, letters = count_parameters(config), meta_model(config).letters
+    lines = [f"{count}; pattern {config.pattern} x depth {config.depth}, width {config.dim}"]
+    for kind, number in count.by_kind.items():
+        layers = f"{letters.count(kind):3} x {LETTERS[kind]}" if kind in LETTERS else kind
+        lines.append(f"{layers:28} {number:>15,} parameters")
+    return lines
+
+
+def short(number: float) -> str:
+    """`4.73B`, `113M`, `64.0K`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

@@ -1,0 +1,171 @@
+"""Initial values as a pure function of (seed, parameter name, global index).
+
+Each element hashes its own global index, so any shard on any mesh computes exactly its slice of
+the same tensor, in any order, without a generator. Values are made in fp64 and cast once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the splitmix64 increment
+_MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+class Rule(Protocol):
+    """How one tensor starts: fp64 values for flat global indices of a tensor of `shape`."""
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is `value`."""
+
+    value: float
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        return torch.full(index.shape, self.value, dtype=torch.float64, device=index.device)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Independent uniform values in [low, high)."""
+
+    low: float
+    high: float
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        return self.low + (self.high - self.low) * uniform(index, key)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal values of mean 0, by the inverse distribution function."""
+
+    std: float
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        return self.std * math.sqrt(2.0) * torch.erfinv(2.0 * uniform(index, key) - 1.0)
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """log of a uniform value in [low, high): decay rates A (Mamba, M2RNN `A_log`)."""
+
+    low: float
+    high: float
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        return torch.log(self.low + (self.high - self.low) * uniform(index, key))
+
+
+@dataclass(frozen=True)
+class TimeStepBias:
+    """softplus^-1 of a step drawn log-uniformly in [low, high], at least `floor` (Mamba)."""
+
+    low: float
+    high: float
+    floor: float
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        span = math.log(self.high) - math.log(self.low)
+        dt = torch.exp(math.log(self.low) + span * uniform(index, key)).clamp(min=self.floor)
+        return dt + torch.log(-torch.expm1(-dt))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identity matrices over the last two dims."""
+
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        rows, cols = shape[-2:]
+        within = index % (rows * cols)
+        return (within // cols == within % cols).double()
+
+
+def tensor_key(seed: int, name: str) -> int:
+    """64-bit key of one tensor: SHA-256 of seed and name, as a signed integer."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def uniform(index: Tensor, key: int) -> Tensor:
+    """fp64 uniform values in (0, 1), one per global index: splitmix64 (Steele et al. 2014)."""
+    z = index * _GOLDEN + key  # int64 wraps, as the algorithm wants
+    z = (z ^ _shift(z, 30)) * _MIX1
+    z = (z ^ _shift(z, 27)) * _MIX2
+    z = z ^ _shift(z, 31)
+    return (_shift(z, 11).double() + 0.5) * 2.0**-53
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift (torch's >> on int64 is arithmetic)."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a tensor that this process stores."""
+
+    local: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # of the part, per dim
+
+
+def whole(t: Tensor) -> Slice:
+    """The part of an unsharded tensor: all of it."""
+    return Slice(t, tuple(t.shape), (0,) * t.dim())
+
+
+@torch.no_grad()
+def initialise(
+    model: nn.Module, rules: Mapping[str, Rule], seed: int, part: Callable[[Tensor], Slice] = whole
+) -> None:
+    """Fills every parameter and buffer of a materialised model by its rule.
+
+    Args:
+        rules: exactly one rule per parameter and buffer name.
+        part: what this process stores of a tensor (parallel/fsdp.py passes one for DTensors).
+
+    Raises:
+        AssertionError: a tensor without a rule or a rule without a tensor.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing, unused = sorted(tensors.keys() - rules.keys()), sorted(rules.keys() - tensors.keys())
+    assert not missing and not unused, f"no init rule for {missing}; no tensor for {unused}"
+    for name, tensor in tensors.items():
+        _fill(part(tensor), rules[name], tensor_key(seed, name))
+
+
+def _fill(piece: Slice, rule: Rule, key: int, most: int = 1 << 22) -> None:
+    """Writes the values of one slice, at most about `most` elements at a time."""
+    local, device = piece.local, piece.local.device
+    if local.dim() == 0:
+        local.copy_(rule(torch.zeros((), dtype=torch.int64, device=device), (), key))
+        return
+    rows_per_pass = max(1, most // max(1, local[0].numel() if len(local) else 1))
+    for first in range(0, len(local), rows_per_pass):
+        rows = local[first : first + rows_per_pass]
+        start = (piece.offset[0] + first, *piece.offset[1:])
+        rows.copy_(rule(_global_index(rows.shape, start, piece.shape, device), piece.shape, key))
+
+
+def _global_index(
+    shape: Sequence[int], start: Sequence[int], whole_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Flat indices, in the whole tensor, of a box of `shape` at `start`."""
+    index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for dim in reversed(range(len(shape))):
+        along = (start[dim] + torch.arange(shape[dim], device=device)) * stride
+        index = index + along.view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride *= whole_shape[dim]
+    return index.expand(tuple(shape))

@@ -1,0 +1,22 @@
+"""Initial values of every Linear in a block: one rule into the block, one out of it."""
+
+from __future__ import annotations
+
+import math
+
+from megacpp.config import ModelConfig
+from megacpp.model.init import Normal
+
+
+def input_rule(config: ModelConfig) -> Normal:
+    """Normal(init_std): projections that read the (normed) residual stream or hidden values."""
+    return Normal(config.init_std)
+
+
+def output_rule(config: ModelConfig) -> Normal:
+    """Normal(init_std / sqrt(2 depth)): projections that write to the residual stream.
+
+    The stream is a sum over layers, so its variance would grow with depth; smaller writers keep
+    it about constant (GPT-2, Radford et al. 2019).
+    """
+    return Normal(config.init_std / math.sqrt(2 * config.depth))

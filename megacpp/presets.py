@@ -1,0 +1,244 @@
+"""Named runs. A preset is a function that returns a Config; go to its definition to change it.
+
+Each docstring opens with: parameters total / active; what to expect; time; machine.
+Where sources contradict each other, the docstring says which reading the preset takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megacpp.config import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    M2RNNConfig,
+    Mamba3Config,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megacpp.errors import ConfigError, did_you_mean
+
+NAM_PATTERN = "AEMEAEMEAEMR"
+
+
+def tiny() -> Config:
+    """5.6M parameters / 3.6M active; about 1.5 bits per byte on C++ headers; minutes; 2 CPU cores.
+
+    Every letter of the NAM pattern once around (3 A, 5 E, 3 M, 1 R) on the corpus that needs no
+    download. The default of `train.py`.
+    """
+    return Config(
+        preset="tiny",
+        model=ModelConfig(
+            dim=192,
+            depth=12,
+            pattern=NAM_PATTERN,
+            vocab_size=4096,
+            attention=AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=32, qk_norm=True),
+            mamba3=Mamba3Config(d_state=32, headdim=32, chunk_size=64),
+            m2rnn=M2RNNConfig(key_dim=32, value_dim=16),
+            moe=MoEConfig(
+                num_experts=8,
+                top_k=2,
+                hidden_dim=192,
+                shared_hidden_dim=192,
+                sequence_loss=1e-4,
+                z_loss=1e-4,
+            ),
+        ),
+        run=RunConfig(steps=400),
+        data=DataConfig(path="data/torch-headers", seq_len=256),
+        train=TrainConfig(device_batch_size=8),
+        optim=OptimConfig(lr=3e-3, muon_lr=1e-2, schedule="wsd"),
+    )
+
+
+def dense_110m() -> Config:
+    """113M parameters / 113M active; loss near 3.3 after 2B tokens of web text; a day; 1 GPU.
+
+    A + F only, twelve of each, to compare with other trainers' GPT-2-small class. Expectation
+    from public runs of that class, not from a run of ours.
+    """
+    return Config(
+        preset="dense_110m",
+        model=ModelConfig(
+            dim=768,
+            depth=24,
+            pattern="AF",
+            vocab_size=49_152,
+            tie_embeddings=True,
+            attention=AttentionConfig(num_heads=12, num_kv_heads=4, head_dim=64, qk_norm=True),
+            mlp=MLPConfig(hidden_dim=2048),
+        ),
+        run=RunConfig(steps=8_000),
+        data=DataConfig(path="data/corpus", seq_len=1024),
+        train=TrainConfig(device_batch_size=16, tokens_per_step=262_144),
+        optim=OptimConfig(lr=1e-3, muon_lr=2e-2),
+    )
+
+
+def moe_small() -> Config:
+    """290M parameters / 95M active; not yet run by us; a day; 1 GPU.
+
+    A + E: softmax top-4 of 32 gated experts with one shared expert, dropless.
+    """
+    return Config(
+        preset="moe_small",
+        model=ModelConfig(
+            dim=640,
+            depth=20,
+            pattern="AE",
+            vocab_size=32_768,
+            attention=AttentionConfig(num_heads=10, num_kv_heads=2, head_dim=64, qk_norm=True),
+            moe=MoEConfig(
+                num_experts=32,
+                top_k=4,
+                hidden_dim=384,
+                shared_hidden_dim=768,
+                score="softmax",
+                bias_update_rate=0.0,
+                balance_loss=1e-2,
+                z_loss=1e-3,
+            ),
+        ),
+        run=RunConfig(steps=8_000),
+        data=DataConfig(path="data/corpus", seq_len=2048),
+        train=TrainConfig(device_batch_size=8, tokens_per_step=262_144),
+        optim=OptimConfig(lr=8e-4, muon_lr=1e-2),
+    )
+
+
+def hybrid_400m() -> Config:
+    """400M parameters / 220M active; not yet run by us; days; 1-8 GPUs.
+
+    The NAM pattern twice around (6 A, 10 E, 6 M, 2 R) at width 1024.
+    """
+    return Config(
+        preset="hybrid_400m",
+        model=ModelConfig(
+            dim=1024,
+            depth=24,
+            pattern=NAM_PATTERN,
+            vocab_size=65_536,
+            attention=AttentionConfig(num_heads=16, num_kv_heads=4, head_dim=64),
+            mamba3=Mamba3Config(d_state=64, headdim=64, conv_kernel=4),
+            moe=MoEConfig(
+                num_experts=16,
+                top_k=4,
+                hidden_dim=512,
+                activation="relu2",
+                shared_hidden_dim=512,
+                sequence_loss=1e-4,
+            ),
+        ),
+        run=RunConfig(steps=20_000),
+        data=DataConfig(path="data/corpus", seq_len=4096),
+        train=TrainConfig(device_batch_size=4, tokens_per_step=524_288),
+        optim=OptimConfig(lr=6e-4, muon_lr=1e-2),
+    )
+
+
+def nam56r() -> Config:
+    """4.4B parameters / 2.8B active; not yet run by us; weeks; 8 GPUs of 141 GB.
+
+    Pattern AEMEAEMEAEMR to depth 52: 13 A, 22 E, 13 M, 4 R. Readings: R is M2RNN (some sources
+    list an n-gram head); routed experts are two-matrix relu² of 896, top-4 of 16, with one gated
+    shared expert of 1024; M carries the short conv that the activation articles recompute
+    (author Mamba-3 has none); A is plain GQA 56/8. Counting M *and* R as Mamba-2 style mixers
+    instead gives the published 4.73B / 3.03B (`megacpp show nam56r` prints both).
+    """
+    return Config(
+        preset="nam56r",
+        model=ModelConfig(
+            dim=3584,
+            depth=52,
+            pattern=NAM_PATTERN,
+            vocab_size=65_536,
+            attention=AttentionConfig(num_heads=56, num_kv_heads=8, head_dim=64),
+            mamba3=Mamba3Config(d_state=64, headdim=64, ngroups=8, conv_kernel=4),
+            m2rnn=M2RNNConfig(key_dim=64, value_dim=16),
+            moe=MoEConfig(
+                num_experts=16,
+                top_k=4,
+                hidden_dim=896,
+                activation="relu2",
+                shared_hidden_dim=1024,
+                sequence_loss=1e-4,
+            ),
+        ),
+        run=RunConfig(steps=50_000),
+        data=DataConfig(path="data/corpus", seq_len=4096),
+        train=TrainConfig(device_batch_size=2, tokens_per_step=1_048_576),
+        optim=OptimConfig(lr=3e-4, muon_lr=1e-2),
+    )
+
+
+def nam56r_quarter() -> Config:
+    """1.4B parameters / 1.0B active; not yet run by us; days; 1 GPU of 80 GB or more.
+
+    The first 13 layers of nam56r (4 A, 5 E, 3 M, 1 R), for a single device. The published
+    1.8-2.0B quarter profile counts R as a Mamba mixer and carries further features.
+    """
+    import dataclasses
+
+    full = nam56r()
+    return dataclasses.replace(
+        full,
+        preset="nam56r_quarter",
+        model=dataclasses.replace(full.model, depth=13),
+        run=RunConfig(steps=20_000),
+        train=TrainConfig(device_batch_size=2, tokens_per_step=131_072),
+    )
+
+
+def nam52_deep() -> Config:
+    """3.8B parameters / 1.1B active; not yet run by us; weeks; 8 GPUs of 141 GB.
+
+    The deep, narrow worked example: width 1536, depth 52, 64 gated experts, top-6, capacity
+    factor 1.25. The sources give no head shapes: 24 query and 8 KV heads of 64 are ours, and the
+    expert width 512 follows from their up/down learning-rate ratio of about sqrt(D / 512).
+    """
+    return Config(
+        preset="nam52_deep",
+        model=ModelConfig(
+            dim=1536,
+            depth=52,
+            pattern=NAM_PATTERN,
+            vocab_size=65_536,
+            attention=AttentionConfig(num_heads=24, num_kv_heads=8, head_dim=64),
+            mamba3=Mamba3Config(d_state=64, headdim=64, ngroups=8, conv_kernel=4),
+            m2rnn=M2RNNConfig(key_dim=64, value_dim=16),
+            moe=MoEConfig(
+                num_experts=64,
+                top_k=6,
+                hidden_dim=512,
+                shared_hidden_dim=512,
+                route_scale=2.5,
+                capacity_factor=1.25,
+                balance_loss=1e-2,
+                z_loss=1e-3,
+            ),
+        ),
+        run=RunConfig(steps=50_000),
+        data=DataConfig(path="data/corpus", seq_len=4096),
+        train=TrainConfig(device_batch_size=1, tokens_per_step=524_288),
+        optim=OptimConfig(lr=3e-4, muon_lr=1e-2),
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    f.__name__: f
+    for f in (tiny, dense_110m, moe_small, hybrid_400m, nam56r_quarter, nam56r, nam52_deep)
+}
+
+
+def preset(name: str) -> Config:
+    """The configuration of a preset by name; ConfigError with a suggestion if there is none."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset={name}: no such preset. Fix: {did_you_mean(name, PRESETS)}.")
+    return PRESETS[name]()

@@ -1,0 +1,408 @@
+"""Every rule between settings, checked before anything starts; no torch import here.
+
+`check(config, world_size)` raises the first broken rule as one line: key, value, rule, fix.
+`resolve(config, world_size)` fills in what is derived (mesh, accumulation, folders).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megacpp.config import Config, MeshConfig, TrainConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.model.pattern import block_letters
+
+# Smallest legal value of numeric settings; None in an optional setting is always legal.
+AT_LEAST: dict[str, float] = {
+    "model.dim": 1,
+    "model.depth": 1,
+    "model.vocab_size": 2,
+    "model.attention.num_heads": 1,
+    "model.attention.num_kv_heads": 1,
+    "model.attention.head_dim": 2,
+    "model.attention.q_lora_rank": 0,
+    "model.attention.kv_lora_rank": 1,
+    "model.attention.qk_nope_head_dim": 1,
+    "model.attention.qk_rope_head_dim": 2,
+    "model.attention.v_head_dim": 1,
+    "model.attention.max_seq_len": 1,
+    "model.mamba3.d_state": 4,
+    "model.mamba3.expand": 1,
+    "model.mamba3.headdim": 1,
+    "model.mamba3.ngroups": 1,
+    "model.mamba3.mimo_rank": 1,
+    "model.mamba3.conv_kernel": 0,
+    "model.mamba3.chunk_size": 1,
+    "model.m2rnn.num_heads": 0,
+    "model.m2rnn.num_q_heads": 1,
+    "model.m2rnn.num_k_heads": 1,
+    "model.m2rnn.key_dim": 1,
+    "model.m2rnn.value_dim": 1,
+    "model.m2rnn.conv_kernel": 1,
+    "model.m2rnn.chunk_size": 1,
+    "model.moe.num_experts": 1,
+    "model.moe.top_k": 1,
+    "model.moe.hidden_dim": 1,
+    "model.moe.num_shared": 0,
+    "model.moe.shared_hidden_dim": 1,
+    "model.moe.num_groups": 1,
+    "model.moe.top_k_groups": 1,
+    "model.moe.bias_update_rate": 0,
+    "model.moe.balance_loss": 0,
+    "model.moe.sequence_loss": 0,
+    "model.moe.z_loss": 0,
+    "model.mlp.hidden_dim": 1,
+    "model.z_loss": 0,
+    "model.init_std": 0,
+    "run.steps": 0,
+    "run.log_every": 1,
+    "run.eval_every": 0,
+    "run.eval_rows": 0,
+    "run.sample_tokens": 0,
+    "data.seq_len": 2,
+    "train.device_batch_size": 1,
+    "train.tokens_per_step": 0,
+    "train.grad_accum": 0,
+    "optim.lr": 0,
+    "optim.muon_lr": 0,
+    "optim.weight_decay": 0,
+    "optim.muon_weight_decay": 0,
+    "optim.muon_steps": 1,
+    "optim.warmup_steps": 0,
+    "optim.clip_norm": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 0,
+}
+ABOVE_ZERO = (
+    "model.norm_eps",
+    "model.logit_softcap",
+    "model.attention.softcap",
+    "model.attention.rope_theta",
+    "model.m2rnn.gradient_clip",
+    "model.moe.capacity_factor",
+    "model.moe.route_scale",
+    "model.mamba3.a_floor",
+    "model.mamba3.dt_min",
+    "model.mamba3.dt_init_floor",
+    "optim.eps",
+)
+BELOW_ONE = ("optim.beta1", "optim.beta2", "optim.muon_momentum")
+FRACTIONS = ("optim.warmup_ratio", "optim.decay_ratio", "optim.final_lr_ratio")
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raises ConfigError for the first broken rule of a configuration on `world_size` ranks."""
+    for error in broken(config, world_size):
+        raise error
+
+
+def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
+    """Every broken rule, in the order of the configuration."""
+    yield from _ranges(config)
+    yield from _model(config)
+    yield from _mesh(config, world_size)
+    yield from _batch(config, world_size)
+    yield from _schedule(config)
+
+
+def resolve(config: Config, world_size: int) -> Config:
+    """The configuration with derived settings filled in; call after `check`."""
+    ranks = _data_ranks(config.mesh, world_size)
+    per_micro = config.train.device_batch_size * config.data.seq_len * ranks
+    accum = config.train.grad_accum or max(1, config.train.tokens_per_step // per_micro)
+    train = dataclasses.replace(config.train, grad_accum=accum, tokens_per_step=per_micro * accum)
+    mesh = dataclasses.replace(config.mesh, dp_shard=ranks // config.mesh.dp_replicate)
+    run = dataclasses.replace(config.run, dir=config.run.dir.format(preset=config.preset))
+    return dataclasses.replace(config, train=train, mesh=mesh, run=run)
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _ranges(config: Config) -> Iterator[ConfigError]:
+    for key, least in AT_LEAST.items():
+        value = lookup(config, key)
+        if value is not None and not value >= least:
+            yield config_error(
+                key, value, f"must be at least {least}", f"use {key}={least} or more"
+            )
+    for key in ABOVE_ZERO:
+        value = lookup(config, key)
+        if value is not None and not value > 0:
+            yield config_error(key, value, "must be above 0", "give a positive value")
+    for key in BELOW_ONE:
+        value = lookup(config, key)
+        if not 0 <= value < 1:
+            yield config_error(key, value, "must be in [0, 1)", "use a value such as 0.95")
+    for key in FRACTIONS:
+        value = lookup(config, key)
+        if not 0 <= value <= 1:
+            yield config_error(key, value, "must be in [0, 1]", "use a fraction such as 0.1")
+
+
+def _model(config: Config) -> Iterator[ConfigError]:
+    try:
+        letters = set(block_letters(config.model.pattern, config.model.depth))
+    except ConfigError as error:
+        yield error
+        return
+    if "A" in letters:
+        yield from _attention(config)
+    if "M" in letters:
+        yield from _mamba3(config)
+    if "E" in letters:
+        yield from _moe(config)
+    if "R" in letters:
+        yield from _m2rnn(config)
+
+
+def _attention(config: Config) -> Iterator[ConfigError]:
+    a = config.model.attention
+    if a.kind == "mla":
+        if a.qk_rope_head_dim % 2:
+            key = "model.attention.qk_rope_head_dim"
+            yield config_error(
+                key,
+                a.qk_rope_head_dim,
+                "rotary pairs need an even number",
+                _even(a.qk_rope_head_dim),
+            )
+        if a.qk_norm or a.softcap is not None:
+            name = "qk_norm" if a.qk_norm else "softcap"
+            yield config_error(
+                f"model.attention.{name}",
+                getattr(a, name),
+                "belongs to grouped-query attention, not to MLA",
+                "set model.attention.kind=gqa or leave it off",
+            )
+        return
+    if a.num_heads % a.num_kv_heads:
+        near = _nearest_divisor(a.num_heads, a.num_kv_heads)
+        yield config_error(
+            "model.attention.num_kv_heads",
+            a.num_kv_heads,
+            f"must divide model.attention.num_heads ({a.num_heads})",
+            f"use num_kv_heads={near}",
+        )
+    if a.head_dim % 2:
+        yield config_error(
+            "model.attention.head_dim",
+            a.head_dim,
+            "rotary pairs need an even number",
+            _even(a.head_dim),
+        )
+    if a.yarn is not None:
+        yield config_error(
+            "model.attention.yarn", "on", "is implemented for MLA", "set model.attention.kind=mla"
+        )
+
+
+def _mamba3(config: Config) -> Iterator[ConfigError]:
+    m, inner = config.model.mamba3, config.model.mamba3.expand * config.model.dim
+    if inner % m.headdim:
+        near = _nearest_divisor(inner, m.headdim)
+        yield config_error(
+            "model.mamba3.headdim",
+            m.headdim,
+            f"must divide expand * dim ({inner})",
+            f"use headdim={near}",
+        )
+        return
+    heads = inner // m.headdim
+    if heads % m.ngroups:
+        near = _nearest_divisor(heads, m.ngroups)
+        yield config_error(
+            "model.mamba3.ngroups",
+            m.ngroups,
+            f"must divide the number of heads ({heads})",
+            f"use ngroups={near}",
+        )
+    if m.rope_fraction not in (0.5, 1.0):
+        yield config_error(
+            "model.mamba3.rope_fraction", m.rope_fraction, "must be 0.5 or 1.0", "use 0.5"
+        )
+    elif m.d_state % 4:
+        yield config_error(
+            "model.mamba3.d_state",
+            m.d_state,
+            "must be a multiple of 4 (rotated pairs)",
+            f"use d_state={-(-m.d_state // 4) * 4}",
+        )
+    if not m.dt_min <= m.dt_max:
+        yield config_error(
+            "model.mamba3.dt_min", m.dt_min, f"must not exceed dt_max ({m.dt_max})", "swap them"
+        )
+
+
+def _moe(config: Config) -> Iterator[ConfigError]:
+    e = config.model.moe
+    if e.top_k > e.num_experts:
+        yield config_error(
+            "model.moe.top_k",
+            e.top_k,
+            f"must not exceed num_experts ({e.num_experts})",
+            f"use top_k={e.num_experts} or less",
+        )
+        return
+    if e.num_experts % e.num_groups:
+        near = _nearest_divisor(e.num_experts, e.num_groups)
+        yield config_error(
+            "model.moe.num_groups",
+            e.num_groups,
+            f"must divide num_experts ({e.num_experts})",
+            f"use num_groups={near}",
+        )
+        return
+    if e.top_k_groups > e.num_groups:
+        yield config_error(
+            "model.moe.top_k_groups",
+            e.top_k_groups,
+            f"must not exceed num_groups ({e.num_groups})",
+            f"use top_k_groups={e.num_groups} or less",
+        )
+        return
+    open_experts = e.top_k_groups * e.num_experts // e.num_groups
+    if e.top_k > open_experts:
+        yield config_error(
+            "model.moe.top_k",
+            e.top_k,
+            f"the {e.top_k_groups} kept groups hold only {open_experts} experts",
+            "raise top_k_groups or lower top_k",
+        )
+    if e.num_groups > 1 and e.num_experts // e.num_groups < 2:
+        yield config_error(
+            "model.moe.num_groups",
+            e.num_groups,
+            "a group's score is its best two experts, so it needs 2",
+            f"use num_groups={e.num_experts // 2} or less",
+        )
+    if e.shared_gate and not e.num_shared:
+        yield config_error(
+            "model.moe.shared_gate",
+            True,
+            "there is no shared expert to gate",
+            "set num_shared=1 or turn it off",
+        )
+
+
+def _m2rnn(config: Config) -> Iterator[ConfigError]:
+    r = config.model.m2rnn
+    heads = r.num_heads or max(1, config.model.dim // (r.key_dim + r.value_dim))
+    for name in ("num_q_heads", "num_k_heads"):
+        value = getattr(r, name)
+        if heads % value:
+            yield config_error(
+                f"model.m2rnn.{name}",
+                value,
+                f"must divide the number of heads ({heads})",
+                f"use {_nearest_divisor(heads, value)}",
+            )
+
+
+def _mesh(config: Config, world_size: int) -> Iterator[ConfigError]:
+    mesh = config.mesh
+    for axis, kind in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
+        if getattr(mesh, axis) != 1:
+            yield config_error(
+                f"mesh.{axis}",
+                getattr(mesh, axis),
+                f"{kind} parallelism is not available yet",
+                f"set mesh.{axis}=1",
+            )
+    if mesh.dp_replicate < 1:
+        yield config_error("mesh.dp_replicate", mesh.dp_replicate, "must be at least 1", "use 1")
+        return
+    if mesh.dp_shard != -1 and mesh.dp_shard < 1:
+        yield config_error(
+            "mesh.dp_shard", mesh.dp_shard, "must be -1 (fill) or at least 1", "use -1"
+        )
+        return
+    if mesh.dp_shard == -1 and world_size % mesh.dp_replicate:
+        near = _nearest_divisor(world_size, mesh.dp_replicate)
+        yield config_error(
+            "mesh.dp_replicate",
+            mesh.dp_replicate,
+            f"must divide the world ({world_size} ranks)",
+            f"use {near}",
+        )
+    elif mesh.dp_shard != -1 and mesh.dp_replicate * mesh.dp_shard != world_size:
+        yield config_error(
+            "mesh.dp_shard",
+            mesh.dp_shard,
+            f"dp_replicate * dp_shard is {mesh.dp_replicate * mesh.dp_shard} but the world has {world_size} ranks",
+            "use -1, or start that many ranks",
+        )
+
+
+def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
+    train = config.train
+    if config.mesh.dp_replicate < 1 or config.data.seq_len < 1 or train.device_batch_size < 1:
+        return
+    per_micro = train.device_batch_size * config.data.seq_len * _data_ranks(config.mesh, world_size)
+    if train.tokens_per_step and train.tokens_per_step % per_micro:
+        low = max(per_micro, train.tokens_per_step // per_micro * per_micro)
+        yield config_error(
+            "train.tokens_per_step",
+            train.tokens_per_step,
+            f"must be a multiple of device_batch_size * seq_len * ranks ({per_micro})",
+            f"use {low} or {low + per_micro}",
+        )
+    elif (
+        train.tokens_per_step
+        and train.grad_accum
+        and per_micro * train.grad_accum != train.tokens_per_step
+    ):
+        yield config_error(
+            "train.grad_accum",
+            train.grad_accum,
+            f"gives {per_micro * train.grad_accum} tokens a step but tokens_per_step is {train.tokens_per_step}",
+            "give only one of the two",
+        )
+
+
+def _schedule(config: Config) -> Iterator[ConfigError]:
+    if config.optim.warmup_steps > config.run.steps:
+        yield config_error(
+            "optim.warmup_steps",
+            config.optim.warmup_steps,
+            f"must not exceed run.steps ({config.run.steps})",
+            f"use {config.run.steps} or less",
+        )
+    if config.optim.lr == 0 and (config.optim.name == "adamw" or config.optim.muon_lr == 0):
+        yield config_error("optim.lr", 0, "nothing would be learned", "give a positive rate")
+    if config.precision.dtype == "bf16" and config.train.device == "cpu":
+        yield config_error(
+            "precision.dtype",
+            "bf16",
+            "the CPU path computes in fp32 or fp64",
+            "use precision.dtype=fp32",
+        )
+
+
+def _data_ranks(mesh: MeshConfig, world_size: int) -> int:
+    """Ranks that see different rows."""
+    return world_size if mesh.dp_shard == -1 else mesh.dp_replicate * mesh.dp_shard
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _even(value: int) -> str:
+    return f"use {value + 1}"
+
+
+def tokens_formula(train: TrainConfig, seq_len: int, ranks: int) -> str:
+    """How the tokens of one optimizer step come about, for the header."""
+    return (
+        f"{train.device_batch_size} rows x {seq_len} tokens x {ranks} ranks "
+        f"x {train.grad_accum} microbatches = {train.tokens_per_step:,} tokens a step"
+    )

@@ -1,0 +1,1 @@
+"""Metrics, launch record, evaluation and sampling of a run."""

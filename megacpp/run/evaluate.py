@@ -1,0 +1,48 @@
+"""Held-out loss in bits per byte, next to what gzip -9 makes of the same documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megacpp.config import Config
+from megacpp.data.batches import Batch, Corpus
+from megacpp.run.metrics import bits_per_byte
+
+
+def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> list[Batch]:
+    """This rank's validation batches; every rank has the same number of them.
+
+    Batch i of b rows belongs to rank `i % size`; ranks that run out get rows of padding.
+    """
+    b, past = config.train.device_batch_size, corpus.num_validation_rows
+    rows = min(config.run.eval_rows or past, past)
+    rounds = -(-rows // (b * size))
+    return [
+        corpus.validation_batch([r if r < rows else past for r in range(first, first + b)])
+        for first in ((i * size + rank) * b for i in range(rounds))
+    ]
+
+
+def evaluate(
+    run: Callable[[Sequence[Batch]], Any], batches: Sequence[Batch], gzip_bits_per_byte: float
+) -> dict[str, float]:
+    """Loss, bits per byte and the gzip figure; `run` is the accumulation boundary's `evaluate`."""
+    sums = run(batches)
+    nll = sums.nll_sum.item()
+    return {
+        "loss": nll / max(1, sums.valid_tokens),
+        "bits_per_byte": bits_per_byte(nll, sums.target_bytes),
+        "gzip_bits_per_byte": gzip_bits_per_byte,
+        "target_bytes": float(sums.target_bytes),
+    }
+
+
+def evaluation_line(values: dict[str, float]) -> str:
+    """The figures as a person reads them."""
+    won = "below" if values["bits_per_byte"] < values["gzip_bits_per_byte"] else "NOT below"
+    return (
+        f"validation: loss {values['loss']:.4f}, {values['bits_per_byte']:.4f} bits per byte, "
+        f"{won} gzip -9 at {values['gzip_bits_per_byte']:.4f} on the same "
+        f"{values['target_bytes']:,.0f} bytes"
+    )

@@ -1,0 +1,108 @@
+"""The start of a run: the last checks, the header on the screen, config.json and launch.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megacpp.arguments import Resolved, flatten
+from megacpp.config import Config
+from megacpp.data.batches import Corpus
+from megacpp.errors import config_error
+from megacpp.model.count import count_parameters, table_lines
+from megacpp.model.flops import train_flops_per_token
+from megacpp.rules import tokens_formula
+from megacpp.run.metrics import device_peak_flops
+from megacpp.run.precision import compute_dtype, storage_dtype
+from megacpp.run.record import print_header, write_config, write_launch
+
+
+def check_corpus(config: Config, corpus: Corpus) -> None:
+    """Rules between the configuration and the corpus that it names.
+
+    Raises:
+        ConfigError: the vocabulary doesn't fit.
+    """
+    if corpus.vocab_size > config.model.vocab_size:
+        raise config_error(
+            "model.vocab_size",
+            config.model.vocab_size,
+            f"the corpus {config.data.path} has {corpus.vocab_size} ids",
+            f"use model.vocab_size={corpus.vocab_size} or prepare the corpus with fewer",
+        )
+
+
+def announce(
+    resolved: Resolved,
+    corpus: Corpus,
+    optimizer_lines: Sequence[str],
+    first_step: int,
+    mesh: Mapping[str, int],
+    device: torch.device,
+    active: bool,
+) -> Callable[[float], float | None]:
+    """Prints the header and writes the launch record on the main rank.
+
+    Returns:
+        Model FLOP utilisation for a number of tokens per second; None on devices whose peak
+        nobody published.
+    """
+    config = resolved.config
+    ranks = 1
+    for degree in mesh.values():
+        ranks *= degree
+    flops = train_flops_per_token(config.model, config.data.seq_len)
+    peak = device_peak_flops(device)
+    if active:
+        folder = Path(config.run.dir)
+        write_config(folder, config, resolved.provenance)
+        count = count_parameters(config.model)
+        write_launch(
+            folder,
+            config,
+            dict(mesh),
+            count,
+            flops_per_token=flops,
+            data_fingerprint=corpus.fingerprint,
+            first_step=first_step,
+        )
+        given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
+        print_header(
+            [
+                (f"megacpp {config.preset}", [f"run folder {folder}", *given]),
+                ("model", table_lines(config.model)),
+                ("mesh", [_mesh_line(mesh, device), _precision_line(config, device)]),
+                ("batch", [tokens_formula(config.train, config.data.seq_len, ranks)]),
+                ("optimizer", optimizer_lines),
+                ("data", corpus.describe()),
+                ("start", [_start_line(config, first_step), f"{flops:,.0f} FLOPs a token"]),
+            ]
+        )
+    return lambda tokens_per_s: None if peak is None else tokens_per_s * flops / (peak * ranks)
+
+
+def _given(resolved: Resolved) -> dict[str, object]:
+
+    values = flatten(resolved.config)
+    return {k: values[k] for k, source in resolved.provenance.items() if source == "command line"}
+
+
+def _mesh_line(mesh: Mapping[str, int], device: torch.device) -> str:
+    if not mesh:
+        return f"one process, no process group, on {device.type}"
+    backend = "NCCL" if device.type == "cuda" else "gloo"
+    return " x ".join(f"{name} {n}" for name, n in mesh.items()) + f", FSDP2 over {backend}"
+
+
+def _precision_line(config: Config, device: torch.device) -> str:
+    stored = str(storage_dtype(config.precision)).removeprefix("torch.")
+    computed = str(compute_dtype(config.precision, device)).removeprefix("torch.")
+    return f"parameters {stored}, compute {computed}, fp32-contract parameters never narrower"
+
+
+def _start_line(config: Config, first_step: int) -> str:
+    if first_step:
+        return f"resumed at step {first_step} of {config.run.steps}"
+    return f"fresh start, {config.run.steps} steps, seed {config.run.seed}"

@@ -1,0 +1,143 @@
+"""One record a step: a line on the screen, an object in metrics.jsonl, points in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+# Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step did; floats keep full precision in metrics.jsonl.
+
+    `tokens` and `valid_tokens` count this step over all ranks; `loss` is nats per valid token;
+    `peak_bytes` is this rank's peak memory since the start.
+    """
+
+    step: int
+    loss: float
+    bits_per_byte: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    valid_tokens: int
+    tokens_per_s: float
+    step_s: float
+    peak_bytes: int
+    skipped: bool
+    mfu: float | None = None
+
+
+class MetricsLog:
+    """Writes step records of the main rank; does nothing elsewhere.
+
+    A resumed run drops the lines of steps that it will do again.
+    """
+
+    def __init__(
+        self, folder: Path, steps: int, first_step: int, active: bool, board: bool
+    ) -> None:
+        self.steps, self.active = steps, active
+        self.began, self.first_step = time.perf_counter(), first_step
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if not active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        kept = _lines_before(path, first_step)
+        path.write_text("".join(kept))
+        self._file = path.open("a")
+        if board:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def write(self, record: StepRecord, show: bool) -> None:
+        """Stores one record and prints its line when `show`."""
+        if not self.active or self._file is None:
+            return
+        values = {k: v for k, v in asdict(record).items() if v is not None}
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if name != "step":
+                    self._board.add_scalar(f"train/{name}", value, record.step)
+        if show:
+            print(self.line(record), flush=True)
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Stores validation figures in TensorBoard and evaluations.jsonl beside the metrics."""
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"validation/{name}", value, step)
+        if self._file is not None:
+            with Path(self._file.name).with_name("evaluations.jsonl").open("a") as f:
+                f.write(json.dumps({"step": step, **values}) + "\n")
+
+    def line(self, record: StepRecord) -> str:
+        """The live line: everything a person watches, with the time that is left."""
+        done = record.step + 1 - self.first_step
+        left_s = (time.perf_counter() - self.began) / max(1, done) * (self.steps - record.step - 1)
+        width = len(str(self.steps))
+        mfu = f"  mfu {record.mfu:.1%}" if record.mfu is not None else ""
+        skipped = "  SKIPPED (non-finite)" if record.skipped else ""
+        return (
+            f"step {record.step + 1:{width}}/{self.steps}  loss {record.loss:.4f}  "
+            f"bpb {record.bits_per_byte:.4f}  gnorm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
+            f"{record.tokens_per_s:,.0f} tok/s  {record.step_s:.2f} s  "
+            f"{record.peak_bytes / 2**20:,.0f} MiB{mfu}  eta {duration(left_s)}{skipped}"
+        )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def bits_per_byte(nats: float, num_bytes: int) -> float:
+    """Summed nats over the bytes that they encode, in bits."""
+    return nats / math.log(2) / max(1, num_bytes)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of this process: allocator peak on a GPU, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Peak bf16 FLOP/s of a known GPU, None elsewhere."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in reversed(PEAK_FLOPS.items()) if key in name), None)
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34` or `3:04:05`."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    if step == 0 or not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]

@@ -1,0 +1,20 @@
+"""Which dtype stores the parameters and which one computes."""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp.config import PrecisionConfig
+
+
+def storage_dtype(config: PrecisionConfig) -> torch.dtype:
+    """Master parameters, gradients and optimizer state: fp64 for proofs, else fp32."""
+    return torch.float64 if config.dtype == "fp64" else torch.float32
+
+
+def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """Matrices and activations: bf16 on a GPU that has it (`auto`), fp32 on a CPU."""
+    if config.dtype == "auto":
+        able = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if able else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[config.dtype]

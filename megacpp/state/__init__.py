@@ -1,0 +1,1 @@
+"""Saving, verifying, resuming and exporting the training state."""

@@ -1,0 +1,71 @@
+"""Ranks decide together: what fails on one of them raises the same error on all of them.
+
+Objects travel between the ranks of one run through torch's object collectives; nothing that these
+make is ever written to a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from megacpp.errors import CheckpointError
+
+Thing = TypeVar("Thing")
+
+
+def is_distributed() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def this_rank() -> tuple[int, int]:
+    """Rank and number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def gather(thing: Thing) -> list[Thing]:
+    """What every rank passed, in rank order, on every rank."""
+    if not is_distributed():
+        return [thing]
+    everyone: list[Thing] = [thing] * dist.get_world_size()
+    dist.all_gather_object(everyone, thing)
+    return everyone
+
+
+@contextmanager
+def agreed(what: str, fix: str) -> Iterator[None]:
+    """Runs a block on every rank; when it fails on any, all raise the first rank's error.
+
+    Raises:
+        CheckpointError: an error of the block as it is if it is one, else
+            `what: reason. Fix: fix.`
+    """
+    mine: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # DCP's is no Exception
+        mine = error
+    errors = gather(None if mine is None else _one_line(mine, what, fix))
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise CheckpointError(first) from mine
+
+
+def _one_line(error: BaseException, what: str, fix: str) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"{what}: {_reason(cause)} on rank {rank}. Fix: {fix}."
+    return f"{what}: {_reason(error)}. Fix: {fix}."
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return f"{type(error).__name__} {' '.join(str(error).split())}".rstrip(". ")

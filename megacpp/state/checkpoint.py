@@ -1,0 +1,271 @@
+"""Saved training state: tensors in safetensors files, everything else in JSON, all of it hashed.
+
+    checkpoints/latest                  the name of the newest checkpoint
+    checkpoints/step-000100/
+        shard-00001-model-...safetensors    pieces of tensors, written by one rank
+        extra.json                          counters, data position, generators of every rank
+        manifest.json                       shapes, dtypes, sizes and SHA-256 (manifest.py)
+
+Tensors go through torch's distributed checkpoint (DCP) with its safetensors storage, which knows
+where each piece lies in the whole tensor, so any mesh reads what any other one wrote. No file is
+a pickle, none is read as one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from megacpp.errors import CheckpointError
+from megacpp.state.agreement import agreed, gather, is_distributed, this_rank
+from megacpp.state.files import (
+    ASIDE,
+    PENDING,
+    aside_of,
+    pending_folder,
+    publish_folder,
+    remove_folder,
+    write_text,
+)
+from megacpp.state.manifest import (
+    NAME,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    describe,
+    file_problems,
+    hash_file,
+    read_manifest,
+    stray_problems,
+    write_manifest,
+)
+from megacpp.state.rng import rng_state
+
+EXTRA, LATEST = "extra.json", "latest"
+_NAME = re.compile(rf"step-(\d+)(?:{re.escape(ASIDE)})?")
+# DCP copies the content of one file twice in host memory while it writes it.
+_FILE_BYTES = 1 << 30
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any], keep: int
+) -> Path:
+    """Saves a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
+
+    Args:
+        tensors: plain tensors (the same on every rank) or DTensors, by name.
+        extra: JSON of rank 0; the generators of every rank are added.
+        keep: newest checkpoints that stay (0: all). Older ones go once this one is published.
+
+    Raises:
+        CheckpointError: the disk is full or unwritable; on every rank, the old ones untouched.
+    """
+    assert "rng" not in extra
+    final = folder / f"step-{step:06d}"
+    pending = final.with_name(final.name + PENDING)
+    what, fix = f"{pending}: cannot be saved", "free disk space or choose another --run.dir"
+    rank, _ = this_rank()
+    try:
+        with agreed(what, fix):
+            if rank == 0:
+                _prepare(folder, final, tensors)
+        with agreed(what, fix):
+            _write_tensors(pending, tensors)
+        with agreed(what, fix):
+            files = {p.name: hash_file(p) for p in _own_files(pending)}
+        everyone = gather((files, rng_state()))
+        with agreed(what, fix):
+            if rank == 0:
+                hashes = {name: entry for files, _ in everyone for name, entry in files.items()}
+                state = {"extra": extra, "rng": [rng for _, rng in everyone]}
+                _finish(pending, step, tensors, hashes, state)
+                _publish(pending, final, step, keep)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(pending, ignore_errors=True)
+        raise
+    return final
+
+
+def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
+    """Fills `tensors` in place, whatever mesh they are on now; every rank calls it.
+
+    Nothing is touched before every file is verified and every name, shape and dtype matches.
+
+    Args:
+        prefix: look only at tensors whose name starts with it (`model.`: weights alone).
+
+    Returns:
+        The saved `extra`; its `rng` is this rank's (for `set_rng_state`), None if the number of
+        ranks has changed.
+
+    Raises:
+        CheckpointError: missing, unfinished or damaged checkpoint, or other tensors than
+            expected; one line, the same on every rank.
+    """
+    what, fix = f"{path}: cannot be loaded", _advice(path)
+    rank, world_size = this_rank()
+    with agreed(what, fix):
+        try:
+            manifest = read_manifest(path, "checkpoint")
+        except DamagedError as damage:
+            raise CheckpointError(f"{damage}. Fix: {fix}.") from None
+        # Ranks share the reading; a stray tensor file would otherwise be taken in by DCP.
+        names = sorted(manifest.files)[rank::world_size]
+        problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
+        if problems:
+            raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
+        _match(path, manifest, tensors, prefix)
+    with agreed(what, fix):
+        reader = HuggingFaceStorageReader(str(path))
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not is_distributed())
+        state = json.loads((path / EXTRA).read_text())
+    same_ranks = manifest.world_size == world_size
+    return {**state["extra"], "rng": state["rng"][rank] if same_ranks else None}
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that was saved last, None if there is none."""
+    with suppress(OSError, UnicodeDecodeError):
+        name = (folder / LATEST).read_text().strip()
+        if _NAME.fullmatch(name) and (folder / name / NAME).is_file():
+            return folder / name
+    return next(iter(_published(folder)), None)
+
+
+def verify(path: Path) -> list[str]:
+    """Reads a checkpoint whole; what is wrong with it, one line each (empty: nothing)."""
+    try:
+        manifest = read_manifest(path, "checkpoint")
+    except DamagedError as damage:
+        return [str(damage)]
+    return stray_problems(path, manifest) + file_problems(path, manifest, manifest.files)
+
+
+# ---- saving -------------------------------------------------------------------------------------
+
+
+def _prepare(folder: Path, final: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Clears what a crash left behind, checks the free space, makes the pending folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"step-*{PENDING}"):
+        shutil.rmtree(leftover)
+    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{final}: needs {needed:,} bytes, the disk has {free:,} free. "
+            "Fix: free disk space, lower --checkpoint.keep or choose another --run.dir."
+        )
+    pending_folder(final)
+
+
+def _write_tensors(pending: Path, tensors: Mapping[str, Tensor]) -> None:
+    _, world_size = this_rank()
+    ready = {name: t.detach().contiguous() for name, t in tensors.items()}
+    writer = HuggingFaceStorageWriter(
+        str(pending), _split(ready, _FILE_BYTES * world_size), save_distributed=True
+    )
+    dcp.save(ready, storage_writer=writer, no_dist=not is_distributed())
+
+
+def _split(tensors: Mapping[str, Tensor], most_bytes: int) -> dict[str, int]:
+    """Number (from 1) of the file that each tensor goes to, in order, `most_bytes` each."""
+    number, used, numbers = 1, 0, {}
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        if used and used + size > most_bytes:
+            number, used = number + 1, 0
+        numbers[name] = number
+        used += size
+    return numbers
+
+
+def _own_files(pending: Path) -> list[Path]:
+    """Files that this rank wrote: DCP counts ranks from 1."""
+    return sorted(pending.glob(f"shard-{this_rank()[0] + 1:05d}-*.safetensors"))
+
+
+def _finish(
+    pending: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    hashes: dict[str, FileEntry],
+    state: dict[str, Any],
+) -> None:
+    """Writes extra.json and manifest.json beside the tensors."""
+    unseen = [name for name in hashes if not (pending / name).is_file()]
+    if unseen:
+        raise CheckpointError(
+            f"{pending}: rank 0 doesn't see {unseen[0]} of another rank. "
+            "Fix: choose a --run.dir on a file system that all nodes share."
+        )
+    write_text(pending / EXTRA, json.dumps(state))
+    files = {**hashes, EXTRA: hash_file(pending / EXTRA)}
+    write_manifest(pending, Manifest("checkpoint", step, this_rank()[1], describe(tensors), files))
+
+
+def _publish(pending: Path, final: Path, step: int, keep: int) -> None:
+    """Publishes, points `latest` at it, and only then deletes older checkpoints."""
+    publish_folder(pending, final)
+    write_text(final.parent / LATEST, f"{final.name}\n")
+    if aside_of(final).exists():
+        remove_folder(aside_of(final))
+    # A run that went back to an older checkpoint has overtaken the later ones: they go first.
+    others = [path for path in _published(final.parent) if path != final]
+    others.sort(key=lambda path: (_step(path) <= step, _step(path)), reverse=True)
+    for path in others[max(0, keep - 1) :] if keep else []:
+        remove_folder(path)
+
+
+def _published(folder: Path) -> list[Path]:
+    """Finished checkpoints, latest step first; nothing else in the folder is ours."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / NAME).is_file()]
+    return sorted(found, key=lambda path: (_step(path), not path.suffix), reverse=True)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def _match(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str) -> None:
+    """Names, dtypes and global shapes must be the saved ones (DCP would cast without a word)."""
+    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
+    wanted = describe(tensors)
+    found = [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
+    found += [f"has a tensor {n} that this run lacks" for n in sorted(saved.keys() - wanted.keys())]
+    found += [
+        f"tensor {name} is {saved[name]}, this run needs {wanted[name]}"
+        for name in sorted(saved.keys() & wanted.keys())
+        if saved[name] != wanted[name]
+    ]
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise CheckpointError(
+            f"{path}: {found[0]}{more}. Fix: resume with the model, optimizer and precision "
+            "settings of the checkpoint, or use --checkpoint.resume never."
+        )
+
+
+def _advice(path: Path) -> str:
+    """What to do about a checkpoint that can't be loaded: the next newest one, or start anew."""
+    others = [p for p in _published(path.parent) if p.name != path.name]
+    if others:
+        return f"use another checkpoint: --checkpoint.resume {others[0]}"
+    return "start anew: --checkpoint.resume never"

@@ -1,0 +1,294 @@
+"""Final weights as a folder that stands alone: safetensors, config.json and a manifest.
+
+    final/model.safetensors     every parameter and persistent buffer once, whole
+    final/config.json           {"model": ModelConfig, ...}
+    final/manifest.json         sizes and SHA-256 (manifest.py)
+
+Weights beyond one file's limit are split as Hugging Face does it: `model-00001-of-00002...` and
+`model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megacpp.config import ModelConfig
+from megacpp.errors import CheckpointError
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import Slice, initialise, whole
+from megacpp.state.agreement import agreed, this_rank
+from megacpp.state.checkpoint import load_checkpoint
+from megacpp.state.files import (
+    PENDING,
+    aside_of,
+    pending_folder,
+    publish_folder,
+    remove_folder,
+    sync,
+    write_text,
+)
+from megacpp.state.manifest import (
+    DamagedError,
+    Manifest,
+    describe,
+    file_problems,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
+from megacpp.state.tensors import is_persistent, model_tensors
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+
+
+def gather_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
+    """All weights on rank 0's CPU, None on other ranks; every rank calls it.
+
+    One parameter at a time is whole on a device. `dtype` narrows or widens floating tensors.
+    """
+    weights = dict(_whole_tensors(model_tensors(model), dtype))
+    return weights if this_rank()[0] == 0 else None
+
+
+def export_weights(
+    model: nn.Module,
+    folder: Path,
+    config: ModelConfig,
+    extra: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    beside: Sequence[Path] = (),
+    file_bytes: int = 4_000_000_000,
+) -> None:
+    """Writes `folder` whole or not at all; every rank calls it. Rank 0 holds one file at a time.
+
+    Args:
+        extra: more keys of config.json.
+        dtype: of floating tensors in the files (None: as stored).
+        beside: files that belong to the weights, copied under their names (tokenizer.json).
+        file_bytes: most bytes of one weights file.
+
+    Raises:
+        CheckpointError: the disk is full or unwritable; on every rank, nothing published.
+    """
+    what, fix = f"{folder}: cannot be exported", "free disk space or choose another --run.dir"
+    pending, rank = folder.with_name(folder.name + PENDING), this_rank()[0]
+    tensors = model_tensors(model)
+    groups = _split(tensors, file_bytes)
+    try:
+        with agreed(what, fix):
+            if rank == 0:
+                pending_folder(folder)
+        saved: dict[str, Tensor] = {}
+        for name, members in groups.items():
+            some = dict(_whole_tensors({key: tensors[key] for key in members}, dtype))
+            with agreed(what, fix):
+                if rank == 0:
+                    save_file(some, pending / name, metadata={"format": "pt"})
+                    sync(pending / name)
+                    saved |= {key: t.to("meta") for key, t in some.items()}
+        with agreed(what, fix):
+            if rank == 0:
+                _finish(pending, folder, groups, saved, {"model": config, **(extra or {})}, beside)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(pending, ignore_errors=True)
+        raise
+
+
+def load_exported(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> HybridLM:
+    """The exported model in eval mode, after every file is verified.
+
+    `dtype` is that of the matrices; parameters under the fp32 contract stay at least fp32.
+
+    Raises:
+        CheckpointError: missing or damaged folder, other tensors than config.json asks for.
+    """
+    fix = "export the weights again"
+    try:
+        manifest = read_manifest(folder, "export")
+        problems = file_problems(folder, manifest, manifest.files)
+    except DamagedError as damage:
+        problems = [str(damage)]
+    if problems:
+        raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
+    content = json.loads((folder / CONFIG).read_text())
+    model = _empty_model(read_model_config(content["model"]), device, dtype)
+    files = [name for name in manifest.files if name.endswith(".safetensors")]
+    _fill(model, folder, _read_files(folder, files), list(manifest.tensors))
+    return model
+
+
+def load_trained(
+    path: Path,
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> HybridLM:
+    """The model of a training checkpoint in eval mode; see `load_exported`."""
+    prefix = "model."
+    try:
+        manifest = read_manifest(path, "checkpoint")
+    except DamagedError as damage:
+        raise CheckpointError(f"{damage}. Fix: choose another checkpoint.") from None
+    stored = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in manifest.tensors.items()
+        if name.startswith(prefix)
+    }
+    load_checkpoint(path, stored, prefix)
+    model = _empty_model(config, device, dtype)
+    named = {name.removeprefix(prefix): t for name, t in stored.items()}
+    _fill(model, path, iter(named.items()), list(named))
+    return model
+
+
+def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
+    """A ModelConfig from JSON.
+
+    Raises:
+        CheckpointError: a field is missing, unknown or of the wrong kind.
+    """
+    return _dataclass(ModelConfig, values, "model")
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _whole_tensors(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole CPU copies, one after the other, on rank 0; the other ranks only take part."""
+    keep = this_rank()[0] == 0
+    for name, t in tensors.items():
+        full = t.full_tensor() if isinstance(t, DTensor) else t
+        if keep:
+            wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
+            yield name, full.detach().to("cpu", wanted, copy=True).contiguous()
+
+
+def _split(tensors: Mapping[str, Tensor], most_bytes: int) -> dict[str, list[str]]:
+    """File name -> tensor names, in order, at most `most_bytes` a file (or one tensor)."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        if groups[-1] and used + size > most_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{i:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups, start=1)
+    }
+
+
+def _finish(
+    pending: Path,
+    folder: Path,
+    groups: Mapping[str, Sequence[str]],
+    saved: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    beside: Sequence[Path],
+) -> None:
+    """Writes the JSON files around the weights and publishes the folder."""
+    if len(groups) > 1:
+        total = sum(t.numel() * t.element_size() for t in saved.values())
+        where = {name: file for file, names in groups.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_text(pending / INDEX, json.dumps(index, indent=2) + "\n")
+    text = json.dumps(config, indent=2, default=dataclasses.asdict)
+    write_text(pending / CONFIG, text + "\n")
+    for path in beside:
+        shutil.copyfile(path, pending / path.name)
+        sync(pending / path.name)
+    files = {path.name: hash_file(path) for path in sorted(pending.iterdir())}
+    write_manifest(pending, Manifest("export", 0, this_rank()[1], describe(saved), files))
+    publish_folder(pending, folder)
+    if aside_of(folder).exists():
+        remove_folder(aside_of(folder))
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def _empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> HybridLM:
+    """A materialised model whose tables (non-persistent buffers) have their values."""
+    with torch.device("meta"):
+        model = HybridLM(config).to(dtype)
+    model.to_empty(device=device)
+    tables = {id(b) for name, b in model.named_buffers() if not is_persistent(model, name)}
+
+    def part(t: Tensor) -> Slice:
+        if id(t) in tables or t.dim() == 0:
+            return whole(t)
+        return Slice(t[:0], tuple(t.shape), (0,) * t.dim())  # a saved one: nothing to compute
+
+    initialise(model, model.init_rules(), seed=0, part=part)
+    return model.eval()
+
+
+def _read_files(folder: Path, files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(folder / file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 - no mapping
+                yield name, reader.get_tensor(name)
+
+
+@torch.no_grad()
+def _fill(
+    model: nn.Module, origin: Path, tensors: Iterator[tuple[str, Tensor]], names: Sequence[str]
+) -> None:
+    """Copies tensors into a model: the same names and shapes, or CheckpointError."""
+    targets = model_tensors(model)
+    missing, unknown = sorted(targets.keys() - set(names)), sorted(set(names) - targets.keys())
+    problem = [f"has no tensor {name}" for name in missing]
+    problem += [f"has a tensor {name} that the model lacks" for name in unknown]
+    for name, t in () if problem else tensors:
+        if t.shape != targets[name].shape:
+            problem.append(f"{name} is {list(t.shape)}, not {list(targets[name].shape)}")
+            break
+        targets[name].copy_(t)
+    if problem:
+        more = f" (and {len(problem) - 1} more)" if len(problem) > 1 else ""
+        raise CheckpointError(
+            f"{origin}: {problem[0]}{more}. Fix: use the config.json that belongs to the weights."
+        )
+
+
+def _dataclass(cls: Any, values: Any, where: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known, given = {f.name for f in dataclasses.fields(cls)}, set(values or {})
+    wrong = sorted(known ^ given)
+    if wrong:
+        what = "is missing" if wrong[0] in known else "is unknown"
+        raise CheckpointError(
+            f"{where}.{wrong[0]}: {what} in config.json. Fix: use the megacpp that wrote it."
+        )
+    return cls(**{k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
+    return _dataclass(kind, value, where) if dataclasses.is_dataclass(kind) else value

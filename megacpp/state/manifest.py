@@ -1,0 +1,141 @@
+"""manifest.json: what a saved folder holds, with the size and SHA-256 of every file.
+
+The manifest carries a digest of itself, so a flipped bit anywhere in the folder is found before
+one tensor is read. It proves integrity, not origin: who can write the folder can write it anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megacpp.state.files import write_text
+
+NAME = "manifest.json"
+VERSION = 1
+
+
+class DamagedError(Exception):
+    """What is wrong with a saved folder, naming the file; callers add the fix."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and SHA-256 (hex) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """dtype (`float32`) and global shape of one tensor."""
+
+    dtype: str
+    shape: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of a saved folder; files by name, without folders."""
+
+    kind: Literal["checkpoint", "export"]
+    step: int
+    world_size: int
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    version: int = VERSION
+
+
+def describe(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """dtype and global shape of every tensor (a DTensor's shape is global)."""
+    return {
+        name: TensorEntry(str(t.dtype).removeprefix("torch."), list(t.shape))
+        for name, t in tensors.items()
+    }
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Reads a file once."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(file.tell(), digest)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes manifest.json whole or not at all, and to the disk itself."""
+    content = dataclasses.asdict(manifest)
+    text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
+    write_text(folder / NAME, text + "\n")
+
+
+def read_manifest(folder: Path, kind: str) -> Manifest:
+    """Reads and checks manifest.json.
+
+    Raises:
+        DamagedError: no such folder, unfinished, unreadable, changed, of another version or kind.
+    """
+    path = folder / NAME
+    if not folder.is_dir():
+        raise DamagedError(f"{folder}: no such folder")
+    if not path.is_file():
+        raise DamagedError(f"{folder}: has no {NAME}, so it is unfinished or no {kind}")
+    try:
+        content = json.loads(path.read_bytes())
+        digest = content.pop("sha256")
+        version = content["version"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        raise DamagedError(f"{path}: is unreadable (truncated or corrupt)") from None
+    if version != VERSION:
+        raise DamagedError(f"{path}: has format version {version}, this megacpp reads {VERSION}")
+    if digest != _digest(content):
+        raise DamagedError(f"{path}: is corrupt (SHA-256 differs)")
+    if content["kind"] != kind:
+        raise DamagedError(f"{path}: describes a {content['kind']}, not a {kind}")
+    return _from_json(content)
+
+
+def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Reads the named files; what is missing, truncated or corrupt, one line each."""
+    found = []
+    for name in names:
+        path, entry = folder / name, manifest.files[name]
+        if not path.is_file():
+            found.append(f"{path}: is missing")
+        elif path.stat().st_size != entry.bytes:
+            size = path.stat().st_size
+            found.append(f"{path}: has {size:,} bytes instead of {entry.bytes:,}")
+        elif hash_file(path) != entry:
+            found.append(f"{path}: is corrupt (SHA-256 differs)")
+    return found
+
+
+def stray_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Tensor files that the manifest doesn't know: a reader of the folder would take them in."""
+    known = manifest.files.keys()
+    strays = sorted(p for p in folder.glob("*.safetensors") if p.name not in known)
+    return [f"{path}: is not in {NAME}" for path in strays]
+
+
+def _from_json(content: Mapping[str, Any]) -> Manifest:
+    tensors = {name: TensorEntry(**entry) for name, entry in content["tensors"].items()}
+    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    for name in files:
+        if Path(name).name != name:
+            raise DamagedError(f"{NAME}: names the file {name!r} outside of its folder")
+    return Manifest(**{**content, "tensors": tensors, "files": files})
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

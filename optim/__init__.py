@@ -1,0 +1,1 @@
+"""Parameter groups, Muon, AdamW, schedules and clipping."""

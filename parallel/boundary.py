@@ -1,0 +1,111 @@
+"""The accumulation boundary: N microbatches become one set of summed gradients.
+
+It alone toggles FSDP2 gradient sync, owns the divisor of the loss (global valid tokens of the
+step), scales auxiliary losses, and advances the routers' selection bias once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacpp.data.batches import Batch
+from megacpp.model.head import LossSum
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.router import Router
+from parallel.fsdp import fsdp_units
+from parallel.mesh import World
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums of one step over all ranks and microbatches; still tensors, so nothing waits."""
+
+    loss_sum: Tensor  # what was differentiated: cross entropy and z-loss
+    nll_sum: Tensor  # cross entropy alone, nats
+    valid_tokens: int
+    tokens: int
+    target_bytes: int
+
+
+class AccumulationBoundary:
+    """Runs the microbatches of a step; afterwards `.grad` holds the gradient of the mean loss."""
+
+    def __init__(self, model: HybridLM, world: World, autocast: torch.dtype | None = None) -> None:
+        """`autocast` is the compute dtype where no FSDP policy casts (one process)."""
+        self.model, self.world, self.autocast = model, world, autocast
+        self.units = fsdp_units(model)
+        self.routers = [m for m in model.modules() if isinstance(m, Router)]
+
+    def accumulate(self, microbatches: Sequence[Batch]) -> StepSums:
+        """Forward and backward over all microbatches, with one gradient reduction per unit.
+
+        The divisor (valid tokens over all ranks and microbatches) is known before the first
+        backward; a step without a valid token yields zero gradients, not NaN.
+        """
+        tokens, valid, target_bytes = self._totals(microbatches)
+        self._scale_auxiliary(1.0 / tokens)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for number, batch in enumerate(microbatches):
+            self._sync_gradients(last=number == len(microbatches) - 1)
+            out = self._forward(batch)
+            (out.loss_sum / max(1, valid)).backward()
+            sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
+        self.world.sum(sums)
+        return StepSums(sums[0], sums[1], valid, tokens, target_bytes)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> StepSums:
+        """The same sums without gradients; ranks may hold different batches, not different counts."""
+        training = self.model.training
+        self.model.eval()
+        tokens, valid, target_bytes = self._totals(batches)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for batch in batches:
+            out = self._forward(batch)
+            sums += torch.stack([out.loss_sum, out.nll_sum]).double()
+        self.world.sum(sums)
+        self.model.train(training)
+        return StepSums(sums[0], sums[1], valid, tokens, target_bytes)
+
+    @torch.no_grad()
+    def update_routers(self) -> None:
+        """Selection bias of every router, from the step's counts summed over all ranks."""
+        if not self.routers:
+            return
+        counts = torch.stack([router.tokens_per_expert for router in self.routers])
+        self.world.sum(counts)
+        for router, count in zip(self.routers, counts, strict=True):
+            router.tokens_per_expert.copy_(count)
+            router.update_bias()
+
+    def _forward(self, batch: Batch) -> LossSum:
+        batch = batch.to(self.world.device)
+        with self._precision():
+            return self.model(batch.ids_BT, batch.labels_BT, batch.docs)
+
+    def _precision(self) -> AbstractContextManager:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, self.autocast)
+
+    def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, int]:
+        """Tokens, valid tokens and target bytes over all ranks: one small all-reduce."""
+        tokens = sum(batch.ids_BT.numel() for batch in batches)
+        valid = sum(batch.num_targets for batch in batches)
+        counts = torch.tensor([tokens, valid, sum(batch.target_bytes for batch in batches)])
+        total = self.world.sum(counts.to(self.world.device)).tolist()
+        return total[0], total[1], total[2]
+
+    def _sync_gradients(self, last: bool) -> None:
+        if self.units:
+            self.units[0].set_requires_gradient_sync(last)
+            self.units[0].set_is_last_backward(last)
+
+    def _scale_auxiliary(self, scale: float) -> None:
+        for router in self.routers:
+            router.aux_scale.fill_(scale)

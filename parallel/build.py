@@ -1,0 +1,33 @@
+"""From a configuration to a model on its mesh, never holding the whole on one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from megacpp.config import Config
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
+from megacpp.run.precision import compute_dtype, storage_dtype
+from parallel.fsdp import shard_model, shard_slice
+from parallel.mesh import World
+
+
+def build_model(config: Config, world: World) -> HybridLM:
+    """Meta device, shard, materialise, initialise: in this order on any mesh.
+
+    Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
+    starts from the same weights.
+    """
+    with torch.device("meta"):
+        model = HybridLM(config.model).to(storage_dtype(config.precision))
+    if world.mesh is not None:
+        shard_model(model, world.mesh, compute_dtype(config.precision, world.device))
+    model.to_empty(device=world.device)
+    initialise(model, model.init_rules(), config.run.seed, part=shard_slice)
+    return model.train()
+
+
+def autocast_dtype(config: Config, world: World) -> torch.dtype | None:
+    """Compute dtype for autocast where no FSDP policy casts: one process below fp32."""
+    dtype = compute_dtype(config.precision, world.device)
+    return dtype if world.mesh is None and dtype == torch.bfloat16 else None

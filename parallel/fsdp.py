@@ -1,0 +1,69 @@
+"""FSDP2 over a hybrid model: one unit per block, contract parameters gathered in fp32 by the root.
+
+Mixed precision casts a whole unit to one dtype, so the fp32-contract parameters (norms, `dt_bias`,
+`D`, router, ...) can't share a unit with bf16 matrices. They stay where upstream names put them;
+the root unit, made *first* and told to ignore everything else, owns all of them, and the block
+units ignore them. So they travel in one all-gather and one reduce-scatter per step for the whole
+model, in fp32, and no forward ever casts or copies one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import Slice, whole
+
+
+def shard_model(model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shards every parameter over the data axes of `mesh`, in place.
+
+    Gradients are summed, never averaged: the loss is divided once, by the accumulation boundary.
+    Parameters keep their dtype (fp32 master); units compute in `compute_dtype`.
+    """
+    contract = {p for _, p in contract_parameters(model)}
+    others = set(model.parameters()) - contract
+    stored = next(iter(others)).dtype
+    wide = MixedPrecisionPolicy(cast_forward_inputs=False)
+    narrow = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == stored else compute_dtype,
+        reduce_dtype=None if compute_dtype == stored else torch.float32,
+        cast_forward_inputs=False,
+    )
+    fully_shard(model, mesh=mesh, mp_policy=wide, ignored_params=others)
+    if model.config.tie_embeddings:
+        # One parameter in two modules is one unit, whole from the embedding to the loss.
+        fully_shard(
+            [model.embed, model.head],
+            mesh=mesh,
+            mp_policy=narrow,
+            ignored_params=contract,
+            reshard_after_forward=False,
+        )
+        units: list[nn.Module] = list(model.blocks.values())
+    else:
+        units = [model.embed, *model.blocks.values(), model.head]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=narrow, ignored_params=contract)
+    for unit in fsdp_units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit of a model, root first; empty for an unsharded one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def shard_slice(t: Tensor) -> Slice:
+    """What this rank stores of a parameter or buffer, for `megacpp.model.init.initialise`."""
+    if not isinstance(t, DTensor):
+        return whole(t)
+    _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return Slice(t.to_local(), tuple(t.shape), tuple(offset))

@@ -1,0 +1,80 @@
+"""Runs a chapter: every ```python block in one namespace, every ```output block must match.
+
+    python tests/docs/run_chapter.py docs/05-mamba3.md [--update-docs]
+
+A python block that prints is followed by an output block with exactly what it printed. The
+working folder is a fresh temporary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+FENCE = re.compile(r"^```(python|output)\n(.*?)^```\n", re.S | re.M)
+ROOT = Path(__file__).parents[2]
+
+
+class Drift(AssertionError):
+    """A printed figure is no longer what the chapter says."""
+
+
+def run_chapter(path: Path, update: bool = False) -> int:
+    """Executes a chapter and compares (or, with `update`, rewrites) its printed figures.
+
+    Returns:
+        The number of output blocks that were compared or written.
+    """
+    text = path.read_text()
+    names: dict[str, object] = {"__name__": path.stem}
+    printed, compared, pieces, done = "", 0, [], 0
+    with working_folder():
+        for match in FENCE.finditer(text):
+            line = text[: match.start()].count("\n") + 2
+            if match[1] == "python":
+                if printed:
+                    raise Drift(f"{path.name}:{line}: the block before printed, but shows nothing")
+                printed = _execute(match[2], names, path, line)
+                continue
+            compared += 1
+            if not update and printed != match[2]:
+                raise Drift(f"{path.name}:{line}: shows\n{match[2]}but prints\n{printed}")
+            pieces += [text[done : match.start(2)], printed]
+            done, printed = match.end(2), ""
+    if printed:
+        raise Drift(f"{path.name}: the last block printed, but shows nothing")
+    if update:
+        path.write_text("".join([*pieces, text[done:]]))
+    return compared
+
+
+@contextlib.contextmanager
+def working_folder():
+    """A fresh temporary folder as the working folder, with the checkout importable."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def _execute(code: str, names: dict[str, object], path: Path, line: int) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    chapter = Path(sys.argv[1]).resolve()
+    number = run_chapter(chapter, update="--update-docs" in sys.argv)
+    print(f"{chapter.name}: {number} printed figures")

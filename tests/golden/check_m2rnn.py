@@ -1,0 +1,102 @@
+"""M2RNN against lm-engine: the recurrence with both gradient clips, packed documents, the layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megacpp.config import M2RNNConfig, ModelConfig
+from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_sequential
+from megacpp.model.documents import Documents
+from megacpp.model.m2rnn import M2RNN
+from tests.golden.harness import GoldenFile
+
+KNOWN = ("m2rnn_*.safetensors",)
+SKIP = ("*_cp*.safetensors",)
+
+Operation = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def check(golden: GoldenFile) -> None:
+    if "x" in golden:
+        check_layer(golden)
+    else:
+        check_operation(golden)
+
+
+def check_operation(golden: GoldenFile) -> None:
+    num_tokens, bound = golden.input("q").shape[1], clip_bound(golden)
+    ragged = next(size for size in range(5, num_tokens + 6) if num_tokens % size)
+    chunked = [partial(m2rnn_chunked, chunk_size=size) for size in (1, ragged, num_tokens)]
+    for operation in (m2rnn_sequential, *chunked):
+        check_gradients(golden, operation, StateClip(bound, "total") if bound else None, "")
+        if golden.names("grad_W_tritonclip"):
+            assert bound is not None
+            check_gradients(golden, operation, StateClip(bound, "carried"), "_tritonclip")
+
+
+def check_gradients(
+    golden: GoldenFile, operation: Operation, clip: StateClip | None, suffix: str
+) -> None:
+    """Outputs, final states and every gradient under one meaning of the clip."""
+    inputs = {name: golden.input(name, grad=True) for name in ("q", "k", "v", "f", "W")}
+    initial = golden.input("h0", grad=True) if "h0" in golden else None
+    y, final = operation(*inputs.values(), documents(golden), initial, clip)
+    assert final is not None
+    golden.expect("y", y)
+    golden.expect("hT", final)
+    torch.autograd.backward([y, final], [golden.input("d_y"), golden.input("d_hT")])
+    for name, x in inputs.items():
+        golden.expect(f"grad_{name}{suffix}", x.grad)
+    if initial is not None:
+        golden.expect(f"grad_h0{suffix}", initial.grad)
+
+
+def clip_bound(golden: GoldenFile) -> float | None:
+    """The bound on the state gradient that the stored call was made with, None if it had none."""
+    found = re.search(r"gradient_clipping=([0-9.eE+-]+)", golden.metadata.get("function", ""))
+    return float(found[1]) if found else golden.config.get("gradient_clipping")
+
+
+def documents(golden: GoldenFile) -> Documents | None:
+    if "cu_seqlens" not in golden:
+        return None
+    return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
+
+
+def check_layer(golden: GoldenFile) -> None:
+    for chunk_size in (5, 64):
+        layer = M2RNN(model_config(golden.config, chunk_size)).to(golden.dtype)
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(golden.input(f"param.{name}"))
+        x = golden.input("x", grad=True)
+        y = layer(x, documents(golden))
+        y.backward(golden.input("d_y"))
+        golden.expect("y", y)
+        golden.expect("grad.x", x.grad)
+        for name, parameter in layer.named_parameters():
+            golden.expect(f"grad.{name}", parameter.grad)
+
+
+def model_config(stored: dict, chunk_size: int) -> ModelConfig:
+    """Our configuration from the stored one; every stored key is used."""
+    stored = dict(stored)
+    dim, norm_eps = stored.pop("D"), stored.pop("norm_eps")
+    m2rnn = M2RNNConfig(
+        num_heads=stored.pop("heads"),
+        num_q_heads=stored.pop("num_q_heads"),
+        num_k_heads=stored.pop("num_k_heads"),
+        key_dim=stored.pop("k_head_dim"),
+        value_dim=stored.pop("v_head_dim"),
+        conv_kernel=stored.pop("kernel_size"),
+        gradient_clip=stored.pop("gradient_clipping"),
+        clip_mode="total",  # what the upstream torch backend does
+        chunk_size=chunk_size,
+    )
+    assert not stored, f"unknown settings: {sorted(stored)}"
+    return ModelConfig(dim=dim, norm_eps=norm_eps, m2rnn=m2rnn)

@@ -1,0 +1,142 @@
+"""Mamba-3 scans and layers against upstream's references, token by token and in chunks."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megacpp.config import Mamba3Config, ModelConfig
+from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential, scan_documents
+from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.model.documents import Documents
+from megacpp.model.mamba3 import Mamba3
+from tests.golden.harness import GoldenFile
+
+KNOWN = ("mamba3_*.safetensors",)
+SKIP = ("mamba3_*_cp*.safetensors",)
+
+SCALED = {"MIMO_V": "mimo_x", "MIMO_Z": "mimo_z", "MIMO_Out": "mimo_o", "norm_weight": "norm"}
+STATE = ("angle", "ssm", "k", "v")
+
+
+def check(golden: GoldenFile) -> None:
+    check_layer(golden) if "u" in golden else check_scan(golden)
+
+
+def uneven_chunk(tokens: int) -> int:
+    """The smallest chunk above 3 that doesn't divide the row."""
+    return next(c for c in range(4, tokens + 4) if tokens % c)
+
+
+def documents(golden: GoldenFile, rows: int, tokens: int) -> Documents:
+    if "cu_seqlens" in golden:
+        return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
+    return Documents.rows(rows, tokens)
+
+
+def check_scan(golden: GoldenFile) -> None:
+    """Both forms; packed files with states also one document at a time, where states show."""
+    state_per_document = "cu_seqlens" in golden and bool(golden.names("final_"))
+    for sequential in (True, False):
+        if not (state_per_document and golden.names("init_")):
+            run_scan(golden, sequential, alone=False, states=not state_per_document)
+        if state_per_document:
+            run_scan(golden, sequential, alone=True, states=True)
+
+
+def run_scan(golden: GoldenFile, sequential: bool, alone: bool, states: bool) -> None:
+    leaves = {
+        name: golden.input(name, grad=True)
+        for name in golden.names()
+        if not name.startswith(("d_", "grad_", "final_", "out", "cu_"))
+    }
+    mimo = leaves["Q"].ndim == 5
+    inputs, weights, initial = arguments(leaves, mimo)
+    docs = documents(golden, *inputs.V.shape[:2])
+    pairing: Pairing = "half" if mimo else "interleaved"
+    chunk = uneven_chunk(inputs.V.shape[1])
+
+    def scan(i: ScanInputs, d: Documents, s: Mamba3State | None) -> tuple[Tensor, Mamba3State]:
+        if sequential:
+            return mamba3_sequential(i, weights, d, pairing, s)
+        return mamba3_chunked(i, weights, d, pairing, chunk, s)
+
+    out, state = (partial(scan_documents, scan) if alone else scan)(inputs, docs, initial)
+    golden.expect("out", out)
+    loss = (out * golden.input("d_out")).sum()
+    if states:
+        loss = loss + compare_states(golden, state)
+    loss.backward()
+    for name, leaf in leaves.items():
+        golden.expect(f"grad_{name}", leaf.grad)
+
+
+def arguments(
+    leaves: dict[str, Tensor], mimo: bool
+) -> tuple[ScanInputs, HeadWeights, Mamba3State | None]:
+    """The file's tensors as our arguments: SISO files have no rank axis."""
+    bias = {n: leaves[n] if mimo else leaves[n].unsqueeze(1) for n in ("Q_bias", "K_bias")}
+    scaled = {ours: leaves[name] for name, ours in SCALED.items() if name in leaves}
+    weights = HeadWeights(D=leaves["D"], **bias, **scaled)
+    qk = {n: leaves[n] if mimo else leaves[n].unsqueeze(2) for n in ("Q", "K")}
+    others = {n: leaves[n] for n in ("V", "ADT", "DT", "Trap", "Angles")}
+    inputs = ScanInputs(**qk, **others, Z=leaves.get("Z"))
+    if "init_ssm" not in leaves:
+        return inputs, weights, None
+    angle, ssm, k, v = (leaves[f"init_{name}"] for name in STATE)
+    return inputs, weights, Mamba3State(angle, ssm, k if mimo else k.unsqueeze(2), v)
+
+
+def compare_states(golden: GoldenFile, state: Mamba3State) -> Tensor:
+    """Compares final states; returns their part of the loss."""
+    total = state.ssm.new_zeros(())
+    for name in STATE:
+        if f"final_{name}" not in golden:
+            continue
+        got = getattr(state, name)
+        want = golden.input(f"final_{name}")
+        if name == "angle":  # equal modulo a turn
+            got = want + torch.remainder(got - want + math.pi, 2 * math.pi) - math.pi
+        got = got.view_as(want)
+        golden.expect(f"final_{name}", got)
+        if f"d_final_{name}" in golden:
+            total = total + (got * golden.input(f"d_final_{name}")).sum()
+    return total
+
+
+def check_layer(golden: GoldenFile) -> None:
+    for sequential in (True, False):
+        u_BTD = golden.input("u", grad=True)
+        layer = build_layer(golden, uneven_chunk(u_BTD.shape[1]))
+        if sequential:
+            pairing = layer.pairing
+            layer.scan = lambda i, w, d, s=None, p=pairing: mamba3_sequential(i, w, d, p, s)
+        y_BTD = layer(u_BTD, documents(golden, *u_BTD.shape[:2]))
+        golden.expect("y", y_BTD)
+        (y_BTD * golden.input("d_out")).sum().backward()
+        golden.expect("grad.u", u_BTD.grad)
+        for name, parameter in layer.named_parameters():
+            golden.expect(f"grad.{name}", parameter.grad)
+
+
+def build_layer(golden: GoldenFile, chunk: int) -> Mamba3:
+    c = golden.config
+    mamba = Mamba3Config(
+        d_state=c["d_state"],
+        expand=c["expand"],
+        headdim=c["headdim"],
+        ngroups=c["ngroups"],
+        mimo_rank=c["mimo_rank"] if c["is_mimo"] else 1,
+        rope_fraction=c["rope_fraction"],
+        a_activation="heavy_tail" if c["A_activation"].startswith("heavy_tail") else "softplus",
+        a_floor=c["A_floor"],
+        out_norm=c["is_outproj_norm"],
+        chunk_size=chunk,
+    )
+    layer = Mamba3(ModelConfig(dim=c["d_model"], norm_eps=1e-5, mamba3=mamba)).to(golden.dtype)
+    stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
+    layer.load_state_dict(stored)
+    return layer

@@ -1,0 +1,167 @@
+"""Distributed tests without a cluster: a function runs on forked gloo ranks and returns.
+
+    def body(rank: int, world: int, x: Tensor) -> Tensor:
+        dist.all_reduce(x)          # the process group exists already
+        return x
+
+    results = run_ranks(body, 4, torch.ones(2))   # one result per rank, in rank order
+
+Ranks are forked, not spawned: a closure or a lambda will do, arguments aren't pickled, and four
+ranks start in a fifth of a second, because torch is already imported. They meet in a file, so no
+port is needed and any number of test runs may share a machine. The caller itself must not have
+started a process group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 3.0  # for ranks to leave after the first one failed
+
+
+class RankError(AssertionError):
+    """A rank raised or died; the message holds its number and traceback."""
+
+
+class RankTimeout(RankError):
+    """Ranks were still running; the message holds where each of them was."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 90.0, backend: str = "gloo"
+) -> list[Any]:
+    """Runs `fn(rank, world, *args)` on `world` forked ranks of one process group.
+
+    Args:
+        fn: its result must be picklable; tensors are (DTensors are not: return local parts).
+        args: inherited by the fork; a rank's changes to them are its own.
+        timeout_s: for everything together; every rank's stack is in the error.
+
+    Returns:
+        The result of every rank, in rank order.
+
+    Raises:
+        RankError: of the first rank that failed; the others are ended.
+        RankTimeout: not all ranks finished.
+    """
+    assert not dist.is_initialized(), "the caller must not be part of a process group"
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(world):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(rank, world, folder, fn, args, writer, timeout_s, backend)
+            )
+            process.start()
+            writer.close()  # the rank's copy stays open; ours would hide its death
+            ranks.append((process, reader))
+        try:
+            return _collect(ranks, folder, timeout_s)
+        finally:
+            for process, reader in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                reader.close()
+
+
+def _collect(
+    ranks: list[tuple[BaseProcess, Connection]], folder: Path, timeout_s: float
+) -> list[Any]:
+    """The results, or the first failure."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = {reader: rank for rank, (_, reader) in enumerate(ranks)}
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and not failures:
+            raise RankTimeout(_where(ranks, sorted(waiting.values()), folder, timeout_s))
+        if not ready:
+            break
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            rank = waiting.pop(reader)
+            try:
+                kind, value = pickle.loads(reader.recv_bytes())
+            except EOFError:
+                process = ranks[rank][0]
+                process.join(GRACE_S)
+                kind, value = "died", f"ended without a result, exit code {process.exitcode}"
+            if kind == "result":
+                results[rank] = value
+            else:
+                failures[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failures:
+        # A rank that raised explains more than its peers, whose collectives then broke.
+        rank = min(failures, key=lambda r: ("Connection closed by peer" in failures[r], r))
+        raise RankError(f"rank {rank} of {len(ranks)}: {failures[rank]}")
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _where(
+    ranks: list[tuple[BaseProcess, Connection]], late: list[int], folder: Path, timeout_s: float
+) -> str:
+    """Which ranks didn't finish, and their stacks."""
+    lines = [f"ranks {late} of {len(ranks)} didn't finish in {timeout_s:g} s"]
+    for rank in late:
+        pid = ranks[rank][0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    for rank in late:
+        lines += [f"rank {rank} was at", (folder / f"stack-{rank}").read_text()]
+    return "\n".join(lines)
+
+
+def _rank(
+    rank: int,
+    world: int,
+    folder: Path,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    writer: Connection,
+    timeout_s: float,
+    backend: str,
+) -> NoReturn:
+    """Body of one forked process: joins the group, runs `fn`, sends what came of it."""
+    code = 0
+    with open(folder / f"stack-{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(str(folder / "store"), world),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+            message = pickle.dumps(("result", fn(rank, world, *args)))
+            dist.barrier()  # gloo aborts peers that are still at work when a rank leaves
+            dist.destroy_process_group()
+        except BaseException as error:
+            code = 1
+            message = pickle.dumps(("error", "".join(traceback.format_exception(error))))
+    writer.send_bytes(message)
+    writer.close()
+    os._exit(code)  # no interpreter shutdown: the parent's exit handlers are not ours

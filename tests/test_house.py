@@ -1,0 +1,85 @@
+"""The walls of the house: who may import whom, and which `parallel` is ours."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("parallel", "optim")
+COMPOSERS = ("megacpp/cli",)
+FILES = sorted(
+    path
+    for room in ("megacpp", *ROOMS)
+    for path in (ROOT / room).rglob("*.py")
+    if "__pycache__" not in path.parts
+)
+# Optional packages: imported inside functions, never at the top of a module.
+OPTIONAL = {
+    "mamba_ssm", "tilelang", "torchao", "transformer_engine", "triton",
+    "pyarrow", "zstandard", "matplotlib", "tensorboard", "tyro",
+}  # fmt: skip
+NO_TORCH = ("config.py", "errors.py", "presets.py", "rules.py", "arguments.py", "cli/main.py")
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Full dotted names of absolute imports anywhere in a module."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_inward(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    tops = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
+    if any(str(path.relative_to(ROOT)).startswith(c) for c in COMPOSERS):
+        return
+    allowed = set() if room == "megacpp" else {room}
+    assert not tops & (set(ROOMS) - allowed), f"{path} reaches sideways"
+    assert "train" not in tops
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "megacpp/model").glob("*.py")), ids=lambda p: p.name
+)
+def test_the_model_knows_nothing_of_ranks(path: Path) -> None:
+    names = imported(ast.parse(path.read_text()))
+    assert not [n for n in names if n.startswith("torch.distributed")]
+    inner = ("config", "errors", "model", "kernels")
+    assert not [n for n in names if n.startswith("megacpp.") and n.split(".")[1] not in inner]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
+    top = ast.Module([n for n in ast.parse(path.read_text()).body], [])
+    top.body = [n for n in top.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert not {name.split(".")[0] for name in imported(top)} & OPTIONAL
+
+
+def test_help_does_not_import_torch() -> None:
+    modules = ", ".join(f"megacpp.{name[:-3].replace('/', '.')}" for name in NO_TORCH)
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules and 'tyro' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_generic_names_are_ours(room: str) -> None:
+    module = importlib.import_module(room)
+    assert module.__file__ is not None and Path(module.__file__).parent == ROOT / room
+
+
+def test_a_file_is_one_sitting() -> None:
+    long = {
+        str(p.relative_to(ROOT)): n for p in FILES if (n := len(p.read_text().splitlines())) > 420
+    }
+    assert not long

@@ -1,0 +1,53 @@
+"""The harness of every distributed test: results, errors, deaths and hangs reach the caller."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import RankError, RankTimeout, run_ranks
+
+
+def test_results_come_back_in_rank_order() -> None:
+    def body(rank: int, world: int, x: Tensor) -> tuple[int, Tensor]:
+        dist.all_reduce(x)
+        return rank, x
+
+    results = run_ranks(body, 3, torch.arange(4.0))
+    assert [rank for rank, _ in results] == [0, 1, 2]
+    assert all(torch.equal(x, 3 * torch.arange(4.0)) for _, x in results)
+
+
+def test_an_error_names_the_rank_that_raised_and_ends_the_others() -> None:
+    def body(rank: int, world: int) -> None:
+        if rank == 1:
+            raise ValueError("seventeen")
+        dist.barrier()
+
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2:.*seventeen"):
+        run_ranks(body, 2)
+    assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_dies_is_an_error() -> None:
+    def body(rank: int, world: int) -> None:
+        if rank == 0:
+            os._exit(9)
+        time.sleep(30)
+
+    with pytest.raises(RankError, match="rank 0 of 2: ended without a result, exit code 9"):
+        run_ranks(body, 2)
+
+
+def test_a_hang_shows_where_every_rank_was() -> None:
+    def stuck(rank: int, world: int) -> None:
+        time.sleep(30)
+
+    with pytest.raises(RankTimeout, match=r"(?s)ranks \[0, 1\] of 2 .* in stuck"):
+        run_ranks(stuck, 2, timeout_s=1.0)
