@@ -60,7 +60,7 @@ class AccumulationBoundary:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> StepSums:
-        """The same sums without gradients; ranks may hold different batches, not different counts."""
+        """The same sums without gradients; every rank must bring as many batches."""
         training = self.model.training
         self.model.eval()
         tokens, valid, target_bytes = self._totals(batches)

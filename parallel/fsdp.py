@@ -27,8 +27,7 @@ def shard_model(model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -
     Gradients are summed, never averaged: the loss is divided once, by the accumulation boundary.
     Parameters keep their dtype (fp32 master); units compute in `compute_dtype`.
     """
-    contract = {p for _, p in contract_parameters(model)}
-    others = set(model.parameters()) - contract
+    others = set(model.parameters()) - {p for _, p in contract_parameters(model)}
     stored = next(iter(others)).dtype
     wide = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = MixedPrecisionPolicy(
@@ -37,6 +36,7 @@ def shard_model(model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -
         cast_forward_inputs=False,
     )
     fully_shard(model, mesh=mesh, mp_policy=wide, ignored_params=others)
+    contract = {p for _, p in contract_parameters(model)}  # sharding made new objects of them
     if model.config.tie_embeddings:
         # One parameter in two modules is one unit, whole from the embedding to the loss.
         fully_shard(

@@ -35,6 +35,14 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of each mesh axis; empty for one process."""
+        if self.mesh is None:
+            return {}
+        names = self.mesh.mesh_dim_names or ()
+        return dict(zip(names, self.mesh.shape, strict=True))
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum of `values` over all ranks, in place (one all-reduce; none on one process)."""
         if self.mesh is not None:

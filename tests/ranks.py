@@ -39,7 +39,7 @@ class RankError(AssertionError):
     """A rank raised or died; the message holds its number and traceback."""
 
 
-class RankTimeout(RankError):
+class RankTimeoutError(RankError):
     """Ranks were still running; the message holds where each of them was."""
 
 
@@ -58,7 +58,7 @@ def run_ranks(
 
     Raises:
         RankError: of the first rank that failed; the others are ended.
-        RankTimeout: not all ranks finished.
+        RankTimeoutError: not all ranks finished.
     """
     assert not dist.is_initialized(), "the caller must not be part of a process group"
     context = multiprocessing.get_context("fork")
@@ -94,7 +94,7 @@ def _collect(
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready and not failures:
-            raise RankTimeout(_where(ranks, sorted(waiting.values()), folder, timeout_s))
+            raise RankTimeoutError(_where(ranks, sorted(waiting.values()), folder, timeout_s))
         if not ready:
             break
         for reader in ready:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import RankError, RankTimeout, run_ranks
+from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -49,5 +49,5 @@ def test_a_hang_shows_where_every_rank_was() -> None:
     def stuck(rank: int, world: int) -> None:
         time.sleep(30)
 
-    with pytest.raises(RankTimeout, match=r"(?s)ranks \[0, 1\] of 2 .* in stuck"):
+    with pytest.raises(RankTimeoutError, match=r"(?s)ranks \[0, 1\] of 2 .* in stuck"):
         run_ranks(stuck, 2, timeout_s=1.0)

@@ -33,7 +33,7 @@ COMMANDS: dict[str, Command] = {
     "data inspect": Command(
         "data", "inspect", "show rows, document boundaries and masks as text", "InspectArgs"
     ),
-    "sample": Command("sample", "sample", "generate text from a finished run", "SampleArgs"),
+    "sample": Command("sample", "sample", "generate text from a finished run"),
 }
 
 

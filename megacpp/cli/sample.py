@@ -100,6 +100,7 @@ def run(args: SampleArgs) -> int:
         args.top_k,
         args.seed,
         stop_id=EOS,
+        num_ids=tokenizer.vocab_size,
         stream=show,
     )
     seconds = time.perf_counter() - began
@@ -186,7 +187,7 @@ def _printer(tokenizer: CodeTokenizer) -> Callable[[int], None]:
     pieces = tokenizer.id_bytes
 
     def show(i: int) -> None:
-        print(decoder.decode(pieces[i] if i < len(pieces) else b""), end="", flush=True)
+        print(decoder.decode(pieces[i]), end="", flush=True)
 
     return show
 

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.mamba3_chunks import ChunkedScan
 from megacpp.kernels.mamba3_inputs import (
     HeadWeights,
     Mamba3State,
@@ -57,7 +56,7 @@ def mamba3_step(
             + gamma_BH[..., None, None] * (v_BHRP.mT @ k_BHRN)
         )
         y_BHRP = q_BHRN @ ssm_BHPN.mT + weights.D[:, None, None] * v_BHRP
-        y_B1HP = _gated(y_BHRP[:, None], inputs, weights)
+        y_B1HP = weights.merged(y_BHRP[:, None], inputs)
     return y_B1HP, Mamba3State(angle_BHA, ssm_BHPN, k_BHRN, V_BHP)
 
 
@@ -81,29 +80,6 @@ def mamba3_sequential(
     return torch.cat(ys_B1HP, 1), state
 
 
-def mamba3_chunked(
-    inputs: ScanInputs,
-    weights: HeadWeights,
-    docs: Documents,
-    pairing: Pairing,
-    chunk_size: int,
-    initial: Mamba3State | None = None,
-) -> tuple[Tensor, Mamba3State]:
-    """Output `[B, T, H, P]` and the state after each row, by matrix products over chunks.
-
-    Neither T nor documents have to be aligned to chunks. `initial` is what the first document of
-    each row continues from (None: each row starts afresh).
-    """
-    check_contract(inputs, weights)
-    T = inputs.V.shape[1]
-    with torch.autocast(inputs.V.device.type, enabled=False):
-        scan = ChunkedScan.of(inputs, weights, docs, pairing, min(chunk_size, T), initial)
-        entering_BHJNP, last_BHNP = scan.states()
-        y_BHJRCP = scan.outputs(entering_BHJNP, weights)
-        y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)[:, :T]
-        return _gated(y_BTHRP, inputs, weights), scan.final(last_BHNP, inputs.V[:, -1], T)
-
-
 def scan_documents(
     scan: Scan, inputs: ScanInputs, docs: Documents, initial: Mamba3State | None = None
 ) -> tuple[Tensor, Mamba3State]:
@@ -121,23 +97,6 @@ def scan_documents(
         ys.append(y)
         finals.append(final)
     return torch.cat(ys, 1).view(inputs.V.shape), Mamba3State.stack(finals)
-
-
-def _gated(y_BTHRP: Tensor, inputs: ScanInputs, weights: HeadWeights) -> Tensor:
-    """Norm, gate, then the sum over ranks: `[B, T, H, P]` in the dtype of V."""
-    if weights.norm is not None:
-        P = y_BTHRP.shape[-1]
-        y_BTHRP = F.rms_norm(y_BTHRP, (P,), eps=weights.norm_eps) * weights.norm[:, None]
-    if inputs.Z is not None:
-        z_BTHRP = inputs.Z[..., None, :]
-        if weights.mimo_z is not None:
-            z_BTHRP = z_BTHRP * weights.mimo_z
-        # The gate first: the product then has its layout, that of tokens, not that of the chunks.
-        y_BTHRP = F.silu(wide(z_BTHRP)) * y_BTHRP
-    if weights.mimo_o is not None:
-        y_BTHRP = y_BTHRP * weights.mimo_o
-    single = y_BTHRP.shape[3] == 1
-    return (y_BTHRP.squeeze(3) if single else y_BTHRP.sum(3)).to(inputs.V.dtype)
 
 
 def _per_head(x_B1RGN: Tensor, bias_HRN: Tensor) -> Tensor:

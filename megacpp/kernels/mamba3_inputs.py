@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.model.fp32 import wide
@@ -82,6 +83,21 @@ class HeadWeights:
         """V of every rank, `[B, H, J, R, C, P]`, at least fp32 when there is more than one."""
         v_BHJ1CP, x = v_BHJCP[:, :, :, None], self.mimo_x
         return v_BHJ1CP if x is None else wide(v_BHJ1CP) * x[:, None, :, None]
+
+    def merged(self, y_BTHRP: Tensor, inputs: ScanInputs) -> Tensor:
+        """Norm, gate, then the sum over ranks: `[B, T, H, P]` in the dtype of V."""
+        if self.norm is not None:
+            y_BTHRP = (
+                F.rms_norm(y_BTHRP, y_BTHRP.shape[-1:], eps=self.norm_eps) * self.norm[:, None]
+            )
+        if inputs.Z is not None:
+            z_BTHRP = inputs.Z[..., None, :]
+            z_BTHRP = z_BTHRP if self.mimo_z is None else z_BTHRP * self.mimo_z
+            # The gate first: the product then has its layout, by token, not that of the chunks.
+            y_BTHRP = F.silu(wide(z_BTHRP)) * y_BTHRP
+        if self.mimo_o is None:
+            return y_BTHRP.squeeze(3).to(inputs.V.dtype)
+        return (y_BTHRP * self.mimo_o).sum(3).to(inputs.V.dtype)
 
     def ranks_of_token(self, v_BHP: Tensor) -> Tensor:
         """V of every rank of one token, `[B, H, R, P]`, at least fp32."""

@@ -1,4 +1,4 @@
-"""The pieces of the chunked Mamba-3 scan that autograd alone would make slow or inexact.
+"""The pieces of the chunked Mamba-3 scan that plain autograd would make slow or inexact.
 
 Legend: B rows, J chunks of a row, C tokens of a chunk, H heads, R MIMO rank, N state size, P head
 dim, A rotated pairs. Time is the last dim (q_BHJNRC), so that every elementwise pass is contiguous.
@@ -16,15 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from megacpp.model.documents import Documents
 
-NEVER = float("-inf")
-
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Who sees whom, all boolean; a size-1 B stands for every row.
+    """Who sees whom; a size-1 B stands for every row.
 
     Attributes:
-        before_BJCC: [t, s] s < t in the same document and chunk.
+        before_BJCC: [t, s] s < t in the same document and chunk; 0.0 or 1.0, the others boolean.
         enters_BJC: the token's document was already running when the chunk began. In the first
             chunk that is the document which an initial state belongs to.
         leaves_BJC: the token's document still runs at the last token of the chunk.
@@ -39,12 +37,12 @@ class Chunks:
     whole: bool
 
     @staticmethod
-    def of(docs: Documents, chunk: int) -> Chunks:
+    def of(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
         """The chunks of a batch, made once; tokens that pad a row extend its last document."""
-        return docs.memo(("mamba3_chunks", chunk), lambda: Chunks._make(docs, chunk))
+        return docs.memo(("mamba3", chunk, dtype), lambda: Chunks._make(docs, chunk, dtype))
 
     @staticmethod
-    def _make(docs: Documents, chunk: int) -> Chunks:
+    def _make(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
         ids_BT = docs.ids_BT[:1] if docs.whole else docs.ids_BT
         tokens = ids_BT.shape[1]
         changes_BT = F.pad(ids_BT[:, 1:] != ids_BT[:, :-1], (1, -tokens % chunk), value=False)
@@ -54,7 +52,7 @@ class Chunks:
         follows_BT = F.pad(~changes_BT[:, 1:], (0, 1), value=False)
         earlier_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=ids_BT.device).tril(-1)
         return Chunks(
-            before_BJCC=(run_BJC[..., :, None] == run_BJC[..., None, :]) & earlier_CC,
+            before_BJCC=((run_BJC[..., :, None] == run_BJC[..., None, :]) & earlier_CC).to(dtype),
             enters_BJC=run_BJC == entering_BJ[..., None],
             leaves_BJC=run_BJC == run_BJC[..., -1:],
             follows_BJC=follows_BT.unflatten(1, (-1, chunk)),
@@ -62,7 +60,7 @@ class Chunks:
         )
 
     def same(self, lag: int) -> Tensor:
-        """[B, J, C - lag]: t and t - lag belong to the same document of the chunk."""
+        """[B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
         return self.before_BJCC.diagonal(-lag, -2, -1)
 
 
@@ -104,28 +102,13 @@ def rotate_pairs(
     return _RotatePairs.apply(q_BHJNRC, k_BHJNRC, angle_BHJAC, dtype)  # type: ignore[return-value]
 
 
-def decayed_product(
-    q_BHJNRC: Tensor, k_BHJNRC: Tensor, v_BHJRCP: Tensor, sums_BHJC: Tensor, chunks: Chunks
-) -> tuple[Tensor, Tensor]:
-    """Strictly causal part of every chunk, and the products of each token with itself.
-
-    y[r, t] = sum over s < t and over r' of exp(sums[t] - sums[s]) (q[r, t].k[r', s]) v[r', s]
-    own[r, r', t] = q[r, t].k[r', t]
-
-    Returns (y_BHJRCP, own_BHJRRC) in the dtype of `v`. Backward recomputes the C x C matrices from
-    q, k, v instead of keeping three of them. The gradient of `sums` needs none of them: row sums of
-    d(decay) are q.dq, column sums k.dk (the delta trick of FlashAttention, arXiv 2205.14135).
-    """
-    return _DecayedProduct.apply(q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, chunks.before_BJCC)  # type: ignore[return-value]
-
-
 class _SegmentedCumsum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, same: list[tuple[int, Tensor]]) -> Tensor:
         ctx.same = same
         y = x.clone()
         for lag, same_lag in same:
-            y[..., lag:] += torch.where(same_lag, y[..., :-lag], 0.0)
+            y[..., lag:].add_(y[..., :-lag] * same_lag)
         return y
 
     @staticmethod
@@ -133,7 +116,7 @@ class _SegmentedCumsum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         dx = grads[0].clone()
         for lag, same_lag in reversed(ctx.same):
-            dx[..., :-lag] += torch.where(same_lag, dx[..., lag:], 0.0)
+            dx[..., :-lag].add_(dx[..., lag:] * same_lag)
         return dx, None
 
 
@@ -188,64 +171,3 @@ def _pairs(x: Tensor, cos: Tensor) -> tuple[Tensor, ...]:
         part.split([turned, half - turned], dim=-3) for part in (first, second)
     )
     return first, second, first_rest, second_rest
-
-
-class _DecayedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, before: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, sums, before)
-        q_MNX, k_MNX, v_MXP = _batched(q, k, v)
-        scores = _by_rank(q_MNX.mT @ k_MNX, q)
-        own = scores.diagonal(dim1=-3, dim2=-1).clone()
-        weights = (scores * _decay(sums, before)).to(v.dtype)
-        return (weights.view(*_square(v_MXP)) @ v_MXP).view(v.shape), own
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sums, before = ctx.saved_tensors
-        dy, down = grads
-        with torch.autocast(v.device.type, enabled=False):
-            q_MNX, k_MNX, v_MXP = _batched(q, k, v)
-            dy_MXP = dy.reshape(v_MXP.shape)
-            decay, square = _decay(sums, before), _square(v_MXP)
-            weights = (_by_rank(q_MNX.mT @ k_MNX, q) * decay).to(v.dtype).view(square)
-            dv = (weights.mT @ dy_MXP).view(v.shape)
-            dscores = (_by_rank(dy_MXP @ v_MXP.mT, q) * decay).to(q.dtype).view(square)
-            dq, dk = (k_MNX @ dscores.mT).view(q.shape), (q_MNX @ dscores).view(k.shape)
-        wide = sums.dtype
-        dsums = torch.sum(q.to(wide) * dq - k.to(wide) * dk, dim=(-3, -2))
-        for r in range(q.shape[-2]):  # a token with itself, across MIMO ranks
-            dq.addcmul_(k[..., r : r + 1, :], down[..., None, :, r, :])
-            dk.addcmul_(q[..., r : r + 1, :], down[..., None, r, :, :])
-        return dq, dk, dv, dsums, None
-
-
-def _batched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """M = B H J products, X = R C rows."""
-    return (
-        q.flatten(0, 2).flatten(-2),
-        k.flatten(0, 2).flatten(-2),
-        v.flatten(0, 2).flatten(1, 2),
-    )
-
-
-def _square(v_MXP: Tensor) -> tuple[int, int, int]:
-    return v_MXP.shape[0], v_MXP.shape[1], v_MXP.shape[1]
-
-
-def _by_rank(scores_MXX: Tensor, q_BHJNRC: Tensor) -> Tensor:
-    B, H, J, _, R, C = q_BHJNRC.shape
-    return scores_MXX.view(B, H, J, R, C, R, C)
-
-
-def _decay(sums_BHJC: Tensor, before_BJCC: Tensor) -> Tensor:
-    """exp(sums[t] - sums[s]) where s is before t, else 0; `[B, H, J, 1, C, 1, C]`.
-
-    From the difference and masked before exp: both factors alone may over- or underflow.
-    """
-    difference = sums_BHJC[..., :, None] - sums_BHJC[..., None, :]
-    masked = torch.where(before_BJCC[:, None], difference, NEVER)
-    return masked.exp_()[:, :, :, None, :, None, :]

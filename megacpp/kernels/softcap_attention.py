@@ -50,7 +50,8 @@ class _SoftcapAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask, scale, softcap, causal):  # type: ignore[no-untyped-def, override]
-        o_BKTGV = q.new_empty(*q.shape[:-1], v.shape[-1])
+        # Tokens before heads in memory: the output projection then keeps this very tensor.
+        o_BKTGV = q.new_empty(*q.transpose(1, 2).shape[:-1], v.shape[-1]).transpose(1, 2)
         lse_BKTG1 = wide(q.new_empty(*q.shape[:-1], 1))
         for rows, keys, allowed in _blocks(q, k, mask, causal):
             logits_BKTGS = _capped(q[:, :, rows], k[:, :, keys], allowed, scale, softcap)[1]

@@ -25,7 +25,7 @@ def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> li
 
 
 def evaluate(
-    run: Callable[[Sequence[Batch]], Any], batches: Sequence[Batch], gzip_bits_per_byte: float
+    run: Callable[[Sequence[Batch]], Any], batches: Sequence[Batch], corpus: Corpus
 ) -> dict[str, float]:
     """Loss, bits per byte and the gzip figure; `run` is the accumulation boundary's `evaluate`."""
     sums = run(batches)
@@ -33,16 +33,6 @@ def evaluate(
     return {
         "loss": nll / max(1, sums.valid_tokens),
         "bits_per_byte": bits_per_byte(nll, sums.target_bytes),
-        "gzip_bits_per_byte": gzip_bits_per_byte,
+        "gzip_bits_per_byte": corpus.gzip_bits_per_byte(),
         "target_bytes": float(sums.target_bytes),
     }
-
-
-def evaluation_line(values: dict[str, float]) -> str:
-    """The figures as a person reads them."""
-    won = "below" if values["bits_per_byte"] < values["gzip_bits_per_byte"] else "NOT below"
-    return (
-        f"validation: loss {values['loss']:.4f}, {values['bits_per_byte']:.4f} bits per byte, "
-        f"{won} gzip -9 at {values['gzip_bits_per_byte']:.4f} on the same "
-        f"{values['target_bytes']:,.0f} bytes"
-    )

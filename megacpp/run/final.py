@@ -1,9 +1,50 @@
-"""The end of a run: final weights with their tokenizer, and a sample of what was learned."""
+"""The end of a run: final weights that stand alone, and a sample of what was learned."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from megacpp.config import Config
 from megacpp.data.batches import Corpus
+from megacpp.data.shards import TOKENIZER
+from megacpp.data.tokenizer import BOS, EOS
+from megacpp.run.sample import generate
+from megacpp.state.export import export_weights, load_exported
+
+TEMPERATURE, TOP_K = 0.7, 50
+
+
+def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path) -> Path:
+    """`folder/final`: weights, model configuration, tokenizer; every rank calls it."""
+    extra = {"preset": config.preset, "data_fingerprint": corpus.fingerprint}
+    beside = (corpus.path / TOKENIZER,)
+    export_weights(model, folder / "final", config.model, extra, beside=beside)
+    return folder / "final"
+
+
+def write_sample(corpus: Corpus, config: Config, folder: Path, device: torch.device) -> str:
+    """Continues `run.sample_prompt` with the exported weights and stores it in `samples/`.
+
+    Main rank only: the exported model is whole and unsharded, and decoding keeps recurrent state.
+    """
+    if not config.run.sample_tokens:
+        return ""
+    model = load_exported(folder / "final", device)
+    ids = generate(
+        model,
+        [BOS, *(int(i) for i in corpus.tokenizer.encode(config.run.sample_prompt))],
+        config.run.sample_tokens,
+        TEMPERATURE,
+        TOP_K,
+        config.run.seed,
+        stop_id=EOS,
+        num_ids=corpus.vocab_size,
+    )
+    text = config.run.sample_prompt + corpus.tokenizer.decode(ids)
+    path = folder / "samples" / f"step-{config.run.steps:06d}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return text

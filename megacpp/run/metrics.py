@@ -45,10 +45,8 @@ class MetricsLog:
     A resumed run drops the lines of steps that it will do again.
     """
 
-    def __init__(
-        self, folder: Path, steps: int, first_step: int, active: bool, board: bool
-    ) -> None:
-        self.steps, self.active = steps, active
+    def __init__(self, folder: Path, config: RunConfig, first_step: int, active: bool) -> None:
+        self.steps, self.log_every, self.active = config.steps, config.log_every, active
         self.began, self.first_step = time.perf_counter(), first_step
         self._file: TextIO | None = None
         self._board: Any = None
@@ -59,13 +57,13 @@ class MetricsLog:
         kept = _lines_before(path, first_step)
         path.write_text("".join(kept))
         self._file = path.open("a")
-        if board:
+        if config.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
-    def write(self, record: StepRecord, show: bool) -> None:
-        """Stores one record and prints its line when `show`."""
+    def write(self, record: StepRecord) -> None:
+        """Stores one record and prints its line, every `run.log_every` steps and at the end."""
         if not self.active or self._file is None:
             return
         values = {k: v for k, v in asdict(record).items() if v is not None}
@@ -75,11 +73,13 @@ class MetricsLog:
             for name, value in values.items():
                 if name != "step":
                     self._board.add_scalar(f"train/{name}", value, record.step)
-        if show:
+        if (record.step + 1) % self.log_every == 0 or record.step + 1 == self.steps:
             print(self.line(record), flush=True)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Stores validation figures in TensorBoard and evaluations.jsonl beside the metrics."""
+        if self.active:
+            print(f"step {step + 1}: " + evaluation_line(values), flush=True)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"validation/{name}", value, step)
@@ -106,6 +106,16 @@ class MetricsLog:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def evaluation_line(values: dict[str, float]) -> str:
+    """The figures as a person reads them."""
+    won = "below" if values["bits_per_byte"] < values["gzip_bits_per_byte"] else "NOT below"
+    return (
+        f"validation: loss {values['loss']:.4f}, {values['bits_per_byte']:.4f} bits per byte, "
+        f"{won} gzip -9 at {values['gzip_bits_per_byte']:.4f} on the same "
+        f"{values['target_bytes']:,.0f} bytes"
+    )
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:

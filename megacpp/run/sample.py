@@ -24,6 +24,7 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     stop_id: int | None = None,
+    num_ids: int | None = None,
     stream: Callable[[int], None] | None = None,
 ) -> list[int]:
     """Continues a prompt; each token is fed once and nothing is computed again.
@@ -34,6 +35,7 @@ def generate(
         top_k: choose among the k likeliest only (0: among all).
         seed: of the draws; the same seed gives the same text on the same device.
         stop_id: ends the text; it is not part of it.
+        num_ids: ids from here on are never chosen (rows of a table larger than the tokenizer).
         stream: gets every id as soon as it is known.
 
     Returns:
@@ -55,7 +57,7 @@ def generate(
         generator = torch.Generator().manual_seed(seed)
         ids: list[int] = []
         while len(ids) < max_tokens:
-            i = choose(logits_BV[0], temperature, top_k, generator)
+            i = choose(logits_BV[0, :num_ids], temperature, top_k, generator)
             if i == stop_id:
                 break
             ids.append(i)

@@ -16,14 +16,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
 from megacpp.errors import CheckpointError
 from megacpp.state.agreement import agreed, gather, is_distributed, this_rank
@@ -127,7 +129,8 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
         _match(path, manifest, tensors, prefix)
     with agreed(what, fix):
         reader = HuggingFaceStorageReader(str(path))
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not is_distributed())
+        with _quiet():
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=not is_distributed())
         state = json.loads((path / EXTRA).read_text())
     same_ranks = manifest.world_size == world_size
     return {**state["extra"], "rng": state["rng"][rank] if same_ranks else None}
@@ -171,11 +174,25 @@ def _prepare(folder: Path, final: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _write_tensors(pending: Path, tensors: Mapping[str, Tensor]) -> None:
     _, world_size = this_rank()
-    ready = {name: t.detach().contiguous() for name, t in tensors.items()}
+    ready = {name: t if _packed(t) else t.contiguous() for name, t in tensors.items()}
     writer = HuggingFaceStorageWriter(
         str(pending), _split(ready, _FILE_BYTES * world_size), save_distributed=True
     )
-    dcp.save(ready, storage_writer=writer, no_dist=not is_distributed())
+    with _quiet():
+        dcp.save(ready, storage_writer=writer, no_dist=not is_distributed())
+
+
+def _packed(t: Tensor) -> bool:
+    """Whether the part on this rank is contiguous, as safetensors wants it."""
+    return (t.to_local() if isinstance(t, DTensor) else t).is_contiguous()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that there is no process group even when it is told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _split(tensors: Mapping[str, Tensor], most_bytes: int) -> dict[str, int]:

@@ -74,9 +74,7 @@ def hash_file(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes manifest.json whole or not at all, and to the disk itself."""
-    content = dataclasses.asdict(manifest)
-    text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
-    write_text(folder / NAME, text + "\n")
+    write_text(folder / NAME, _to_text(dataclasses.asdict(manifest)))
 
 
 def read_manifest(folder: Path, kind: str) -> Manifest:
@@ -91,17 +89,18 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
     if not path.is_file():
         raise DamagedError(f"{folder}: has no {NAME}, so it is unfinished or no {kind}")
     try:
-        content = json.loads(path.read_bytes())
-        digest = content.pop("sha256")
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        del content["sha256"]
         version = content["version"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+    except (ValueError, KeyError, TypeError, RecursionError, OSError):
         raise DamagedError(f"{path}: is unreadable (truncated or corrupt)") from None
     if version != VERSION:
         raise DamagedError(f"{path}: has format version {version}, this megacpp reads {VERSION}")
-    if digest != _digest(content):
+    if raw != _to_text(content).encode():
         raise DamagedError(f"{path}: is corrupt (SHA-256 differs)")
     if content["kind"] != kind:
-        raise DamagedError(f"{path}: describes a {content['kind']}, not a {kind}")
+        raise DamagedError(f"{path}: is of the kind {content['kind']!r}, not {kind!r}")
     return _from_json(content)
 
 
@@ -131,11 +130,13 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
     tensors = {name: TensorEntry(**entry) for name, entry in content["tensors"].items()}
     files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
     for name in files:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise DamagedError(f"{NAME}: names the file {name!r} outside of its folder")
     return Manifest(**{**content, "tensors": tensors, "files": files})
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _to_text(content: Mapping[str, Any]) -> str:
+    """The one text of a manifest, its digest included."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1) + "\n"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megacpp.config import Mamba3Config, ModelConfig
-from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential, scan_documents
+from megacpp.kernels.mamba3 import mamba3_sequential, scan_documents
+from megacpp.kernels.mamba3_chunks import mamba3_chunked
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.mamba3 import Mamba3

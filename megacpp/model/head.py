@@ -1,0 +1,66 @@
+"""The language-model head: hidden states to a summed loss, or to logits for sampling.
+
+Legend: B rows, T tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megacpp.config import ModelConfig
+from megacpp.kernels.linear_cross_entropy import linear_cross_entropy, soft_cap
+from megacpp.model.init import Normal, Rule
+
+
+@dataclass(frozen=True, eq=False)
+class LossSum:
+    """A loss as a sum and a count: the accumulation boundary alone divides.
+
+    Attributes:
+        loss_sum: what is differentiated: cross entropy plus z-loss, summed over valid tokens.
+        valid_tokens: int64 number of labels that aren't -100.
+        nll_sum: cross entropy alone in nats, for reports; carries no gradient.
+    """
+
+    loss_sum: Tensor
+    valid_tokens: Tensor
+    nll_sum: Tensor
+
+
+# FSDP2 looks for tensors in a module's output to start its backward; it must see into this one.
+pytree.register_dataclass(LossSum)
+
+
+class LanguageModelHead(nn.Module):
+    """Linear head with fused cross entropy; `[B, T, V]` logits never exist in training.
+
+    Args:
+        tied: the embedding weight `[V, D]`, when it is the head's weight too.
+    """
+
+    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.softcap, self.z_loss = config.logit_softcap, config.z_loss
+        self.init_std = config.init_std
+        if tied is None:
+            tied = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.weight = tied
+
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> LossSum:
+        """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens."""
+        out = linear_cross_entropy(
+            x_BTD.flatten(0, -2), self.weight, labels_BT.flatten(), self.softcap, self.z_loss
+        )
+        return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """`[..., V]` of hidden states `[..., D]`, in their dtype, soft-capped: for sampling."""
+        return soft_cap(F.linear(x_BTD, self.weight), self.softcap)
+
+    def init_rules(self) -> dict[str, Rule]:
+        return {"weight": Normal(self.init_std)}

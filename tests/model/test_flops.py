@@ -1,0 +1,81 @@
+"""The FLOP formula against torch's own counter, within 1 %."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacpp.config import AttentionConfig, MLPConfig, ModelConfig
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.flops import block_flops, forward_flops_per_token, train_flops_per_token
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
+from megacpp.presets import tiny
+
+T, B = 128, 2
+
+
+def in_place_baddbmm(out, a, b, **_) -> int:
+    """The counter of torch 2.13 knows `baddbmm` but not its in-place form (M2RNN's step)."""
+    return 2 * a[0] * a[1] * a[2] * b[2]
+
+
+def counter() -> FlopCounterMode:
+    mapping = {torch.ops.aten.baddbmm_: in_place_baddbmm}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
+
+
+def variants() -> dict[str, tuple[str, ModelConfig]]:
+    base = tiny().model
+    mla = AttentionConfig(
+        kind="mla", num_heads=4, q_lora_rank=48, kv_lora_rank=32,
+        qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=32,
+    )  # fmt: skip
+    replace = dataclasses.replace
+    return {
+        "gqa": ("A", base),
+        "mla": ("A", replace(base, attention=mla)),
+        "siso": ("M", base),
+        "mimo": ("M", replace(base, mamba3=replace(base.mamba3, mimo_rank=4, chunk_size=16))),
+        "swiglu_moe": ("E", base),
+        "relu2_moe": (
+            "E",
+            replace(base, moe=replace(base.moe, activation="relu2", shared_gate=True)),
+        ),
+        "m2rnn": ("R", base),
+        "swiglu": ("F", base),
+        "relu2": ("F", replace(base, mlp=MLPConfig(hidden_dim=96, activation="relu2"))),
+    }
+
+
+@pytest.mark.parametrize("name", variants())
+def test_each_block_within_one_percent(name: str) -> None:
+    letter, config = variants()[name]
+    block = Block(letter, config)
+    initialise(block, block.init_rules(), seed=0)
+    x_BTD = torch.randn(B, T, config.dim)
+    with sdpa_kernel(SDPBackend.MATH), counter() as counted:
+        block(x_BTD, Documents.rows(B, T))
+    measured = counted.get_total_flops() / (B * T)
+    assert block_flops(letter, config, T) == pytest.approx(measured, rel=0.01)
+
+
+def test_the_whole_model_forward_and_backward_within_one_percent() -> None:
+    """Backward counts twice forward; recomputed scores of M and states of R stay below 1 %."""
+    config = tiny().model
+    model = HybridLM(config)
+    initialise(model, model.init_rules(), seed=0)
+    ids_BT = torch.randint(config.vocab_size, (B, T))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter() as forward:
+        model(ids_BT, ids_BT)
+    measured = forward.get_total_flops() / (B * T)
+    assert forward_flops_per_token(config, T) == pytest.approx(measured, rel=0.01)
+    with sdpa_kernel(SDPBackend.MATH), counter() as both:
+        model(ids_BT, ids_BT).loss_sum.backward()
+    measured = both.get_total_flops() / (B * T)
+    assert train_flops_per_token(config, T) == pytest.approx(measured, rel=0.01)
