@@ -54,8 +54,9 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Ends the process group; safe on one process."""
+        """Waits for all ranks and ends the process group; safe on one process."""
         if self.mesh is not None and dist.is_initialized():
+            dist.barrier()
             dist.destroy_process_group()
 
 

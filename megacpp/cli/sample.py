@@ -6,7 +6,7 @@ import codecs
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ def run(args: SampleArgs) -> int:
     tokenizer = find_tokenizer(args.run)
     model = load_model(args, folder)
     prompt_ids = [BOS, *(int(i) for i in tokenizer.encode(args.prompt))]
-    show = None if args.json else _printer(tokenizer)
+    printer = Printer(tokenizer)
     if not args.json:
         print(args.prompt, end="", flush=True)
     began = time.perf_counter()
@@ -101,7 +101,7 @@ def run(args: SampleArgs) -> int:
         args.seed,
         stop_id=EOS,
         num_ids=tokenizer.vocab_size,
-        stream=show,
+        stream=None if args.json else printer.show,
     )
     seconds = time.perf_counter() - began
     fed = len(prompt_ids) + len(ids)
@@ -117,7 +117,7 @@ def run(args: SampleArgs) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        print()
+        printer.end()
         line = f"{len(ids)} tokens after {len(prompt_ids)}, {fed / seconds:.1f} tokens/s"
         print(f"{line} ({folder})", file=sys.stderr)
     return 0
@@ -181,15 +181,18 @@ def _config(run_folder: Path) -> dict:
         raise config_error("run", run_folder, what, "give the folder of a run") from None
 
 
-def _printer(tokenizer: CodeTokenizer) -> Callable[[int], None]:
-    """Prints ids as text; bytes of a cut character wait for the rest of it."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    pieces = tokenizer.id_bytes
+class Printer:
+    """Prints ids as text as they come; bytes of a cut character wait for the rest of it."""
 
-    def show(i: int) -> None:
-        print(decoder.decode(pieces[i]), end="", flush=True)
+    def __init__(self, tokenizer: CodeTokenizer) -> None:
+        self.pieces = tokenizer.id_bytes
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    return show
+    def show(self, i: int) -> None:
+        print(self.decoder.decode(self.pieces[i]), end="", flush=True)
+
+    def end(self) -> None:
+        print(self.decoder.decode(b"", final=True))
 
 
 def _the_run(arguments: list[str]) -> str:

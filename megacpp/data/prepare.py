@@ -109,8 +109,8 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
         return Prepared(out, there, False, time.perf_counter() - start)
     if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise config_error("out", out, "is there and is no corpus", "choose another --out")
-    whole = out.resolve()
-    temporary = whole.with_name(f".{whole.name}.{os.getpid()}.partial")
+    final = out.resolve()
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)

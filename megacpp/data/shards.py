@@ -1,7 +1,7 @@
 """A corpus on disk: token shards, document offsets, tokenizer, and an index that vouches for all.
 
     index.json            counts, hashes and arguments (`read_index` checks its own hash)
-    tokenizer.json        byte-level BPE
+    tokenizer.json        byte-level BPE (CodeTokenizer.token_bytes_V: UTF-8 bytes of each id)
     train-00000.bin ...   token ids, uint16 or uint32, little-endian; a shard ends with a document
     train-documents.bin   uint64: where each document starts in the split, and the end
     validation-...        the same for the held-out documents

@@ -62,7 +62,10 @@ def find_source(source: str, globs: Sequence[str]) -> Source:
         return _source(f"file {source}", [folder])
     if not folder.is_dir():
         raise DataError(f"source={source}: no such folder or file. Fix: check the path.")
-    files = list(_matching(folder, globs))
+    try:
+        files = list(_matching(folder, globs))
+    except OSError as error:
+        raise DataError(f"source={source}: {error}. Fix: check the rights of the folder.") from None
     if not files:
         raise DataError(
             f"source={source}: no file matches {' '.join(globs)}. Fix: give other --globs."
@@ -110,12 +113,17 @@ def _source(description: str, files: Sequence[Path]) -> Source:
 
 def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
     """Files whose name (or path below `folder`, for a glob with a slash) matches, sorted."""
-    for parent, folders, names in os.walk(folder):
+
+    def unreadable(error: OSError) -> None:  # os.walk would leave the folder out without a word
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
         folders.sort()
         for name in sorted(names):
             path = Path(parent, name)
             below = path.relative_to(folder).as_posix()
-            if any(fnmatch.fnmatchcase(below if "/" in g else name, g) for g in globs):
+            wanted = any(fnmatch.fnmatchcase(below if "/" in g else name, g) for g in globs)
+            if wanted and path.is_file():  # no dead link, no pipe
                 yield path
 
 

@@ -28,8 +28,8 @@ from megacpp.kernels.mamba3_inputs import (
 )
 from megacpp.kernels.mamba3_ops import (
     Chunks,
+    bias_and_rotate,
     carried_sum,
-    rotate_pairs,
     segmented_cumsum,
 )
 from megacpp.kernels.mamba3_product import chunk_scan
@@ -75,9 +75,12 @@ def _chunked(
     scale_BHJC = gamma_BHJC + torch.where(chunks.follows_BJC[:, None], ahead_BHJC, 0.0)
 
     angle_BHJAC = _angles(inputs.Angles, DT_BHJC, chunks, initial)
-    q_BHJNRC, k_BHJNRC = rotate_pairs(
-        _time_last(inputs.Q, weights.Q_bias, pairing, chunk),
-        _time_last(inputs.K, weights.K_bias, pairing, chunk),
+    G = inputs.Q.shape[3]
+    q_BHJNRC, k_BHJNRC = bias_and_rotate(
+        _time_last(inputs.Q, pairing, chunk),
+        _time_last(inputs.K, pairing, chunk),
+        to_halves(weights.Q_bias, pairing).mT.unflatten(0, (G, -1)),
+        to_halves(weights.K_bias, pairing).mT.unflatten(0, (G, -1)),
         angle_BHJAC,
         dtype,
     )
@@ -144,10 +147,7 @@ def _cut(x: Tensor, chunk: int, dim: int) -> Tensor:
     return x.unflatten(dim, (-1, chunk))
 
 
-def _time_last(x_BTRGN: Tensor, bias_HRN: Tensor, pairing: Pairing, chunk: int) -> Tensor:
-    """Q or K of every head with its bias, `[B, H, J, N, R, C]`, pairs as halves of N."""
-    G = x_BTRGN.shape[3]
+def _time_last(x_BTRGN: Tensor, pairing: Pairing, chunk: int) -> Tensor:
+    """Q or K as `[B, G, J, N, R, C]`, pairs as halves of N, at least fp32."""
     x_BJCRGN = _cut(to_halves(wide(x_BTRGN), pairing), chunk, 1)
-    x_BGJNRC = x_BJCRGN.permute(0, 4, 1, 5, 3, 2).contiguous()
-    bias_GHNR = to_halves(bias_HRN, pairing).mT.unflatten(0, (G, -1))
-    return (x_BGJNRC[:, :, None] + bias_GHNR[:, :, None, :, :, None]).flatten(1, 2)
+    return x_BJCRGN.permute(0, 4, 1, 5, 3, 2).contiguous()

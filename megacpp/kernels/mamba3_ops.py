@@ -92,14 +92,27 @@ def carried_sum(total_BHJA: Tensor, passes_BJ: Tensor, first_BHA: Tensor | None)
     return torch.stack(all_entering, 2)
 
 
-def rotate_pairs(
-    q_BHJNRC: Tensor, k_BHJNRC: Tensor, angle_BHJAC: Tensor, dtype: torch.dtype
+def bias_and_rotate(
+    q_BGJNRC: Tensor,
+    k_BGJNRC: Tensor,
+    q_bias_GUNR: Tensor,
+    k_bias_GUNR: Tensor,
+    angle_BHJAC: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Rows i and i + N/2 of the N axis turn by angle i < A, the others pass; both in `dtype`.
+    """q and k of every head, `[B, H, J, N, R, C]` in `dtype`: plus its bias, then rotated.
 
-    Keeps its outputs, not its inputs, for backward: the product that follows keeps them anyway.
+    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Keeps its outputs, not
+    its inputs, for backward: the product that follows keeps them anyway.
     """
-    return _RotatePairs.apply(q_BHJNRC, k_BHJNRC, angle_BHJAC, dtype)  # type: ignore[return-value]
+    return _BiasAndRotate.apply(  # type: ignore[return-value]
+        q_BGJNRC[:, :, None],
+        k_BGJNRC[:, :, None],
+        q_bias_GUNR[None, :, :, None, ..., None],
+        k_bias_GUNR[None, :, :, None, ..., None],
+        angle_BHJAC,
+        dtype,
+    )
 
 
 class _SegmentedCumsum(torch.autograd.Function):
@@ -120,54 +133,53 @@ class _SegmentedCumsum(torch.autograd.Function):
         return dx, None
 
 
-class _RotatePairs(torch.autograd.Function):
+class _BiasAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, angle_BHJAC: Tensor, dtype: torch.dtype
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_bias: Tensor,
+        k_bias: Tensor,
+        angle_BHJAC: Tensor,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        turn = angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
-        q_out, k_out = _turned(q, *turn).to(dtype), _turned(k, *turn).to(dtype)
-        ctx.save_for_backward(q_out, k_out, *turn)
-        ctx.input_dtypes = q.dtype, k.dtype
-        return q_out, k_out
+        cos, sin = angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
+        out = []
+        for x, bias in ((q, q_bias), (k, k_bias)):
+            out.append(_turn_((x + bias).flatten(1, 2).contiguous(), cos, sin).to(dtype))
+        ctx.save_for_backward(*out, cos, sin)
+        ctx.shapes = q.shape, q_bias.shape
+        return out[0], out[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_out, k_out, cos, sin = ctx.saved_tensors
-        dq_out, dk_out = grads
-        q_dtype, k_dtype = ctx.input_dtypes
-        dangle = _twist(q_out, dq_out, cos) + _twist(k_out, dk_out, cos)
-        dq, dk = _turned(dq_out, cos, -sin).to(q_dtype), _turned(dk_out, cos, -sin).to(k_dtype)
-        return dq, dk, dangle.sum(-2), None
+        shape, bias_shape = ctx.shapes
+        dangle = torch.zeros_like(cos)
+        dx, dbias = [], []
+        for out, dout in ((q_out, grads[0]), (k_out, grads[1])):
+            (out1, out2), (dout1, dout2) = _pairs(out, cos), _pairs(dout, cos)
+            # A small turn moves (x1, x2) along (-x2, x1).
+            dangle += torch.addcmul(dout2 * out1, dout1, out2, value=-1).sum(-2, keepdim=True)
+            dout = dout.to(cos.dtype, memory_format=torch.contiguous_format, copy=True)
+            turned_back = _turn_(dout, cos, -sin).unflatten(1, bias_shape[1:3])
+            dx.append(turned_back.sum_to_size(shape))
+            dbias.append(turned_back.sum_to_size(bias_shape))
+        return *dx, *dbias, dangle.squeeze(-2), None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` with its pairs turned, in the dtype of `cos`."""
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    (x1, x2, *rest), (out1, out2, *out_rest) = _pairs(x, cos), _pairs(out, cos)
-    torch.mul(x1, cos, out=out1)
-    torch.mul(x1, sin, out=out2)
-    out1.addcmul_(x2, sin, value=-1)
-    out2.addcmul_(x2, cos)
-    for into, kept in zip(out_rest, rest, strict=True):
-        into.copy_(kept)
-    return out
+def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` with its pairs turned in place."""
+    x1, x2 = _pairs(x, cos)
+    x1_sin = x1 * sin
+    x1.mul_(cos).addcmul_(x2, sin, value=-1)
+    x2.mul_(cos).add_(x1_sin)
+    return x
 
 
-def _twist(out: Tensor, dout: Tensor, cos: Tensor) -> Tensor:
-    """Gradient of the angle: a turn moves (x1, x2) along (-x2, x1)."""
-    (out1, out2, *_), (dout1, dout2, *_) = _pairs(out, cos), _pairs(dout.to(cos.dtype), cos)
-    return torch.addcmul(dout2 * out1, dout1, out2, value=-1)
-
-
-def _pairs(x: Tensor, cos: Tensor) -> tuple[Tensor, ...]:
-    """Views of the N axis: first and second partners, then what doesn't turn."""
+def _pairs(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the N axis: first and second partners of the pairs that turn."""
     half, turned = x.shape[-3] // 2, cos.shape[-3]
-    first, second = x.split(half, dim=-3)
-    if turned == half:
-        return first, second
-    (first, first_rest), (second, second_rest) = (
-        part.split([turned, half - turned], dim=-3) for part in (first, second)
-    )
-    return first, second, first_rest, second_rest
+    return x.narrow(-3, 0, turned), x.narrow(-3, half, turned)

@@ -92,17 +92,17 @@ class _ChunkScan(torch.autograd.Function):
         weights_MXX, _ = _weights(q, k, gamma, D, decays.inside_BHJCC)
         y_MXP = wide(weights_MXX.to(v.dtype) @ v_MXP)
         added_MNP = _times(k, decays.until_end_BHJC).view_as(k_MNX) @ v_MXP
-        states = first.new_empty(*first.shape[:2], sums.shape[2] + 1, *first.shape[2:])
-        states[:, :, 0] = first
-        for j, added_BHNP in enumerate(wide(added_MNP).view_as(states[:, :, 1:]).unbind(2)):
+        all_states = [first]
+        for j, added_BHNP in enumerate(wide(added_MNP).unflatten(0, sums.shape[:3]).unbind(2)):
             across_BH11 = decays.across_BHJ[:, :, j, None, None]
-            torch.addcmul(added_BHNP, across_BH11, states[:, :, j], out=states[:, :, j + 1])
+            all_states.append(torch.addcmul(added_BHNP, across_BH11, all_states[-1]))
+        states = torch.stack(all_states, 2)
         carried_MXP = q_MNX.mT @ _entering(states, v.dtype)
         since_start_MX1 = _rows(decays.since_start_BHJC, q)
         y_MXP.addcmul_(since_start_MX1, wide(carried_MXP))
         ctx.save_for_backward(q, k, v, sums, log_scale, gamma, D, states)
         ctx.chunks = chunks
-        return y_MXP.view(v.shape), states[:, :, -1].clone()
+        return y_MXP.view(v.shape), all_states[-1]
 
     @staticmethod
     @once_differentiable
@@ -139,7 +139,7 @@ def _backward(
     dgamma = (down_BHJRRC * own_BHJRRC).sum((3, 4))
     dD = down_BHJRRC.diagonal(dim1=3, dim2=4).sum((0, 2, 3, 4))
     down_BHJRRC = (down_BHJRRC * gamma[:, :, :, None, None]).to(dtype)
-    dscores_MXX = (dweights * _over_ranks(decays.inside_BHJCC)).to(dtype).view_as(weights_MXX)
+    dscores_MXX = dweights.mul_(_over_ranks(decays.inside_BHJCC)).view_as(weights_MXX)
     dk_MNX = q_MNX @ dscores_MXX
 
     # From the states that enter chunks: first into them, then back through the recurrence.
@@ -172,7 +172,7 @@ def _backward(
 def _weights(
     q: Tensor, k: Tensor, gamma: Tensor, D: Tensor, inside_BHJCC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each v weighs in each y of its chunk, `[M, X, X]`, and q.k of every token with itself."""
+    """Weight of every v in every y of its chunk, `[M, X, X]`, and q.k of tokens with themselves."""
     q_MNX, k_MNX = q.flatten(0, 2).flatten(-2), k.flatten(0, 2).flatten(-2)
     scores_MXX = q_MNX.mT @ k_MNX
     scores = _by_rank(wide(scores_MXX), q)

@@ -1,5 +1,6 @@
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,22 @@ def test_folder_with_globs(tmp_path: Path) -> None:
     assert sorted(texts(tmp_path), key=str) == ["a.cpp", "b.h", "deep/d.h", "deep/er/c.cu"]
     assert [i.text for i in items(tmp_path, globs=("*.txt",))] == ["notes.txt"]
     assert [i.text for i in items(tmp_path, globs=("deep/*.h",))] == ["deep/d.h"]
+
+
+def test_dead_links_and_pipes_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text("a")
+    (tmp_path / "dead.h").symlink_to(tmp_path / "nowhere.h")
+    os.mkfifo(tmp_path / "pipe.h")
+    assert texts(tmp_path) == ["a"]
+
+
+def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(DataError, match=r"Permission denied: .*Fix: check the rights"):
+        find_source(str(tmp_path), DEFAULT_GLOBS)
 
 
 def test_line_ends_and_marks_survive(tmp_path: Path) -> None:

@@ -113,14 +113,23 @@ def check_layer(golden: GoldenFile) -> None:
         u_BTD = golden.input("u", grad=True)
         layer = build_layer(golden, uneven_chunk(u_BTD.shape[1]))
         if sequential:
-            pairing = layer.pairing
-            layer.scan = lambda i, w, d, s=None, p=pairing: mamba3_sequential(i, w, d, p, s)
+            layer.scan = partial(token_by_token, layer.pairing)  # type: ignore[method-assign]
         y_BTD = layer(u_BTD, documents(golden, *u_BTD.shape[:2]))
         golden.expect("y", y_BTD)
         (y_BTD * golden.input("d_out")).sum().backward()
         golden.expect("grad.u", u_BTD.grad)
         for name, parameter in layer.named_parameters():
             golden.expect(f"grad.{name}", parameter.grad)
+
+
+def token_by_token(
+    pairing: Pairing,
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    initial: Mamba3State | None = None,
+) -> tuple[Tensor, Mamba3State]:
+    return mamba3_sequential(inputs, weights, docs, pairing, initial)
 
 
 def build_layer(golden: GoldenFile, chunk: int) -> Mamba3:

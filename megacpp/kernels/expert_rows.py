@@ -1,0 +1,150 @@
+"""Tokens to the rows of their experts and back: sort once, then gathers in both directions.
+
+Legend: T tokens, K experts of a token, E experts, N = T * K copies in (token, choice) order, S
+slots (rows in expert order), D model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where the copies of T tokens lie: S slots, ordered by expert, padded with copies of token 0.
+
+    Attributes:
+        slot_KT: int64, the slot of each copy; 0 for a copy that was dropped.
+        token_S: int64, the token in each slot; 0 in a padding slot.
+        counts_E: slots of each expert in order (the last also owns any slots past the sum), or
+            None when every expert has S / E.
+        kept_KT: bool, copies that have a slot; None: all of them.
+    """
+
+    slot_KT: Tensor
+    token_S: Tensor
+    counts_E: Tensor | None
+    kept_KT: Tensor | None = None
+
+
+def group_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Groups:
+    """Groups that hold every copy, each padded to a multiple of `multiple` slots.
+
+    One stable sort, so copies keep their token order within an expert. S is exact on a CPU; on
+    other devices it is the most that these shapes can need, so that nothing waits for the counts.
+    """
+    sorted_N, order_N, first_E = _sort(expert_TK, num_experts)
+    size_E = torch.diff(first_E, append=first_E.new_tensor([expert_TK.numel()]))
+    padded_E = (size_E + (multiple - 1)) // multiple * multiple
+    shift_E = padded_E.cumsum(0) - padded_E - first_E
+    slot_N = torch.arange(len(sorted_N), device=sorted_N.device) + shift_E[sorted_N]
+    if expert_TK.device.type == "cpu":
+        slots = int(padded_E.sum())
+    else:
+        most = len(sorted_N) + min(num_experts, len(sorted_N)) * (multiple - 1)
+        slots = most // multiple * multiple
+    token_S = slot_N.new_zeros(slots).scatter_(0, slot_N, order_N // expert_TK.shape[1])
+    return Groups(_unsort(slot_N, order_N, expert_TK), token_S, padded_E)
+
+
+def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Groups:
+    """Groups of exactly `capacity` slots: an expert's copies past that are dropped, latest first.
+
+    Shapes are static and nothing waits for the counts. Dropping by token order keeps a causal
+    model causal: no token can lose its place to a later one.
+    """
+    sorted_N, order_N, first_E = _sort(expert_TK, num_experts)
+    place_N = torch.arange(len(sorted_N), device=sorted_N.device) - first_E[sorted_N]
+    kept_N = place_N < capacity
+    slot_N = sorted_N * capacity + place_N
+    slots = num_experts * capacity
+    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what is dropped
+    token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
+    slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
+    return Groups(slot_KT, token_S[:-1], None, _unsort(kept_N, order_N, expert_TK))
+
+
+def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:
+    """Tokens `[T, D]` copied to their slots `[S, D]`; gradients of a token's copies are summed."""
+    return _Spread.apply(x_TD, groups)  # type: ignore[return-value]
+
+
+def gather_rows(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
+    """Weighted sum of each token's rows, `[T, D]` in the dtype of the weights (fp32 or fp64)."""
+    return _Gather.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
+
+
+def _sort(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies in expert order (token order within): expert ids, copies, and each expert's first."""
+    sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
+    every_E = torch.arange(num_experts, device=expert_TK.device)
+    return sorted_N, order_N, torch.searchsorted(sorted_N, every_E)
+
+
+def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
+    """Values in sorted order, put back to `[K, T]`."""
+    back_N = torch.empty_like(value_N).scatter_(0, order_N, value_N)
+    return back_N.view(expert_TK.shape).T.contiguous()
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _Spread(torch.autograd.Function):
+    """Copy out, sum back. Both are gathers: no atomics, so the sums have one order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return x_TD.index_select(0, groups.token_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_SD,) = grads
+        groups: Groups = ctx.groups
+        total_TD: Tensor | None = None
+        for k, slot_T in enumerate(groups.slot_KT):
+            part_TD = _at_least_fp32(grad_SD.index_select(0, slot_T))
+            if groups.kept_KT is not None:
+                part_TD.masked_fill_(~groups.kept_KT[k, :, None], 0.0)
+            total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
+        assert total_TD is not None
+        return total_TD.to(grad_SD.dtype), None
+
+
+class _Gather(torch.autograd.Function):
+    """y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
+        weights_KT = weights_TK.T.contiguous()
+        if groups.kept_KT is not None:
+            weights_KT = weights_KT.masked_fill(~groups.kept_KT, 0.0)
+        ctx.save_for_backward(rows_SD, weights_KT)
+        ctx.groups = groups
+        y_TD = weights_KT.new_zeros(weights_KT.shape[1], rows_SD.shape[1])
+        for slot_T, w_T in zip(groups.slot_KT, weights_KT, strict=True):
+            y_TD.addcmul_(rows_SD.index_select(0, slot_T).to(y_TD.dtype), w_T[:, None])
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad_TD,) = grads
+        rows_SD, weights_KT = ctx.saved_tensors
+        groups: Groups = ctx.groups
+        slot_N, kept_KT = groups.slot_KT.flatten(), groups.kept_KT
+        grad_SD = grad_TD.index_select(0, groups.token_S)
+        grad_w_S = (rows_SD * grad_SD).sum(-1)
+        grad_w_KT = grad_w_S.index_select(0, slot_N).view_as(weights_KT)
+        # Weights back to slots. Padding has weight 0; a dropped copy must not touch its slot 0.
+        w_S = grad_w_S.new_zeros(len(grad_w_S) + 1)
+        if kept_KT is not None:
+            grad_w_KT.masked_fill_(~kept_KT, 0.0)
+            slot_N = torch.where(kept_KT.flatten(), slot_N, len(grad_w_S))
+        w_S.scatter_(0, slot_N, weights_KT.flatten())
+        return grad_SD.mul_(w_S[:-1, None]).to(rows_SD.dtype), grad_w_KT.T, None

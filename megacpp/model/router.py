@@ -1,0 +1,208 @@
+"""The router of a mixture of experts: which experts, with what weight, and how to keep them even.
+
+Legend: B rows, T tokens (of all rows, where there is no B), D model, E experts, K experts of a
+token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacpp.config import ModelConfig
+from megacpp.model.documents import Documents, documents_of
+from megacpp.model.fp32 import Fp32Contract
+from megacpp.model.init import Constant, Rule
+from megacpp.model.linear_init import input_rule
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the router found for T tokens; all floating tensors in fp32 (or fp64)."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor  # sigmoid or softmax of the logits
+    indices_TK: Tensor  # int64, the chosen experts
+    weights_TK: Tensor  # of the chosen experts, without the bias
+
+
+class Router(Fp32Contract):
+    """Token-choice routing; sigmoid scores with a selection bias (DeepSeek-V3), or softmax.
+
+    Sigmoid: experts are chosen by score + bias, weighted by score / sum of the chosen scores.
+    Softmax: weighted by the softmax over the chosen logits (`softmax_order="post"`) or by the
+    chosen part of the softmax over all (`"pre"`). With groups, only experts of the `top_k_groups`
+    best groups can be chosen; a group is as good as the sum of its best two. Weights are scaled by
+    `route_scale`. A single normalised weight is constant: with `top_k=1`, sigmoid and post-softmax
+    routers learn from the auxiliary losses alone.
+
+    Attributes:
+        expert_bias: `(E,)`, added to sigmoid scores for the choice only; moved by `update_bias`.
+        tokens_per_expert: int64 `(E,)`, choices since the last `update_bias`; sum it over the
+            ranks that hold different tokens before that.
+        aux_scale: set before the forward of a step to 1 / tokens that the step routes (all ranks,
+            all microbatches): the gradient of every auxiliary loss, which are sums over tokens.
+        losses: the auxiliary losses of the last training forward, coefficient * mean over tokens,
+            detached, for the record.
+    """
+
+    expert_bias: Tensor
+    tokens_per_expert: Tensor
+    aux_scale: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.moe = config, config.moe
+        num_experts = config.moe.num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, config.dim))
+        self.register_buffer("expert_bias", torch.empty(num_experts))
+        counts_E = torch.empty(num_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts_E, persistent=False)
+        self.register_buffer("aux_scale", torch.empty(()), persistent=False)
+        self.losses: dict[str, Tensor] = {}
+
+    def forward(
+        self, x_BTD: Tensor, docs: Documents | None = None, decoding: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and experts `[T, K]` of all tokens; in training also counts and losses."""
+        routing = self.route(x_BTD.flatten(0, -2))
+        weights_TK = routing.weights_TK
+        if self.training and not decoding:
+            self.count(routing.indices_TK)
+            if torch.is_grad_enabled():
+                losses = self.auxiliary_losses(routing, documents_of(x_BTD, docs))
+                self.losses = {k: v.detach() / len(weights_TK) for k, v in losses.items()}
+                if losses:
+                    total = torch.stack(list(losses.values())).sum()
+                    weights_TK = AttachLoss.apply(weights_TK, total, self.aux_scale)
+        return weights_TK, routing.indices_TK
+
+    def route(self, x_TD: Tensor) -> Routing:
+        """Scores, choices and weights: a function of the tokens and the bias, no side effect."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
+            if self.moe.score == "sigmoid":
+                scores_TE = logits_TE.sigmoid()
+                indices_TK = self._choose(scores_TE.detach() + self.expert_bias)
+                weights_TK = scores_TE.gather(1, indices_TK)
+                weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
+            else:
+                scores_TE = logits_TE.softmax(1)
+                indices_TK = self._choose(scores_TE.detach())
+                if self.moe.softmax_order == "pre":
+                    weights_TK = scores_TE.gather(1, indices_TK)
+                else:
+                    weights_TK = logits_TE.gather(1, indices_TK).softmax(1)
+        return Routing(logits_TE, scores_TE, indices_TK, weights_TK * self.moe.route_scale)
+
+    @torch.no_grad()
+    def count(self, indices_TK: Tensor) -> None:
+        """Adds choices to `tokens_per_expert`; a recomputed forward must not call it again."""
+        chosen_N = indices_TK.flatten()
+        self.tokens_per_expert.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Once per optimizer step, after the counts were summed over ranks: b += rate * sign.
+
+        sign(mean count - count): idle experts become easier to choose, busy ones harder. The
+        comparison is of integers, so that equal loads leave the bias exactly alone.
+        """
+        counts_E = self.tokens_per_expert
+        if self.moe.score == "sigmoid":
+            direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
+            self.expert_bias.add_(direction_E, alpha=self.moe.bias_update_rate)
+        counts_E.zero_()
+
+    def auxiliary_losses(self, routing: Routing, docs: Documents) -> dict[str, Tensor]:
+        """coefficient * loss * T of every auxiliary loss that is on (sums over tokens)."""
+        moe, losses = self.moe, {}
+        if moe.z_loss:
+            losses["z"] = moe.z_loss * z_loss(routing.logits_TE)
+        if moe.balance_loss or moe.sequence_loss:
+            p_TE = routing.scores_TE
+            if moe.score == "sigmoid":
+                p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
+            # What plain top-k would choose, without bias and groups (Megatron-LM).
+            plain_TK = p_TE.detach().topk(moe.top_k, dim=1).indices
+            chosen_TE = torch.zeros_like(p_TE).scatter_(1, plain_TK, 1.0)
+            if moe.balance_loss:
+                losses["balance"] = moe.balance_loss * switch_loss(
+                    p_TE, chosen_TE.mean(0), moe.top_k
+                )
+            if moe.sequence_loss:
+                load_TE = document_load(chosen_TE, docs)
+                losses["sequence"] = moe.sequence_loss * switch_loss(p_TE, load_TE, moe.top_k)
+        return losses
+
+    def init_rules(self) -> dict[str, Rule]:
+        zeros = ("expert_bias", "tokens_per_expert", "aux_scale")
+        return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
+
+    def _choose(self, selection_TE: Tensor) -> Tensor:
+        """The K best experts, of the best groups."""
+        moe = self.moe
+        if moe.num_groups > 1:
+            by_group_TGE = selection_TE.unflatten(1, (moe.num_groups, -1))
+            group_TG = by_group_TGE.topk(2, dim=2).values.sum(2)
+            open_groups = group_TG.topk(moe.top_k_groups, dim=1).indices
+            closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, open_groups, False)
+            selection_TE = by_group_TGE.masked_fill(closed_TG[..., None], -torch.inf).flatten(1)
+        return selection_TE.topk(moe.top_k, dim=1).indices
+
+
+class AttachLoss(torch.autograd.Function):
+    """Identity on `x`; in backward `loss` gets the gradient `scale`.
+
+    So an auxiliary loss trains its router without being returned to the head: also in a pipeline
+    stage that has no head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.loss_dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grads[0], scale.to(ctx.loss_dtype), None
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Sum over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906)."""
+    return logits_TE.logsumexp(1).square().sum()
+
+
+def switch_loss(p_TE: Tensor, load: Tensor, top_k: int) -> Tensor:
+    """Sum over tokens of E / K * sum_e load_e p_te (Switch Transformer, arXiv 2101.03961).
+
+    `load` `(E,)` or `[T, E]` is the part of the tokens (of the batch, of a document) that chose
+    expert e: its sum is K, it has no gradient, and even load gives exactly 1 per token. Divided
+    by T this is E / (K T^2) * sum_e count_e sum_t p_te.
+    """
+    return p_TE.shape[1] / top_k * (p_TE * load).sum()
+
+
+def document_load(chosen_TE: Tensor, docs: Documents) -> Tensor:
+    """For every token, how much of its document chose each expert, `[T, E]`.
+
+    The switch loss with it is the mean over documents, each weighted by its number of tokens.
+    """
+    document_T, length_T = docs.memo("document_lengths", lambda: _document_lengths(docs))
+    counts_TE = torch.zeros_like(chosen_TE).index_add_(0, document_T, chosen_TE)
+    return counts_TE.index_select(0, document_T) / length_T[:, None]
+
+
+def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
+    """Of every token of the flattened batch: the number and the length of its document."""
+    starts_BT = docs.starts_BT.clone()
+    starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
+    document_T = starts_BT.flatten().cumsum(0) - 1
+    length_T = torch.zeros_like(document_T).index_add_(0, document_T, torch.ones_like(document_T))
+    return document_T, length_T.index_select(0, document_T)
