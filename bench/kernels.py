@@ -1,7 +1,139 @@
 """Fast forms against their plain references, side by side in one run.
 
-    python bench/kernels.py [--json]
+    python bench/kernels.py [--rounds 5] [--json]
 
-Chunked Mamba-3 and M2RNN against token-by-token recurrences, fused linear cross entropy against
-plain logits; forward and backward, median of alternating rounds.
+Chunked Mamba-3 and M2RNN against their token-by-token recurrences, fused linear cross entropy
+against plain logits: forward and backward, CPU seconds (wall seconds on a GPU), the two forms in
+turns, medians compared. Shapes are those of the preset `tiny`, 2 rows of 256 tokens.
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+from megacpp.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
+from megacpp.kernels.m2rnn import m2rnn_chunked, m2rnn_sequential
+from megacpp.kernels.mamba3 import mamba3_sequential
+from megacpp.kernels.mamba3_chunks import mamba3_chunked
+from megacpp.kernels.mamba3_inputs import HeadWeights, Pairing, ScanInputs
+from megacpp.model.documents import Documents
+from megacpp.presets import tiny
+
+B, T = 2, 256
+Run = Callable[[], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pairs = {
+        "Mamba-3 SISO": _mamba3(device, rank=1),
+        "Mamba-3 MIMO 4": _mamba3(device, rank=4),
+        "M2RNN": _m2rnn(device),
+        "linear cross entropy": _loss(device),
+    }
+    rows = {name: _measure(*pair, options.rounds, device) for name, pair in pairs.items()}
+    if options.json:
+        print(json.dumps({"device": device.type, "rows": rows}, indent=2))
+        return
+    print(f"{device.type}, {B} rows of {T} tokens, forward and backward, 1 thread")
+    print(f"{'':22}{'plain s':>10}{'fast s':>10}{'plain / fast':>14}")
+    for name, (plain_s, fast_s) in rows.items():
+        print(f"{name:22}{plain_s:10.4f}{fast_s:10.4f}{plain_s / fast_s:14.2f}")
+
+
+def _measure(plain: Run, fast: Run, rounds: int, device: torch.device) -> tuple[float, float]:
+    """Median seconds of both forms, in turns; the first round warms up."""
+    gpu = device.type == "cuda"
+    clock = time.perf_counter if gpu else time.process_time
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds + 1):
+        for run, seconds in zip((plain, fast), taken, strict=True):
+            began = clock()
+            run().sum().backward()
+            if gpu:
+                torch.cuda.synchronize()
+            if number:
+                seconds.append(clock() - began)
+    return statistics.median(taken[0]), statistics.median(taken[1])
+
+
+def _mamba3(device: torch.device, rank: int) -> tuple[Run, Run]:
+    m, dim = tiny().model.mamba3, tiny().model.dim
+    H, N, P = m.expand * dim // m.headdim, m.d_state, m.headdim
+    g = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device).requires_grad_()
+
+    dt = (torch.rand(B, H, T, generator=g) * 0.1).to(device).requires_grad_()
+    decay = (-torch.rand(B, H, T, generator=g) * 0.1).to(device).requires_grad_()
+    inputs = ScanInputs(
+        Q=leaf(B, T, rank, 1, N),
+        K=leaf(B, T, rank, 1, N),
+        V=leaf(B, T, H, P),
+        Z=leaf(B, T, H, P),
+        ADT=decay,
+        DT=dt,
+        Trap=leaf(B, H, T),
+        Angles=leaf(B, T, 1, N // 4),
+    )
+    ranks = [leaf(H, rank, P) for _ in range(3)] if rank > 1 else [None] * 3
+    weights = HeadWeights(leaf(H, rank, N), leaf(H, rank, N), leaf(H), *ranks)
+    docs = Documents.rows(B, T, device)
+    pairing: Pairing = "half" if rank > 1 else "interleaved"
+    chunk = m.chunk_size // rank
+    return (
+        lambda: mamba3_sequential(inputs, weights, docs, pairing)[0],
+        lambda: mamba3_chunked(inputs, weights, docs, pairing, chunk)[0],
+    )
+
+
+def _m2rnn(device: torch.device) -> tuple[Run, Run]:
+    r, dim = tiny().model.m2rnn, tiny().model.dim
+    N, K, V = dim // (r.key_dim + r.value_dim), r.key_dim, r.value_dim
+    g = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device).requires_grad_()
+
+    q, k, v, w = leaf(B, T, 1, K), leaf(B, T, 1, K), leaf(B, T, N, V), leaf(N, V, V)
+    f = torch.rand(B, T, N, generator=g).to(device).requires_grad_()
+    return (
+        lambda: m2rnn_sequential(q, k, v, f, w)[0],
+        lambda: m2rnn_chunked(q, k, v, f, w, chunk_size=r.chunk_size)[0],
+    )
+
+
+def _loss(device: torch.device) -> tuple[Run, Run]:
+    model = tiny().model
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(B * T, model.dim, generator=g).to(device).requires_grad_()
+    weight = (torch.randn(model.vocab_size, model.dim, generator=g) * 0.02).to(device)
+    weight.requires_grad_()
+    target = torch.randint(model.vocab_size, (B * T,), generator=g).to(device)
+    return (
+        lambda: linear_cross_entropy_plain(x, weight, target).loss_sum,
+        lambda: linear_cross_entropy(x, weight, target).loss_sum,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.rules import resolve
+from megacpp.run.metrics import peak_resident_bytes
 from optim.build import build_optimizers
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
@@ -78,7 +78,7 @@ def main() -> None:
     world = start(config.mesh, device)
     if options.only:
         _run({options.only: _trainer(options.only, config, world)}, config, 3, world)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        print(peak_resident_bytes())
         return
     wanted = ["megacpp"] + (["plain"] if options.compare else [])
     trainers = {name: _trainer(name, config, world) for name in wanted}
@@ -107,7 +107,7 @@ def _trainer(name: str, config: Config, world: World) -> Callable[[Tensor, Tenso
 def _run(
     trainers: dict[str, Callable[[Tensor, Tensor], None]], config: Config, steps: int, world: World
 ) -> dict[str, dict[str, float]]:
-    """Median and minimum of wall and CPU seconds a step, trainers in turns; two steps unmeasured."""
+    """Median and minimum wall and CPU seconds a step, in turns; two steps unmeasured."""
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     wall: dict[str, list[float]] = {name: [] for name in trainers}
     cpu: dict[str, list[float]] = {name: [] for name in trainers}

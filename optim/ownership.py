@@ -11,7 +11,8 @@ Legend: R rows and C columns of one matrix, K matrices of an item.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -46,11 +47,11 @@ class MatrixView:
     def __str__(self) -> str:
         if self.batched:
             return "each expert"
-        runs: list[tuple[int, int]] = []
-        for height in self.row_blocks:
-            count = runs.pop()[0] + 1 if runs and runs[-1][1] == height else 1
-            runs.append((count, height))
-        return "rows " + " | ".join(f"{n} x {h}" if n > 1 else str(h) for n, h in runs or [])
+        runs = [(len(list(same)), height) for height, same in groupby(self.row_blocks)]
+        blocks = " | ".join(
+            f"{count} x {height}" if count > 1 else str(height) for count, height in runs
+        )
+        return f"rows {blocks}" if blocks else "whole"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Item:
         return self.start + self.count * self.rows
 
     @property
+    def moves(self) -> bool:
+        """No rank has all of it."""
+        return self.holders[0] != self.holders[1]
+
+    @property
     def cost(self) -> int:
         return self.count * newton_schulz_flops(self.rows, self.cols)
 
@@ -103,7 +109,7 @@ def layout_of(parameter: Tensor) -> Layout:
     size, rank = mesh.size(cuts[0]), mesh.get_local_rank(cuts[0])
     most = -(-rows // size)  # as torch.chunk cuts: equal, then one shorter, then none
     cut = [min(rows, r * most) * per_row for r in range(size + 1)]
-    bounds = tuple(zip(cut[:-1], cut[1:], strict=True))
+    bounds = tuple(pairwise(cut))
     local = parameter.to_local()
     assert len(local) * per_row == bounds[rank][1] - bounds[rank][0], f"{local.shape} of {bounds}"
     return Layout(bounds, rank, mesh.get_group(cuts[0]))
@@ -134,15 +140,28 @@ def choose_owners(items: Sequence[Item], ranks: int) -> list[Item]:
     """
     load = [0] * ranks
     for item in items:
-        if item.holders[0] == item.holders[1]:
+        if not item.moves:
             load[item.owner] += item.cost
     owners: dict[int, int] = {}
     order = sorted(range(len(items)), key=lambda i: (-items[i].cost, i))
     for i in order:
-        if items[i].holders[0] != items[i].holders[1]:
+        if items[i].moves:
             owners[i] = min(range(ranks), key=lambda r: (load[r], r))
             load[owners[i]] += items[i].cost
     return [replace(item, owner=owners.get(i, item.owner)) for i, item in enumerate(items)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `[low, high)`, counted in the whole parameter, that one rank holds of an item."""
+
+    item: Item
+    low: int
+    high: int
+
+    @property
+    def size(self) -> int:
+        return (self.high - self.low) * self.item.cols
 
 
 Solve = Callable[[list[Tensor]], list[Tensor]]
@@ -152,57 +171,104 @@ class Ownership:
     """The plan of one process group: the work of every rank, and the way there and back."""
 
     def __init__(self, items: Sequence[Item], layouts: dict[int, Layout]) -> None:
-        """`layouts` of the parameters by number; all of one group."""
+        """`layouts` of the parameters by number, all of one group."""
         some = next(iter(layouts.values()))
         self.rank, self.ranks, self.group = some.rank, len(some.bounds), some.group
         assert self.group is None or dist.get_rank(self.group) == self.rank
         self.layouts = layouts
         self.items = choose_owners(items, self.ranks)
-        moving = [item for item in self.items if item.moves]
         self.staying = [i for i in self.items if not i.moves and i.owner == self.rank]
+        moving = [item for item in self.items if item.moves]
         self.mine = [item for item in moving if item.owner == self.rank]
-        by_owner = [[i for i in moving if i.owner == owner] for owner in range(self.ranks)]
-        # What this rank holds of the matrices of each owner, and what each rank holds of mine.
-        self.sent = [[(i, self._rows(i, self.rank)) for i in owned] for owned in by_owner]
-        self.received = [[(i, self._rows(i, r)) for i in self.mine] for r in range(self.ranks)]
-        self.sent_sizes = [_elements(pieces) for pieces in self.sent]
-        self.received_sizes = [_elements(pieces) for pieces in self.received]
+        # My rows of the matrices of each owner, and each rank's rows of the matrices I own.
+        self.sent = [
+            self._pieces([item for item in moving if item.owner == owner], self.rank)
+            for owner in range(self.ranks)
+        ]
+        self.received = [self._pieces(self.mine, r) for r in range(self.ranks)]
         self.exchanges = bool(moving)
 
-    def solve(self, local: dict[int, Tensor], function: Solve) -> Iterator[tuple[Item, slice, Tensor]]:
+    def solve(
+        self, local: dict[int, Tensor], function: Solve
+    ) -> Iterator[tuple[Item, slice, Tensor]]:
         """Applies `function` to whole matrices; yields results for the rows that are here.
 
         Args:
             local: this rank's rows `[local rows, C]` of each parameter, all of one dtype.
-            function: stacks `[K, R, C]` to stacks of the same shapes, each matrix for itself.
+            function: stacks `[K, R, C]` to stacks of the same shapes and dtype, each matrix for
+                itself.
 
         Yields:
-            An item, rows of its parameter's local part, and the result for them: `[rows, C]` or,
-            where whole matrices are here, `[K, R, C]`.
+            An item, rows of its parameter's local part, and the result for them: `[K, R, C]` where
+            whole matrices are here, else `[rows, C]`.
         """
-        here = [(item, self._here(item, *self._rows(item, self.rank))) for item in self.staying]
-        stacks = [local[i.parameter][r].view(i.count, i.rows, i.cols) for i, r in here]
-        stacks += self._gather(local)
+        empty = next(iter(local.values())).new_empty(0)
+        here = [self._here(Piece(item, item.start, item.stop)) for item in self.staying]
+        stacks = [
+            local[item.parameter][rows].view(item.count, item.rows, item.cols)
+            for item, rows in zip(self.staying, here, strict=True)
+        ]
+        if self.exchanges:
+            stacks += self._gather(local, empty)
         done = function(stacks)
-        for (item, rows), result in zip(here, done[: len(here)], strict=True):
-            yield item, rows, result
-        yield from self._give_back(done[len(here) :])
+        yield from zip(self.staying, here, done[: len(here)], strict=True)
+        if self.exchanges:
+            yield from self._give_back(done[len(here) :], empty)
 
-    def _gather(self, local: dict[int, Tensor]) -> list[Tensor]:
+    def _gather(self, local: dict[int, Tensor], empty: Tensor) -> list[Tensor]:
         """The moving matrices that this rank owns, whole: one all-to-all."""
-        if not self.exchanges:
-            return []
-        pieces = [
-            local[item.parameter][self._here(item, *rows)].flatten()
-            for owned in self.sent
-            for item, rows in owned
+        rows = [
+            local[piece.item.parameter][self._here(piece)].flatten()
+            for pieces in self.sent
+            for piece in pieces
         ]
-        arrived = self._all_to_all(pieces, self.sent_sizes, self.received_sizes, local)
+        arrived = self._all_to_all(rows, self.sent, self.received, empty)
         parts: dict[Item, list[Tensor]] = {item: [] for item in self.mine}
-        for source, pieces in zip(arrived, self.received, strict=True):
-            sizes = [_elements([piece]) for piece in pieces]
-            for (item, _), part in zip(pieces, source.split(sizes), strict=True):
-                parts[item].append(part)
-        return [
-            torch.cat(parts[item]).view(item.count, item.rows, item.cols) for item in self.mine
+        for piece, part in arrived:  # by rank, and so by row
+            parts[piece.item].append(part)
+        return [torch.cat(parts[i]).view(i.count, i.rows, i.cols) for i in self.mine]
+
+    def _give_back(
+        self, done: Sequence[Tensor], empty: Tensor
+    ) -> Iterator[tuple[Item, slice, Tensor]]:
+        """Results of the moving matrices for the rows of this rank: the other all-to-all."""
+        whole = {i: x_KRC.reshape(-1, i.cols) for i, x_KRC in zip(self.mine, done, strict=True)}
+        rows = [
+            whole[piece.item][
+                piece.low - piece.item.start : piece.high - piece.item.start
+            ].flatten()
+            for pieces in self.received
+            for piece in pieces
         ]
+        for piece, part in self._all_to_all(rows, self.received, self.sent, empty):
+            yield piece.item, self._here(piece), part.view(-1, piece.item.cols)
+
+    def _all_to_all(
+        self,
+        rows: list[Tensor],
+        leaving: Sequence[Sequence[Piece]],
+        arriving: Sequence[Sequence[Piece]],
+        empty: Tensor,
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Sends flat `rows`, the pieces of `leaving` in order; yields the pieces of `arriving`."""
+        there = [sum(piece.size for piece in pieces) for pieces in leaving]
+        back = [sum(piece.size for piece in pieces) for pieces in arriving]
+        arrived = empty.new_empty(sum(back))
+        dist.all_to_all_single(arrived, torch.cat(rows or [empty]), back, there, self.group)
+        pieces = [piece for pieces in arriving for piece in pieces]
+        yield from zip(pieces, arrived.split([piece.size for piece in pieces]), strict=True)
+
+    def _pieces(self, items: Sequence[Item], rank: int) -> list[Piece]:
+        """The rows of `items` that `rank` holds, in order; items without any are left out."""
+        pieces = []
+        for item in items:
+            first, past = self.layouts[item.parameter].bounds[rank]
+            low, high = max(first, item.start), min(past, item.stop)
+            if low < high:
+                pieces.append(Piece(item, low, high))
+        return pieces
+
+    def _here(self, piece: Piece) -> slice:
+        """Rows of a piece in this rank's part of the parameter."""
+        first = self.layouts[piece.item.parameter].bounds[self.rank][0]
+        return slice(piece.low - first, piece.high - first)

@@ -5,6 +5,7 @@ Legend: B rows, T tokens of a row, D model, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class HybridLM(nn.Module):
         super().__init__()
         self.config = config
         self.letters = block_letters(config.pattern, config.depth)
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo.
+        table_VD = torch.empty(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.vocab_size, config.dim, _weight=table_VD)
         self.blocks = nn.ModuleDict(
             {str(i): Block(letter, config) for i, letter in enumerate(self.letters)}
         )
@@ -73,6 +76,13 @@ class HybridLM(nn.Module):
         if not self.config.tie_embeddings:
             rules |= {f"head.{name}": rule for name, rule in self.head.init_rules().items()}
         return rules
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridLM:
+        """Keeps a tied weight one tensor: leaving the meta device makes each module its own."""
+        super()._apply(fn, recurse)
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        return self
 
     def _block(self, key: str) -> Block:
         block = self.blocks[key]

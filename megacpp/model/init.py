@@ -99,12 +99,15 @@ def tensor_key(seed: int, name: str) -> int:
 
 
 def uniform(index: Tensor, key: int) -> Tensor:
-    """fp64 uniform values in (0, 1), one per global index: splitmix64 (Steele et al. 2014)."""
+    """fp64 uniform values in (0, 1), one per global index: splitmix64 (Steele et al. 2014).
+
+    52 bits, so that adding a half is exact: with 53 the largest value would round to 1.
+    """
     z = index * _GOLDEN + key  # int64 wraps, as the algorithm wants
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2
     z = z ^ _shift(z, 31)
-    return (_shift(z, 11).double() + 0.5) * 2.0**-53
+    return (_shift(z, 12).double() + 0.5) * 2.0**-52
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 import torch
 
+from megacpp.config import RunConfig
+
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
@@ -127,6 +129,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak of this process: allocator peak on a GPU, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident set of this process alone.
+
+    Linux's `ru_maxrss` survives exec and so may be the launcher's; VmHWM starts afresh.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text().splitlines()
+        return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM:"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

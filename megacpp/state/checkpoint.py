@@ -54,8 +54,8 @@ from megacpp.state.rng import rng_state
 
 EXTRA, LATEST = "extra.json", "latest"
 _NAME = re.compile(rf"step-(\d+)(?:{re.escape(ASIDE)})?")
-# DCP copies the content of one file twice in host memory while it writes it.
-_FILE_BYTES = 1 << 30
+# DCP holds two copies of a file's content in host memory while it writes that file.
+_FILE_BYTES = 1 << 28
 
 
 def save_checkpoint(
@@ -134,6 +134,20 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
         state = json.loads((path / EXTRA).read_text())
     same_ranks = manifest.world_size == world_size
     return {**state["extra"], "rng": state["rng"][rank] if same_ranks else None}
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """The `extra` of a checkpoint without its tensors, before `load_checkpoint` verifies it.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or the file can't be read.
+    """
+    try:
+        return json.loads((path / EXTRA).read_text())["extra"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path / EXTRA}: cannot be read ({type(error).__name__}). Fix: {_advice(path)}."
+        ) from None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -235,8 +235,6 @@ def _empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.d
     with torch.device("meta"):
         model = HybridLM(config).to(dtype)
     model.to_empty(device=device)
-    if config.tie_embeddings:  # to_empty gives each module its own
-        model.head.register_parameter("weight", model.embed.weight)  # type: ignore[arg-type]
     tables = {id(b) for name, b in model.named_buffers() if not is_persistent(model, name)}
 
     def part(t: Tensor) -> Slice:

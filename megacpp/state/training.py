@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from megacpp.config import Config
 from megacpp.errors import CheckpointError
-from megacpp.state.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megacpp.state.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    read_extra,
+    save_checkpoint,
+)
 from megacpp.state.rng import set_rng_state
 from megacpp.state.tensors import model_tensors
 
@@ -76,8 +81,8 @@ class TrainingState:
         path = latest_checkpoint(self.folder) if source == "auto" else Path(source)
         if path is None:
             return
+        self._check(path, read_extra(path))
         extra = load_checkpoint(path, self._tensors())
-        self._check(path, extra)
         self.step, self.updates = extra["step"], extra["updates"]
         if extra["rng"] is not None:
             set_rng_state(extra["rng"])

@@ -1,4 +1,5 @@
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from megacpp.data.tokenizer import (
     MIN_VOCAB,
     PAD,
     SPECIALS,
+    WORD,
     CodeTokenizer,
     byte_letters,
 )
@@ -70,7 +72,7 @@ def test_round_trip_and_byte_counts_of_any_text(
 
 
 def test_cached_words_equal_the_library(tokenizer: CodeTokenizer, documents: list[str]) -> None:
-    for text in [*documents, *random_texts(500)]:
+    for text in [*documents, *random_texts(500), "a <eos>; <pad><fim_prefix>"]:
         assert tokenizer.encode(text).tolist() == tokenizer.inner.encode(text).ids
 
 
@@ -80,7 +82,7 @@ def test_a_full_cache_starts_again(documents: list[str], monkeypatch: pytest.Mon
     small = CodeTokenizer.train([documents], 400)
     for text in documents[:10]:
         assert small.encode(text).tolist() == small.inner.encode(text).ids
-    assert len(small._word_ids) < 200
+        assert len(small._word_ids) <= max(40, len(set(re.findall(WORD, text))))
 
 
 def test_specials_have_no_bytes(tokenizer: CodeTokenizer) -> None:

@@ -22,7 +22,7 @@ from megacpp.run.sample import choose, generate
 from megacpp.state.checkpoint import save_checkpoint
 from megacpp.state.export import export_weights
 from megacpp.state.tensors import model_tensors
-from tests.state.test_export import SMALL, build
+from tests.state.small import SMALL, build
 
 
 def full_logits(model: HybridLM, ids: list[int]) -> Tensor:

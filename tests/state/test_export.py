@@ -15,15 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from megacpp.config import (
-    AttentionConfig,
-    M2RNNConfig,
-    Mamba3Config,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-    YarnConfig,
-)
+from megacpp.config import AttentionConfig, YarnConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
@@ -39,35 +31,8 @@ from megacpp.state.export import (
 )
 from megacpp.state.tensors import is_persistent, model_tensors
 from tests.ranks import run_ranks
+from tests.state.small import SMALL, build, loss
 from tests.state.toy import differences, toy_model
-
-SMALL = ModelConfig(
-    dim=16,
-    depth=5,
-    pattern="AEMRF",
-    vocab_size=40,
-    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
-    mamba3=Mamba3Config(d_state=8, headdim=8, chunk_size=8),
-    m2rnn=M2RNNConfig(key_dim=8, value_dim=4, chunk_size=8),
-    moe=MoEConfig(num_experts=4, hidden_dim=8, shared_hidden_dim=8),
-    mlp=MLPConfig(hidden_dim=24),
-)
-
-
-def build(config: ModelConfig, seed: int = 1, dtype: torch.dtype = torch.float32) -> HybridLM:
-    """An initialised model whose persistent buffers also hold something."""
-    model = HybridLM(config).to(dtype)
-    initialise(model, model.init_rules(), seed)
-    for name, buffer in model.named_buffers():
-        if is_persistent(model, name):
-            buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape))
-    return model
-
-
-def loss(model: HybridLM) -> Tensor:
-    ids_BT = torch.arange(24).view(2, 12) % model.config.vocab_size
-    with torch.no_grad():
-        return model(ids_BT, ids_BT.roll(-1, 1)).loss_sum
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,0 +1,95 @@
+"""Small models for tests: every letter and every option of a block, in milliseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megacpp.config import (
+    AttentionConfig,
+    M2RNNConfig,
+    Mamba3Config,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    YarnConfig,
+)
+from megacpp.presets import PRESETS
+
+# Sizes only: a preset keeps its pattern, its options and its ties.
+SMALL_ATTENTION = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+SMALL_MAMBA3 = {"d_state": 8, "headdim": 8, "chunk_size": 4}
+SMALL_M2RNN = {"key_dim": 6, "value_dim": 4, "chunk_size": 4}
+SMALL_MOE = {"num_experts": 4, "top_k": 2, "hidden_dim": 12, "shared_hidden_dim": 20}
+
+
+def small(pattern: str = "AMERF", **changes: object) -> ModelConfig:
+    """One layer of each letter of `pattern`, all sizes different so that mix-ups show."""
+    base = ModelConfig(
+        dim=16,
+        depth=len(pattern),
+        pattern=pattern,
+        vocab_size=50,
+        attention=AttentionConfig(**SMALL_ATTENTION, qk_norm=True),  # type: ignore[arg-type]
+        mamba3=Mamba3Config(**SMALL_MAMBA3),  # type: ignore[arg-type]
+        m2rnn=M2RNNConfig(**SMALL_M2RNN),  # type: ignore[arg-type]
+        moe=MoEConfig(**SMALL_MOE),  # type: ignore[arg-type]
+        mlp=MLPConfig(hidden_dim=24),
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def variants() -> dict[str, ModelConfig]:
+    """Every option that adds, removes or reshapes a parameter or buffer."""
+    base = small()
+    replace = dataclasses.replace
+    mla = replace(base.attention, kind="mla", qk_norm=False)
+    return {
+        "plain": base,
+        "tied": replace(base, tie_embeddings=True),
+        "mla": replace(base, attention=mla),
+        "mla_low_rank_queries_yarn": replace(
+            base,
+            attention=replace(
+                mla, q_lora_rank=7, yarn=YarnConfig(original_seq_len=4), max_seq_len=64
+            ),
+        ),
+        "mamba_mimo_norm_conv": replace(
+            base, mamba3=replace(base.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
+        ),
+        "m2rnn_heads": replace(base, m2rnn=replace(base.m2rnn, num_heads=4, num_q_heads=2)),
+        "moe_relu2_gate_groups": replace(
+            base,
+            moe=replace(
+                base.moe, activation="relu2", shared_gate=True, num_groups=2, num_shared=2
+            ),
+        ),
+        "moe_softmax_no_shared": replace(
+            base, moe=replace(base.moe, score="softmax", num_shared=0)
+        ),
+        "mlp_relu2": replace(base, mlp=MLPConfig(hidden_dim=24, activation="relu2")),
+    }
+
+
+def shrunk(preset: str) -> ModelConfig:
+    """A preset's model with its pattern, options and ties, but small."""
+    model = PRESETS[preset]().model
+    replace = dataclasses.replace
+    return replace(
+        model,
+        dim=16,
+        depth=min(model.depth, len(model.pattern)),
+        vocab_size=50,
+        attention=replace(model.attention, **SMALL_ATTENTION),  # type: ignore[arg-type]
+        mamba3=replace(model.mamba3, **{**SMALL_MAMBA3, "ngroups": 2}),  # type: ignore[arg-type]
+        m2rnn=replace(model.m2rnn, **SMALL_M2RNN),  # type: ignore[arg-type]
+        moe=replace(model.moe, **SMALL_MOE),  # type: ignore[arg-type]
+        mlp=replace(model.mlp, hidden_dim=24),
+    )

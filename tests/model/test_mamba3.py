@@ -1,0 +1,189 @@
+"""The Mamba-3 layer: decoding, documents, precision, initial values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp.config import Mamba3Config, ModelConfig
+from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, ScanInputs
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.mamba3 import Mamba3
+from tests.model.mamba3_cases import VARIANTS, initialised, packed, random_layer
+
+
+def random_input(tokens: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    x_BTD = torch.randn(2, tokens, 12, generator=generator, dtype=torch.float64)
+    return x_BTD.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_equal_forward_over_packed_documents(variant: str) -> None:
+    layer, x_BTD = random_layer(variant), random_input(19)
+    ids_T = torch.tensor([0] * 7 + [1] + [2] * 11)
+    want = layer(x_BTD, Documents.from_ids(ids_T.expand(2, 19)))
+    ys = []
+    for t in range(19):
+        if t == 0 or ids_T[t] != ids_T[t - 1]:
+            state = layer.init_state(2, x_BTD.device, x_BTD.dtype)
+        y_BD, state = layer.step(x_BTD[:, t], state)
+        ys.append(y_BD)
+    got = torch.stack(ys, 1)
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_documents_means_whole_rows(variant: str) -> None:
+    layer, x_BTD = random_layer(variant), random_input(13)
+    assert torch.equal(layer(x_BTD), layer(x_BTD, Documents.rows(2, 13)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_documents_are_isolated_bit_for_bit(variant: str) -> None:
+    docs = packed(2, 29, seed=2)
+    document = docs.ids_BT == docs.ids_BT[0, 14]
+    document[1] = False
+    runs = []
+    for change in (0.0, 3.0):
+        layer, x_BTD = random_layer(variant, dtype=torch.float32), random_input(29, torch.float32)
+        with torch.no_grad():
+            x_BTD[document] += change
+        y_BTD = layer(x_BTD, docs)
+        y_BTD.square().sum().backward()
+        runs.append((y_BTD.detach(), x_BTD.grad))
+    for before, after in zip(*runs, strict=True):
+        assert before is not None and after is not None
+        assert torch.equal(before[~document], after[~document])
+        assert not torch.equal(before[document], after[document])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_documents_equal_documents_alone(variant: str) -> None:
+    layer, x_BTD, docs = random_layer(variant), random_input(23), packed(2, 23, seed=4)
+    together = layer(x_BTD, docs).flatten(0, 1)
+    for start, end in docs.cu_seqlens.unfold(0, 2, 1).tolist():
+        alone = layer(x_BTD.flatten(0, 1)[None, start:end])[0]
+        assert (together[start:end] - alone).abs().max() <= 1e-12 * together.abs().max()
+
+
+def spy_on_scan(layer: Mamba3, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.dtype]:
+    """dtypes that reach the scan, filled by the next forward."""
+    seen: dict[str, torch.dtype] = {}
+    scan = layer.scan
+
+    def spy(
+        inputs: ScanInputs, weights: HeadWeights, docs: Documents
+    ) -> tuple[Tensor, Mamba3State]:
+        for name, x in {**vars(inputs), **vars(weights)}.items():
+            if isinstance(x, Tensor):
+                seen[name] = x.dtype
+        return scan(inputs, weights, docs)
+
+    monkeypatch.setattr(layer, "scan", spy)
+    return seen
+
+
+def exact_and_least_error(low: Mamba3, x_BTD: Tensor, variant: str) -> tuple[Tensor, float]:
+    """fp64 output with the values of `low`, and its error once in_proj's outputs are rounded."""
+    layer, docs = random_layer(variant), packed(2, 19)
+    layer.load_state_dict({name: t.double() for name, t in low.state_dict().items()})
+    exact = layer(x_BTD.double(), docs)
+    layer.in_proj.register_forward_hook(lambda _module, _inputs, y: y.bfloat16().double())
+    return exact, (layer(x_BTD.double(), docs) - exact).norm().item()
+
+
+@pytest.mark.parametrize("mode", ["bf16 weights", "autocast"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_compute_keeps_the_contract_in_fp32(
+    variant: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, low = random_layer(variant, dtype=torch.float32).bfloat16(), mode == "bf16 weights"
+    x_BTD = random_input(19, torch.bfloat16).detach()
+    exact, least_error = exact_and_least_error(layer, x_BTD, variant)
+    if not low:
+        layer, x_BTD = layer.float(), x_BTD.float()
+    seen = spy_on_scan(layer, monkeypatch)
+    x_BTD.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not low):
+        y_BTD = layer(x_BTD, packed(2, 19))
+        y_BTD.float().square().sum().backward()  # inside, where a product would be cast again
+    operands = {"Q", "K", "V", "Z", "Trap", "Angles"}
+    assert seen["V"] == torch.bfloat16
+    assert {n: d for n, d in seen.items() if n not in operands and d != torch.float32} == {}
+    assert all(p.dtype == torch.float32 for _, p in contract_parameters(layer))
+    assert y_BTD.dtype == x_BTD.dtype
+    # Operands have 8 bits: what is done to them may cost little more than having them at all.
+    assert (y_BTD.double() - exact).norm() <= 3 * least_error
+    assert x_BTD.grad is not None and x_BTD.grad.isfinite().all()
+
+
+def test_contract_holds_what_the_recurrence_needs_and_no_matrix() -> None:
+    layer = random_layer("mimo_groups_conv_outnorm")
+    held = {name for name, _ in contract_parameters(layer)}
+    assert {n for n, _ in layer.named_parameters()} - held == {
+        "in_proj.weight",
+        "out_proj.weight",
+        "conv1d.weight",
+    }
+
+
+def test_heavy_tail_and_softplus_decay_rates() -> None:
+    a = torch.tensor([-1e6, -1.0, 0.0, 1.0, 5.0], dtype=torch.float64, requires_grad=True)
+    heavy = random_layer("siso")._decay_rate(a)
+    torch.testing.assert_close(heavy, -torch.tensor([1e-4, 0.5, 1.0, 2.0, 6.0]).double())
+    (grad,) = torch.autograd.grad(heavy.sum(), a)
+    torch.testing.assert_close(grad, -torch.tensor([0.0, 0.25, 1.0, 1.0, 1.0]).double())
+    soft = random_layer("siso_conv_softplus")._decay_rate(a)
+    torch.testing.assert_close(soft, -F.softplus(a).clamp(min=1e-4))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_init_rules_cover_every_tensor(variant: str) -> None:
+    layer = random_layer(variant)
+    tensors = [n for n, _ in layer.named_parameters()] + [n for n, _ in layer.named_buffers()]
+    assert sorted(layer.init_rules()) == sorted(tensors)
+
+
+def test_initial_values() -> None:
+    config = ModelConfig(
+        dim=64, depth=8, mamba3=Mamba3Config(headdim=8, mimo_rank=4, conv_kernel=4)
+    )
+    layer = initialised(Mamba3(config))
+    dt = F.softplus(layer.dt_bias)
+    assert dt.min() >= 0.999e-3 and dt.max() <= 0.1001 and dt.max() > 5 * dt.min()
+    assert layer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    assert layer.out_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+    for parameter, value in (
+        (layer.D, 1.0),
+        (layer.B_bias, 1.0),
+        (layer.C_bias, 1.0),
+        (layer.mimo_x, 0.25),
+        (layer.mimo_o, 0.25),
+        (layer.mimo_z, 1.0),
+    ):
+        assert torch.all(parameter == value)
+    assert layer.conv1d is not None
+    assert 0.45 < layer.conv1d.weight.abs().max() <= 0.5
+
+
+def test_builds_on_meta_without_values() -> None:
+    with torch.device("meta"):
+        layer = Mamba3(ModelConfig(mamba3=Mamba3Config(mimo_rank=4, conv_kernel=4, out_norm=True)))
+    assert all(p.is_meta for p in layer.parameters())
+
+
+@pytest.mark.slow
+def test_compiles_as_one_graph() -> None:
+    layer, docs = random_layer("mimo_groups_conv_outnorm"), packed(2, 19)
+    runs = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x_BTD = random_input(19)
+        y_BTD = run(x_BTD, docs)
+        y_BTD.square().sum().backward()
+        runs.append((y_BTD, x_BTD.grad))
+    for eager, compiled in zip(*runs, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)

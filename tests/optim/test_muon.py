@@ -1,0 +1,159 @@
+"""Muon on one device: against the written-out update, views, zero and missing gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optim.muon import Muon, muon_update
+from optim.newton_schulz import Scale
+from optim.ownership import MatrixView
+
+
+def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    g = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype))
+
+
+def give_gradient(p: Tensor, seed: int) -> None:
+    g = torch.Generator().manual_seed(100 + seed)
+    p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype)
+
+
+@pytest.mark.parametrize("scale", ["keller", "moonshot"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12), (9, 9), (130, 70)])
+def test_three_steps_equal_the_written_out_update(
+    shape: tuple[int, int], nesterov: bool, scale: Scale
+) -> None:
+    p = parameter(*shape)
+    want, momentum = p.detach().clone(), torch.zeros(shape, dtype=torch.float64)
+    optimizer = Muon([p], 0.02, 0.9, nesterov, weight_decay=0.1, scale=scale)
+    for step in range(3):
+        give_gradient(p, step)
+        assert p.grad is not None
+        grad = p.grad.clone()
+        optimizer.step()
+        assert torch.equal(p.grad, grad), "the gradient was written to"
+        want = want * (1 - 0.02 * 0.1)
+        want = want - 0.02 * muon_update(grad, momentum, 0.9, nesterov, scale=scale)
+    assert (p - want).abs().max() < 1e-12
+    assert (optimizer.state[p]["momentum"] - momentum).abs().max() < 1e-15
+
+
+def test_experts_equal_a_loop_over_experts() -> None:
+    stack = parameter(4, 6, 10)
+    singles = [nn.Parameter(w.clone()) for w in stack.detach()]
+    batched = Muon([stack], 0.02, view=MatrixView(batched=True))
+    loop = Muon(singles, 0.02)
+    for step in range(3):
+        give_gradient(stack, step)
+        assert stack.grad is not None
+        for single, grad in zip(singles, stack.grad, strict=True):
+            single.grad = grad.clone()
+        batched.step()
+        loop.step()
+    assert torch.equal(stack, torch.stack([s.detach() for s in singles]))
+
+
+def test_the_flattened_stack_would_be_another_update() -> None:
+    stack, flat = parameter(4, 6, 10), nn.Parameter(parameter(4, 6, 10).detach().flatten(0, 1))
+    give_gradient(stack, 0)
+    assert stack.grad is not None
+    flat.grad = stack.grad.flatten(0, 1)
+    Muon([stack], view=MatrixView(batched=True)).step()
+    Muon([flat]).step()
+    assert (stack.flatten(0, 1) - flat).abs().max() > 1e-4
+
+
+def test_row_blocks_equal_split_parameters() -> None:
+    heights = (4, 4, 4, 9, 1, 2)
+    fused = parameter(sum(heights), 7)
+    split = [nn.Parameter(block.clone()) for block in fused.detach().split(heights)]
+    one = Muon([fused], 0.02, view=MatrixView(heights))
+    many = Muon(split, 0.02)
+    for step in range(3):
+        give_gradient(fused, step)
+        assert fused.grad is not None
+        for block, grad in zip(split, fused.grad.split(heights), strict=True):
+            block.grad = grad.clone()
+        one.step()
+        many.step()
+    assert torch.equal(fused, torch.cat([s.detach() for s in split]))
+
+
+def test_zero_gradients_leave_weights_and_make_no_nan() -> None:
+    p, fused = parameter(6, 4), parameter(8, 4, seed=1)
+    before = [t.detach().clone() for t in (p, fused)]
+    optimizer = Muon([{"params": [p]}, {"params": [fused], "view": MatrixView((3, 5))}])
+    for t in (p, fused):
+        t.grad = torch.zeros_like(t)
+    optimizer.step()
+    assert torch.equal(p, before[0]) and torch.equal(fused, before[1])
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    p, q = parameter(6, 4), parameter(6, 4, seed=1)
+    before = q.detach().clone()
+    optimizer = Muon([p, q], weight_decay=0.1)
+    give_gradient(p, 0)
+    optimizer.step()
+    assert torch.equal(q, before) and not optimizer.state[q]["momentum"].count_nonzero()
+    give_gradient(q, 0)
+    optimizer.step()
+    assert not torch.equal(q, before)
+
+
+def test_closure_and_learning_rate_are_read_at_every_step() -> None:
+    p = parameter(6, 4)
+    optimizer = Muon([p], lr=0.0)
+    give_gradient(p, 0)
+    before = p.detach().clone()
+    assert optimizer.step(lambda: torch.is_grad_enabled()) is True
+    assert torch.equal(p, before)
+    optimizer.param_groups[0]["lr"] = 0.02
+    optimizer.step()
+    assert not torch.equal(p, before)
+
+
+def test_bf16_momentum_without_nesterov_is_not_normalised_in_place() -> None:
+    p = parameter(6, 4, dtype=torch.bfloat16)
+    optimizer = Muon([p], nesterov=False, dtype=torch.bfloat16)
+    give_gradient(p, 0)
+    assert p.grad is not None
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum"], torch.zeros_like(p).lerp(p.grad, 0.05))
+
+
+@pytest.mark.parametrize(
+    "shape, view",
+    [
+        ((6,), MatrixView()),
+        ((2, 3, 4), MatrixView()),
+        ((6, 4), MatrixView(batched=True)),
+        ((6, 4), MatrixView((3, 4))),
+    ],
+)
+def test_a_view_that_does_not_fit_is_refused(shape: tuple[int, ...], view: MatrixView) -> None:
+    with pytest.raises(AssertionError):
+        Muon([parameter(*shape)], view=view)
+
+
+def test_views_in_words() -> None:
+    assert str(MatrixView()) == "whole"
+    assert str(MatrixView(batched=True)) == "each expert"
+    assert str(MatrixView((8, 8, 4, 2, 2, 2))) == "rows 2 x 8 | 4 | 3 x 2"
+
+
+def test_it_can_be_copied_and_saved_like_any_optimizer() -> None:
+    p = parameter(6, 4)
+    optimizer = Muon([p])
+    give_gradient(p, 0)
+    optimizer.step()
+    other = parameter(6, 4)
+    fresh = Muon([other])
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(fresh.state[other]["momentum"], optimizer.state[p]["momentum"])
