@@ -63,7 +63,7 @@ class Mamba3Config:
 
 @dataclass(frozen=True)
 class M2RNNConfig:
-    """R blocks: M2RNN (arXiv 2603.14360). num_heads 0 means max(1, dim // (key_dim + value_dim))."""
+    """R blocks: M2RNN (arXiv 2603.14360). 0 heads: max(1, dim // (key_dim + value_dim))."""
 
     num_heads: int = 0
     num_q_heads: int = 1

@@ -121,7 +121,7 @@ def _normalised(x_Ksl: Tensor, dtype: torch.dtype) -> Tensor:
     working = torch.float64 if x_Ksl.dtype == torch.float64 else torch.float32
     exponent = torch.frexp(largest.to(working)).exponent.clamp(-limit, limit)
     power = torch.exp2(-exponent.to(working))
-    y_Ksl = (x_Ksl * power.to(x_Ksl.dtype)).to(dtype, memory_format=torch.contiguous_format)
+    y_Ksl = (x_Ksl * power.to(x_Ksl.dtype)).to(dtype).contiguous()
     norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True)
     return y_Ksl.div_(norm + (EPS * power.clamp(max=2.0**20)).to(dtype))
 

@@ -86,9 +86,7 @@ class CollectiveCounter(TorchDispatchMode):
     def bytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
         return sum(c.bytes for c in self.of(kind, dtype))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # let DTensor turn into local operators and collectives first
         out = func(*args, **(kwargs or {}))

@@ -24,7 +24,15 @@ OPTIONAL = {
     "mamba_ssm", "tilelang", "torchao", "transformer_engine", "triton",
     "pyarrow", "zstandard", "matplotlib", "tensorboard", "tyro",
 }  # fmt: skip
-NO_TORCH = ("config.py", "errors.py", "presets.py", "rules.py", "arguments.py", "cli/main.py")
+NO_TORCH = (
+    "config.py",
+    "errors.py",
+    "presets.py",
+    "rules.py",
+    "model_rules.py",
+    "arguments.py",
+    "cli/main.py",
+)
 
 
 def imported(tree: ast.AST) -> set[str]:

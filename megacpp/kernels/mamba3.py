@@ -8,7 +8,7 @@ Per head, with lambda = sigmoid(trap), alpha = exp(adt), angle the running sum o
 With MIMO rank R, k, q and v have R vectors a token that share one S: outer products are summed,
 and there are R outputs. All of it restarts at each document.
 
-Legend: as megacpp/kernels/mamba3_inputs.py, and J chunks of a row, C tokens of a chunk.
+Legend: as megacpp/kernels/mamba3_inputs.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.mamba3_chunks import mamba3_chunked
 from megacpp.kernels.mamba3_inputs import (
     HeadWeights,
     Mamba3State,
@@ -32,6 +33,8 @@ from megacpp.kernels.mamba3_inputs import (
 )
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+
+__all__ = ["Scan", "mamba3_chunked", "mamba3_sequential", "mamba3_step", "scan_documents"]
 
 Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba3State]]
 

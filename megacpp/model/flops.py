@@ -2,7 +2,8 @@
 
 The convention of MFU (PaLM, arXiv 2204.02311, appendix B): forward plus twice forward for the
 backward, attention over whole rows (causal masks and document boundaries save nothing here), no
-recomputation, no element-wise work (a depthwise conv is that). tests/model/test_flops.py holds it to FlopCounterMode.
+recomputation, no element-wise work (a depthwise conv is that). tests/model/test_flops.py holds
+it to FlopCounterMode.
 """
 
 from __future__ import annotations

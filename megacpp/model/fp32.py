@@ -28,8 +28,7 @@ def contract_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters of `model` under the fp32 contract."""
     for prefix, module in model.named_modules():
         if isinstance(module, Fp32Contract):
-            for name, parameter in module.named_parameters(prefix, recurse=False):
-                yield name, parameter
+            yield from module.named_parameters(prefix, recurse=False)
 
 
 def wide(x: Tensor) -> Tensor:

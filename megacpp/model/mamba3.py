@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from megacpp.config import ModelConfig
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
-from megacpp.kernels.mamba3 import mamba3_step
-from megacpp.kernels.mamba3_chunks import mamba3_chunked
+from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_step
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract, wide

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megacpp.config import Mamba3Config, ModelConfig
-from megacpp.kernels.mamba3 import mamba3_sequential, scan_documents
-from megacpp.kernels.mamba3_chunks import mamba3_chunked
+from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential, scan_documents
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.mamba3 import Mamba3
@@ -81,7 +80,7 @@ def arguments(
     """The file's tensors as our arguments: SISO files have no rank axis."""
     bias = {n: leaves[n] if mimo else leaves[n].unsqueeze(1) for n in ("Q_bias", "K_bias")}
     scaled = {ours: leaves[name] for name, ours in SCALED.items() if name in leaves}
-    weights = HeadWeights(D=leaves["D"], **bias, **scaled)
+    weights = HeadWeights(D=leaves["D"], **bias, **scaled)  # type: ignore[arg-type]
     qk = {n: leaves[n] if mimo else leaves[n].unsqueeze(2) for n in ("Q", "K")}
     others = {n: leaves[n] for n in ("V", "ADT", "DT", "Trap", "Angles")}
     inputs = ScanInputs(**qk, **others, Z=leaves.get("Z"))

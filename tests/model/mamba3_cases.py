@@ -10,7 +10,6 @@ from torch import Tensor
 from megacpp.config import Mamba3Config, ModelConfig
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.model.documents import Documents
-from megacpp.model.init import tensor_key
 from megacpp.model.mamba3 import Mamba3
 
 VARIANTS = {
@@ -95,14 +94,3 @@ def random_layer(variant: str, chunk: int = 8, dtype: torch.dtype = torch.float6
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.5 * noise)
     return layer.to(dtype)
-
-
-def initialised(layer: Mamba3, seed: int = 0) -> Mamba3:
-    """The layer with the values of its own rules."""
-    rules = layer.init_rules()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            index = torch.arange(parameter.numel())
-            values = rules[name](index, tuple(parameter.shape), tensor_key(seed, name))
-            parameter.copy_(values.view(parameter.shape))
-    return layer

@@ -67,9 +67,7 @@ def variants() -> dict[str, ModelConfig]:
         "m2rnn_heads": replace(base, m2rnn=replace(base.m2rnn, num_heads=4, num_q_heads=2)),
         "moe_relu2_gate_groups": replace(
             base,
-            moe=replace(
-                base.moe, activation="relu2", shared_gate=True, num_groups=2, num_shared=2
-            ),
+            moe=replace(base.moe, activation="relu2", shared_gate=True, num_groups=2, num_shared=2),
         ),
         "moe_softmax_no_shared": replace(
             base, moe=replace(base.moe, score="softmax", num_shared=0)

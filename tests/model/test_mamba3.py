@@ -11,8 +11,9 @@ from megacpp.config import Mamba3Config, ModelConfig
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
+from megacpp.model.init import initialise
 from megacpp.model.mamba3 import Mamba3
-from tests.model.mamba3_cases import VARIANTS, initialised, packed, random_layer
+from tests.model.mamba3_cases import VARIANTS, packed, random_layer
 
 
 def random_input(tokens: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -152,7 +153,8 @@ def test_initial_values() -> None:
     config = ModelConfig(
         dim=64, depth=8, mamba3=Mamba3Config(headdim=8, mimo_rank=4, conv_kernel=4)
     )
-    layer = initialised(Mamba3(config))
+    layer = Mamba3(config)
+    initialise(layer, layer.init_rules(), seed=0)
     dt = F.softplus(layer.dt_bias)
     assert dt.min() >= 0.999e-3 and dt.max() <= 0.1001 and dt.max() > 5 * dt.min()
     assert layer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.03)

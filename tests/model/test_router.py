@@ -156,10 +156,10 @@ def test_losses_by_loops(score: str) -> None:
     got = router.auxiliary_losses(routing, docs)
     assert set(got) == set(want)
     for name, value in got.items():
-        assert abs(float(value) - want[name]) < FP64 * 12, name
+        assert abs(value.item() - want[name]) < FP64 * 12, name
     router(x_BTD, docs)
     for name, value in router.losses.items():
-        assert abs(float(value) - want[name] / 12) < FP64 and not value.requires_grad
+        assert abs(value.item() - want[name] / 12) < FP64 and not value.requires_grad
 
 
 def test_even_load_costs_one_per_token() -> None:

@@ -40,14 +40,18 @@ def values(kind: str, number: int, dtype: torch.dtype, step: int = 0) -> Tensor:
     return torch.randn(MATRICES[number][0], generator=g, dtype=torch.float64).to(dtype)
 
 
-def train(dtype: torch.dtype, place: Callable[[Tensor], Tensor], **options: Any) -> list[Tensor]:
+def train(
+    dtype: torch.dtype,
+    place: Callable[[Tensor], Tensor],
+    iteration_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
     """Parameters and momenta after a few steps, this rank's part."""
     params = [nn.Parameter(place(values("w", i, dtype))) for i in range(len(MATRICES))]
     groups = [
         {"params": [p], "view": view, "lr": 0.02 + 0.01 * i}
         for i, (p, (_, view)) in enumerate(zip(params, MATRICES, strict=True))
     ]
-    optimizer = Muon(groups, weight_decay=0.1, **options)
+    optimizer = Muon(groups, weight_decay=0.1, dtype=iteration_dtype)
     for step in range(STEPS):
         for i, p in enumerate(params):
             p.grad = place(values("grad", i, dtype, step))
@@ -86,12 +90,12 @@ def test_bf16_iterations_travel_in_bf16_and_are_equal_too() -> None:
         placed = train(
             torch.float32,
             lambda t: distribute_tensor(t, mesh, [Shard(0)]),
-            dtype=torch.bfloat16,
+            torch.bfloat16,
         )
         assert sent == [torch.bfloat16] * (2 * STEPS), "two exchanges a step, narrow"
         return [t.full_tensor() for t in placed if isinstance(t, DTensor)]
 
-    want = train(torch.float32, lambda t: t, dtype=torch.bfloat16)
+    want = train(torch.float32, lambda t: t, torch.bfloat16)
     for got in run_ranks(body, 2):
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g, w)

@@ -1,0 +1,219 @@
+"""The whole run in real processes: train, record, evaluate, save, resume, sample, on 1 and 2 ranks.
+
+Everything happens on a small corpus of real C++ headers and a model with every letter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp.run.record import versions
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "--model.dim 32 --model.depth 5 --model.pattern AMERF --model.vocab-size 400"
+    " --model.attention.num-heads 2 --model.attention.num-kv-heads 1"
+    " --model.attention.head-dim 16 --model.mamba3.headdim 16 --model.mamba3.d-state 8"
+    " --model.mamba3.chunk-size 16 --model.m2rnn.key-dim 8 --model.m2rnn.value-dim 8"
+    " --model.moe.num-experts 4 --model.moe.hidden-dim 32 --model.moe.shared-hidden-dim 32"
+    " --model.mlp.hidden-dim 64 --data.seq-len 48 --run.steps 20 --run.eval-rows 24"
+    " --run.sample-tokens 8 --checkpoint.every 10 --checkpoint.keep 0"
+).split()
+ADAMW = ["--optim.name", "adamw", "--precision.dtype", "fp64"]
+KEYS = {
+    "step", "loss", "bits_per_byte", "grad_norm", "lr", "tokens", "valid_tokens",
+    "tokens_per_s", "step_s", "peak_bytes", "skipped",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some sixty headers of the installed torch, 400 ids."""
+    source = tmp_path_factory.mktemp("headers")
+    import torch
+
+    folder = Path(torch.__file__).parent / "include/ATen/core"
+    for header in sorted(folder.glob("*.h"))[:60]:
+        shutil.copy(header, source)
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    command = ["data", "prepare", str(source), "--out", str(out), "--vocab-size", "400"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp", *command, "--validation-fraction", "0.1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def train(corpus: Path, folder: Path, ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs train.py as a person would, on one process or under torchrun."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(start if ranks > 1 else []), "train.py", "tiny", *SMALL]
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    done = subprocess.run(
+        [*command, *paths, "--train.device-batch-size", str(4 // ranks), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(a: list[dict], b: list[dict], limit: float) -> None:
+    assert [r["step"] for r in a] == [r["step"] for r in b] == list(range(20))
+    for key in ("loss", "grad_norm", "bits_per_byte", "lr"):
+        for one, two in zip(a, b, strict=True):
+            assert abs(one[key] - two[key]) <= limit * abs(one[key]), (key, one["step"])
+
+
+@pytest.fixture(scope="module")
+def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Twenty AdamW steps in fp64 on one process without a process group."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    done = train(corpus, folder, 1, *ADAMW)
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def double(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same on two FSDP2 ranks over gloo."""
+    folder = tmp_path_factory.mktemp("double") / "run"
+    train(corpus, folder, 2, *ADAMW)
+    return folder
+
+
+def test_the_screen_says_what_runs(single: tuple[Path, str]) -> None:
+    out = single[1]
+    for words in (
+        "parameters,", "attention", "Mamba-3", "one process, no process group", "tokens a step",
+        "adamw", "corpus ", "fresh start, 20 steps", "step  1/20", "step 20/20", "eta ",
+        "bits per byte", "gzip -9", "---- sample ----", "#pragma once",
+    ):  # fmt: skip
+        assert words in out, words
+
+
+def test_metrics_have_every_key_in_full_precision(single: tuple[Path, str]) -> None:
+    rows = records(single[0])
+    assert len(rows) == 20
+    for row in rows:
+        assert row.keys() >= KEYS and not row["skipped"]
+        assert row["tokens"] == 4 * 48 and 0 < row["valid_tokens"] <= row["tokens"]
+        assert row["peak_bytes"] > 1 << 20 and row["tokens_per_s"] > 0
+    assert len(repr(rows[0]["loss"])) > 12
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.05
+
+
+def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> None:
+    folder = single[0]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["provenance"]["model.dim"] == "command line"
+    assert config["provenance"]["optim.beta2"] == "default"
+    assert config["provenance"]["model.attention.qk_norm"] == "preset"
+    assert config["provenance"]["train.grad_accum"] == "derived"
+    launch = json.loads((folder / "launch.json").read_text())
+    assert launch["versions"] == versions() and launch["world_size"] == 1
+    assert launch["parameters"]["total"] > launch["parameters"]["active"] > 0
+    assert {"git_commit", "mesh", "flops_per_token", "data_fingerprint"} <= launch.keys()
+    assert list((folder / "tensorboard").iterdir())
+    assert (folder / "samples/step-000020.txt").read_text().startswith("#pragma once")
+    assert {p.name for p in (folder / "checkpoints").iterdir()} >= {"step-000010", "step-000020"}
+    assert (folder / "final/tokenizer.json").read_bytes() == (
+        corpus / "tokenizer.json"
+    ).read_bytes()
+    result = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert result["gzip_bits_per_byte"] > 0 and result["bits_per_byte"] > 0
+
+
+def test_two_ranks_are_the_same_run(single: tuple[Path, str], double: Path) -> None:
+    assert_same_run(records(single[0]), records(double), limit=1e-12)
+    one, two = ((f / "evaluations.jsonl").read_text() for f in (single[0], double))
+    assert json.loads(one)["target_bytes"] == json.loads(two)["target_bytes"]
+    assert json.loads(one)["loss"] == pytest.approx(json.loads(two)["loss"], rel=1e-12)
+
+
+def test_resume_is_bit_exact_on_the_same_mesh(corpus: Path, double: Path, tmp_path: Path) -> None:
+    """20 steps against 10, a new process, and 10 more: a difference of exactly 0."""
+    folder = half_way(double, tmp_path)
+    train(corpus, folder, 2, *ADAMW)
+    assert_same_run(records(double), records(folder), limit=0.0)
+    name = "final/model.safetensors"
+    assert (folder / name).read_bytes() == (double / name).read_bytes()
+
+
+def test_resume_on_another_world_size(
+    corpus: Path, single: tuple[Path, str], double: Path, tmp_path: Path
+) -> None:
+    folder = half_way(double, tmp_path)
+    done = train(corpus, folder, 1, *ADAMW)
+    assert "resumed at step 10 of 20" in done.stdout
+    assert_same_run(records(single[0]), records(folder), limit=1e-12)
+
+
+def half_way(run: Path, tmp_path: Path) -> Path:
+    """A copy of a run that stopped right after step 10 was saved (its records go further)."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "checkpoints/step-000020")
+    shutil.rmtree(folder / "final")
+    (folder / "checkpoints/latest").write_text("step-000010")
+    return folder
+
+
+def test_muon_in_fp32_on_one_and_two_ranks(corpus: Path, tmp_path: Path) -> None:
+    train(corpus, tmp_path / "one", 1)
+    train(corpus, tmp_path / "two", 2)
+    assert_same_run(records(tmp_path / "one"), records(tmp_path / "two"), limit=1e-5)
+
+
+def test_sampling_from_the_run_folder(single: tuple[Path, str]) -> None:
+    command = ["sample", str(single[0]), "--prompt", "#include <", "--max-tokens", "6", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp", *command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["prompt"] == "#include <" and 0 < answer["tokens"] <= 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--data.path", "nowhere"], 3, "nowhere"),
+        (["--model.vocab-size", "300"], 2, "model.vocab_size=300"),
+        (["--checkpoint.resume", "nowhere"], 4, "nowhere"),
+        (["--model.dim", "64"], 4, "model.dim=64"),
+        (["--run.seed", "7"], 4, "run.seed=7"),
+    ],
+)
+def test_wrong_data_or_checkpoint_is_one_line(
+    corpus: Path, single: tuple[Path, str], flags: list[str], code: int, words: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(single[0], folder)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "train.py", "tiny", *SMALL, *paths, *ADAMW,
+         "--train.device-batch-size", "4", *flags],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == code and len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ") and words in lines[0] and "Fix: " in lines[0]
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
