@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from optim.local import local_part
 from optim.newton_schulz import (
     Scale,
     iteration_dtype,
@@ -148,11 +148,6 @@ class Muon(torch.optim.Optimizer):
                 for (_, dtype, _), some in items.items()
             ]
         return self._plans[key]
-
-
-def local_part(t: Tensor) -> Tensor:
-    """What this rank stores of a parameter, gradient or state."""
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ class AccumulationBoundary:
             sums += torch.stack([out.loss_sum, out.nll_sum]).double()
         self.world.sum(sums)
         self.model.train(training)
+        for unit in self.units:  # no backward follows that would: parameters are shards again
+            unit.reshard()
         return StepSums(sums[0], sums[1], valid, tokens, target_bytes)
 
     @torch.no_grad()
@@ -102,9 +104,16 @@ class AccumulationBoundary:
         return total[0], total[1], total[2]
 
     def _sync_gradients(self, last: bool) -> None:
+        """Only the last backward of a step reduces gradients and lets go of the root's unit.
+
+        So the fp32-contract parameters, which are few, are gathered once a step, not once a
+        microbatch.
+        """
         if self.units:
-            self.units[0].set_requires_gradient_sync(last)
-            self.units[0].set_is_last_backward(last)
+            root = self.units[0]
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+            root.set_reshard_after_backward(last, recurse=False)
 
     def _scale_auxiliary(self, scale: float) -> None:
         for router in self.routers:

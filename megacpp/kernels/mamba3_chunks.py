@@ -1,9 +1,9 @@
 """The Mamba-3 scan as matrix products over chunks: what it takes to get there.
 
 The look-ahead form of the recurrence in megacpp/kernels/mamba3.py: token s enters the state once,
-with weight scale[s] = dt[s] lambda[s] + dt[s+1] (1 - lambda[s+1]), the second term only within its
-document, and a token meets itself with gamma = dt lambda alone. At the end of a row or document the
-look-ahead is empty, so the state there equals that of the recurrence.
+with weight scale[s] = dt[s] lambda[s] + dt[s+1] (1 - lambda[s+1]), and meets itself with
+gamma = dt lambda alone. Only later tokens of its document see the second term, so the last one may
+look into the next document, and at the end of a row, where it is 0, the state is the recurrence's.
 
 Legend: as megacpp/kernels/mamba3_inputs.py, and J chunks of a row, C tokens of a chunk. Inside,
 the N axis is ordered so that pair i is rows i and i + N/2, whatever the pairing.
@@ -72,7 +72,6 @@ def _chunked(
     gamma_BHJC = DT_BHJC * torch.sigmoid(Trap_BHJC)
     beta_BHJC = DT_BHJC * torch.sigmoid(-Trap_BHJC)
     ahead_BHJC = F.pad(beta_BHJC.flatten(2)[..., 1:], (0, 1)).view_as(beta_BHJC)
-    scale_BHJC = gamma_BHJC + torch.where(chunks.follows_BJC[:, None], ahead_BHJC, 0.0)
 
     angle_BHJAC = _angles(inputs.Angles, DT_BHJC, chunks, initial)
     G = inputs.Q.shape[3]
@@ -90,7 +89,7 @@ def _chunked(
         k_BHJNRC,
         weights.ranks(v_BHJCP).to(dtype),
         segmented_cumsum(ADT_BHJC[:, :, :, None], chunks).squeeze(3),
-        scale_BHJC.clamp(min=NOTHING).log(),
+        (gamma_BHJC + ahead_BHJC).clamp(min=NOTHING).log(),
         gamma_BHJC,
         weights.D,
         _first(inputs, weights, initial, pairing, beta_BHJC[:, :, 0, 0]),

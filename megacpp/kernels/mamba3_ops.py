@@ -26,14 +26,12 @@ class Chunks:
         enters_BJC: the token's document was already running when the chunk began. In the first
             chunk that is the document which an initial state belongs to.
         leaves_BJC: the token's document still runs at the last token of the chunk.
-        follows_BJC: the next token of the row belongs to the same document.
         whole: every row is one document.
     """
 
     before_BJCC: Tensor
     enters_BJC: Tensor
     leaves_BJC: Tensor
-    follows_BJC: Tensor
     whole: bool
 
     @staticmethod
@@ -49,13 +47,11 @@ class Chunks:
         # Running numbers instead of ids: an id may come back in a later document of the row.
         run_BJC = changes_BT.cumsum(1).unflatten(1, (-1, chunk))
         entering_BJ = F.pad(run_BJC[:, :-1, -1], (1, 0))
-        follows_BT = F.pad(~changes_BT[:, 1:], (0, 1), value=False)
         earlier_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=ids_BT.device).tril(-1)
         return Chunks(
             before_BJCC=((run_BJC[..., :, None] == run_BJC[..., None, :]) & earlier_CC).to(dtype),
             enters_BJC=run_BJC == entering_BJ[..., None],
             leaves_BJC=run_BJC == run_BJC[..., -1:],
-            follows_BJC=follows_BT.unflatten(1, (-1, chunk)),
             whole=docs.whole,
         )
 

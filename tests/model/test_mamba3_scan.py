@@ -206,6 +206,22 @@ def test_backward_keeps_no_matrix_of_token_pairs() -> None:
     assert per_token_of_a_head <= 4  # N = 4; a row of pairs would have 64
 
 
+def test_autocast_reaches_nothing_inside() -> None:
+    """A step, and forward and backward of chunks, keep every bit in an autocast region."""
+    runs = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        inputs, weights, state = random_scan(TOKENS, rank=2, dtype=torch.float32)
+        token, leaves = inputs.part(slice(None), slice(0, 1)), scan_leaves(inputs, weights)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y, after = mamba3_step(token, weights, state, "half")
+            chunks = mamba3_chunked(inputs, weights, packed(2, TOKENS), "half", 8)
+            outputs, grads = results(*chunks, leaves)
+        runs.append([y, *vars(after).values(), *outputs, *grads])
+    for plain, autocast in zip(*runs, strict=True):
+        assert torch.equal(plain, autocast)
+
+
 @pytest.mark.parametrize("name", ["ADT", "DT", "Q_bias", "K_bias", "D"])
 @pytest.mark.parametrize("form", ["chunked", "step"])
 def test_nothing_of_the_contract_comes_in_below_fp32(name: str, form: str) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from optim.muon import Muon, local_part
+from optim.local import local_part
+from optim.muon import Muon
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import Item, Layout, MatrixView, Ownership, choose_owners, items_of
 from tests.ranks import run_ranks

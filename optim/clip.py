@@ -1,0 +1,82 @@
+"""Global gradient norm over local shards, and clipping by it: one all-reduce on any mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from optim.local import local_part
+
+
+@torch.no_grad()
+def clip_gradients(
+    model: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Scales all gradients in place so that their joint 2-norm is at most `max_norm`.
+
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. A
+    non-finite norm leaves the gradients as they are, for the caller to skip the step and look.
+
+    Args:
+        max_norm: 0 measures only.
+        group: the ranks that together hold the model; by default all, if parameters are sharded.
+
+    Returns:
+        The norm before clipping, fp64, the same on every rank.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = gradient_norm(grads, group)
+    if not max_norm or not grads:
+        return norm
+    if not norm.is_cuda and not max_norm < norm.item() + 1e-6 < math.inf:
+        return norm  # the factor is 1; a GPU would have to wait to know, and multiplies with it
+    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0)
+    local = [local_part(g) for g in grads]
+    for dtype in _dtypes(local):
+        # foreach is fast with a factor of the tensors' own dtype
+        torch._foreach_mul_([g for g in local if g.dtype == dtype], factor.to(dtype))
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(grads: list[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """2-norm over all elements of all gradients, each counted once however often it is stored.
+
+    A DTensor's local part counts unless a replica of it does: on coordinate 0 of every mesh axis
+    that doesn't shard it. A plain tensor is taken to be on all ranks, and counts on the first.
+    Norms of single tensors are made in fp32 or wider, their squares and sums in fp64.
+    """
+    if group is None and any(isinstance(g, DTensor) for g in grads):
+        group = dist.group.WORLD
+    first = group is None or dist.get_rank(group) == 0
+    counted = [local_part(g) for g in grads if (_counts(g) if isinstance(g, DTensor) else first)]
+    norms = []
+    for dtype in _dtypes(counted):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        same = [g for g in counted if g.dtype == dtype]
+        norms += torch._foreach_norm(same, 2, dtype=wide)
+    device = grads[0].device if grads else None
+    stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
+    norm = torch.linalg.vector_norm(stacked, dtype=torch.float64)
+    if group is not None:
+        norm.square_()
+        dist.all_reduce(norm, group=group)
+        norm.sqrt_()
+    return norm
+
+
+def _counts(g: DTensor) -> bool:
+    """This rank holds the first copy of its part of `g`."""
+    mesh, placements = g.device_mesh, g.placements
+    assert not any(p.is_partial() for p in placements), f"an unreduced gradient: {placements}"
+    return all(p.is_shard() or mesh.get_local_rank(i) == 0 for i, p in enumerate(placements))
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> list[torch.dtype]:
+    """The dtypes that occur, each once."""
+    return list(dict.fromkeys(t.dtype for t in tensors))

@@ -1,0 +1,186 @@
+"""Which optimizer moves which parameter: one table, and every parameter matches exactly one row.
+
+Muon takes the matrices between hidden states; AdamW takes what is looked up (embedding, head), what
+is a vector or a scalar, and filters. A fused projection is several matrices in one parameter, and
+each is orthogonalised alone: one matrix for all would trade singular values between, say, a gate
+and a time step. Projections that the model keeps apart (`wq`, `wk`, `wv`) are one matrix each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Literal
+
+from torch import nn
+
+from megacpp.errors import ConfigError
+from megacpp.model.block import Block
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.m2rnn import M2RNN
+from megacpp.model.mamba3 import Mamba3
+from megacpp.model.mla import MultiHeadLatentAttention
+from optim.ownership import MatrixView
+
+Algorithm = Literal["muon", "adamw"]
+View = Callable[[nn.Module], MatrixView]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        letters: kinds of block whose mixer has the parameter; empty: outside of all mixers.
+        names: patterns of its name below the mixer (outside: of its whole name).
+        decays: weight decay applies.
+        view: Muon's matrices, from the mixer that owns the parameter.
+    """
+
+    letters: str
+    names: tuple[str, ...]
+    algorithm: Algorithm
+    decays: bool
+    view: View = lambda mixer: MatrixView()
+
+    def matches(self, letter: str, name: str) -> bool:
+        inside = letter in self.letters if letter else not self.letters
+        return inside and any(fnmatchcase(name, pattern) for pattern in self.names)
+
+
+def mamba3_rows(mixer: nn.Module) -> MatrixView:
+    """z | x | B | C, and one block of the thin rest: dt, A, trap and angles.
+
+    The rest are scalars per head; a block each would be a handful of rows, whose update is nearly
+    their normalised gradient, while together they still compete only among themselves.
+    """
+    assert isinstance(mixer, Mamba3)
+    inner, x_and_bc, *thin = mixer.widths
+    bc = (x_and_bc - inner) // 2
+    return MatrixView((inner, inner, bc, bc, sum(thin)))
+
+
+def m2rnn_rows(mixer: nn.Module) -> MatrixView:
+    """q, k and v head by head | the forget gates | the output gate."""
+    assert isinstance(mixer, M2RNN)
+    heads = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
+    parts = zip(mixer.qkv_dims, heads, strict=True)
+    qkv = [height for total, height in parts for _ in range(total // height)]
+    return MatrixView((*qkv, *mixer.input_dims[1:]))
+
+
+def latent_rows(mixer: nn.Module) -> MatrixView:
+    """The latent | the rotary key that all heads share."""
+    assert isinstance(mixer, MultiHeadLatentAttention)
+    return MatrixView((mixer.latent_dim, mixer.rope_dim))
+
+
+def key_value_rows(mixer: nn.Module) -> MatrixView:
+    """k | v of every head in turn."""
+    assert isinstance(mixer, MultiHeadLatentAttention)
+    heads = mixer.config.attention.num_heads
+    return MatrixView((mixer.nope_dim, mixer.value_dim) * heads)
+
+
+def experts(mixer: nn.Module) -> MatrixView:
+    """Each expert is a matrix."""
+    return MatrixView(batched=True)
+
+
+TABLE = (
+    Row("", ("embed.weight", "head.weight"), "adamw", True),
+    Row("", ("norm.weight", "blocks.*.norm.weight"), "adamw", False),
+    Row("A", ("wq.weight", "wk.weight", "wv.weight", "wo.weight"), "muon", True),
+    Row("A", ("wq_a.weight", "wq_b.weight"), "muon", True),
+    Row("A", ("wkv_a.weight",), "muon", True, latent_rows),
+    Row("A", ("wkv_b.weight",), "muon", True, key_value_rows),
+    Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "adamw", False),
+    Row("M", ("in_proj.weight",), "muon", True, mamba3_rows),
+    Row("M", ("out_proj.weight",), "muon", True),
+    Row("M", ("B_norm.weight", "C_norm.weight", "norm.weight"), "adamw", False),
+    Row("M", ("dt_bias", "B_bias", "C_bias", "D", "mimo_[xzo]"), "adamw", False),
+    Row("E", ("experts.w[123]",), "muon", True, experts),
+    Row("E", ("shared.w[123].weight",), "muon", True),
+    Row("E", ("router.weight", "shared.gate.weight"), "adamw", True),
+    Row("R", ("input_projection.weight",), "muon", True, m2rnn_rows),
+    Row("R", ("output_projection.weight",), "muon", True),
+    Row("R", ("g_norm.weight",), "adamw", False),
+    Row("R", ("state_weight", "D", "decay_gate.A_log", "decay_gate.dt_bias"), "adamw", False),
+    Row("MR", ("conv1d.weight",), "adamw", False),
+    Row("F", ("w[123].weight",), "muon", True),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """One parameter and what the table says about it."""
+
+    name: str
+    parameter: nn.Parameter
+    row: Row
+    algorithm: Algorithm
+    view: MatrixView
+
+
+def assign(
+    model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...] = TABLE
+) -> list[Assignment]:
+    """The row of every parameter; with `adamw` alone, Muon's rows go there too.
+
+    Raises:
+        ConfigError: a parameter matches no row, or more than one; it is named.
+    """
+    return list(_assignments(model, algorithm, table))
+
+
+def table_lines(assignments: list[Assignment]) -> list[str]:
+    """The table as it applies to a model, one line per row and shape of its matrices."""
+
+    def key(a: Assignment) -> tuple[int, str]:
+        return rows[id(a.row)], str(a.view)
+
+    rows: dict[int, int] = {}
+    for a in assignments:
+        rows.setdefault(id(a.row), len(rows))
+    lines = []
+    for (_, view), same in groupby(sorted(assignments, key=key), key):
+        members = list(same)
+        row = members[0].row
+        what = " ".join((f"{row.letters}:" if row.letters else "outside:", *row.names))
+        numel = sum(a.parameter.numel() for a in members)
+        rule = view if members[0].algorithm == "muon" else ""
+        decays = "decay" if row.decays else "-"
+        lines.append(
+            f"{members[0].algorithm:5} {decays:5} {len(members):4} tensors {numel:>13,}  {what}"
+            + (f"  [{rule}]" if rule else "")
+        )
+    return lines
+
+
+def _assignments(
+    model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...]
+) -> Iterator[Assignment]:
+    for name, parameter in model.named_parameters():
+        letter, mixer, short = _place(model, name)
+        rows = [row for row in table if row.matches(letter, short)]
+        if len(rows) != 1:
+            found = " and ".join(str(row.names) for row in rows) or "none"
+            raise ConfigError(
+                f"optim.groups={name}: must match exactly one row of the table (matches {found}). "
+                "Fix: add it to a row of optim/groups.py, or narrow one."
+            )
+        muon = algorithm == "muon_adamw" and rows[0].algorithm == "muon"
+        view = rows[0].view(mixer) if muon else MatrixView()
+        yield Assignment(name, parameter, rows[0], "muon" if muon else "adamw", view)
+
+
+def _place(model: HybridLM, name: str) -> tuple[str, nn.Module, str]:
+    """Letter and mixer that a parameter belongs to (none outside), and its name below."""
+    first, *rest = name.split(".", 3)
+    if first == "blocks" and rest[1] == "mixer":
+        block = model.blocks[rest[0]]
+        assert isinstance(block, Block)
+        return block.letter, block.mixer, rest[2]
+    return "", model, name

@@ -1,0 +1,44 @@
+"""Learning-rate multipliers: pure functions of the number of updates made so far."""
+
+from __future__ import annotations
+
+import math
+
+from megacpp.config import OptimConfig
+
+
+def lr_multiplier(step: int, total: int, config: OptimConfig) -> float:
+    """Factor of every peak learning rate at update `step` (from 0) of `total`.
+
+    Warmup is `config.warmup_steps`, or `warmup_ratio` of `total`; the tail of `wsd` is
+    `decay_ratio` of `total`. Steps past `total` stay at `final_lr_ratio`.
+    """
+    warmup = config.warmup_steps or round(config.warmup_ratio * total)
+    if config.schedule == "constant":
+        return warmup_constant(step, warmup)
+    if config.schedule == "cosine":
+        return warmup_cosine(step, warmup, total, config.final_lr_ratio)
+    decay = round(config.decay_ratio * total)
+    return warmup_stable_decay(step, warmup, decay, total, config.final_lr_ratio)
+
+
+def warmup_constant(step: int, warmup: int) -> float:
+    """1 / warmup, 2 / warmup, ..., 1, 1, 1: the first update already moves."""
+    return min(1.0, (step + 1) / max(1, warmup))
+
+
+def warmup_cosine(step: int, warmup: int, total: int, final: float) -> float:
+    """Warmup, then half a cosine from 1 at `warmup` to `final` at `total`, one past the last."""
+    if step < warmup:
+        return warmup_constant(step, warmup)
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def warmup_stable_decay(step: int, warmup: int, decay: int, total: int, final: float) -> float:
+    """Warmup, 1, then a straight line over the last `decay` updates to `final` at `total`."""
+    start = max(warmup, total - decay)
+    if step < start:
+        return warmup_constant(step, warmup)
+    done = min(1.0, (step - start) / max(1, total - start))
+    return 1.0 + (final - 1.0) * done

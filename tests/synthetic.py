@@ -1,0 +1,42 @@
+"""Batches without a corpus: ragged documents, ragged label masks, a function of the row number.
+
+Legend: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megacpp.data.batches import IGNORED, Batch
+from megacpp.model.documents import Documents
+
+
+def ragged_batch(rows: Sequence[int], tokens: int = 12, vocab_size: int = 50) -> Batch:
+    """Rows by global number; a row is the same in any batch.
+
+    Documents have random lengths, labels stop at their ends, and a part of the labels that differs
+    from row to row is ignored; row 3, 7, 11, ... has no label at all.
+    """
+    made = [_row(row, tokens, vocab_size) for row in rows]
+    ids_BT, labels_BT, documents_BT = (torch.stack(column) for column in zip(*made, strict=True))
+    valid = int((labels_BT != IGNORED).sum())
+    return Batch(
+        ids_BT=ids_BT,
+        labels_BT=labels_BT,
+        docs=Documents.from_ids(documents_BT),
+        target_bytes=3 * valid,
+        num_targets=valid,
+        rows=tuple(rows),
+    )
+
+
+def _row(row: int, tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(row)
+    ids_T = torch.randint(vocab_size, (tokens + 1,), generator=generator)
+    documents_T = (torch.rand(tokens + 1, generator=generator) < 0.25).cumsum(0)
+    ignored_T = torch.rand(tokens, generator=generator) < (row % 4) / 3
+    ignored_T |= documents_T[1:] != documents_T[:-1]
+    return ids_T[:-1], torch.where(ignored_T, IGNORED, ids_T[1:]), documents_T[:-1]
