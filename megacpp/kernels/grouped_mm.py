@@ -94,7 +94,7 @@ def _loop(x_SD: Tensor, weight_EDF: Tensor, sizes: list[int]) -> Tensor:
     y_SF = x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
     most = CPU_ROWS if x_SD.device.type == "cpu" else max(1, len(x_SD))
     cuts = [[min(most, size - i) for i in range(0, size, most)] for size in sizes]
-    flat = sum(cuts, [])
+    flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
     for w_DF, cut in zip(weight_EDF, cuts, strict=True):
         for _ in cut:

@@ -152,7 +152,7 @@ def gather_by_indexing(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (31, 10), (192, 96), (384, 192), (1024, 64)])
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (31, 10), (192, 96), (192, 384), (1024, 64)])
 def test_a_row_does_not_know_its_group(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Bitwise the same result in every slot of groups of every size: what isolates documents.
 
