@@ -1,0 +1,291 @@
+"""From words on the command line to a resolved configuration, and where each value came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megacpp.arguments import (
+    flatten,
+    leaf_types,
+    parse_args,
+    parse_run,
+    print_help,
+    read_flags,
+    read_value,
+    replace_keys,
+    take_flag,
+    take_int,
+    take_value,
+)
+from megacpp.config import Config, YarnConfig
+from megacpp.errors import ConfigError
+from megacpp.presets import PRESETS, preset, tiny
+from megacpp.rules import lookup
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(words: str, world_size: int = 1) -> Config:
+    return parse_run(words.split(), world_size).config
+
+
+# ---- every form of a flag -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--run.steps 7", "run.steps", 7),
+        ("--run.steps=7", "run.steps", 7),
+        ("--run.steps 1_000", "run.steps", 1000),
+        ("--run.steps 5 --run.steps 7", "run.steps", 7),
+        ("--optim.lr 1e-4", "optim.lr", 1e-4),
+        ("--optim.lr=.5", "optim.lr", 0.5),
+        ("--optim.lr 1", "optim.lr", 1.0),
+        ("--train.device-batch-size 2", "train.device_batch_size", 2),
+        ("--train.device_batch_size 2", "train.device_batch_size", 2),
+        ("--mesh.dp-shard -1", "mesh.dp_shard", 1),  # -1 is a value, and fills the world
+        ("--optim.name adamw", "optim.name", "adamw"),
+        ("--run.tensorboard", "run.tensorboard", True),
+        ("--run.no-tensorboard", "run.tensorboard", False),
+        ("--run.tensorboard false", "run.tensorboard", False),
+        ("--run.tensorboard=no", "run.tensorboard", False),
+        ("--run.no-tensorboard --run.tensorboard", "run.tensorboard", True),
+        ("--model.tie-embeddings --run.steps 3", "model.tie_embeddings", True),
+        ("--model.logit-softcap 30", "model.logit_softcap", 30.0),
+        ("--model.logit-softcap none", "model.logit_softcap", None),
+        ("--model.m2rnn.gradient-clip None", "model.m2rnn.gradient_clip", None),
+        ("--run.sample-prompt=--x=y", "run.sample_prompt", "--x=y"),
+        ("--run.sample-prompt=", "run.sample_prompt", ""),
+        ("--run.dir /tmp/x", "run.dir", "/tmp/x"),
+    ],
+)
+def test_forms_of_a_flag(words: str, key: str, value: object) -> None:
+    found = lookup(run(words), key)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("key", sorted(leaf_types(Config)))
+def test_every_setting_can_be_given_and_reads_back(key: str) -> None:
+    """The value of a default, written as text, is that value again."""
+    full = replace_keys(Config(), {"model.attention.yarn.factor": 40.0})
+    value, flag = lookup(full, key), f"--{key.replace('_', '-')}"
+    assert list(read_flags([f"{flag}={value}"])) == [(key, value)]
+    if value != "":
+        assert list(read_flags([flag, str(value)])) == [(key, value)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (int, "1.5", "whole number"),
+        (int, "1e3", "whole number"),
+        (int, "", "whole number"),
+        (float, "1,5", "a number"),
+        (bool, "2", "true or false"),
+        (float | None, "nil", "a number"),
+        (Literal["left", "right"], "lefr", "must be one of left, right. Fix: did you mean 'left'"),
+        (Literal["left", "right"], "", "use one of left, right"),
+    ],
+)
+def test_unreadable_values(kind: Any, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_value("a.b", kind, text)
+    assert str(caught.value).startswith(f"a.b={text}: ") and words in str(caught.value)
+
+
+# ---- suggestions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        ("--run.step 5", "did you mean '--run.steps'"),
+        ("--steps 5", "did you mean '--run.steps'"),
+        ("--train.seq-len 5", "did you mean '--data.seq-len'"),
+        ("--optim.learning-rate 1", "--optim."),
+        ("--model.attention.num-head 2", "did you mean '--model.attention.num-heads'"),
+        ("--model.moe.topk 2", "did you mean '--model.moe.top-k'"),
+        ("--optim.no-lr", "--optim."),
+        ("--zzzzzzzz 1", "see --help"),
+    ],
+)
+def test_unknown_flags_suggest(words: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError, match=r"no such setting\. Fix: ") as caught:
+        run(words)
+    assert suggestion in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tyni", "tiny"), ("nam56", "nam56r")])
+def test_unknown_presets_suggest(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        run(name)
+
+
+def test_an_unknown_preset_without_neighbours_lists_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        run("qqqq")
+    assert all(name in str(caught.value) for name in PRESETS)
+
+
+# ---- provenance ---------------------------------------------------------------------------------
+
+
+def test_every_value_has_a_source() -> None:
+    resolved = parse_run("nam56r --run.steps 5 --mesh.dp-replicate 2".split(), world_size=8)
+    source = resolved.provenance
+    assert source.keys() == flatten(resolved.config).keys()
+    assert source["run.steps"] == source["mesh.dp_replicate"] == "command line"
+    assert source["model.dim"] == source["model.moe.activation"] == "preset"
+    assert source["model.norm_eps"] == source["optim.beta1"] == "default"
+    for key in ("train.grad_accum", "mesh.dp_shard", "run.dir"):
+        assert source[key] == "derived", key
+    assert resolved.config.mesh.dp_shard == 4 and resolved.config.run.dir == "runs/nam56r"
+
+
+def test_a_given_value_counts_as_given_even_if_it_is_the_default() -> None:
+    source = parse_run(["tiny", "--optim.beta1", "0.9"], 1).provenance
+    assert source["optim.beta1"] == "command line"
+
+
+def test_accumulation_is_derived_from_either_end() -> None:
+    words = "tiny --train.device-batch-size 2 --data.seq-len 16"
+    given = parse_run(f"{words} --train.tokens-per-step 256".split(), 2)
+    assert given.config.train.grad_accum == 4
+    assert given.provenance["train.tokens_per_step"] == "command line"
+    assert given.provenance["train.grad_accum"] == "derived"
+    other = parse_run(f"{words} --train.grad-accum 4".split(), 2)
+    assert other.config.train.tokens_per_step == 256
+    assert other.provenance["train.tokens_per_step"] == "derived"
+
+
+def test_a_yarn_flag_switches_yarn_on() -> None:
+    words = "--model.attention.kind mla --model.attention.no-qk-norm"
+    assert run(words).model.attention.yarn is None
+    config = run(f"{words} --model.attention.yarn.factor 8")
+    assert config.model.attention.yarn == YarnConfig(factor=8.0)
+
+
+def test_the_preset_is_optional_and_nothing_else_changes() -> None:
+    assert run("--run.seed 1") == run("tiny --run.seed 1")
+    resolved, base = run("tiny"), tiny()
+    assert resolved.model == base.model and resolved.optim == base.optim
+
+
+def test_presets_are_frozen_and_fresh() -> None:
+    config = preset("tiny")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.steps = 3  # type: ignore[misc]
+    assert replace_keys(config, {"run.steps": 3}).run.steps == 3
+    assert preset("tiny") == config
+
+
+# ---- subcommands --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What the toy does."""
+
+    path: str
+    rows: int = 2
+    split: Literal["train", "validation"] = "validation"
+    limit: float | None = None
+    verify: bool = False
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ("here", Toy("here")),
+        ("--path here", Toy("here")),
+        ("here --rows=5 --verify", Toy("here", rows=5, verify=True)),
+        ("here --split train --limit 2", Toy("here", split="train", limit=2.0)),
+        ("here --limit none --no-verify", Toy("here")),
+    ],
+)
+def test_arguments_of_a_subcommand(words: str, args: Toy) -> None:
+    assert parse_args(Toy, words.split(), "toy") == args
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "path=: is needed"),
+        ("--rows 2", "path=: is needed"),
+        ("here there", "argument=there: is no flag"),
+        ("here --row 2", "--row: no such setting. Fix: did you mean '--rows'"),
+        ("here --rows x", "rows=x: must be a whole number"),
+        ("here --split test", "split=test: must be one of train, validation"),
+        ("here --rows", "rows=: needs a value"),
+    ],
+)
+def test_mistakes_of_a_subcommand_are_one_line(words: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(Toy, words.split(), "toy")
+    assert str(caught.value).startswith(line) and "Fix: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_of_a_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(Toy, ["here", "--help"], "megacpp toy")
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "megacpp toy" in text and "What the toy does." in text
+    assert all(f"--{f.name}" in text for f in dataclasses.fields(Toy))
+
+
+def test_taking_single_flags() -> None:
+    words = ["--json", "a", "--n", "3", "--json", "--m=4"]
+    assert take_flag(words, "--json") and not take_flag(words, "--json")
+    assert take_int(words, "--n", 1) == 3 and take_int(words, "--n", 1) == 1
+    assert take_value(words, "--m", "9") == "4"
+    assert words == ["a"]
+    with pytest.raises(ConfigError, match="--n=: needs a value"):
+        take_value(["--n"], "--n", "")
+
+
+# ---- help ---------------------------------------------------------------------------------------
+
+
+def test_help_names_every_preset_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    print_help("train.py")
+    text = capsys.readouterr().out
+    flags = set(re.findall(r"--([a-z0-9_.-]+)", text))
+    settings = {k.replace("_", "-") for k in leaf_types(Config)}
+    hidden = {k for k in settings if k.startswith("model.attention.yarn.")}  # off unless given
+    assert settings - hidden <= flags
+    assert all(f"  {name} " in text for name in PRESETS)
+
+
+@pytest.mark.parametrize("command", ["train.py --help", "-m megacpp --help"])
+def test_help_takes_less_than_a_second_and_no_torch(command: str) -> None:
+    """A second of CPU time, not of a busy machine's clock; importing torch alone takes longer."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert seconds < 1.0
+    traced = subprocess.run(
+        [sys.executable, "-X", "importtime", *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
+    assert "megacpp.arguments" in imported and not imported & {"torch", "numpy"}

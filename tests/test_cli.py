@@ -1,0 +1,121 @@
+"""The `megacpp` command: every subcommand answers, in text and JSON, and mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megacpp.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        code, out, _ = run(capsys, *words)
+        assert code == 0 and all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, ""])
+def test_help_answers_within_a_second_of_cpu(name: str) -> None:
+    """CPU time, so that a busy machine doesn't fail it; `train.py --help` too."""
+    command = ["-m", "megacpp", *name.split(), "--help"] if name else ["train.py", "--help"]
+    code = (
+        "import resource, subprocess, sys; "
+        f"done = subprocess.run([sys.executable, *{command!r}], capture_output=True, text=True); "
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+        "assert done.returncode == 0, done.stderr; assert len(done.stdout) > 80; "
+        "print(used.ru_utime + used.ru_stime)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.0
+
+
+def test_unknown_commands_suggest(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, near in ((["preset"], "presets"), (["data", "prepar"], "data prepare")):
+        code, _, err = run(capsys, *words)
+        assert code == 2 and err.startswith("error: ") and near in err and err.count("\n") == 1
+
+
+def test_presets_count_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "presets", "--json")
+    rows = {row["preset"]: row for row in json.loads(out)}
+    assert code == 0 and set(rows) >= {"tiny", "nam56r", "nam52_deep", "hybrid_400m"}
+    assert all(row["total"] >= row["active"] > 0 for row in rows.values())
+    code, out, _ = run(capsys, "presets")
+    assert code == 0 and all(name in out for name in rows)
+
+
+def test_counting_the_largest_preset_takes_seconds_not_memory() -> None:
+    began = time.process_time()
+    from megacpp.model.count import count_parameters
+    from megacpp.presets import nam56r
+
+    assert count_parameters(nam56r().model).total > 4e9
+    assert time.process_time() - began < 5
+
+
+def test_show_says_both_readings_of_nam56r(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", "nam56r")
+    assert code == 0 and "4.73B parameters, 3.03B active" in out and "published" in out
+    assert "model.depth = 52  (preset)" in out
+    code, out, _ = run(capsys, "show", "tiny", "--optim.lr", "1e-3", "--json")
+    content = json.loads(out)
+    assert content["provenance"]["optim.lr"] == "command line"
+    assert content["config"]["optim"]["lr"] == 1e-3
+
+
+def test_validate_lists_every_broken_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "validate", "tiny")
+    assert code == 0 and out.rstrip().endswith("ok: tiny on 1 rank(s)")
+    wrong = ["validate", "tiny", "--mesh.tp", "2", "--optim.beta1", "1", "--world-size", "4"]
+    code, out, _ = run(capsys, *wrong)
+    assert code == 2 and out.count("error: ") == 2 and "mesh.tp=2" in out
+    code, out, _ = run(capsys, *wrong, "--json")
+    assert code == 2 and len(json.loads(out)["errors"]) == 2
+    code, out, _ = run(capsys, "validate", "tiny", "--data", "--data.path", "/nowhere")
+    assert code == 3 and "/nowhere" in out
+    code, _, err = run(capsys, "validate", "tiny", "--world-size", "two")
+    assert code == 2 and "whole number" in err
+
+
+def test_doctor_reports_and_two_ranks_meet() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp", "doctor", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    findings = {f["name"]: f for f in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    assert findings["gloo self-test"]["ok"] is True
+    assert findings["torch"]["ok"] is True
+    for name in ("mamba_ssm", "tilelang", "torchao", "transformer_engine"):
+        assert findings[name]["ok"] in (True, None) and findings[name]["detail"]
+
+
+def test_data_commands_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code in (
+        (["data", "prepare", "--vocab-size", "10"], 2),
+        (["data", "prepare", "/nowhere", "--out", "/tmp/never"], 3),
+        (["data", "prepare", "--vocabsize", "10"], 2),
+        (["data", "inspect", "/nowhere"], 3),
+        (["data", "inspect", "--split", "test"], 2),
+    ):
+        got, out, err = run(capsys, *words)
+        assert got == code, (words, out, err)
+        assert err.startswith("error: ") and "Fix: " in err and err.count("\n") == 1
