@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from megacpp.dtensor import is_dtensor
 from optim.local import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -51,10 +55,10 @@ def gradient_norm(grads: list[Tensor], group: dist.ProcessGroup | None = None) -
     that doesn't shard it. A plain tensor is taken to be on all ranks, and counts on the first.
     Norms of single tensors are made in fp32 or wider, their squares and sums in fp64.
     """
-    if group is None and any(isinstance(g, DTensor) for g in grads):
+    if group is None and any(is_dtensor(g) for g in grads):
         group = dist.group.WORLD
     first = group is None or dist.get_rank(group) == 0
-    counted = [local_part(g) for g in grads if (_counts(g) if isinstance(g, DTensor) else first)]
+    counted = [local_part(g) for g in grads if (_counts(g) if is_dtensor(g) else first)]
     norms = []
     for dtype in _dtypes(counted):
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from megacpp.dtensor import is_dtensor
 
 
 def local_part(t: Tensor) -> Tensor:
@@ -11,4 +12,4 @@ def local_part(t: Tensor) -> Tensor:
 
     Call it without gradients and at every step: FSDP2 may replace a parameter's storage.
     """
-    return t.to_local() if isinstance(t, DTensor) else t
+    return t.to_local() if is_dtensor(t) else t

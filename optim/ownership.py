@@ -17,8 +17,8 @@ from itertools import groupby, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
+from megacpp.dtensor import is_dtensor
 from optim.newton_schulz import newton_schulz_flops
 
 
@@ -96,8 +96,10 @@ def layout_of(parameter: Tensor) -> Layout:
     """
     rows = parameter.shape[0]
     per_row = parameter.shape[1] if parameter.dim() == 3 else 1
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return Layout(((0, rows * per_row),))
+    from torch.distributed.tensor import Shard
+
     mesh, placements = parameter.device_mesh, parameter.placements
     cuts = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]
     if not cuts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from megacpp.data.batches import Batch
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.router import Router
-from parallel.fsdp import fsdp_units
 from parallel.mesh import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ class AccumulationBoundary:
     def __init__(self, model: HybridLM, world: World, autocast: torch.dtype | None = None) -> None:
         """`autocast` is the compute dtype where no FSDP policy casts (one process)."""
         self.model, self.world, self.autocast = model, world, autocast
-        self.units = fsdp_units(model)
+        self.units: list[FSDPModule] = []
+        if world.mesh is not None:  # one process never imports FSDP2
+            from parallel.fsdp import fsdp_units
+
+            self.units = fsdp_units(model)
         self.routers = [m for m in model.modules() if isinstance(m, Router)]
 
     def accumulate(self, microbatches: Sequence[Batch]) -> StepSums:

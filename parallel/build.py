@@ -6,9 +6,8 @@ import torch
 
 from megacpp.config import Config
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.init import initialise
+from megacpp.model.init import initialise, whole
 from megacpp.run.precision import compute_dtype, storage_dtype
-from parallel.fsdp import shard_model, shard_slice
 from parallel.mesh import World
 
 
@@ -20,10 +19,14 @@ def build_model(config: Config, world: World) -> HybridLM:
     """
     with torch.device("meta"):
         model = HybridLM(config.model).to(storage_dtype(config.precision))
+    part = whole
     if world.mesh is not None:
+        from parallel.fsdp import shard_model, shard_slice  # one process never imports FSDP2
+
         shard_model(model, world.mesh, compute_dtype(config.precision, world.device))
+        part = shard_slice
     model.to_empty(device=world.device)
-    initialise(model, model.init_rules(), config.run.seed, part=shard_slice)
+    initialise(model, model.init_rules(), config.run.seed, part)
     return model.train()
 
 

@@ -6,14 +6,17 @@ make is ever written to a file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from megacpp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import CheckpointException
 
 Thing = TypeVar("Thing")
 
@@ -48,7 +51,9 @@ def agreed(what: str, fix: str) -> Iterator[None]:
     mine: BaseException | None = None
     try:
         yield
-    except (Exception, CheckpointException) as error:  # DCP's is no Exception
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _of_dcp(error):
+            raise
         mine = error
     errors = gather(None if mine is None else _one_line(mine, what, fix))
     first = next((error for error in errors if error is not None), None)
@@ -59,10 +64,16 @@ def agreed(what: str, fix: str) -> Iterator[None]:
 def _one_line(error: BaseException, what: str, fix: str) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, CheckpointException) and error.failures:
+    if _of_dcp(error) and error.failures:
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         return f"{what}: {_reason(cause)} on rank {rank}. Fix: {fix}."
     return f"{what}: {_reason(error)}. Fix: {fix}."
+
+
+def _of_dcp(error: BaseException) -> TypeGuard[CheckpointException]:
+    """DCP's own exception, which is no Exception; nobody has to import it to ask."""
+    module = sys.modules.get("torch.distributed.checkpoint")
+    return module is not None and isinstance(error, module.CheckpointException)
 
 
 def _reason(error: BaseException) -> str:

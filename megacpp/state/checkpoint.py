@@ -22,11 +22,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
 
+from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.state.agreement import agreed, gather, is_distributed, this_rank
 from megacpp.state.files import (
@@ -128,7 +126,9 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
             raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
         _match(path, manifest, tensors, prefix)
     with agreed(what, fix):
-        reader = HuggingFaceStorageReader(str(path))
+        import torch.distributed.checkpoint as dcp
+
+        reader = dcp.HuggingFaceStorageReader(str(path))
         with _quiet():
             dcp.load(dict(tensors), storage_reader=reader, no_dist=not is_distributed())
         state = json.loads((path / EXTRA).read_text())
@@ -187,9 +187,11 @@ def _prepare(folder: Path, final: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_tensors(pending: Path, tensors: Mapping[str, Tensor]) -> None:
+    import torch.distributed.checkpoint as dcp  # slow to import, and not every process saves
+
     _, world_size = this_rank()
     ready = {name: t if _packed(t) else t.contiguous() for name, t in tensors.items()}
-    writer = HuggingFaceStorageWriter(
+    writer = dcp.HuggingFaceStorageWriter(
         str(pending), _split(ready, _FILE_BYTES * world_size), save_distributed=True
     )
     with _quiet():
@@ -198,7 +200,7 @@ def _write_tensors(pending: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _packed(t: Tensor) -> bool:
     """Whether the part on this rank is contiguous, as safetensors wants it."""
-    return (t.to_local() if isinstance(t, DTensor) else t).is_contiguous()
+    return (t.to_local() if is_dtensor(t) else t).is_contiguous()
 
 
 @contextmanager

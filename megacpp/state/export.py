@@ -23,9 +23,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megacpp.config import ModelConfig
+from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
@@ -176,7 +176,7 @@ def _whole_tensors(
     """Whole CPU copies, one after the other, on rank 0; the other ranks only take part."""
     keep = this_rank()[0] == 0
     for name, t in tensors.items():
-        full = t.full_tensor() if isinstance(t, DTensor) else t
+        full = t.full_tensor() if is_dtensor(t) else t
         if keep:
             wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
             yield name, full.detach().to("cpu", wanted, copy=True).contiguous()

@@ -22,7 +22,7 @@ SMALL = ModelConfig(
     vocab_size=40,
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True),
     mamba3=Mamba3Config(d_state=8, headdim=8, mimo_rank=2, ngroups=3, out_norm=True, conv_kernel=4),
-    m2rnn=M2RNNConfig(num_heads=3, num_q_heads=2, num_k_heads=1, key_dim=5, value_dim=4),
+    m2rnn=M2RNNConfig(num_heads=4, num_q_heads=2, num_k_heads=1, key_dim=5, value_dim=6),
     moe=MoEConfig(num_experts=4, hidden_dim=12, shared_hidden_dim=10, shared_gate=True),
 )
 MLA = replace(
@@ -76,8 +76,8 @@ def test_what_goes_where_by_hand() -> None:
         "blocks.1.mixer.out_proj.weight": "whole",
         **{f"blocks.2.mixer.experts.w{x}": "each expert" for x in "123"},
         **{f"blocks.2.mixer.shared.w{x}.weight": "whole" for x in "123"},
-        # q 2 x 5, k 5, v 3 x 4, forget 3, gate 12
-        "blocks.3.mixer.input_projection.weight": "rows 3 x 5 | 3 x 4 | 3 | 12",
+        # q 2 x 5, k 5, v 4 x 6, forget 4, gate 24
+        "blocks.3.mixer.input_projection.weight": "rows 3 x 5 | 4 x 6 | 4 | 24",
         "blocks.3.mixer.output_projection.weight": "whole",
         **{f"blocks.4.mixer.w{x}.weight": "whole" for x in "123"},
     }
