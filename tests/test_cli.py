@@ -70,7 +70,7 @@ def test_counting_the_largest_preset_takes_seconds_not_memory() -> None:
 
 def test_show_says_both_readings_of_nam56r(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "show", "nam56r")
-    assert code == 0 and "4.73B parameters, 3.03B active" in out and "published" in out
+    assert code == 0 and "(published: 4.73B and 3.03B active; +0.13% and +0.35%)" in out
     assert "model.depth = 52  (preset)" in out
     code, out, _ = run(capsys, "show", "tiny", "--optim.lr", "1e-3", "--json")
     content = json.loads(out)

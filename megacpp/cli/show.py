@@ -74,8 +74,9 @@ def show(argv: Sequence[str]) -> int:
     print("\n".join(table_lines(model)))
     if resolved.config.preset == "nam56r":
         print(
-            f"with M and R both read as Mamba-2 style mixers: {published} "
-            "(published: 4.73B, 3.03B active)"
+            f"with M and R both read as Mamba-2 style mixers: {published} (published: 4.73B and "
+            f"3.03B active; {published.total / 4.73e9 - 1:+.2%} and "
+            f"{published.active / 3.03e9 - 1:+.2%})"
         )
     print("\n" + "\n".join(setting_lines(resolved)))
     return 0

@@ -142,16 +142,11 @@ def _backward(
     dscores_MXX = dweights.mul_(_over_ranks(decays.inside_BHJCC)).view_as(weights_MXX)
     dk_MNX = q_MNX @ dscores_MXX
 
-    # From the states that enter chunks: first into them, then back through the recurrence.
+    # Through the states: what outputs read of them, what they pass on, what chunks add to them.
     dcarried_MXP = (dy_MXP * _rows(decays.since_start_BHJC, q)).to(dtype)
     entering_MNP = _entering(states, dtype)
     dq_MNX = torch.baddbmm(entering_MNP @ dcarried_MXP.mT, k_MNX, dscores_MXX.mT)
-    dstates = torch.empty_like(states)
-    dstates[:, :, :-1] = (q_MNX @ dcarried_MXP).view_as(states[:, :, 1:])
-    dstates[:, :, -1] = dlast_BHNP
-    for j in reversed(range(sums.shape[2])):
-        across_BH11 = decays.across_BHJ[:, :, j, None, None]
-        dstates[:, :, j].addcmul_(across_BH11, dstates[:, :, j + 1])
+    dstates = _through_states(q_MNX @ dcarried_MXP, dlast_BHNP, decays.across_BHJ)
     dadded_MNP = dstates[:, :, 1:].reshape(entering_MNP.shape).to(dtype)
     dk_end = (dadded_MNP @ v_MXP.mT).view(k.shape)
     dk = dk_MNX.view(k.shape).addcmul_(dk_end, _columns(decays.until_end_BHJC).to(dtype))
@@ -167,6 +162,16 @@ def _backward(
         dq.addcmul_(k[..., r : r + 1, :], down_BHJRRC[..., None, :, r, :])
         dk.addcmul_(q[..., r : r + 1, :], down_BHJRRC[..., None, r, :, :])
     return dq, dk, dv_MXP.view(v.shape), dsums, column_BHJC, dgamma, dD, dstates[:, :, 0]
+
+
+def _through_states(dentering_MNP: Tensor, dlast_BHNP: Tensor, across_BHJ: Tensor) -> Tensor:
+    """Gradients of the state in front of each chunk and after the last, `[B, H, J + 1, N, P]`."""
+    dentering = wide(dentering_MNP).unflatten(0, across_BHJ.shape)
+    gradients = [dlast_BHNP]
+    for j in reversed(range(across_BHJ.shape[2])):
+        across_BH11 = across_BHJ[:, :, j, None, None]
+        gradients.append(torch.addcmul(dentering[:, :, j], across_BH11, gradients[-1]))
+    return torch.stack(gradients[::-1], 2)
 
 
 def _weights(

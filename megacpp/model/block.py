@@ -18,8 +18,10 @@ from megacpp.model.mlp import MLP
 from megacpp.model.moe import MixtureOfExperts
 from megacpp.model.norm import RMSNorm
 
+Mixer = GroupedQueryAttention | MultiHeadLatentAttention | Mamba3 | M2RNN | MixtureOfExperts | MLP
 
-def build_mixer(letter: str, config: ModelConfig) -> nn.Module:
+
+def build_mixer(letter: str, config: ModelConfig) -> Mixer:
     """The mixer of a block letter (see megacpp/model/pattern.py)."""
     if letter == "A":
         mla = config.attention.kind == "mla"
@@ -41,7 +43,7 @@ class Block(nn.Module):
         super().__init__()
         self.letter = letter
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.mixer = build_mixer(letter, config)
+        self.mixer: Mixer = build_mixer(letter, config)
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         return x_BTD + self.mixer(self.norm(x_BTD), docs)

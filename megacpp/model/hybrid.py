@@ -6,7 +6,7 @@ Legend: B rows, T tokens of a row, D model, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class HybridLM(nn.Module):
             {str(i): Block(letter, config) for i, letter in enumerate(self.letters)}
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        tied = self.embed.weight if config.tie_embeddings else None
+        tied = cast(nn.Parameter, self.embed.weight) if config.tie_embeddings else None
         self.head = LanguageModelHead(config, tied=tied)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None) -> LossSum:
@@ -81,7 +81,7 @@ class HybridLM(nn.Module):
         """Keeps a tied weight one tensor: leaving the meta device makes each module its own."""
         super()._apply(fn, recurse)
         if self.config.tie_embeddings:
-            self.head.weight = self.embed.weight
+            self.head.weight = cast(nn.Parameter, self.embed.weight)
         return self
 
     def _block(self, key: str) -> Block:
