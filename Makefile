@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN := OMP_NUM_THREADS=1
+# glibc keeps freed memory instead of giving it back to the system between operations.
+KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
 .PHONY: help setup train test lint docs bench
 
@@ -19,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: setup  ## prepare the default corpus once, then train the tiny hybrid on two ranks
 	@$(BIN)/megacpp data prepare
-	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
+	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
 test: setup  ## the whole CPU test suite
 	$(RUN) $(BIN)/python -m pytest

@@ -203,7 +203,7 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
         yield config_error(
             "train.grad_accum",
             train.grad_accum,
-            f"gives {per_micro * train.grad_accum} tokens, not tokens_per_step={train.tokens_per_step}",
+            f"gives {per_micro * train.grad_accum} tokens, tokens_per_step={train.tokens_per_step}",
             "give only one of the two",
         )
 

@@ -7,13 +7,13 @@
 
 Every operator's outputs pass through the dispatch mode, in the backward too. A storage counts
 once, however many views it has, from the operator that made it to the moment it is freed. Scratch
-memory inside a kernel isn't seen, and storages from before the block only if they grow in it.
+memory inside a kernel isn't seen, nor are storages from before the block.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live bytes of what is made inside; `before` storages are known and left out."""
+    """Counts live bytes of what is made inside; storages that come in as arguments are left out."""
 
-    def __init__(self, before: Sequence[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.largest = 0
         self._sizes: dict[int, int] = {}
-        self._foreign = {id(t.untyped_storage()): t.untyped_storage() for t in before}
+        self._foreign: dict[int, UntypedStorage] = {}
 
     def __torch_dispatch__(
         self,

@@ -81,7 +81,11 @@ WRONG: list[tuple[str, str, str]] = [
         "num_groups (2)",
     ),
     ("tiny --model.moe.num-groups 4 --model.moe.top-k 3", "model.moe.top_k=3", "only 2 experts"),
-    ("tiny --model.moe.num-groups 8 --model.moe.top-k-groups 2", "model.moe.num_groups=8", "best two"),
+    (
+        "tiny --model.moe.num-groups 8 --model.moe.top-k-groups 2",
+        "model.moe.num_groups=8",
+        "best two",
+    ),
     (
         "tiny --model.moe.num-shared 0 --model.moe.shared-gate",
         "model.moe.shared_gate=True",

@@ -20,7 +20,7 @@ FENCE = re.compile(r"^```(python|output)\n(.*?)^```\n", re.S | re.M)
 ROOT = Path(__file__).parents[2]
 
 
-class Drift(AssertionError):
+class DriftError(AssertionError):
     """A printed figure is no longer what the chapter says."""
 
 
@@ -38,16 +38,18 @@ def run_chapter(path: Path, update: bool = False) -> int:
             line = text[: match.start()].count("\n") + 2
             if match[1] == "python":
                 if printed:
-                    raise Drift(f"{path.name}:{line}: the block before printed, but shows nothing")
+                    raise DriftError(
+                        f"{path.name}:{line}: the block before printed, but shows nothing"
+                    )
                 printed = _execute(match[2], names, path, line)
                 continue
             compared += 1
             if not update and printed != match[2]:
-                raise Drift(f"{path.name}:{line}: shows\n{match[2]}but prints\n{printed}")
+                raise DriftError(f"{path.name}:{line}: shows\n{match[2]}but prints\n{printed}")
             pieces += [text[done : match.start(2)], printed]
             done, printed = match.end(2), ""
     if printed:
-        raise Drift(f"{path.name}: the last block printed, but shows nothing")
+        raise DriftError(f"{path.name}: the last block printed, but shows nothing")
     if update:
         path.write_text("".join([*pieces, text[done:]]))
     return compared

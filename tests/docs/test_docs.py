@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.docs.run_chapter import Drift, run_chapter
+from tests.docs.run_chapter import DriftError, run_chapter
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "docs").glob("[0-9]*.md"))
@@ -33,7 +33,7 @@ def test_chapter_has_the_shape_of_a_chapter(chapter: Path) -> None:
 def test_a_drifted_figure_fails(tmp_path: Path) -> None:
     chapter = tmp_path / "00-x.md"
     chapter.write_text("```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n")
-    with pytest.raises(Drift, match="prints"):
+    with pytest.raises(DriftError, match="prints"):
         run_chapter(chapter)
     assert run_chapter(chapter, update=True) == 1
     assert run_chapter(chapter) == 1
@@ -43,5 +43,5 @@ def test_a_drifted_figure_fails(tmp_path: Path) -> None:
 def test_a_block_that_prints_must_show_it(tmp_path: Path) -> None:
     chapter = tmp_path / "00-x.md"
     chapter.write_text("```python\nprint(1)\n```\n")
-    with pytest.raises(Drift, match="shows nothing"):
+    with pytest.raises(DriftError, match="shows nothing"):
         run_chapter(chapter)
