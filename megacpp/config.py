@@ -138,7 +138,7 @@ class RunConfig:
     eval_every: int = 0  # 0: only at the end
     eval_rows: int = 0  # validation rows per evaluation (0: all held-out documents)
     sample_tokens: int = 120
-    sample_prompt: str = "#pragma once\n\nnamespace "
+    sample_prompt: str = "#pragma once\n\n#include <ATen/"
     tensorboard: bool = True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ def clip_gradients(
     norm = gradient_norm(grads, group)
     if not max_norm or not grads:
         return norm
-    if not norm.is_cuda and not max_norm < norm.item() + 1e-6 < math.inf:
+    if not norm.is_cuda and norm.item() + 1e-6 <= max_norm:
         return norm  # the factor is 1; a GPU would have to wait to know, and multiplies with it
     factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0)
     local = [local_part(g) for g in grads]

@@ -95,10 +95,10 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --model.moe.z-loss -1", "model.moe.z_loss=-1.0", "at least 0"),
     ("tiny --data.seq-len 1", "data.seq_len=1", "at least 2"),
     ("tiny --train.device-batch-size 0", "train.device_batch_size=0", "at least 1"),
-    ("tiny --train.tokens-per-step 5000", "train.tokens_per_step=5000", "use 4096 or 8192"),
+    ("tiny --train.tokens-per-step 5000", "train.tokens_per_step=5000", "use 4096 or 6144"),
     (
-        "tiny --train.tokens-per-step 8192 --train.grad-accum 4",
-        "train.grad_accum=4",
+        "tiny --train.tokens-per-step 8192 --train.grad-accum 3",
+        "train.grad_accum=3",
         "only one of the two",
     ),
     ("tiny --train.device tpu", "train.device=tpu", "auto, cpu, cuda"),

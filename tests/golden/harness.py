@@ -33,7 +33,7 @@ class GoldenFile:
         self.path, self.dtype = path, dtype
         with safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
             self.metadata: dict[str, str] = f.metadata() or {}
-            self._tensors: dict[str, Tensor] = {k: f.get_tensor(k) for k in f.keys()}
+            self._tensors: dict[str, Tensor] = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
         self.config: dict = json.loads(self.metadata.get("config", "{}"))
         self._touched: set[str] = set()
         self.compared: list[str] = []

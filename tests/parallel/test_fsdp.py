@@ -26,7 +26,7 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.fsdp import fsdp_units, shard_slice
+from parallel.fsdp import shard_slice
 from parallel.mesh import World, build_mesh, micro_rows
 from tests.collectives import Collective, CollectiveCounter
 from tests.model.small import variants
@@ -62,6 +62,7 @@ SPLITS = {
     "2x2 x 1": Split(HSDP, 4, 2),
     "2x2 x 2": Split(HSDP, 4, 1),
 }
+HELD_OUT = range(1000, 1004)
 SILENT = ((0,), (3,), (0, 1, 2), (0, 1, 2, 3))  # of four microbatches, those without a label
 
 
@@ -77,18 +78,14 @@ class Case:
 
 CASES = [
     Case("plain", "fp64", "1 process x 4"),
-    Case("tied", "fp64", "1 process x 4"),
     Case("plain", "fp64", "2 shards x 1"),
     Case("plain", "fp64", "2 shards x 4"),
     Case("plain", "fp64", "2 replicas x 2"),
     Case("plain", "fp32", "2 shards x 1"),
-    Case("tied", "fp64", "2 shards x 1"),
     Case("tied", "fp64", "2 shards x 1", evaluate=True),
     Case("tied", "fp64", "2 shards x 4"),
     Case("mamba_mimo_norm_conv", "fp64", "2 shards x 1"),
-    Case("mla_low_rank_queries_yarn", "fp64", "2 shards x 1"),
     Case("plain", "fp64", "2x2 x 2"),
-    Case("plain", "fp32", "2x2 x 1"),
     Case("tied", "fp64", "2x2 x 1"),
 ]
 
@@ -103,7 +100,7 @@ class Trace:
     gradients: Slices = field(default_factory=dict)  # of the first step
     parameters: Slices = field(default_factory=dict)  # after the last
     router_bias: dict[str, Tensor] = field(default_factory=dict)
-    collectives: list[list[Collective]] = field(default_factory=list)  # of the first and the last
+    collectives: list[Collective] = field(default_factory=list)  # of the last step
 
 
 def config_of(name: str, dtype: Dtype, auxiliary: float = 1e-2) -> Config:
@@ -147,11 +144,10 @@ def train(rank: int, case: Case) -> Trace:
     boundary = AccumulationBoundary(model, world)
     parameters, optimizer = list(model.parameters()), None
     for step in range(STEPS):
-        counted = step in (0, STEPS - 1)
-        with CollectiveCounter() if counted else nullcontext() as seen:
+        with CollectiveCounter() if step == STEPS - 1 else nullcontext() as seen:
             sums = boundary.accumulate(batches_of(step, world, split))
         if seen is not None:
-            trace.collectives.append(seen.calls)
+            trace.collectives = seen.calls
         trace.losses.append(sums.loss_sum.item() / sums.valid_tokens)
         trace.valid.append(sums.valid_tokens)
         if step == 0:
@@ -168,9 +164,11 @@ def train(rank: int, case: Case) -> Trace:
         model.zero_grad()
         boundary.update_routers()
         if case.evaluate:
-            held_out = boundary.evaluate([ragged_batch([1000 + rank], T)])
+            rows = [row for row in HELD_OUT if row % split.world == rank]
+            held_out = boundary.evaluate([ragged_batch([row], T) for row in rows])
             trace.evaluations.append(held_out.loss_sum.item() / held_out.valid_tokens)
-            assert all(isinstance(p, DTensor) for p in model.parameters())
+            sharded = {isinstance(p, DTensor) for p in model.parameters()}
+            assert sharded == {split.world > 1}, "evaluating leaves gathered parameters behind"
     trace.parameters = slices(dict(model.named_parameters()))
     trace.router_bias = {n: b.clone() for n, b in model.named_buffers() if n.endswith("_bias")}
     return trace
@@ -208,9 +206,7 @@ def results(world: int) -> list[dict[Any, Any]]:
         if SPLITS[case.split].world == world
     }
     if world == 1:
-        for name, dtype in {(case.name, case.dtype) for case in CASES}:
-            case = Case(name, dtype, "1 process x 1")
-            jobs[case] = functools.partial(train, case=case)
+        jobs |= {one(case): functools.partial(train, case=one(case)) for case in CASES}
     if world < 4:
         split = SPLITS["1 process x 4" if world == 1 else "2 shards x 4"]
         for key in (*(("plain", silent) for silent in SILENT), ("tied", SILENT[-1])):
@@ -222,14 +218,18 @@ def results(world: int) -> list[dict[Any, Any]]:
     return [body(0, 1)] if world == 1 else run_ranks(body, world)
 
 
+def one(case: Case) -> Case:
+    """The same model on one process with all rows at once; the tied one evaluates."""
+    return Case(case.name, case.dtype, "1 process x 1", evaluate=case.name == "tied")
+
+
 def traces(case: Case) -> list[Trace]:
     """The trace of every rank."""
     return [of_rank[case] for of_rank in results(SPLITS[case.split].world)]
 
 
 def reference(case: Case) -> Trace:
-    """The same model on one process with all rows at once."""
-    return traces(Case(case.name, case.dtype, "1 process x 1"))[0]
+    return traces(one(case))[0]
 
 
 def error(found: Slices, expected: Slices) -> float:
@@ -237,11 +237,12 @@ def error(found: Slices, expected: Slices) -> float:
     assert found.keys() == expected.keys()
     worst = 0.0
     for key, part in found.items():
-        target, size = expected[key].local, expected[key].local.abs().max()
-        assert part.shape == tuple(target.shape) and size > 0, key
+        target, size = expected[key].local, expected[key].local.abs().max().item()
+        assert part.shape == tuple(target.shape), key
         box = tuple(slice(a, a + n) for a, n in zip(part.offset, part.local.shape, strict=True))
-        if part.local.numel():
-            worst = max(worst, ((part.local - target[box]).abs().max() / size).item())
+        if part.local.numel() and not torch.equal(part.local, target[box]):
+            difference = (part.local - target[box]).abs().max().item()
+            worst = max(worst, difference / size if size else torch.inf)
     return worst
 
 
@@ -255,6 +256,7 @@ def test_any_split_is_the_same_run(case: Case) -> None:
     tolerance = {"fp64": 1e-12, "fp32": 1e-5}[case.dtype]
     expected = reference(case)
     assert len(set(expected.valid)) > 1, "steps with different numbers of labels"
+    assert all(part.local.norm() > 0 for part in expected.gradients.values())
     for trace in traces(case):
         assert trace.valid == expected.valid
         for found, loss in zip(trace.losses, expected.losses, strict=True):
@@ -266,13 +268,14 @@ def test_any_split_is_the_same_run(case: Case) -> None:
 
 
 def test_evaluating_in_between_changes_nothing() -> None:
-    """Bit for bit on the same mesh, and every rank knows the same held-out loss."""
-    case = next(c for c in CASES if c.evaluate)
-    looking, plain = traces(case), traces(dataclasses.replace(case, evaluate=False))
-    for a, b in zip(plain, looking, strict=True):
-        assert a.losses == b.losses and len(set(b.evaluations)) == STEPS
-        assert all(torch.equal(a.parameters[k].local, b.parameters[k].local) for k in a.parameters)
-    assert looking[0].evaluations == looking[1].evaluations
+    """A run that looks at held-out rows is one that doesn't; every mesh sees the same loss."""
+    looking = next(case for case in CASES if case.evaluate)
+    plain = next(case for case in CASES if case.name == "tied" and not case.evaluate)
+    expected = reference(looking).evaluations
+    assert len(set(expected)) == STEPS
+    for trace in traces(looking):
+        assert trace.evaluations == pytest.approx(expected, rel=1e-12)
+        assert trace.losses == pytest.approx(traces(plain)[0].losses, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +287,11 @@ def test_collectives_of_a_step(case: Case) -> None:
     Blocks are gathered for each forward and each backward; what a backward starts with may still
     be there. The root's contract parameters are gathered once a step.
     """
-    split, numel = SPLITS[case.split], 0
+    split = SPLITS[case.split]
     numel = sum(part.local.numel() for part in reference(case).parameters.values())
     # root, 5 blocks, and embedding and head: two units, or one when they are tied
     units = 6 + (1 if case.name == "tied" else 2)
-    for calls in (calls for trace in traces(case) for calls in trace.collectives):
+    for calls in (trace.collectives for trace in traces(case)):
         kinds = {call.kind for call in calls}
         assert kinds == {"reduce_scatter", "all_gather", "all_reduce"}
         scatters = [c.numel for c in calls if c.kind == "reduce_scatter"]
