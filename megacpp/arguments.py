@@ -6,8 +6,10 @@ mistake is one line. Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import os
 import sys
 import types
@@ -59,6 +61,16 @@ def parse_or_exit(program: str) -> Resolved:
         exit_on_error(error)
 
 
+def _help_of(cls: type, program: str, default: Any = None) -> str:
+    """What tyro says of a dataclass."""
+    import tyro
+
+    given = {} if default is None else {"default": default}
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        tyro.cli(cls, prog=program, args=["--help"], **given)
+    return out.getvalue()
+
+
 def exit_on_error(error: MegacppError) -> typing.NoReturn:
     """Prints the one line on the first local rank only and exits with the error's code."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -68,14 +80,12 @@ def exit_on_error(error: MegacppError) -> typing.NoReturn:
 
 def print_help(program: str) -> None:
     """The full help of a run: presets and every flag with its default."""
-    import tyro
-
     print(f"usage: {program} [PRESET] [--section.key value ...]\n\npresets:")
     for key, function in PRESETS.items():
         headline = (function.__doc__ or "").strip().splitlines()[0]
         print(f"  {key:16} {headline}")
     print("\nflags (defaults of the preset `tiny`):")
-    text = tyro.extras.get_parser(Config, default=preset("tiny")).format_help()
+    text = _help_of(Config, program, preset("tiny"))
     print(text[max(0, text.find("╭─ model options")) :])
 
 
@@ -86,9 +96,7 @@ def parse_args(cls: type[Parsed], argv: Sequence[str], program: str) -> Parsed:
     help; a mistake raises ConfigError with one line.
     """
     if "--help" in argv or "-h" in argv:
-        import tyro
-
-        print(tyro.extras.get_parser(cls, prog=program).format_help())
+        print(_help_of(cls, program))
         raise SystemExit(0)
     kinds = leaf_types(cls, top=True)
     words = list(argv)

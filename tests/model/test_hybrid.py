@@ -225,10 +225,10 @@ def test_tied_embeddings_are_one_parameter() -> None:
     batch = ragged_batch([0, 1, 2])
     for model in (tied, untied):
         model(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum.backward()
-    both = [untied.embed.weight.grad, untied.head.weight.grad]
-    assert all(g is not None and g.norm() > 0 for g in both)
+    into, out = untied.embed.weight.grad, untied.head.weight.grad
+    assert into is not None and into.norm() > 0 and out is not None and out.norm() > 0
     assert tied.embed.weight.grad is not None
-    torch.testing.assert_close(tied.embed.weight.grad, both[0] + both[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tied.embed.weight.grad, into + out, rtol=1e-12, atol=1e-12)
 
 
 def test_a_tie_survives_moves_and_casts() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from megacpp.errors import CheckpointError
 from megacpp.state import checkpoint
@@ -133,8 +134,7 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(two: Path) -> None:
     def body(rank: int, world: int) -> str:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                writer = checkpoint.HuggingFaceStorageWriter
-                patch.setattr(writer, "write_data", lambda *_: disk_full())
+                patch.setattr(HuggingFaceStorageWriter, "write_data", lambda *_: disk_full())
             with pytest.raises(CheckpointError) as error:
                 save(two, 3)
         return str(error.value)
