@@ -172,9 +172,18 @@ def read_flags(
         if kinds[key] is bool and bare:
             yield key, True
             continue
+        if typing.get_origin(kinds[key]) is tuple and not equals and not bare:
+            yield key, tuple(_take_words(left))
+            continue
         if bare:
             raise config_error(key, "", "needs a value", f"write --{text} VALUE")
         yield key, read_value(key, kinds[key], inline if equals else left.pop(0))
+
+
+def _take_words(left: list[str]) -> Iterator[str]:
+    """The words up to the next flag, removed from `left`."""
+    while left and not left[0].startswith("--"):
+        yield left.pop(0)
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -195,6 +204,8 @@ def read_value(key: str, kind: Any, text: str) -> Any:
         return text in TRUE
     if kind is str:
         return text
+    if typing.get_origin(kind) is tuple:
+        return tuple(text.split(","))
     try:
         return kind(text.replace("_", "")) if kind is int else kind(text)
     except ValueError:

@@ -113,6 +113,7 @@ def test_data_commands_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) ->
         (["data", "prepare", "--vocab-size", "10"], 2),
         (["data", "prepare", "/nowhere", "--out", "/tmp/never"], 3),
         (["data", "prepare", "--vocabsize", "10"], 2),
+        (["data", "prepare", str(ROOT), "--globs", "*.nothing", "*.none", "--out", "/tmp/x"], 3),
         (["data", "inspect", "/nowhere"], 3),
         (["data", "inspect", "--split", "test"], 2),
     ):

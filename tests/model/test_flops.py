@@ -22,12 +22,19 @@ T, B = 128, 2
 
 
 def in_place_baddbmm(out, a, b, **_) -> int:
-    """The counter of torch 2.13 knows `baddbmm` but not its in-place form (M2RNN's step)."""
+    """torch 2.13 counts `baddbmm` and `addmm` but not their in-place forms, which we use."""
     return 2 * a[0] * a[1] * a[2] * b[2]
 
 
+def in_place_addmm(out, a, b, **_) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 def counter() -> FlopCounterMode:
-    mapping = {torch.ops.aten.baddbmm_: in_place_baddbmm}
+    mapping = {
+        torch.ops.aten.baddbmm_: in_place_baddbmm,
+        torch.ops.aten.addmm_: in_place_addmm,
+    }
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
