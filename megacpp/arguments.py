@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import math
 import os
 import sys
 import types
@@ -47,13 +48,17 @@ def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
     config = replace_keys(base, given)
     check(config, world_size)
     final = resolve(config, world_size)
-    return Resolved(final, _provenance(base, config, final, given))
+    return Resolved(final, _provenance(config, final, given))
 
 
 def parse_or_exit(program: str) -> Resolved:
     """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
     if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
-        print_help(program)
+        with contextlib.suppress(BrokenPipeError):  # `--help | head`
+            print_help(program)
+            sys.stdout.flush()
+            raise SystemExit(0)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     try:
         return parse_run(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
@@ -164,6 +169,8 @@ def read_flags(
         section, dot, leaf = key.rpartition(".")
         positive = f"{section}{dot}{leaf.removeprefix('no_')}"
         if key not in kinds and leaf.startswith("no_") and kinds.get(positive) is bool:
+            if equals:
+                raise config_error(positive, inline, f"--{text} takes no value", f"write --{text}")
             yield positive, False
             continue
         if key not in kinds:
@@ -206,11 +213,14 @@ def read_value(key: str, kind: Any, text: str) -> Any:
         return text
     if typing.get_origin(kind) is tuple:
         return tuple(text.split(","))
+    what = "a whole number" if kind is int else "a finite number"
     try:
-        return kind(text.replace("_", "")) if kind is int else kind(text)
+        number = kind(text.replace("_", "")) if kind is int else kind(text)
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
         raise config_error(key, text, f"must be {what}", "write digits") from None
+    if not math.isfinite(number):
+        raise config_error(key, text, f"must be {what}", "write digits")
+    return number
 
 
 def leaf_types(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Any]:
@@ -268,16 +278,13 @@ def _suggest(key: str, kinds: dict[str, Any]) -> str:
     return text.replace("'", "'--", 1) if text.startswith("did") else "see --help"
 
 
-def _provenance(
-    base: Config, config: Config, final: Config, given: dict[str, Any]
-) -> dict[str, str]:
-    defaults = flatten(Config())
+def _provenance(config: Config, final: Config, given: dict[str, Any]) -> dict[str, str]:
+    defaults = flatten(Config()) | flatten(YarnConfig(), "model.attention.yarn.")
     source: dict[str, str] = {}
     for key, value in flatten(final).items():
-        yarn_off = key.startswith("model.attention.yarn.") and base.model.attention.yarn is None
         if key in given and lookup(config, key) == value:
             source[key] = "command line"
-        elif not yarn_off and lookup(config, key) != value:
+        elif lookup(config, key) != value:
             source[key] = "derived"
         else:
             source[key] = "default" if defaults.get(key) == value else "preset"

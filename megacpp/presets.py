@@ -51,7 +51,7 @@ def tiny() -> Config:
                 z_loss=1e-4,
             ),
         ),
-        run=RunConfig(steps=160),
+        run=RunConfig(steps=140),
         data=DataConfig(path="data/torch-headers", seq_len=256),
         train=TrainConfig(device_batch_size=4),
         optim=OptimConfig(lr=3e-3, muon_lr=1e-2, schedule="wsd"),

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo  # FSDP2 imports it: a second once here, not in every forked rank
 import torch.distributed as dist
 
 GRACE_S = 3.0  # for ranks to leave after the first one failed
