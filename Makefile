@@ -7,7 +7,7 @@ RUN := OMP_NUM_THREADS=1
 # glibc keeps freed memory instead of giving it back to the system between operations.
 KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
-.PHONY: help setup train test lint docs bench
+.PHONY: help setup train test lint docs
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'

@@ -16,18 +16,19 @@ import time
 from pathlib import Path
 
 from megacpp.data.batches import Corpus
-from megacpp.errors import MegacppError, NonFiniteError
+from megacpp.errors import DataError, MegacppError, NonFiniteError
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.final import export_final, write_sample
-from megacpp.run.launch import announce, check_corpus
+from megacpp.run.launch import announce, check_corpus, set_aside
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
+from megacpp.run.precision import check_precision
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizers
 from optim.clip import clip_gradients
 from optim.schedule import lr_multiplier
 from parallel.boundary import AccumulationBoundary
 from parallel.build import autocast_dtype, build_model
-from parallel.mesh import micro_rows, pick_device, start
+from parallel.mesh import in_a_group, micro_rows, pick_device, start
 
 MOST_SKIPS = 10  # steps in a row without a finite gradient before the run gives up
 
@@ -40,7 +41,11 @@ def main(resolved: Resolved) -> None:
     check_corpus(config, corpus)
 
     # ---- mesh, model (meta device, shard, materialise), optimizer --------------------------------
-    world = start(config.mesh, pick_device(config.train.device))
+    device = pick_device(config.train.device)
+    check_precision(config.precision, device)
+    world = start(config.mesh, device)
+    if world.is_main:
+        set_aside(config)
     model = build_model(config, world)
     optimizers = build_optimizers(model, config)
     boundary = AccumulationBoundary(model, world, autocast_dtype(config, world))
@@ -49,7 +54,9 @@ def main(resolved: Resolved) -> None:
     state = TrainingState(folder / "checkpoints", model, optimizers, config, corpus.fingerprint)
     state.resume(config.checkpoint.resume)
     lines = optimizers.describe()
-    mfu = announce(resolved, corpus, lines, state.step, world.degrees, world.device, world.is_main)
+    mfu = announce(
+        resolved, corpus, lines, state.step, state.changed, world.degrees, device, world.is_main
+    )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)
     held_out = validation_share(corpus, config, world.rank, world.size)
 
@@ -67,7 +74,7 @@ def main(resolved: Resolved) -> None:
         if healthy:
             optimizers.step(multiplier)
         optimizers.zero_grad()
-        boundary.update_routers()
+        boundary.update_routers(healthy)
         state.advance(updated=healthy)
 
         nll, step_s = sums.nll_sum.item(), time.perf_counter() - began
@@ -87,7 +94,7 @@ def main(resolved: Resolved) -> None:
         )
         log.write(record)
         skips = 0 if healthy else skips + 1
-        if skips > MOST_SKIPS:
+        if skips == MOST_SKIPS:
             raise NonFiniteError(
                 f"optim.lr={config.optim.lr}: {skips} steps in a row had no finite gradient. "
                 "Fix: lower it, or raise optim.warmup_steps."
@@ -98,7 +105,7 @@ def main(resolved: Resolved) -> None:
             log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus))
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
-    log.evaluation(config.run.steps - 1, evaluate(boundary.evaluate, held_out, corpus))
+    log.evaluation(state.step - 1, evaluate(boundary.evaluate, held_out, corpus))
     export_final(model, corpus, config, folder)
     if world.is_main:
         print(f"---- sample ----\n{write_sample(corpus, config, folder, world.device)}\n----")
@@ -116,7 +123,7 @@ if __name__ == "__main__":
     assert RESOLVED is not None
     try:
         main(RESOLVED)
-    except MegacppError as error:
-        exit_on_error(error)
+    except MegacppError as error:  # every rank has the same one, unless it read a bad row
+        exit_on_error(error, own=isinstance(error, DataError) and in_a_group())
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(f"stopped; {RESOLVED.config.run.dir}/checkpoints holds what was saved last")

@@ -13,6 +13,7 @@ import io
 import math
 import os
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +77,19 @@ def _help_of(cls: type, program: str, default: Any = None) -> str:
     return out.getvalue()
 
 
-def exit_on_error(error: MegacppError) -> typing.NoReturn:
-    """Prints the one line on the first local rank only and exits with the error's code."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr)
+def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
+    """Prints the one line and exits with the error's code.
+
+    Other ranks than the first print only an error of their `own`; otherwise they wait until the
+    first has printed, because torchrun ends everybody as soon as one rank is gone.
+    """
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    elif own:
+        print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)
     raise SystemExit(error.exit_code)
 
 
@@ -147,6 +157,12 @@ def take_value(arguments: list[str], flag: str, default: str) -> str:
             del arguments[i : i + 2]
             return value
     return default
+
+
+def refuse_rest(arguments: list[str]) -> None:
+    """ConfigError for words that a subcommand has no use for."""
+    if arguments:
+        raise ConfigError(f"argument={arguments[0]}: is not known here. Fix: see --help.")
 
 
 def take_int(arguments: list[str], flag: str, default: int) -> int:

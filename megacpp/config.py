@@ -170,6 +170,8 @@ class MeshConfig:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    # Shard gathered parameters again after a forward: auto does if they exceed 1 GiB in all.
+    reshard: Literal["auto", "always", "never"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class PrecisionConfig:
 class CheckpointConfig:
     """Saved training state: when, how many, and what to resume from."""
 
-    every: int = 0  # steps between saves (0: only at the end)
+    every: int = 500  # steps between saves (0: only at the end)
     keep: int = 2  # newest kept (0: all)
     resume: str = "auto"  # auto | never | a checkpoint folder
 

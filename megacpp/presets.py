@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megacpp.config import (
     AttentionConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     M2RNNConfig,
@@ -52,6 +53,7 @@ def tiny() -> Config:
             ),
         ),
         run=RunConfig(steps=140),
+        checkpoint=CheckpointConfig(every=50),
         data=DataConfig(path="data/torch-headers", seq_len=256),
         train=TrainConfig(device_batch_size=4),
         optim=OptimConfig(lr=3e-3, muon_lr=1e-2, schedule="wsd"),

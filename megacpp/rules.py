@@ -57,6 +57,7 @@ AT_LEAST: dict[str, float] = {
     "model.z_loss": 0,
     "model.init_std": 0,
     "run.steps": 0,
+    "run.seed": 0,
     "run.log_every": 1,
     "run.eval_every": 0,
     "run.eval_rows": 0,
@@ -114,7 +115,7 @@ def resolve(config: Config, world_size: int) -> Config:
     accum = config.train.grad_accum or max(1, config.train.tokens_per_step // per_micro)
     train = dataclasses.replace(config.train, grad_accum=accum, tokens_per_step=per_micro * accum)
     mesh = dataclasses.replace(config.mesh, dp_shard=ranks // config.mesh.dp_replicate)
-    run = dataclasses.replace(config.run, dir=config.run.dir.format(preset=config.preset))
+    run = dataclasses.replace(config.run, dir=config.run.dir.replace("{preset}", config.preset))
     return dataclasses.replace(config, train=train, mesh=mesh, run=run)
 
 
@@ -209,6 +210,8 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _schedule(config: Config) -> Iterator[ConfigError]:
+    if config.run.seed >= 2**63:
+        yield config_error("run.seed", config.run.seed, "must be below 2**63", "use a smaller one")
     if config.optim.warmup_steps > config.run.steps:
         yield config_error(
             "optim.warmup_steps",

@@ -82,9 +82,15 @@ class AccumulationBoundary:
         return StepSums(sums[0], sums[1], valid, tokens, target_bytes)
 
     @torch.no_grad()
-    def update_routers(self) -> None:
-        """Selection bias of every router, from the step's counts summed over all ranks."""
-        if not self.routers:
+    def update_routers(self, updated: bool = True) -> None:
+        """Selection bias of every router, from the step's counts summed over all ranks.
+
+        A step that was skipped (`updated` False) only forgets its counts.
+        """
+        if not updated:
+            for router in self.routers:
+                router.tokens_per_expert.zero_()
+        if not self.routers or not updated:
             return
         counts = torch.stack([router.tokens_per_expert for router in self.routers])
         self.world.sum(counts)

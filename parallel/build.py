@@ -23,7 +23,8 @@ def build_model(config: Config, world: World) -> HybridLM:
     if world.mesh is not None:
         from parallel.fsdp import shard_model, shard_slice  # one process never imports FSDP2
 
-        shard_model(model, world.mesh, compute_dtype(config.precision, world.device))
+        dtype = compute_dtype(config.precision, world.device)
+        shard_model(model, world.mesh, dtype, config.mesh.reshard)
         part = shard_slice
     model.to_empty(device=world.device)
     initialise(model, model.init_rules(), config.run.seed, part)

@@ -20,9 +20,18 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, whole
 
+RESHARD_ABOVE_BYTES = 1 << 30
 
-def shard_model(model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+
+def shard_model(
+    model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard: str = "always"
+) -> None:
     """Shards every parameter over the data axes of `mesh`, in place.
+
+    With `reshard` (`always`, or `auto` for a model above 1 GiB of gathered parameters) a block's
+    parameters are shards again after its forward and gathered a second time for its backward;
+    otherwise they stay whole from forward to backward. The head, whose backward comes at once,
+    and the embedding, whose backward needs no weights, are never gathered twice.
 
     Gradients are summed, never averaged: the loss is divided once, by the accumulation boundary.
     Parameters keep their dtype (fp32 master); units compute in `compute_dtype`.
@@ -35,6 +44,8 @@ def shard_model(model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -
         reduce_dtype=None if compute_dtype == stored else torch.float32,
         cast_forward_inputs=False,
     )
+    gathered_bytes = sum(p.numel() for p in others) * compute_dtype.itemsize
+    again = reshard == "always" or (reshard == "auto" and gathered_bytes > RESHARD_ABOVE_BYTES)
     fully_shard(model, mesh=mesh, mp_policy=wide, ignored_params=others)
     contract = {p for _, p in contract_parameters(model)}  # sharding made new objects of them
     if model.config.tie_embeddings:
@@ -50,7 +61,17 @@ def shard_model(model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype) -
     else:
         units = [model.embed, *model.blocks.values(), model.head]
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=narrow, ignored_params=contract)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=narrow,
+            ignored_params=contract,
+            reshard_after_forward=again and unit is not model.head,
+        )
+    if not model.config.tie_embeddings and again:
+        embedding = model.embed
+        assert isinstance(embedding, FSDPModule)
+        embedding.set_unshard_in_backward(False)
     for unit in fsdp_units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

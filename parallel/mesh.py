@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megacpp.config import MeshConfig
+from megacpp.errors import config_error
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -49,15 +50,16 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def barrier(self) -> None:
-        if self.mesh is not None:
-            dist.barrier()
-
     def close(self) -> None:
         """Waits for all ranks and ends the process group; safe on one process."""
         if self.mesh is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def in_a_group() -> bool:
+    """Whether this process has joined its peers."""
+    return dist.is_initialized()
 
 
 def world_size() -> int:
@@ -66,10 +68,23 @@ def world_size() -> int:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto` is this rank's GPU if there is one, else the CPU."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    """`auto` is this rank's GPU if the machine has one, else the CPU.
+
+    Raises:
+        ConfigError: more local ranks than GPUs, or no GPU where one is wanted.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and not found):
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= found:
+        raise config_error(
+            "train.device",
+            wanted,
+            f"local rank {index} needs a GPU of its own ({found} found)",
+            "start one rank per GPU, or use --train.device cpu",
+        )
+    return torch.device("cuda", index)
 
 
 def start(config: MeshConfig, device: torch.device) -> World:
@@ -82,14 +97,15 @@ def start(config: MeshConfig, device: torch.device) -> World:
     if world_size() == 1:
         return World(0, 1, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    own = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=own)
     return World(dist.get_rank(), dist.get_world_size(), device, build_mesh(config, device))
 
 
 def build_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:
     """The data axes. With one shard per replica the replica axis takes the shards' place:
 
-    FSDP2 skips its reduce-scatter, and with it our pre-reduce checks, on an axis of size 1.
+    FSDP2 skips its reduce-scatter, the seam for looking at gradients, on an axis of size 1.
     """
     if config.dp_replicate == 1 or config.dp_shard == 1:
         return init_device_mesh(

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megacpp.arguments import take_flag, wants_help
+from megacpp.arguments import refuse_rest, take_flag, wants_help
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ OPTIONAL = {
     "matplotlib": ("plots", "tables"),
 }
 
+UNUSED = ("mamba_ssm", "tilelang", "torchao", "transformer_engine")
+
 SELF_TEST = """
 import os, sys, torch, torch.distributed as dist
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
@@ -56,6 +58,7 @@ def doctor(argv: Sequence[str]) -> int:
     if wants_help(arguments, doctor):
         return 0
     as_json, skip = take_flag(arguments, "--json"), take_flag(arguments, "--no-self-test")
+    refuse_rest(arguments)
     findings = [*_versions(), *_devices(), *_optional()]
     if not skip:
         findings.append(_gloo())
@@ -104,9 +107,10 @@ def _optional() -> list[Finding]:
     found = []
     for name, (gives, instead) in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
-            found.append(Finding(name, None, f"would give {gives}; without it: {instead}"))
+            found.append(Finding(name, None, f"for {gives}; without it: {instead}"))
         else:
-            found.append(Finding(name, True, gives))
+            later = f"found; {gives}: not used by this version yet" if name in UNUSED else gives
+            found.append(Finding(name, True, later))
     return found
 
 

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        return 130
 
 
 def _find(arguments: list[str]) -> tuple[Command, list[str]]:

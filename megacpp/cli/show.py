@@ -6,7 +6,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from megacpp.arguments import Resolved, flatten, parse_run, take_flag, take_int, wants_help
+from megacpp.arguments import (
+    Resolved,
+    flatten,
+    parse_run,
+    refuse_rest,
+    take_flag,
+    take_int,
+    wants_help,
+)
 from megacpp.presets import PRESETS
 
 
@@ -19,6 +27,7 @@ def presets(argv: Sequence[str]) -> int:
     if wants_help(arguments, presets):
         return 0
     as_json = take_flag(arguments, "--json")
+    refuse_rest(arguments)
     from megacpp.model.count import count_parameters, short
 
     rows = []

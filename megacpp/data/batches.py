@@ -142,6 +142,11 @@ class Corpus:
         for number in range(self.validation.documents):
             yield self.tokenizer.decode(self.validation.document(number).tolist())
 
+    @property
+    def validation_text_bytes(self) -> int:
+        """UTF-8 bytes of all held-out documents."""
+        return self.index["splits"]["validation"]["text_bytes"]
+
     def gzip_bits_per_byte(self) -> float:
         """Bits per byte of `gzip -9` over each held-out document alone, found at preparation."""
         return self.index["splits"]["validation"]["gzip_bits_per_byte"]

@@ -35,4 +35,5 @@ def evaluate(
         "bits_per_byte": bits_per_byte(nll, sums.target_bytes),
         "gzip_bits_per_byte": corpus.gzip_bits_per_byte(),
         "target_bytes": float(sums.target_bytes),
+        "complete": float(sums.target_bytes == corpus.validation_text_bytes),
     }

@@ -16,7 +16,7 @@ from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.precision import compute_dtype, storage_dtype
-from megacpp.run.record import print_header, write_config, write_launch
+from megacpp.run.record import device_name, print_header, write_config, write_launch
 
 
 def check_corpus(config: Config, corpus: Corpus) -> None:
@@ -34,11 +34,33 @@ def check_corpus(config: Config, corpus: Corpus) -> None:
         )
 
 
+def set_aside(config: Config) -> None:
+    """With `checkpoint.resume never`, renames an existing run folder, so that no run mixes with it.
+
+    Raises:
+        ConfigError: the folder can't be made or renamed.
+    """
+    folder = Path(config.run.dir)
+    try:
+        if config.checkpoint.resume == "never" and folder.exists():
+            number = 1
+            while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+                number += 1
+            folder.rename(old)
+            print(f"moved the earlier run to {old}")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config_error(
+            "run.dir", folder, f"is not usable ({error.strerror})", "choose a folder you may write"
+        ) from None
+
+
 def announce(
     resolved: Resolved,
     corpus: Corpus,
     optimizer_lines: Sequence[str],
     first_step: int,
+    changed: Sequence[str],
     mesh: Mapping[str, int],
     device: torch.device,
     active: bool,
@@ -67,6 +89,7 @@ def announce(
             flops_per_token=flops,
             data_fingerprint=corpus.fingerprint,
             first_step=first_step,
+            device=device_name(device),
         )
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
@@ -74,10 +97,16 @@ def announce(
                 (f"megacpp {config.preset}", [f"run folder {folder}", *given]),
                 ("model", table_lines(config.model)),
                 ("mesh", [_mesh_line(mesh, device), _precision_line(config, device)]),
-                ("batch", [tokens_formula(config.train, config.data.seq_len, ranks)]),
+                (
+                    "batch",
+                    [
+                        tokens_formula(config.train, config.data.seq_len, ranks),
+                        f"{flops:,.0f} FLOPs a token, forward and backward",
+                    ],
+                ),
                 ("optimizer", optimizer_lines),
                 ("data", corpus.describe()),
-                ("start", [_start_line(config, first_step), f"{flops:,.0f} FLOPs a token"]),
+                ("start", [_start_line(config, first_step), *changed]),
             ]
         )
     return lambda tokens_per_s: None if peak is None else tokens_per_s * flops / (peak * ranks)
@@ -103,6 +132,11 @@ def _precision_line(config: Config, device: torch.device) -> str:
 
 
 def _start_line(config: Config, first_step: int) -> str:
+    if first_step and first_step == config.run.steps:
+        return (
+            f"resumed at step {first_step} of {config.run.steps}: nothing is left to train "
+            "(--checkpoint.resume never starts over)"
+        )
     if first_step:
         return f"resumed at step {first_step} of {config.run.steps}"
     return f"fresh start, {config.run.steps} steps, seed {config.run.seed}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,8 +58,7 @@ class MetricsLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = _lines_before(path, first_step)
-        path.write_text("".join(kept))
+        _keep_steps(path, lambda step: step < first_step)
         self._file = path.open("a")
         if config.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -69,7 +70,7 @@ class MetricsLog:
         if not self.active or self._file is None:
             return
         values = {k: v for k, v in asdict(record).items() if v is not None}
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(_strict_json(values) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
@@ -86,8 +87,10 @@ class MetricsLog:
             for name, value in values.items():
                 self._board.add_scalar(f"validation/{name}", value, step)
         if self._file is not None:
-            with Path(self._file.name).with_name("evaluations.jsonl").open("a") as f:
-                f.write(json.dumps({"step": step, **values}) + "\n")
+            path = Path(self._file.name).with_name("evaluations.jsonl")
+            _keep_steps(path, lambda other: other < step)
+            with path.open("a") as f:
+                f.write(_strict_json({"step": step, **values}) + "\n")
 
     def line(self, record: StepRecord) -> str:
         """The live line: everything a person watches, with the time that is left."""
@@ -112,12 +115,12 @@ class MetricsLog:
 
 def evaluation_line(values: dict[str, float]) -> str:
     """The figures as a person reads them."""
-    won = "below" if values["bits_per_byte"] < values["gzip_bits_per_byte"] else "NOT below"
-    return (
-        f"validation: loss {values['loss']:.4f}, {values['bits_per_byte']:.4f} bits per byte, "
-        f"{won} gzip -9 at {values['gzip_bits_per_byte']:.4f} on the same "
-        f"{values['target_bytes']:,.0f} bytes"
-    )
+    start = f"validation: loss {values['loss']:.4f}, {values['bits_per_byte']:.4f} bits per byte"
+    over, gzip = f"{values['target_bytes']:,.0f} bytes", values["gzip_bits_per_byte"]
+    if not values["complete"]:
+        return f"{start} of the first {over} (gzip -9 of all held-out text: {gzip:.4f})"
+    won = "below" if values["bits_per_byte"] < gzip else "NOT below"
+    return f"{start}, {won} gzip -9 at {gzip:.4f} on the same {over}"
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
@@ -160,8 +163,23 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _lines_before(path: Path, step: int) -> list[str]:
-    if step == 0 or not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:
+    """Drops the lines of other steps, and unreadable ones; the file changes whole or not at all."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if keep(json.loads(line)["step"]):
+                kept.append(line + "\n")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def _strict_json(values: Mapping[str, object]) -> str:
+    """One JSON line; what is not finite becomes null, because JSON has no NaN."""
+    finite = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }
+    return json.dumps(finite, allow_nan=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megacpp.config import PrecisionConfig
+from megacpp.errors import config_error
 
 
 def storage_dtype(config: PrecisionConfig) -> torch.dtype:
@@ -15,6 +16,14 @@ def storage_dtype(config: PrecisionConfig) -> torch.dtype:
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
     """Matrices and activations: bf16 on a GPU that has it (`auto`), fp32 on a CPU."""
     if config.dtype == "auto":
-        able = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if able else torch.float32
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[config.dtype]
+
+
+def check_precision(config: PrecisionConfig, device: torch.device) -> None:
+    """Raises ConfigError for a run in bf16 on a CPU, which would be slow and is never meant."""
+    if config.dtype == "bf16" and device.type == "cpu":
+        raise config_error(
+            "precision.dtype", "bf16", "a run on a CPU computes in fp32 or fp64", "use fp32 or auto"
+        )

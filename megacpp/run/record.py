@@ -31,7 +31,10 @@ def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> No
 def write_launch(
     folder: Path, config: Config, mesh: dict[str, int], count: ParameterCount, **more: Any
 ) -> None:
-    """launch.json: configuration, commit, versions, devices, mesh, parameter counts."""
+    """launch.json: configuration, commit, versions, device, mesh, parameter counts.
+
+    A resumed run writes `launch-<step>.json` beside it.
+    """
     content = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -39,14 +42,14 @@ def write_launch(
         "python": platform.python_version(),
         "versions": versions(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "mesh": mesh,
         "parameters": dataclasses.asdict(count),
         "config": dataclasses.asdict(config),
         **more,
     }
-    write_json(folder / "launch.json", content)
+    first = more.get("first_step", 0)
+    write_json(folder / (f"launch-{first:06d}.json" if first else "launch.json"), content)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -55,6 +58,11 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200`, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def versions() -> dict[str, str]:

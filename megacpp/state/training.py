@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from megacpp.config import Config
-from megacpp.errors import CheckpointError
+from megacpp.errors import CheckpointError, config_error
 from megacpp.state.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -20,7 +20,7 @@ from megacpp.state.checkpoint import (
 from megacpp.state.rng import set_rng_state
 from megacpp.state.tensors import model_tensors
 
-# Settings that decide which numbers come out; a resumed run must keep them.
+# Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
 KEPT = ("model", "data", "optim", "precision")
 
 
@@ -38,6 +38,7 @@ class TrainingState:
     Attributes:
         step: optimizer steps behind us, skipped ones included.
         updates: steps that moved the parameters; the learning rate follows these.
+        changed: what a resumed run does differently, for its header.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TrainingState:
         self.folder, self.model, self.optimizers = folder, model, optimizers
         self.config, self.data_fingerprint = config, data_fingerprint
         self.step = self.updates = 0
+        self.changed: list[str] = []
 
     def advance(self, updated: bool) -> None:
         """Counts one step."""
@@ -94,13 +96,32 @@ class TrainingState:
 
     def _check(self, path: Path, extra: dict[str, Any]) -> None:
         """Settings under which the saved run would not be continued but silently changed."""
+        if extra["step"] > self.config.run.steps:
+            raise config_error(
+                "run.steps",
+                self.config.run.steps,
+                f"{path} is at step {extra['step']} already",
+                "ask for more steps, another --run.dir, or --checkpoint.resume never",
+            )
+        if extra["data_fingerprint"] != self.data_fingerprint:
+            raise CheckpointError(
+                f"data.path={self.config.data.path}: the corpus [{self.data_fingerprint}] is not "
+                f"the one of {path} [{extra['data_fingerprint']}]. Fix: give the corpus that the "
+                "run was started with, or another --run.dir."
+            )
         now = {
             "run.seed": (self.config.run.seed, extra["seed"]),
-            "data.path": (self.data_fingerprint, extra["data_fingerprint"]),
             "data.seq_len": (self.config.data.seq_len, extra["config"]["data"]["seq_len"]),
             "train.tokens_per_step": (self.config.train.tokens_per_step, extra["tokens_per_step"]),
             "optim.name": (self.config.optim.name, extra["config"]["optim"]["name"]),
         }
+        optim = dataclasses.asdict(self.config.optim)
+        was = extra["config"]["optim"]
+        self.changed = [
+            f"optim.{key} changed from {was.get(key)} to {value} on resume"
+            for key, value in optim.items()
+            if value != was.get(key)
+        ]
         model, saved = dataclasses.asdict(self.config.model), extra["config"]["model"]
         now |= {f"model.{k}": (value, saved.get(k)) for k, value in model.items()}
         for key, (mine, theirs) in now.items():
