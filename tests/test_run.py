@@ -217,3 +217,49 @@ def test_wrong_data_or_checkpoint_is_one_line(
     assert done.returncode == code and len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ") and words in lines[0] and "Fix: " in lines[0]
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_finished_run_refuses_fewer_steps_and_says_when_nothing_is_left(
+    corpus: Path, single: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(single[0], folder)
+    out = train(corpus, folder, 1, *ADAMW, "--optim.lr", "1e-3").stdout
+    assert "nothing is left to train" in out
+    assert "optim.lr changed from 0.003 to 0.001 on resume" in out
+    assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 1
+    assert (folder / "launch-000020.json").exists() and (folder / "launch.json").exists()
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "train.py", "tiny", *SMALL, *paths, *ADAMW,
+         "--train.device-batch-size", "4", "--run.steps", "5", "--optim.warmup-steps", "0"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "run.steps=5" in done.stderr
+
+
+def test_starting_over_moves_the_earlier_run_aside(
+    corpus: Path, single: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(single[0], folder)
+    flags = ["--checkpoint.resume", "never", "--run.steps", "4", "--run.eval-every", "2"]
+    train(corpus, folder, 2, *ADAMW, *flags)
+    assert [r["step"] for r in records(folder)] == [0, 1, 2, 3]
+    evaluations = (folder / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(e)["step"] for e in evaluations] == [1, 3]
+    assert len(records(tmp_path / "run.old-1")) == 20
+
+
+def test_non_finite_steps_are_skipped_then_end_the_run(corpus: Path, tmp_path: Path) -> None:
+    """Weights that overflow: no step moves them, ten in a row end with exit code 5."""
+    command = [sys.executable, "train.py", "tiny", *SMALL, "--train.device-batch-size", "4"]
+    paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, *paths, "--model.init-std", "1e30"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 5, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and "10 steps in a row" in lines[0]
+    rows = records(tmp_path / "run")
+    assert len(rows) == 10 and all(row["skipped"] and row["loss"] is None for row in rows)
