@@ -262,4 +262,4 @@ def test_non_finite_steps_are_skipped_then_end_the_run(corpus: Path, tmp_path: P
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and "10 steps in a row" in lines[0]
     rows = records(tmp_path / "run")
-    assert len(rows) == 10 and all(row["skipped"] and row["loss"] is None for row in rows)
+    assert len(rows) == 10 and all(row["skipped"] and row["grad_norm"] is None for row in rows)
