@@ -27,7 +27,7 @@ from optim.build import build_optimizers
 from optim.clip import clip_gradients
 from optim.schedule import lr_multiplier
 from parallel.boundary import AccumulationBoundary
-from parallel.build import autocast_dtype, build_model
+from parallel.build import build_model
 from parallel.mesh import in_a_group, micro_rows, pick_device, start
 
 MOST_SKIPS = 10  # steps in a row without a finite gradient before the run gives up
@@ -48,7 +48,7 @@ def main(resolved: Resolved) -> None:
         set_aside(config)
     model = build_model(config, world)
     optimizers = build_optimizers(model, config)
-    boundary = AccumulationBoundary(model, world, autocast_dtype(config, world))
+    boundary = AccumulationBoundary(model, world, config)
 
     # ---- saved state, header, records ------------------------------------------------------------
     state = TrainingState(folder / "checkpoints", model, optimizers, config, corpus.fingerprint)
@@ -58,7 +58,7 @@ def main(resolved: Resolved) -> None:
         resolved, corpus, lines, state.step, state.changed, world.degrees, device, world.is_main
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)
-    held_out = validation_share(corpus, config, world.rank, world.size)
+    held_out = validation_share(corpus, config, world.coordinate("batch"), world.degree("batch"))
 
     # ---- the loop --------------------------------------------------------------------------------
     rows_per_step = config.train.tokens_per_step // config.data.seq_len

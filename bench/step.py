@@ -37,7 +37,7 @@ from megacpp.run.metrics import peak_resident_bytes
 from optim.build import build_optimizers
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
-from parallel.build import autocast_dtype, build_model
+from parallel.build import build_model
 from parallel.mesh import World, pick_device, start, world_size
 
 
@@ -48,7 +48,7 @@ class Trainer:
         self.config, self.world = config, world
         self.model = build_model(config, world)
         self.optimizers = build_optimizers(self.model, config)
-        self.boundary = AccumulationBoundary(self.model, world, autocast_dtype(config, world))
+        self.boundary = AccumulationBoundary(self.model, world, config)
 
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
         docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)

@@ -170,8 +170,17 @@ class MeshConfig:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    # Shard gathered parameters again after a forward: auto does if they exceed 1 GiB in all.
-    reshard: Literal["auto", "always", "never"] = "auto"
+    # Gathered parameters: shards again after each forward (always), kept until the backward
+    # (never), kept until the last backward of a step (resident); auto: always above 1 GiB.
+    reshard: Literal["auto", "always", "never", "resident"] = "auto"
+    # Context parallelism: order of a row's chunks over ranks, and what each mixer exchanges.
+    cp_order: Literal["head_tail", "contiguous"] = "head_tail"
+    cp_attention: Literal["all_gather", "ring", "heads"] = "all_gather"
+    cp_mamba3: Literal["state", "heads"] = "state"
+    cp_m2rnn: Literal["auto", "heads", "serial"] = "auto"  # auto: heads where they divide
+    # Experts: one copy of a token per chosen expert, or per rank that holds some of them.
+    ep_dispatch: Literal["per_rank", "per_expert"] = "per_rank"
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"] = "1f1b"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megacpp.config import Config, MeshConfig, TrainConfig
+from megacpp.config import Config, TrainConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.model_rules import model_rules, nearest_divisor
+from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
+from megacpp.model_rules import model_rules
 
 # Smallest legal value of numeric settings; None in an optional setting is always legal.
 AT_LEAST: dict[str, float] = {
@@ -103,18 +104,18 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     """Every broken rule, in the order of the configuration."""
     yield from _ranges(config)
     yield from model_rules(config)
-    yield from _mesh(config, world_size)
+    yield from mesh_rules(config, world_size)
     yield from _batch(config, world_size)
     yield from _schedule(config)
 
 
 def resolve(config: Config, world_size: int) -> Config:
     """The configuration with derived settings filled in; call after `check`."""
-    ranks = _data_ranks(config.mesh, world_size)
+    ranks = batch_ranks(config.mesh, world_size)
     per_micro = config.train.device_batch_size * config.data.seq_len * ranks
     accum = config.train.grad_accum or max(1, config.train.tokens_per_step // per_micro)
     train = dataclasses.replace(config.train, grad_accum=accum, tokens_per_step=per_micro * accum)
-    mesh = dataclasses.replace(config.mesh, dp_shard=ranks // config.mesh.dp_replicate)
+    mesh = resolve_mesh(config.mesh, world_size)
     run = dataclasses.replace(config.run, dir=config.run.dir.replace("{preset}", config.preset))
     return dataclasses.replace(config, train=train, mesh=mesh, run=run)
 
@@ -148,52 +149,19 @@ def _ranges(config: Config) -> Iterator[ConfigError]:
             yield config_error(key, value, "must be in [0, 1]", "use a fraction such as 0.1")
 
 
-def _mesh(config: Config, world_size: int) -> Iterator[ConfigError]:
-    mesh = config.mesh
-    for axis, kind in (("pp", "pipeline"), ("cp", "context"), ("tp", "tensor"), ("ep", "expert")):
-        if getattr(mesh, axis) != 1:
-            yield config_error(
-                f"mesh.{axis}",
-                getattr(mesh, axis),
-                f"{kind} parallelism is not available yet",
-                f"set mesh.{axis}=1",
-            )
-    if mesh.dp_replicate < 1:
-        yield config_error("mesh.dp_replicate", mesh.dp_replicate, "must be at least 1", "use 1")
-        return
-    if mesh.dp_shard != -1 and mesh.dp_shard < 1:
-        yield config_error(
-            "mesh.dp_shard", mesh.dp_shard, "must be -1 (fill) or at least 1", "use -1"
-        )
-        return
-    if mesh.dp_shard == -1 and world_size % mesh.dp_replicate:
-        near = nearest_divisor(world_size, mesh.dp_replicate)
-        yield config_error(
-            "mesh.dp_replicate",
-            mesh.dp_replicate,
-            f"must divide the world ({world_size} ranks)",
-            f"use {near}",
-        )
-    elif mesh.dp_shard != -1 and mesh.dp_replicate * mesh.dp_shard != world_size:
-        yield config_error(
-            "mesh.dp_shard",
-            mesh.dp_shard,
-            f"with dp_replicate={mesh.dp_replicate} it does not make {world_size} ranks",
-            "use -1, or start that many ranks",
-        )
-
-
 def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
     train = config.train
-    if config.mesh.dp_replicate < 1 or config.data.seq_len < 1 or train.device_batch_size < 1:
+    if any(mesh_rules(config, world_size)) or config.data.seq_len < 1:
         return
-    per_micro = train.device_batch_size * config.data.seq_len * _data_ranks(config.mesh, world_size)
+    if train.device_batch_size < 1:
+        return
+    per_micro = train.device_batch_size * config.data.seq_len * batch_ranks(config.mesh, world_size)
     if train.tokens_per_step and train.tokens_per_step % per_micro:
         low = max(per_micro, train.tokens_per_step // per_micro * per_micro)
         yield config_error(
             "train.tokens_per_step",
             train.tokens_per_step,
-            f"must be a multiple of device_batch_size * seq_len * ranks ({per_micro})",
+            f"must be a multiple of device_batch_size * seq_len * data ranks ({per_micro})",
             f"use {low} or {low + per_micro}",
         )
     elif (
@@ -230,14 +198,9 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def _data_ranks(mesh: MeshConfig, world_size: int) -> int:
-    """Ranks that see different rows."""
-    return world_size if mesh.dp_shard == -1 else mesh.dp_replicate * mesh.dp_shard
-
-
 def tokens_formula(train: TrainConfig, seq_len: int, ranks: int) -> str:
     """How the tokens of one optimizer step come about, for the header."""
     return (
-        f"{train.device_batch_size} rows x {seq_len} tokens x {ranks} ranks "
+        f"{train.device_batch_size} rows x {seq_len} tokens x {ranks} data ranks "
         f"x {train.grad_accum} microbatches = {train.tokens_per_step:,} tokens a step"
     )

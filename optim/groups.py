@@ -1,9 +1,10 @@
 """Which optimizer moves which parameter: one table, and every parameter matches exactly one row.
 
 Muon takes the matrices between hidden states; AdamW takes what is looked up (embedding, head), what
-is a vector or a scalar, and filters. A fused projection is several matrices in one parameter, and
-each is orthogonalised alone: one matrix for all would trade singular values between, say, a gate
-and a time step. Projections that the model keeps apart (`wq`, `wk`, `wv`) are one matrix each.
+is a vector or a scalar, filters, and the projections to a number per head (dt, A, trap, angles,
+forget): the update of a handful of rows orthogonalised alone is nearly their normalised gradient.
+Where one parameter holds several matrices, each is orthogonalised alone: one matrix for all would
+trade singular values between them. Projections that the model keeps apart are one matrix each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from megacpp.errors import ConfigError
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.mla import MultiHeadLatentAttention
 from optim.ownership import MatrixView
 
@@ -50,25 +50,16 @@ class Row:
         return inside and any(fnmatchcase(name, pattern) for pattern in self.names)
 
 
-def mamba3_rows(mixer: nn.Module) -> MatrixView:
-    """z | x | B | C, and one block of the thin rest: dt, A, trap and angles.
+def rows_by_head(projection: str, head_rows: str) -> View:
+    """Each head of an M2RNN projection is a matrix of `head_rows` (an attribute) rows."""
 
-    The rest are scalars per head; a block each would be a handful of rows, whose update is nearly
-    their normalised gradient, while together they still compete only among themselves.
-    """
-    assert isinstance(mixer, Mamba3)
-    inner, x_and_bc, *thin = mixer.widths
-    bc = (x_and_bc - inner) // 2
-    return MatrixView((inner, inner, bc, bc, sum(thin)))
+    def view(mixer: nn.Module) -> MatrixView:
+        assert isinstance(mixer, M2RNN)
+        height = getattr(mixer, head_rows)
+        rows = getattr(mixer, projection).weight.shape[0]
+        return MatrixView((height,) * (rows // height))
 
-
-def m2rnn_rows(mixer: nn.Module) -> MatrixView:
-    """q, k and v head by head | the forget gates | the output gate."""
-    assert isinstance(mixer, M2RNN)
-    heads = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
-    parts = zip(mixer.qkv_dims, heads, strict=True)
-    qkv = [height for total, height in parts for _ in range(total // height)]
-    return MatrixView((*qkv, *mixer.input_dims[1:]))
+    return view
 
 
 def latent_rows(mixer: nn.Module) -> MatrixView:
@@ -97,18 +88,21 @@ TABLE = (
     Row("A", ("wkv_a.weight",), "muon", True, latent_rows),
     Row("A", ("wkv_b.weight",), "muon", True, key_value_rows),
     Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "adamw", False),
-    Row("M", ("in_proj.weight",), "muon", True, mamba3_rows),
-    Row("M", ("out_proj.weight",), "muon", True),
+    Row("M", ("in_[zxBC].weight", "out_proj.weight"), "muon", True),
+    Row("M", ("in_dt.weight", "in_A.weight", "in_trap.weight", "in_angles.weight"), "adamw", True),
     Row("M", ("B_norm.weight", "C_norm.weight", "norm.weight"), "adamw", False),
     Row("M", ("dt_bias", "B_bias", "C_bias", "D", "mimo_[xzo]"), "adamw", False),
     Row("E", ("experts.w[123]",), "muon", True, experts),
     Row("E", ("shared.w[123].weight",), "muon", True),
     Row("E", ("router.weight", "shared.gate.weight"), "adamw", True),
-    Row("R", ("input_projection.weight",), "muon", True, m2rnn_rows),
-    Row("R", ("output_projection.weight",), "muon", True),
+    Row("R", ("in_q.weight",), "muon", True, rows_by_head("in_q", "key_dim")),
+    Row("R", ("in_k.weight",), "muon", True, rows_by_head("in_k", "key_dim")),
+    Row("R", ("in_v.weight",), "muon", True, rows_by_head("in_v", "value_dim")),
+    Row("R", ("in_gate.weight", "output_projection.weight"), "muon", True),
+    Row("R", ("in_forget.weight",), "adamw", True),
     Row("R", ("g_norm.weight",), "adamw", False),
     Row("R", ("state_weight", "D", "decay_gate.A_log", "decay_gate.dt_bias"), "adamw", False),
-    Row("MR", ("conv1d.weight",), "adamw", False),
+    Row("MR", ("conv_?.weight",), "adamw", False),
     Row("F", ("w[123].weight",), "muon", True),
 )
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megacpp.config import Config
 from megacpp.data.batches import Batch
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.router import Router
+from parallel.build import autocast_dtype
+from parallel.context_layout import ContextLayout
 from parallel.mesh import World
 
 if TYPE_CHECKING:
@@ -38,14 +41,19 @@ class StepSums:
 class AccumulationBoundary:
     """Runs the microbatches of a step; afterwards `.grad` holds the gradient of the mean loss."""
 
-    def __init__(self, model: HybridLM, world: World, autocast: torch.dtype | None = None) -> None:
-        """`autocast` is the compute dtype where no FSDP policy casts (one process)."""
-        self.model, self.world, self.autocast = model, world, autocast
+    def __init__(self, model: HybridLM, world: World, config: Config) -> None:
+        self.model, self.world, self.mesh = model, world, config.mesh
+        self.autocast = autocast_dtype(config, world)
         self.units: list[FSDPModule] = []
-        if world.mesh is not None:  # one process never imports FSDP2
+        self.partial: list[nn.Parameter] = []
+        if world.parallel:  # one process never imports FSDP2
             from parallel.fsdp import fsdp_units
+            from parallel.tensor import partial_parameters
 
-            self.units = fsdp_units(model)
+            self.units, self.partial = fsdp_units(model), partial_parameters(model)
+        self.layout = ContextLayout.of(
+            config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
+        )
         self.routers = [m for m in model.modules() if isinstance(m, Router)]
 
     def accumulate(self, microbatches: Sequence[Batch]) -> StepSums:
@@ -53,6 +61,9 @@ class AccumulationBoundary:
 
         The divisor (valid tokens over all ranks and microbatches) is known before the first
         backward; a step without a valid token yields zero gradients, not NaN.
+
+        Args:
+            microbatches: whole rows; ranks of one context group get the same and take their part.
         """
         tokens, valid, target_bytes = self._totals(microbatches)
         self._scale_auxiliary(1.0 / tokens)
@@ -62,7 +73,8 @@ class AccumulationBoundary:
             out = self._forward(batch)
             (out.loss_sum / max(1, valid)).backward()
             sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
-        self.world.sum(sums)
+        self._complete_gradients()
+        self.world.sum(sums, "loss")
         return StepSums(sums[0], sums[1], valid, tokens, target_bytes)
 
     @torch.no_grad()
@@ -75,7 +87,7 @@ class AccumulationBoundary:
         for batch in batches:
             out = self._forward(batch)
             sums += torch.stack([out.loss_sum, out.nll_sum]).double()
-        self.world.sum(sums)
+        self.world.sum(sums, "loss")
         self.model.train(training)
         for unit in self.units:  # no backward follows that would: parameters are shards again
             unit.reshard()
@@ -93,12 +105,14 @@ class AccumulationBoundary:
         if not self.routers or not updated:
             return
         counts = torch.stack([router.tokens_per_expert for router in self.routers])
-        self.world.sum(counts)
+        self.world.sum(counts, "stage")
         for router, count in zip(self.routers, counts, strict=True):
             router.tokens_per_expert.copy_(count)
             router.update_bias()
 
     def _forward(self, batch: Batch) -> LossSum:
+        if self.layout.degree > 1:
+            batch = batch.take(self.layout.index(batch.ids_BT.shape[1]))
         batch = batch.to(self.world.device)
         with self._precision():
             return self.model(batch.ids_BT, batch.labels_BT, batch.docs)
@@ -113,7 +127,7 @@ class AccumulationBoundary:
         tokens = sum(batch.ids_BT.numel() for batch in batches)
         valid = sum(batch.num_targets for batch in batches)
         counts = torch.tensor([tokens, valid, sum(batch.target_bytes for batch in batches)])
-        total = self.world.sum(counts.to(self.world.device)).tolist()
+        total = self.world.sum(counts.to(self.world.device), "batch").tolist()
         return total[0], total[1], total[2]
 
     def _sync_gradients(self, last: bool) -> None:
@@ -126,7 +140,24 @@ class AccumulationBoundary:
             root = self.units[0]
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
-            root.set_reshard_after_backward(last, recurse=False)
+            root.set_reshard_after_backward(last, recurse=self.mesh.reshard == "resident")
+
+    @torch.no_grad()
+    def _complete_gradients(self) -> None:
+        """Adds up, over `tp`, the gradients of parameters that each of its ranks has whole.
+
+        Other tokens or other heads made each rank's part. One all-reduce per dtype and step.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for p in self.partial:
+            if p.grad is not None:
+                part = p.grad.to_local()  # type: ignore[attr-defined]
+                by_dtype.setdefault(part.dtype, []).append(part)
+        for parts in by_dtype.values():
+            flat = torch.cat([part.flatten() for part in parts])
+            self.world.sum(flat, "tp")
+            for part, new in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(new.view_as(part))
 
     def _scale_auxiliary(self, scale: float) -> None:
         for router in self.routers:

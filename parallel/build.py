@@ -12,7 +12,7 @@ from parallel.mesh import World
 
 
 def build_model(config: Config, world: World) -> HybridLM:
-    """Meta device, shard, materialise, initialise: in this order on any mesh.
+    """Meta device, cut, shard, materialise, initialise: in this order on any mesh.
 
     Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
     starts from the same weights.
@@ -20,11 +20,11 @@ def build_model(config: Config, world: World) -> HybridLM:
     with torch.device("meta"):
         model = HybridLM(config.model).to(storage_dtype(config.precision))
     part = whole
-    if world.mesh is not None:
-        from parallel.fsdp import shard_model, shard_slice  # one process never imports FSDP2
+    if world.parallel:
+        from parallel.apply import parallelize  # one process never imports FSDP2
+        from parallel.fsdp import shard_slice
 
-        dtype = compute_dtype(config.precision, world.device)
-        shard_model(model, world.mesh, dtype, config.mesh.reshard)
+        parallelize(model, config, world)
         part = shard_slice
     model.to_empty(device=world.device)
     initialise(model, model.init_rules(), config.run.seed, part)
@@ -34,4 +34,4 @@ def build_model(config: Config, world: World) -> HybridLM:
 def autocast_dtype(config: Config, world: World) -> torch.dtype | None:
     """Compute dtype for autocast where no FSDP policy casts: one process below fp32."""
     dtype = compute_dtype(config.precision, world.device)
-    return dtype if world.mesh is None and dtype == torch.bfloat16 else None
+    return dtype if not world.parallel and dtype == torch.bfloat16 else None

@@ -5,76 +5,84 @@ Mixed precision casts a whole unit to one dtype, so the fp32-contract parameters
 the root unit, made *first* and told to ignore everything else, owns all of them, and the block
 units ignore them. So they travel in one all-gather and one reduce-scatter per step for the whole
 model, in fp32, and no forward ever casts or copies one.
+
+Routed experts are a unit of their own where their ranks differ from those of the block: whole
+experts lie along `ep`, so only the `efsdp` ranks share the storage of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megacpp.model.fp32 import contract_parameters
-from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, whole
+from megacpp.model.moe import Experts
+from parallel.mesh import World
 
 RESHARD_ABOVE_BYTES = 1 << 30
 
 
 def shard_model(
-    model: HybridLM, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard: str = "always"
+    root: nn.Module, world: World, compute_dtype: torch.dtype, reshard: str = "always"
 ) -> None:
-    """Shards every parameter over the data axes of `mesh`, in place.
+    """Shards every parameter over the data axes of `world`, in place.
 
     With `reshard` (`always`, or `auto` for a model above 1 GiB of gathered parameters) a block's
     parameters are shards again after its forward and gathered a second time for its backward;
-    otherwise they stay whole from forward to backward. The head, whose backward comes at once,
-    and the embedding, whose backward needs no weights, are never gathered twice.
+    otherwise they stay whole from forward to backward (`never`), or to the last backward of a step
+    (`resident`, which the accumulation boundary does). The head, whose backward comes at once, and
+    the embedding, whose backward needs no weights, are never gathered twice.
 
     Gradients are summed, never averaged: the loss is divided once, by the accumulation boundary.
     Parameters keep their dtype (fp32 master); units compute in `compute_dtype`.
+
+    Args:
+        root: a HybridLM, or a pipeline stage of one: what it has of `embed`, `blocks`, `head`.
     """
-    others = set(model.parameters()) - {p for _, p in contract_parameters(model)}
-    stored = next(iter(others)).dtype
+    mesh = world.meshes["shard"]
+    others = set(root.parameters()) - {p for _, p in contract_parameters(root)}
     wide = MixedPrecisionPolicy(cast_forward_inputs=False)
-    narrow = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype == stored else compute_dtype,
-        reduce_dtype=None if compute_dtype == stored else torch.float32,
-        cast_forward_inputs=False,
-    )
-    gathered_bytes = sum(p.numel() for p in others) * compute_dtype.itemsize
+    narrow = _policy(others, compute_dtype)
+    gathered_bytes = sum(_local_numel(p) for p in others) * compute_dtype.itemsize
     again = reshard == "always" or (reshard == "auto" and gathered_bytes > RESHARD_ABOVE_BYTES)
-    fully_shard(model, mesh=mesh, mp_policy=wide, ignored_params=others)
-    contract = {p for _, p in contract_parameters(model)}  # sharding made new objects of them
-    if model.config.tie_embeddings:
+    fully_shard(root, mesh=mesh, mp_policy=wide, ignored_params=others)
+    contract = {p for _, p in contract_parameters(root)}  # sharding made new objects of them
+
+    def unit(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+        fully_shard(
+            modules,
+            mesh=mesh,
+            mp_policy=narrow,
+            ignored_params=contract,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    embed, head = getattr(root, "embed", None), getattr(root, "head", None)
+    if embed is not None and head is not None and _weight(embed) is _weight(head):
         # One parameter in two modules is one unit, whole from the embedding to the loss.
-        fully_shard(
-            [model.embed, model.head],
-            mesh=mesh,
-            mp_policy=narrow,
-            ignored_params=contract,
-            reshard_after_forward=False,
-        )
-        units: list[nn.Module] = list(model.blocks.values())
+        unit([embed, head], False)
     else:
-        units = [model.embed, *model.blocks.values(), model.head]
-    for unit in units:
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=narrow,
-            ignored_params=contract,
-            reshard_after_forward=again and unit is not model.head,
-        )
-    if not model.config.tie_embeddings and again:
-        embedding = model.embed
-        assert isinstance(embedding, FSDPModule)
-        embedding.set_unshard_in_backward(False)
-    for unit in fsdp_units(model):
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        if embed is not None:
+            unit(embed, again)
+        if head is not None:
+            unit(head, False)
+        if isinstance(embed, FSDPModule) and again:
+            embed.set_unshard_in_backward(False)
+    blocks = root.blocks
+    assert isinstance(blocks, nn.ModuleDict)
+    for block in blocks.values():
+        if world.degree("ep") > 1 or world.degree("tp") > 1:
+            _shard_experts(block, world, narrow, again)
+        unit(block, again)
+    for module in fsdp_units(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -88,3 +96,48 @@ def shard_slice(t: Tensor) -> Slice:
         return whole(t)
     _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     return Slice(t.to_local(), tuple(t.shape), tuple(offset))
+
+
+def _shard_experts(
+    block: nn.Module, world: World, policy: MixedPrecisionPolicy, again: bool
+) -> None:
+    """The routed experts of a block as a unit over `efsdp`, gathered while the router works."""
+    for experts in [m for m in block.modules() if isinstance(m, Experts)]:
+        fully_shard(
+            experts,
+            mesh=world.meshes["expert_shard"],
+            mp_policy=policy,
+            shard_placement_fn=_expert_dim(world.meshes["expert_shard"].size(-1)),
+            reshard_after_forward=again,
+        )
+
+
+def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Rows inside an expert where there are fewer experts than shards, else whole experts.
+
+    FSDP2 cuts only the first dim unevenly, so rows must divide; else some ranks hold none.
+    """
+
+    def choose(p: nn.Parameter) -> Shard | None:
+        num_experts, rows = p.to_local().shape[:2] if isinstance(p, DTensor) else p.shape[:2]
+        return Shard(1) if num_experts < shards and rows % shards == 0 else None
+
+    return choose
+
+
+def _policy(parameters: set[nn.Parameter], compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Compute in one dtype, reduce in at least fp32."""
+    same = all(p.dtype == compute_dtype for p in parameters)
+    return MixedPrecisionPolicy(
+        param_dtype=None if same else compute_dtype,
+        reduce_dtype=None if same else torch.float32,
+        cast_forward_inputs=False,
+    )
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    return module._parameters["weight"]
+
+
+def _local_numel(p: nn.Parameter) -> int:
+    return p.to_local().numel() if isinstance(p, DTensor) else p.numel()

@@ -1,10 +1,21 @@
-"""The ranks of a run as a DeviceMesh, or one process without a process group."""
+"""The ranks of a run as named mesh axes, or one process without a process group.
+
+Ranks are numbered with `pp` outermost and `tp` innermost. The same ranks are seen twice:
+
+    dense    pp  dp_replicate  dp_shard  cp  tp
+    experts  pp  dp_replicate  efsdp         ep     efsdp * ep = dp_shard * cp * tp
+
+and through views of the dense axes: `batch` = dp_replicate x dp_shard (ranks with rows of their
+own), `fsdp` = dp_shard x cp (ranks that share the storage of dense parameters), `loss` = batch x cp
+(ranks with tokens of their own), `row` = cp x tp (ranks that work on the same rows), `stage` = all
+but pp (ranks that hold the same layers).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -16,6 +27,8 @@ from megacpp.config import MeshConfig
 from megacpp.errors import config_error
 
 TIMEOUT = timedelta(minutes=10)
+DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SPARSE = ("pp", "dp_replicate", "efsdp", "ep")
 
 
 @dataclass(frozen=True)
@@ -23,36 +36,52 @@ class World:
     """This process among its peers.
 
     Attributes:
-        mesh: axes `(dp_replicate, dp_shard)` or `(dp_shard,)`; None for one process, where no
-            process group exists and nothing is sharded.
+        meshes: every axis and view by name, and two that FSDP2 shards over: `shard` for dense
+            parameters and `expert_shard` for routed experts, two-dimensional (replicas x shards)
+            under HSDP. Empty for one process, where no process group exists.
     """
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh | None = None
+    meshes: Mapping[str, DeviceMesh] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """Size of each mesh axis; empty for one process."""
-        if self.mesh is None:
-            return {}
-        names = self.mesh.mesh_dim_names or ()
-        return dict(zip(names, self.mesh.shape, strict=True))
+    def parallel(self) -> bool:
+        """There are peers (of a mesh; it may still be of one rank, in tests)."""
+        return bool(self.meshes)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum of `values` over all ranks, in place (one all-reduce; none on one process)."""
-        if self.mesh is not None:
-            dist.all_reduce(values)
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of each axis; empty for one process."""
+        names = (*DENSE, "ep") if self.parallel else ()
+        return {name: self.degree(name) for name in names}
+
+    def degree(self, axis: str) -> int:
+        """Ranks along an axis or view."""
+        return self.meshes[axis].size() if self.parallel else 1
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's place along an axis or view."""
+        return self.meshes[axis].get_local_rank() if self.parallel else 0
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks along an axis that share this rank's other coordinates."""
+        return self.meshes[axis].get_group()
+
+    def sum(self, values: Tensor, axis: str) -> Tensor:
+        """Sum of `values` over the ranks of an axis or view, in place; none on one process."""
+        if self.degree(axis) > 1:
+            dist.all_reduce(values, group=self.group(axis))
         return values
 
     def close(self) -> None:
         """Waits for all ranks and ends the process group; safe on one process."""
-        if self.mesh is not None and dist.is_initialized():
+        if self.parallel and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
@@ -88,7 +117,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def start(config: MeshConfig, device: torch.device) -> World:
-    """Starts the process group (gloo on CPU, NCCL on GPU) and builds the mesh of a resolved config.
+    """Starts the process group (gloo on CPU, NCCL on GPU) and builds the meshes.
 
     One process starts nothing. `config.dp_shard` must be resolved (not -1).
     """
@@ -99,31 +128,56 @@ def start(config: MeshConfig, device: torch.device) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
     own = device if device.type == "cuda" else None
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=own)
-    return World(dist.get_rank(), dist.get_world_size(), device, build_mesh(config, device))
+    return join(config, device)
 
 
-def build_mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:
-    """The data axes. With one shard per replica the replica axis takes the shards' place:
+def join(config: MeshConfig, device: torch.device) -> World:
+    """The world of this process in the default process group, which exists already."""
+    return World(dist.get_rank(), dist.get_world_size(), device, build_meshes(config, device.type))
 
-    FSDP2 skips its reduce-scatter, the seam for looking at gradients, on an axis of size 1.
+
+def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
+    """All axes and views over the default process group.
+
+    With one shard per replica the replica axis takes the shards' place: FSDP2 skips its
+    reduce-scatter, the seam for looking at gradients, on an axis of size 1.
     """
-    if config.dp_replicate == 1 or config.dp_shard == 1:
-        return init_device_mesh(
-            device.type, (config.dp_replicate * config.dp_shard,), mesh_dim_names=("dp_shard",)
-        )
-    return init_device_mesh(
-        device.type,
-        (config.dp_replicate, config.dp_shard),
-        mesh_dim_names=("dp_replicate", "dp_shard"),
-    )
+    c = config
+    folded = c.dp_shard * c.cp * c.tp
+    size = c.pp * c.dp_replicate * folded
+    assert size == dist.get_world_size(), f"{config} on {dist.get_world_size()} ranks"
+    assert folded % c.ep == 0, f"ep={c.ep} of {folded} ranks"
+    world = init_device_mesh(device_type, (size,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp), DENSE)
+    sparse = world._unflatten(0, (c.pp, c.dp_replicate, folded // c.ep, c.ep), SPARSE)
+    meshes = {name: dense[name] for name in DENSE}
+    meshes |= {name: sparse[name] for name in ("efsdp", "ep")}
+    meshes["world"] = world
+    meshes["batch"] = dense["dp_replicate", "dp_shard"]._flatten("batch")
+    meshes["fsdp"] = dense["dp_shard", "cp"]._flatten("fsdp")
+    meshes["loss"] = dense["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+    meshes["row"] = dense["cp", "tp"]._flatten("row")
+    meshes["stage"] = dense["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage")
+    replicas = meshes["dp_replicate"]
+    meshes["shard"] = _with_replicas(replicas, meshes["fsdp"])
+    meshes["expert_shard"] = _with_replicas(sparse["dp_replicate"], meshes["efsdp"])
+    return meshes
+
+
+def _with_replicas(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+    """The mesh that FSDP2 gets: one axis unless there really are two."""
+    if replicas.size() == 1:
+        return shards
+    return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])
 
 
 def micro_rows(rows: Sequence[int], world: World, device_batch_size: int) -> list[Sequence[int]]:
     """This rank's rows of each microbatch, from the global rows of one step.
 
-    Microbatch m of rank r holds rows `[(m * size + r) * b, ... + b)`: any split of the same
-    global rows into ranks and microbatches covers each row once.
+    Microbatch m of batch rank r holds rows `[(m * size + r) * b, ... + b)`: any split of the same
+    global rows into ranks and microbatches covers each row once. Ranks that differ only along
+    `cp`, `tp` or `pp` read the same rows.
     """
-    stride = world.size * device_batch_size
-    first = world.rank * device_batch_size
+    stride = world.degree("batch") * device_batch_size
+    first = world.coordinate("batch") * device_batch_size
     return [rows[s + first : s + first + device_batch_size] for s in range(0, len(rows), stride)]

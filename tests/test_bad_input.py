@@ -105,10 +105,11 @@ WRONG: list[tuple[str, str, str]] = [
         "only one of the two",
     ),
     ("tiny --train.device tpu", "train.device=tpu", "auto, cpu, cuda"),
-    ("tiny --mesh.tp 2", "mesh.tp=2", "not available"),
-    ("tiny --mesh.pp 2", "mesh.pp=2", "not available"),
-    ("tiny --mesh.dp-shard 3", "mesh.dp_shard=3", "2 ranks"),
-    ("tiny --mesh.dp-replicate 3", "mesh.dp_replicate=3", "use 2"),
+    ("tiny --mesh.tp 3", "mesh.tp=3", "use mesh.tp=2, or start 3 ranks"),
+    ("tiny --mesh.cp 0", "mesh.cp=0", "at least 1"),
+    ("tiny --mesh.ep 3", "mesh.ep=3", "use mesh.ep=2"),
+    ("tiny --mesh.dp-shard 3", "mesh.dp_shard=3", "makes 3 ranks, not 2"),
+    ("tiny --mesh.dp-replicate 3", "mesh.dp_replicate=3", "use mesh.dp_replicate=2"),
     ("tiny --mesh.dp-shard 0", "mesh.dp_shard=0", "-1 (fill)"),
     ("tiny --precision.dtype int8", "precision.dtype=int8", "fp32"),
     ("tiny --precision.dtype bf16 --train.device cpu", "precision.dtype=bf16", "fp32"),
@@ -130,7 +131,7 @@ def test_at_least_forty() -> None:
     assert len(WRONG) >= 40
 
 
-@pytest.mark.parametrize("arguments", ["tiny --mesh.tp 2", "tiny --optm.lr 1"])
+@pytest.mark.parametrize("arguments", ["tiny --mesh.tp 3", "tiny --optm.lr 1"])
 def test_train_exits_2_with_one_line_and_without_torch(arguments: str) -> None:
     """Under torchrun's environment but without a rendezvous: a process group would hang or fail."""
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}

@@ -81,9 +81,9 @@ def test_show_says_both_readings_of_nam56r(capsys: pytest.CaptureFixture[str]) -
 def test_validate_lists_every_broken_rule(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "validate", "tiny")
     assert code == 0 and out.rstrip().endswith("ok: tiny on 1 rank(s)")
-    wrong = ["validate", "tiny", "--mesh.tp", "2", "--optim.beta1", "1", "--world-size", "4"]
+    wrong = ["validate", "tiny", "--mesh.tp", "4", "--optim.beta1", "1", "--world-size", "4"]
     code, out, _ = run(capsys, *wrong)
-    assert code == 2 and out.count("error: ") == 2 and "mesh.tp=2" in out
+    assert code == 2 and out.count("error: ") == 2 and "mesh.tp=4" in out
     code, out, _ = run(capsys, *wrong, "--json")
     assert code == 2 and len(json.loads(out)["errors"]) == 2
     code, out, _ = run(capsys, "validate", "tiny", "--data", "--data.path", "/nowhere")

@@ -62,6 +62,12 @@ class Batch:
         return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
 
 
+    def take(self, index_T: Tensor) -> Batch:
+        """Some tokens of every row; the counts stay those of the whole rows."""
+        ids_BT, labels_BT = self.ids_BT[:, index_T], self.labels_BT[:, index_T]
+        return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.take(index_T))
+
+
 class Corpus:
     """A prepared corpus cut into rows of `seq_len` tokens; it keeps no position.
 

@@ -9,7 +9,8 @@ Legend: N tokens, D model, V vocabulary, n tokens of a chunk, v words of a vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,20 @@ class CrossEntropy(NamedTuple):
     lse_N: Tensor  # log Σ exp(logits), of ignored tokens too
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The words that this process holds, when a head's vocabulary is spread over several.
+
+    Attributes:
+        first: number of the first word here.
+        merge: statistics of a chunk of tokens over these words to those over all words; one
+            exchange of `[3, n]` numbers with the other processes (parallel/vocabulary.py).
+    """
+
+    first: int
+    merge: Callable[[ShardStatistics], ShardStatistics]
+
+
 def linear_cross_entropy(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -37,6 +52,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> CrossEntropy:
     """Summed cross entropy of `softcap * tanh(x W^T / softcap)`, never holding `[N, V]`.
 
@@ -49,6 +65,8 @@ def linear_cross_entropy(
             both gradients are exactly 0. Other values are the data layer's to refuse.
         z_loss: coefficient of lse² (PaLM, arXiv 2204.02311).
         chunk: tokens at a time, by default `chunk_rows`.
+        shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
+            vocabulary; the gradient of `x` is the part that these words contribute.
     """
     device = x_ND.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -56,7 +74,9 @@ def linear_cross_entropy(
     rows = chunk or chunk_rows(x_ND, weight_VD)
     grad = torch.is_grad_enabled()  # inside the function it is always off
     with torch.autocast(device, enabled=False):
-        out = _LinearCrossEntropy.apply(x_ND, weight_VD, target_N, softcap, z_loss, rows, grad)
+        out = _LinearCrossEntropy.apply(
+            x_ND, weight_VD, target_N, softcap, z_loss, rows, grad, shard
+        )
     return CrossEntropy(*out)
 
 
@@ -145,11 +165,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         rows: int,
         grad: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
         valid_N = target_N != IGNORED
-        index_N = torch.where(valid_N, target_N, 0)
+        local_N = target_N - (shard.first if shard else 0)
+        here_N = valid_N & (local_N >= 0) & (local_N < len(w_VD)) if shard else valid_N
+        index_N = torch.where(here_N, local_N, 0)
         nll_N = torch.empty_like(valid_N, dtype=_wide_dtype(x_ND.dtype))
         lse_N = torch.empty_like(nll_N)
         dx_ND = torch.empty_like(x_ND) if want_x else None
@@ -158,14 +181,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw_VD.zero_()  # no first chunk will set it
         for start in range(0, len(x_ND), rows):
             part = slice(start, start + rows)
-            x_nD, index_n, valid_n = x_ND[part], index_N[part], valid_N[part]
+            x_nD, index_n, valid_n, here_n = (t[part] for t in (x_ND, index_N, valid_N, here_N))
             logits_nV, slope_nV = _logits(x_nD, w_VD, softcap, want_x or want_weight)
-            statistics = _exponentiate(logits_nV, index_n, valid_n)
-            lse_N[part] = lse_n = statistics.lse_N
-            nll_N[part] = torch.where(valid_n, lse_n - statistics.correct_N, 0)
+            own = _exponentiate(logits_nV, index_n, here_n)
+            whole = own if shard is None else shard.merge(own)
+            lse_N[part] = lse_n = whole.lse_N
+            nll_N[part] = torch.where(valid_n, lse_n - whole.correct_N, 0)
             if want_x or want_weight:
-                factor_n = valid_n * (1 + 2 * z_loss * lse_n) / statistics.sumexp_N
-                g_nV = _logit_gradient(logits_nV, factor_n, index_n, valid_n, slope_nV)
+                factor_n = valid_n * (1 + 2 * z_loss * lse_n) / whole.sumexp_N
+                if shard is not None:
+                    factor_n = factor_n * (own.max_N - whole.max_N).exp()
+                g_nV = _logit_gradient(logits_nV, factor_n, index_n, here_n, slope_nV)
                 g_nV = g_nV.to(x_ND.dtype)
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
@@ -192,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Looking at the value would make a GPU wait, so only the CPU skips a factor of 1.
             if grad is not None and (scale.is_cuda or scale.item() != 1.0):
                 grad.mul_(scale)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _logits(
@@ -216,11 +242,11 @@ def _exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardSt
 
 
 def _logit_gradient(
-    exp_nV: Tensor, factor_n: Tensor, index_n: Tensor, valid_n: Tensor, slope_nV: Tensor | None
+    exp_nV: Tensor, factor_n: Tensor, index_n: Tensor, here_n: Tensor, slope_nV: Tensor | None
 ) -> Tensor:
-    """(factor * exp - onehot(target)) * slope in place; rows of ignored tokens become 0."""
+    """(factor * exp - onehot(target, if here)) * slope in place; ignored tokens have factor 0."""
     g_nV = exp_nV.mul_(factor_n[:, None])
-    g_nV.scatter_add_(1, index_n[:, None], -valid_n.to(g_nV.dtype)[:, None])
+    g_nV.scatter_add_(1, index_n[:, None], -here_n.to(g_nV.dtype)[:, None])
     return g_nV if slope_nV is None else g_nV.mul_(slope_nV)
 
 

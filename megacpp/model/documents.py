@@ -6,7 +6,7 @@ Legend: B rows, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -23,12 +23,20 @@ class Documents:
         ids_BT: int64, constant within a document, different in neighbouring documents.
         positions_BT: int64, 0 at the first token of a document.
         whole: every row is one document, so that mixers may take their unmasked fast path.
+        row: of a part of the tokens (`take`), the documents of the whole rows; else None.
+        index_T: of a part, the positions in the row of its tokens; else None.
     """
 
     ids_BT: Tensor
     positions_BT: Tensor
     whole: bool = False
-    _memo: dict[Hashable, object] = field(default_factory=dict, repr=False)
+    row: Documents | None = None
+    index_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # No field: FSDP2 looks for tensors in the fields of what a module is given, and a part
+        # that is remembered here points back to its row.
+        object.__setattr__(self, "_memo", {})
 
     @staticmethod
     def rows(batch: int, tokens: int, device: torch.device | str = "cpu") -> Documents:
@@ -61,6 +69,9 @@ class Documents:
     @property
     def ends_BT(self) -> Tensor:
         """bool: the last token of a document."""
+        if self.row is not None:
+            row, index_T = self.row, self.index_T
+            return self.memo("ends", lambda: row.ends_BT[:, index_T])
         return self.memo(
             "ends", lambda: torch.nn.functional.pad(self.starts_BT[:, 1:], (0, 1), value=True)
         )
@@ -72,13 +83,29 @@ class Documents:
 
     def memo(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """`make()` once per batch and key: masks and angles that every layer shares."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]  # type: ignore[return-value]
+        memo: dict[Hashable, object] = vars(self)["_memo"]
+        if key not in memo:
+            memo[key] = make()
+        return memo[key]  # type: ignore[return-value]
+
+    def take(self, index_T: Tensor) -> Documents:
+        """Some tokens of every row, in the order of `index_T`; ids and positions stay those of
+        the row, which the part remembers. A part of a part is a part of the row."""
+        if self.row is not None:
+            assert self.index_T is not None
+            return self.row.take(self.index_T[index_T])
+        ids_BT, positions_BT = self.ids_BT[:, index_T], self.positions_BT[:, index_T]
+        return Documents(ids_BT, positions_BT, False, self, index_T)
 
     def to(self, device: torch.device | str) -> Documents:
         """The same boundaries on another device."""
-        return Documents(self.ids_BT.to(device), self.positions_BT.to(device), self.whole)
+        return Documents(
+            self.ids_BT.to(device),
+            self.positions_BT.to(device),
+            self.whole,
+            None if self.row is None else self.row.to(device),
+            None if self.index_T is None else self.index_T.to(device),
+        )
 
     def _cu_seqlens(self) -> Tensor:
         starts = self.starts_BT.flatten().nonzero().flatten()

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megacpp.config import ModelConfig
-from megacpp.kernels.linear_cross_entropy import linear_cross_entropy, soft_cap
+from megacpp.kernels.linear_cross_entropy import (
+    VocabularyShard,
+    linear_cross_entropy,
+    soft_cap,
+)
 from megacpp.model.init import Normal, Rule
 
 
@@ -41,6 +45,9 @@ class LanguageModelHead(nn.Module):
 
     Args:
         tied: the embedding weight `[V, D]`, when it is the head's weight too.
+
+    Attributes:
+        shard: which words the weight holds, when the vocabulary is spread over processes.
     """
 
     def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
@@ -50,11 +57,17 @@ class LanguageModelHead(nn.Module):
         if tied is None:
             tied = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.weight = tied
+        self.shard: VocabularyShard | None = None
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> LossSum:
         """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens."""
         out = linear_cross_entropy(
-            x_BTD.flatten(0, -2), self.weight, labels_BT.flatten(), self.softcap, self.z_loss
+            x_BTD.flatten(0, -2),
+            self.weight,
+            labels_BT.flatten(),
+            self.softcap,
+            self.z_loss,
+            shard=self.shard,
         )
         return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum)
 

@@ -80,9 +80,13 @@ class HybridLM(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridLM:
         """Keeps a tied weight one tensor: leaving the meta device makes each module its own."""
         super()._apply(fn, recurse)
-        if self.config.tie_embeddings:
-            self.head.weight = cast(nn.Parameter, self.embed.weight)
+        self.tie()
         return self
+
+    def tie(self) -> None:
+        """Makes a tied weight one parameter again, after either module got a new one."""
+        if self.config.tie_embeddings:
+            self.head._parameters["weight"] = self.embed._parameters["weight"]
 
     def _block(self, key: str) -> Block:
         block = self.blocks[key]

@@ -1,15 +1,17 @@
 """M blocks: Mamba-3 (arXiv 2603.15569), a linear recurrence with a rotating state.
 
-Parameter names and the order of the input projection follow the authors' module (state-spaces
-mamba), so that checkpoints map one to one.
+Parameter names follow the authors' module (state-spaces mamba), except that its one input
+projection and one convolution are a module per part here, so that heads can be cut in each part:
+megacpp/model/upstream.py maps both ways. Nothing below counts heads by the configuration where a
+weight or an activation can tell: a weight may hold some of the heads only.
 
 Legend: B rows, T tokens of a row, D model, H heads, G groups of heads that share B and C, R MIMO
-rank (1: SISO), N state size, P head dim, A rotated pairs, W inner width H P, C conv channels.
+rank (1: SISO), N state size, P head dim, A rotated pairs, W inner width H P, C conv channels, S the
+channels B | C, 2 R G N of them.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +24,10 @@ from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_step
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract, wide
-from megacpp.model.init import Constant, Rule, TimeStepBias, Uniform
+from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
+from megacpp.model.short_conv import ShortConv, stacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,29 +38,40 @@ class Mamba3Decode:
     taps_BCK1: Tensor | None
 
 
-class Mamba3(Fp32Contract):
-    """x -> in_proj -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`.
+def input_rows(config: ModelConfig) -> dict[str, int]:
+    """Rows of each input projection, in upstream's order; those of B and C are (R, G, N)."""
+    m = config.mamba3
+    inner, bc = m.expand * config.dim, m.mimo_rank * m.ngroups * m.d_state
+    heads, angles = inner // m.headdim, int(m.d_state * m.rope_fraction) // 2
+    rows = {"in_z": inner, "in_x": inner, "in_B": bc, "in_C": bc}
+    return rows | {"in_dt": heads, "in_A": heads, "in_trap": heads, "in_angles": angles}
 
-    in_proj rows: z (gate) | x | B | C | dt | A | trap | angles; B and C as (R, G, N).
-    """
+
+class Mamba3(Fp32Contract):
+    """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         m = config.mamba3
         self.config, self.mamba = config, m
-        inner = m.expand * config.dim
-        self.num_heads = inner // m.headdim
-        self.num_angles = int(m.d_state * m.rope_fraction) // 2
+        rows = input_rows(config)
+        # Of the whole layer, for decoding; forward goes by what its weights hold.
+        self.num_heads, self.num_angles = rows["in_dt"], rows["in_angles"]
         # The authors' kernels pair (2i, 2i + 1) in SISO and (i, i + N/2) in MIMO.
         self.pairing: Pairing = "half" if m.mimo_rank > 1 else "interleaved"
-        bc = m.mimo_rank * m.ngroups * m.d_state
         H, R, N, P = self.num_heads, m.mimo_rank, m.d_state, m.headdim
-        self.widths = (inner, inner + 2 * bc, H, H, H, self.num_angles)
-        self.in_proj = nn.Linear(config.dim, sum(self.widths), bias=False)
-        self.conv1d = None
+        self.in_z = nn.Linear(config.dim, rows["in_z"], bias=False)
+        self.in_x = nn.Linear(config.dim, rows["in_x"], bias=False)
+        self.in_B = nn.Linear(config.dim, rows["in_B"], bias=False)
+        self.in_C = nn.Linear(config.dim, rows["in_C"], bias=False)
+        self.in_dt = nn.Linear(config.dim, H, bias=False)
+        self.in_A = nn.Linear(config.dim, H, bias=False)
+        self.in_trap = nn.Linear(config.dim, H, bias=False)
+        self.in_angles = nn.Linear(config.dim, self.num_angles, bias=False)
         if m.conv_kernel:
-            channels = inner + 2 * bc
-            self.conv1d = nn.Conv1d(channels, channels, m.conv_kernel, groups=channels, bias=False)
+            self.conv_x = ShortConv(rows["in_x"], m.conv_kernel)
+            self.conv_B = ShortConv(rows["in_B"], m.conv_kernel)
+            self.conv_C = ShortConv(rows["in_C"], m.conv_kernel)
         self.dt_bias = nn.Parameter(torch.empty(H))
         self.B_bias = nn.Parameter(torch.empty(H, R, N))
         self.C_bias = nn.Parameter(torch.empty(H, R, N))
@@ -68,17 +82,23 @@ class Mamba3(Fp32Contract):
             self.mimo_x = nn.Parameter(torch.empty(H, R, P))
             self.mimo_z = nn.Parameter(torch.empty(H, R, P))
             self.mimo_o = nn.Parameter(torch.empty(H, R, P))
-        self.norm = RMSNorm(inner, config.norm_eps) if m.out_norm else None
-        self.out_proj = nn.Linear(inner, config.dim, bias=False)
+        self.norm = RMSNorm(H * P, config.norm_eps) if m.out_norm else None
+        self.out_proj = nn.Linear(H * P, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; the recurrence restarts where documents start."""
         docs = documents_of(x_BTD, docs)
-        z_BTW, xbc_BTC, rest = self._project(x_BTD)
-        if self.conv1d is not None:
-            xbc_BTC = causal_conv(xbc_BTC, self.conv1d.weight, docs)
-        y_BTHP, _ = self.scan(self._inputs(z_BTW, xbc_BTC, rest), self.head_weights(), docs)
+        z_BTW, v_BTW, bc_BTS, rest = self._project(x_BTD)
+        if self.mamba.conv_kernel:
+            v_BTW = self.convolve(v_BTW, self.conv_x.weight, docs)
+            bc_BTS = self.convolve(bc_BTS, stacked(self.conv_B, self.conv_C), docs)
+        inputs = self._inputs(z_BTW, v_BTW, bc_BTS, rest)
+        y_BTHP, _ = self.scan(inputs, self.head_weights(), docs)
         return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype)
+
+    def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents) -> Tensor:
+        """Short convolution and SiLU of some channels; it looks a few tokens back."""
+        return causal_conv(x_BTC, weight_C1K, docs)
 
     def scan(
         self,
@@ -87,7 +107,7 @@ class Mamba3(Fp32Contract):
         docs: Documents,
         initial: Mamba3State | None = None,
     ) -> tuple[Tensor, Mamba3State]:
-        """The only step that looks at other tokens: outputs `[B, T, H, P]`, last state per row."""
+        """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row."""
         return mamba3_chunked(inputs, weights, docs, self.pairing, self.mamba.chunk_size, initial)
 
     def head_weights(self) -> HeadWeights:
@@ -100,7 +120,7 @@ class Mamba3(Fp32Contract):
             mimo_x=self.mimo_x if mimo else None,
             mimo_z=self.mimo_z if mimo else None,
             mimo_o=self.mimo_o if mimo else None,
-            norm=None if self.norm is None else self.norm.weight.unflatten(0, (self.num_heads, -1)),
+            norm=None if self.norm is None else self._by_head(self.norm.weight),
             norm_eps=self.config.norm_eps,
         )
 
@@ -111,28 +131,30 @@ class Mamba3(Fp32Contract):
         m = self.mamba
         v_BHP = torch.zeros(batch_size, self.num_heads, m.headdim, device=device, dtype=dtype)
         taps = None
-        if self.conv1d is not None:
-            channels = self.widths[1]
+        if m.conv_kernel:
+            channels = self.in_x.out_features + self.in_B.out_features + self.in_C.out_features
             taps = v_BHP.new_zeros(batch_size, channels, m.conv_kernel - 1)
         return Mamba3Decode(Mamba3State.zeros(v_BHP, self.num_angles, m.mimo_rank, m.d_state), taps)
 
     def step(self, x_BD: Tensor, state: Mamba3Decode) -> tuple[Tensor, Mamba3Decode]:
         """One token: output `[B, D]` and the next state, at a cost that no prefix changes."""
-        z_B1W, xbc_B1C, rest = self._project(x_BD[:, None])
+        z_B1W, v_B1W, bc_B1S, rest = self._project(x_BD[:, None])
         taps = state.taps_BCK1
-        if self.conv1d is not None:
+        if self.mamba.conv_kernel:
             assert taps is not None
-            xbc_BC, taps = causal_conv_step(xbc_B1C[:, 0], taps, self.conv1d.weight)
-            xbc_B1C = xbc_BC[:, None]
-        inputs = self._inputs(z_B1W, xbc_B1C, rest)
+            weight_C1K = stacked(self.conv_x, self.conv_B, self.conv_C)
+            vbc_BC, taps = causal_conv_step(torch.cat([v_B1W, bc_B1S], -1)[:, 0], taps, weight_C1K)
+            v_B1W, bc_B1S = vbc_BC[:, None].split([v_B1W.shape[-1], bc_B1S.shape[-1]], -1)
+        inputs = self._inputs(z_B1W, v_B1W, bc_B1S, rest)
         y_B1HP, scan = mamba3_step(inputs, self.head_weights(), state.scan, self.pairing)
         y_BD = self.out_proj(y_B1HP.flatten(1)).to(x_BD.dtype)
         return y_BD, Mamba3Decode(scan, taps)
 
     def init_rules(self) -> dict[str, Rule]:
         m = self.mamba
+        into = input_rule(self.config)
         rules: dict[str, Rule] = {
-            "in_proj.weight": input_rule(self.config),
+            **{f"{name}.weight": into for name in input_rows(self.config)},
             "out_proj.weight": output_rule(self.config),
             "dt_bias": TimeStepBias(m.dt_min, m.dt_max, m.dt_init_floor),
             "B_bias": Constant(1.0),
@@ -146,34 +168,45 @@ class Mamba3(Fp32Contract):
             rules |= {"mimo_x": share, "mimo_z": Constant(1.0), "mimo_o": share}
         if self.norm is not None:
             rules["norm.weight"] = Constant(1.0)
-        if self.conv1d is not None:
-            bound = 1.0 / math.sqrt(m.conv_kernel)
-            rules["conv1d.weight"] = Uniform(-bound, bound)
+        if m.conv_kernel:
+            convs = {"conv_x": self.conv_x, "conv_B": self.conv_B, "conv_C": self.conv_C}
+            rules |= {f"{name}.weight": conv.rule() for name, conv in convs.items()}
         return rules
 
-    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """z, the channels x | B | C that a convolution would mix, and the rest."""
-        z_BTW, xbc_BTC, *rest = self.in_proj(x_BTD).split(self.widths, dim=-1)
-        return z_BTW, xbc_BTC, tuple(rest)
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
 
-    def _inputs(self, z_BTW: Tensor, xbc_BTC: Tensor, rest: tuple[Tensor, ...]) -> ScanInputs:
+        The thin parts read x_BTD in one product: together they are a matrix worth its launch, and
+        copying their few rows is cheap. z and x are wide; backward would keep a copy of both.
+        """
+        bc = self.in_B.weight, self.in_C.weight
+        rest = self.in_dt.weight, self.in_A.weight, self.in_trap.weight, self.in_angles.weight
+        widths = [sum(len(w) for w in bc), *(len(w) for w in rest)]
+        bc_BTS, *rest_BT = F.linear(x_BTD, torch.cat([*bc, *rest])).split(widths, -1)
+        return self.in_z(x_BTD), self.in_x(x_BTD), bc_BTS, tuple(rest_BT)
+
+    def _inputs(
+        self, z_BTW: Tensor, v_BTW: Tensor, bc_BTS: Tensor, rest: tuple[Tensor, ...]
+    ) -> ScanInputs:
         """Norms of B and C, and the step dt and decay A in fp32."""
-        m = self.mamba
         dt_BTH, a_BTH, trap_BTH, angles_BTA = rest
-        bc = m.mimo_rank * m.ngroups * m.d_state
-        x_BTW, B_BTC, C_BTC = xbc_BTC.split((self.widths[0], bc, bc), dim=-1)
-        shape = (m.mimo_rank, m.ngroups, m.d_state)
+        B_BTC, C_BTC = bc_BTS.chunk(2, -1)
+        shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
         DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT
         return ScanInputs(
             Q=self.C_norm(C_BTC.unflatten(-1, shape)),
             K=self.B_norm(B_BTC.unflatten(-1, shape)),
-            V=x_BTW.unflatten(-1, (self.num_heads, -1)),
-            Z=z_BTW.unflatten(-1, (self.num_heads, -1)),
+            V=self._by_head(v_BTW),
+            Z=self._by_head(z_BTW),
             ADT=self._decay_rate(wide(a_BTH)).mT * DT_BHT,
             DT=DT_BHT,
             Trap=trap_BTH.mT,
             Angles=angles_BTA[:, :, None],
         )
+
+    def _by_head(self, x_W: Tensor) -> Tensor:
+        """`[..., H P]` as `[..., H, P]`, however many heads there are."""
+        return x_W.unflatten(-1, (-1, self.mamba.headdim))
 
     def _decay_rate(self, a: Tensor) -> Tensor:
         """A = -activation(a), at most -a_floor."""

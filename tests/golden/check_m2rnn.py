@@ -13,6 +13,7 @@ from megacpp.config import M2RNNConfig, ModelConfig
 from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.model.documents import Documents
 from megacpp.model.m2rnn import M2RNN
+from megacpp.model.upstream import m2rnn_from_upstream, m2rnn_to_upstream
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("m2rnn_*.safetensors",)
@@ -70,17 +71,18 @@ def documents(golden: GoldenFile) -> Documents | None:
 
 def check_layer(golden: GoldenFile) -> None:
     for chunk_size in (5, 64):
-        layer = M2RNN(model_config(golden.config, chunk_size)).to(golden.dtype)
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                parameter.copy_(golden.input(f"param.{name}"))
+        config = model_config(golden.config, chunk_size)
+        layer = M2RNN(config).to(golden.dtype)
+        stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
+        layer.load_state_dict(m2rnn_from_upstream(stored, config))
         x = golden.input("x", grad=True)
         y = layer(x, documents(golden))
         y.backward(golden.input("d_y"))
         golden.expect("y", y)
         golden.expect("grad.x", x.grad)
-        for name, parameter in layer.named_parameters():
-            golden.expect(f"grad.{name}", parameter.grad)
+        grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        for name, grad in m2rnn_to_upstream(grads).items():
+            golden.expect(f"grad.{name}", grad)
 
 
 def model_config(stored: dict, chunk_size: int) -> ModelConfig:

@@ -27,7 +27,7 @@ from megacpp.model.mamba3 import Mamba3
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import fsdp_units
-from parallel.mesh import World, build_mesh
+from parallel.mesh import World, build_meshes, join
 from tests.collectives import CollectiveCounter
 from tests.model.small import small, variants
 from tests.ranks import run_ranks
@@ -294,10 +294,10 @@ def sharded_step(rank: int, world: int, config: ModelConfig, accum: int) -> dict
     """One step of `accum` microbatches under the bf16 policy; what one rank observed."""
     precision = PrecisionConfig("bf16")
     full = Config(model=config, precision=precision)
-    ranks = World(rank, world, CPU, build_mesh(MeshConfig(dp_shard=world), CPU))
+    ranks = join(MeshConfig(dp_shard=world), CPU)
     model = build_model(full, ranks)
     unround(model)
-    boundary = AccumulationBoundary(model, ranks)
+    boundary = AccumulationBoundary(model, ranks, full)
     batches = [ragged_batch([i * world + rank]) for i in range(accum)]
     with watching(model) as seen:
         for _, p in contract_parameters(model):
@@ -345,7 +345,7 @@ def test_fsdp_in_bf16_keeps_the_contract(config: ModelConfig, accum: int) -> Non
 
 def naive_step(rank: int, world: int, config: ModelConfig) -> list[Any]:
     """The usual recipe: whole blocks under one bf16 policy."""
-    mesh = build_mesh(MeshConfig(dp_shard=world), CPU)
+    mesh = build_meshes(MeshConfig(dp_shard=world), "cpu")["shard"]
     model = one_process(config)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks.values(), model):

@@ -36,7 +36,7 @@ from megacpp.model.init import (
 from megacpp.presets import PRESETS
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, build_mesh
+from parallel.mesh import World, join
 from tests.model.small import shrunk, small, variants
 from tests.ranks import run_ranks
 
@@ -286,7 +286,9 @@ def test_weights_follow_their_rules() -> None:
         "head.weight": 0.05,
         "blocks.0.mixer.wq.weight": 0.05,
         "blocks.0.mixer.wo.weight": 0.05 / math.sqrt(20),
-        "blocks.1.mixer.in_proj.weight": 0.05,
+        "blocks.1.mixer.in_x.weight": 0.05,
+        "blocks.1.mixer.in_B.weight": 0.05,
+        "blocks.3.mixer.in_gate.weight": 0.05,
         "blocks.1.mixer.out_proj.weight": 0.05 / math.sqrt(20),
         "blocks.2.mixer.experts.w1": 0.05,
         "blocks.2.mixer.experts.w2": 0.05 / math.sqrt(20),
@@ -301,7 +303,7 @@ def test_weights_follow_their_rules() -> None:
 
 def local_slices(rank: int, world: int, config: Config, mesh: MeshConfig) -> dict[str, Slice]:
     """What a rank holds of each parameter and buffer."""
-    model = build_model(config, World(rank, world, CPU, build_mesh(mesh, CPU)))
+    model = build_model(config, join(mesh, CPU))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: shard_slice(t.detach()) for name, t in tensors.items()}
 

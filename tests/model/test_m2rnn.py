@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from megacpp.config import M2RNNConfig, ModelConfig
 from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_sequential
@@ -228,6 +229,47 @@ def test_step_is_forward() -> None:
         assert_close(y, want[:, t], FP64)
 
 
+def of_heads(mixer: M2RNN, part: int, parts: int) -> dict[str, Tensor]:
+    """The weights that `part` of the heads needs: plain tensors, as a rank of several holds them.
+
+    q is cut by its own heads; the one head of k that all share is whole everywhere.
+    """
+    whole = ("in_k.weight", "conv_k.weight")
+    named = dict(mixer.named_parameters())
+    cut = {n: p if n in whole else p.chunk(parts)[part] for n, p in named.items()}
+    cut["output_projection.weight"] = named["output_projection.weight"].chunk(parts, 1)[part]
+    return cut
+
+
+def test_some_of_the_heads_give_their_share_of_the_output() -> None:
+    """Whatever forward counts, it counts from its weights; gradients arrive in the whole ones.
+
+    The norm over all heads isn't a sum over parts; without its division by the rms, it is.
+    """
+    mixer, docs = layer(), Documents.from_ids(IDS_BT)
+    mixer.g_norm = nn.Identity()  # type: ignore[assignment]
+    x = torch.randn(2, 23, 20, dtype=torch.double, requires_grad=True)
+    leaves = [x, *mixer.parameters()]
+    want = mixer(x, docs)
+    got = sum(functional_call(mixer, of_heads(mixer, i, 2), (x, docs)) for i in range(2))
+    assert isinstance(got, Tensor)
+    assert_close(got, want, FP64)
+    for a, b in zip(gradients([got], leaves), gradients([want], leaves), strict=True):
+        assert_close(a, b, FP64)
+
+
+def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the convolution and the recurrence out, no token's output depends on another token."""
+    mixer = layer()
+    monkeypatch.setattr(mixer, "convolve", lambda x, weight, docs: x * weight[:, 0, -1])
+    monkeypatch.setattr(mixer, "scan", lambda q, k, v, f, w, docs: v * f[..., None])
+    x = torch.randn(2, 9, 20, dtype=torch.double, requires_grad=True)
+    (dx,) = torch.autograd.grad(mixer(x)[:, 4].square().sum(), x)
+    assert dx[:, 4].abs().min() > 0
+    dx[:, 4] = 0
+    assert dx.abs().max() == 0
+
+
 def test_narrow_inputs_are_computed_wide() -> None:
     """bf16 inputs give what their fp32 copies give, rounded once at the end."""
     narrow = inputs(dtype=torch.bfloat16)
@@ -293,8 +335,10 @@ def test_init_rules_cover_everything() -> None:
     assert rate.min() > 0 and rate.max() < 16
     dt = torch.nn.functional.softplus(mixer.decay_gate.dt_bias)
     assert dt.min() >= 0.99e-3 and dt.max() <= 0.1001
-    assert mixer.conv1d.weight.abs().max() <= 0.5
-    std = mixer.output_projection.weight.std() / mixer.input_projection.weight.std()
+    for conv in (mixer.conv_q, mixer.conv_k, mixer.conv_v):
+        assert 0.3 < conv.weight.abs().max() <= 0.5
+    into = [mixer.in_q, mixer.in_k, mixer.in_v, mixer.in_forget, mixer.in_gate]
+    std = mixer.output_projection.weight.std() / torch.cat([i.weight for i in into]).std()
     assert abs(std * (2 * CONFIG.depth) ** 0.5 - 1) < 0.2
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from megacpp.config import Mamba3Config, ModelConfig
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, ScanInputs
@@ -71,6 +72,49 @@ def test_packed_documents_equal_documents_alone(variant: str) -> None:
         assert (together[start:end] - alone).abs().max() <= 1e-12 * together.abs().max()
 
 
+def of_heads(layer: Mamba3, part: int, parts: int) -> dict[str, Tensor]:
+    """The weights that `part` of the heads needs: plain tensors, as a rank of several holds them.
+
+    B and C are cut by group where there are groups to cut, else every part has all of them.
+    """
+    G, cut = layer.mamba.ngroups, {}
+    for name, p in layer.named_parameters():
+        whole = name in ("in_angles.weight", "B_norm.weight", "C_norm.weight")
+        if name.startswith(("in_B", "in_C", "conv_B", "conv_C")):
+            by_group = p.unflatten(0, (layer.mamba.mimo_rank, G, -1))
+            cut[name] = (by_group if G == 1 else by_group.chunk(parts, 1)[part]).flatten(0, 2)
+        elif name == "out_proj.weight":
+            cut[name] = p.chunk(parts, 1)[part]
+        else:
+            cut[name] = p if whole else p.chunk(parts)[part]
+    return cut
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_some_of_the_heads_give_their_share_of_the_output(variant: str) -> None:
+    """Whatever forward counts, it counts from its weights; gradients arrive in the whole ones."""
+    layer, x_BTD, docs = random_layer(variant), random_input(19), packed(2, 19, seed=6)
+    leaves = [x_BTD, *layer.parameters()]
+    want = layer(x_BTD, docs)
+    got = sum(functional_call(layer, of_heads(layer, i, 2), (x_BTD, docs)) for i in range(2))
+    assert isinstance(got, Tensor)
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the convolution and the scan taken out, no token's output depends on another token."""
+    layer, x_BTD = random_layer("mimo_groups_conv_outnorm"), random_input(9)
+    monkeypatch.setattr(layer, "convolve", lambda x, weight, docs: x * weight[:, 0, -1])
+    monkeypatch.setattr(layer, "scan", lambda inputs, *_: (inputs.V * inputs.Z, None))
+    (dx_BTD,) = torch.autograd.grad(layer(x_BTD)[:, 4].square().sum(), x_BTD)
+    assert dx_BTD[:, 4].abs().min() > 0
+    dx_BTD[:, 4] = 0
+    assert dx_BTD.abs().max() == 0
+
+
 def spy_on_scan(layer: Mamba3, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.dtype]:
     """dtypes that reach the scan, filled by the next forward."""
     seen: dict[str, torch.dtype] = {}
@@ -89,11 +133,18 @@ def spy_on_scan(layer: Mamba3, monkeypatch: pytest.MonkeyPatch) -> dict[str, tor
 
 
 def exact_and_least_error(low: Mamba3, x_BTD: Tensor, variant: str) -> tuple[Tensor, float]:
-    """fp64 output with the values of `low`, and its error once in_proj's outputs are rounded."""
+    """fp64 output with the values of `low`, and its error once all projections are rounded."""
     layer, docs = random_layer(variant), packed(2, 19)
     layer.load_state_dict({name: t.double() for name, t in low.state_dict().items()})
     exact = layer(x_BTD.double(), docs)
-    layer.in_proj.register_forward_hook(lambda _module, _inputs, y: y.bfloat16().double())
+    project = layer._project
+
+    def rounded(x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        z, v, bc, rest = project(x_BTD)
+        z, v, bc, *rest = (y.bfloat16().double() for y in (z, v, bc, *rest))
+        return z, v, bc, tuple(rest)
+
+    layer._project = rounded  # type: ignore[method-assign]
     return exact, (layer(x_BTD.double(), docs) - exact).norm().item()
 
 
@@ -126,9 +177,9 @@ def test_contract_holds_what_the_recurrence_needs_and_no_matrix() -> None:
     layer = random_layer("mimo_groups_conv_outnorm")
     held = {name for name, _ in contract_parameters(layer)}
     assert {n for n, _ in layer.named_parameters()} - held == {
-        "in_proj.weight",
+        *(f"in_{part}.weight" for part in ("z", "x", "B", "C", "dt", "A", "trap", "angles")),
+        *(f"conv_{part}.weight" for part in "xBC"),
         "out_proj.weight",
-        "conv1d.weight",
     }
 
 
@@ -157,7 +208,10 @@ def test_initial_values() -> None:
     initialise(layer, layer.init_rules(), seed=0)
     dt = F.softplus(layer.dt_bias)
     assert dt.min() >= 0.999e-3 and dt.max() <= 0.1001 and dt.max() > 5 * dt.min()
-    assert layer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    for wide in (layer.in_z, layer.in_x, layer.in_B, layer.in_C):
+        assert wide.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    for thin in (layer.in_dt, layer.in_A, layer.in_trap, layer.in_angles):
+        assert thin.weight.std().item() == pytest.approx(0.02, rel=0.15)
     assert layer.out_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
     for parameter, value in (
         (layer.D, 1.0),
@@ -168,8 +222,8 @@ def test_initial_values() -> None:
         (layer.mimo_z, 1.0),
     ):
         assert torch.all(parameter == value)
-    assert layer.conv1d is not None
-    assert 0.45 < layer.conv1d.weight.abs().max() <= 0.5
+    for conv in (layer.conv_x, layer.conv_B, layer.conv_C):
+        assert 0.45 < conv.weight.abs().max() <= 0.5
 
 
 def test_builds_on_meta_without_values() -> None:

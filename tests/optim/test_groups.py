@@ -71,13 +71,14 @@ def test_what_goes_where_by_hand() -> None:
     muon = {name: str(a.view) for name, a in found.items() if a.algorithm == "muon"}
     assert muon == {
         **{f"blocks.0.mixer.w{x}.weight": "whole" for x in "qkvo"},
-        # inner 48 twice, B and C of 2 ranks x 3 groups x 8; 6 heads x (dt, A, trap) + 2 angles
-        "blocks.1.mixer.in_proj.weight": "rows 4 x 48 | 20",
+        **{f"blocks.1.mixer.in_{part}.weight": "whole" for part in "zxBC"},
         "blocks.1.mixer.out_proj.weight": "whole",
         **{f"blocks.2.mixer.experts.w{x}": "each expert" for x in "123"},
         **{f"blocks.2.mixer.shared.w{x}.weight": "whole" for x in "123"},
-        # q 2 x 5, k 5, v 4 x 6, forget 4, gate 24
-        "blocks.3.mixer.input_projection.weight": "rows 3 x 5 | 4 x 6 | 4 | 24",
+        "blocks.3.mixer.in_q.weight": "rows 2 x 5",
+        "blocks.3.mixer.in_k.weight": "rows 5",
+        "blocks.3.mixer.in_v.weight": "rows 4 x 6",
+        "blocks.3.mixer.in_gate.weight": "whole",
         "blocks.3.mixer.output_projection.weight": "whole",
         **{f"blocks.4.mixer.w{x}.weight": "whole" for x in "123"},
     }
@@ -85,6 +86,8 @@ def test_what_goes_where_by_hand() -> None:
     assert decaying == {
         "embed.weight",
         "head.weight",
+        *(f"blocks.1.mixer.in_{part}.weight" for part in ("dt", "A", "trap", "angles")),
+        "blocks.3.mixer.in_forget.weight",
         "blocks.2.mixer.router.weight",
         "blocks.2.mixer.shared.gate.weight",
     }
@@ -137,4 +140,4 @@ def test_the_printed_table_accounts_for_every_parameter() -> None:
     tensors = sum(int(line.split()[2]) for line in lines)
     numel = sum(int(line.split()[4].replace(",", "")) for line in lines)
     assert tensors == len(found) and numel == sum(a.parameter.numel() for a in found)
-    assert any(line.endswith("M: in_proj.weight  [rows 4 x 48 | 20]") for line in lines)
+    assert any(line.endswith("R: in_v.weight  [rows 4 x 6]") for line in lines)

@@ -1,0 +1,189 @@
+"""Collectives that autograd understands: each forward names its own backward.
+
+Every function takes this rank's local tensor and a process group, and returns a local tensor. On a
+group of one rank each is the identity. They call the functional operators of torch directly, so
+fake, simulated and real groups, fake tensors and the compiler all see them.
+
+    gather        A[I_X, J] -> A[I, J]                backward: reduce-scatter
+    scatter_sum   A[I, J]{partial X} -> A[I_X, J]     backward: all-gather
+    all_sum       A[I]{partial X} -> A[I]             backward: all-reduce
+    exchange      A[I_X, J] -> A[I, J_X]              backward: exchange back
+    send_rows     rows to the ranks that want them    backward: rows back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPS = torch.ops._c10d_functional
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks joined along `dim`, in rank order.
+
+    Backward sums the gradients of all ranks and returns this rank's part, so that ranks may use
+    the whole for different work.
+    """
+    return x if group.size() == 1 else _Gather.apply(x, dim, group)  # type: ignore[return-value]
+
+
+def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part along `dim` of the sum over ranks; `dim` must divide by the group's size.
+
+    Backward gathers the parts of the gradient.
+    """
+    return x if group.size() == 1 else _ScatterSum.apply(x, dim, group)  # type: ignore[return-value]
+
+
+def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, whole on each of them.
+
+    Backward sums the gradients too: each rank uses the sum for a part of the work of its own.
+    """
+    return x if group.size() == 1 else _AllSum.apply(x, group)  # type: ignore[return-value]
+
+
+def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    """Cuts dim `split` into one part per rank and joins what arrives along dim `join`.
+
+    `exchange(x_BtNH, split=2, join=1)` turns a sequence shard of all heads into all tokens (of
+    the ranks in order) of some heads; with the two dims swapped it is its own inverse.
+    """
+    if group.size() == 1:
+        return x
+    return _Exchange.apply(x, split, join, group)  # type: ignore[return-value]
+
+
+def send_rows(
+    x_SD: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Sends `leaving[r]` consecutive rows to rank r; returns `arriving[r]` rows of each r, joined.
+
+    `arriving` of a rank must be what the others have for it in `leaving`.
+    """
+    if group.size() == 1:
+        return x_SD
+    return _SendRows.apply(x_SD, list(leaving), list(arriving), group)  # type: ignore[return-value]
+
+
+def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`gather` without a gradient, of any dtype."""
+    n = group.size()
+    if n == 1:
+        return x
+    out = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), n, group.group_name))
+    if dim == 0:
+        return out
+    return out.view(n, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def scatter_sum_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """`scatter_sum` without a gradient."""
+    n = group.size()
+    if n == 1:
+        return x
+    assert x.shape[dim] % n == 0, f"dim {dim} of {tuple(x.shape)} is cut into {n}"
+    parts = x if dim == 0 else x.unflatten(dim, (n, -1)).movedim(dim, 0).flatten(0, 1)
+    name = group.group_name
+    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts.contiguous(), "sum", n, name))
+
+
+def all_sum_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`all_sum` without a gradient, into a new tensor."""
+    if group.size() == 1:
+        return x
+    return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+def all_max_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The maximum over ranks, element by element; no gradient."""
+    if group.size() == 1:
+        return x
+    return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "max", group.group_name))
+
+
+def exchange_plain(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    """`exchange` without a gradient."""
+    n = group.size()
+    if n == 1:
+        return x
+    assert x.shape[split] % n == 0, f"dim {split} of {tuple(x.shape)} is cut into {n}"
+    parts = x.unflatten(split, (n, -1)).movedim(split, 0).contiguous()  # [n, ..., part, ...]
+    flat = parts.flatten()
+    arrived = send_rows_plain(flat, [flat.numel() // n] * n, [flat.numel() // n] * n, group)
+    return arrived.view(parts.shape).movedim(0, join).flatten(join, join + 1)
+
+
+def send_rows_plain(
+    x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """`send_rows` without a gradient, of any dtype."""
+    if group.size() == 1:
+        return x
+    name = group.group_name
+    return _OPS.wait_tensor(
+        _OPS.all_to_all_single(x.contiguous(), list(arriving), list(leaving), name)
+    )
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather_plain(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_sum_plain(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return scatter_sum_plain(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather_plain(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _AllSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_sum_plain(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_sum_plain(grads[0], ctx.group), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.split, ctx.join, ctx.group = split, join, group
+        return exchange_plain(x, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_plain(grads[0], ctx.join, ctx.split, ctx.group), None, None, None
+
+
+class _SendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, leaving: list[int], arriving: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.leaving, ctx.arriving, ctx.group = leaving, arriving, group
+        return send_rows_plain(x, leaving, arriving, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = send_rows_plain(grads[0], ctx.arriving, ctx.leaving, ctx.group)
+        return back, None, None, None

@@ -1,0 +1,64 @@
+"""Which tokens of a row each context-parallel rank holds.
+
+A row of T tokens is cut into equal chunks, and each rank holds some of them, in the order of the
+row. `contiguous`: rank r holds chunk r of W. `head_tail`: rank r holds chunks r and 2W - 1 - r of
+2W, so that causal attention costs every rank the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Order = Literal["contiguous", "head_tail"]
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    """Chunks of a row by rank.
+
+    Attributes:
+        rank: this process among the ranks of the context axis.
+        chunks: per rank, the numbers of its chunks, in the order in which it holds them.
+    """
+
+    rank: int
+    chunks: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(order: Order, rank: int, degree: int) -> ContextLayout:
+        """The layout of a named order."""
+        if order == "contiguous" or degree == 1:
+            return ContextLayout(rank, tuple((r,) for r in range(degree)))
+        return ContextLayout(rank, tuple((r, 2 * degree - 1 - r) for r in range(degree)))
+
+    @property
+    def degree(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def per_rank(self) -> int:
+        """Chunks that a rank holds."""
+        return len(self.chunks[0])
+
+    @property
+    def num_chunks(self) -> int:
+        return self.degree * self.per_rank
+
+    def index(self, tokens: int, rank: int | None = None) -> Tensor:
+        """int64 positions in the row of `tokens` that `rank` (default: this one) holds."""
+        assert tokens % self.num_chunks == 0, f"{tokens} tokens in {self.num_chunks} chunks"
+        size = tokens // self.num_chunks
+        mine = self.chunks[self.rank if rank is None else rank]
+        return torch.cat([torch.arange(c * size, (c + 1) * size) for c in mine])
+
+    def gathered_index(self, tokens: int) -> Tensor:
+        """Positions in the row of what an all-gather in rank order returns, `(tokens,)`."""
+        return torch.cat([self.index(tokens, r) for r in range(self.degree)])
+
+    def gathered_chunks(self) -> list[int]:
+        """Chunk numbers in the order in which an all-gather returns them."""
+        return [chunk for of_rank in self.chunks for chunk in of_rank]

@@ -1,0 +1,133 @@
+"""Bracket notation: which dim of a tensor lies on which mesh axis, as text that runs.
+
+    [Q_tp, D]                       a parameter: dim 0 cut over `tp`, dim 1 whole
+    x[B, T_tp, D] -> x[B, T, D]     an activation that is gathered along dim 1
+    y[B, T, D]{tp} -> y[B, T_tp, D] one that is a partial sum on each rank, summed and cut
+
+The letters name dims for the reader; the axes after `_` and in braces are what is done. Notation as
+in "How to Scale Your Model" (jax-ml.github.io/scaling-book), with `{X}` for its `{U_X}`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from parallel.collectives import gather, scatter_sum
+
+_ARRAY = re.compile(r"^(\w*)\[([^\]]*)\](?:\{(\w+)\})?$")
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor in brackets.
+
+    Attributes:
+        dims: letter of each dim.
+        axes: the mesh axis that cuts each dim, or None.
+        partial: the axis over which the ranks' values are still to be summed, or None.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    axes: tuple[str | None, ...]
+    partial: str | None = None
+
+    @staticmethod
+    def parse(text: str) -> Array:
+        """Of `x[B, T_tp, D]`, `[Q_tp, D]` or `y[B, T, D]{tp}`.
+
+        Raises:
+            ValueError: no such notation, or a mesh axis that is used twice.
+        """
+        match = _ARRAY.match(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not written as name[A, B_axis]{{axis}}")
+        parts = [part.strip().partition("_") for part in match[2].split(",")]
+        dims = tuple(letter for letter, _, _ in parts)
+        axes = tuple(axis or None for _, _, axis in parts)
+        used = [axis for axis in (*axes, match[3]) if axis]
+        for axis in used:
+            if used.count(axis) > 1:
+                raise ValueError(f"mesh axis {axis!r} is used twice in {text!r}")
+        return Array(match[1], dims, axes, match[3])
+
+    def dim_on(self, axis: str) -> int | None:
+        """The dim that `axis` cuts."""
+        return self.axes.index(axis) if axis in self.axes else None
+
+    def placement(self, axis: str) -> Placement:
+        """What DTensor calls it on one axis."""
+        dim = self.dim_on(axis)
+        return Replicate() if dim is None else Shard(dim)
+
+    def __str__(self) -> str:
+        dims = ", ".join(
+            d if a is None else f"{d}_{a}" for d, a in zip(self.dims, self.axes, strict=True)
+        )
+        return f"{self.name}[{dims}]" + (f"{{{self.partial}}}" if self.partial else "")
+
+
+@dataclass(frozen=True)
+class Move:
+    """One activation from one layout to another: at most one collective, over one axis."""
+
+    before: Array
+    after: Array
+
+    @staticmethod
+    def parse(text: str) -> Move:
+        """Of `x[B, T_tp, D] -> x[B, T, D]`.
+
+        Raises:
+            ValueError: the change is none that a single collective makes.
+        """
+        left, arrow, right = text.partition("->")
+        move = Move(Array.parse(left), Array.parse(right))
+        if not arrow or move.before.dims != move.after.dims:
+            raise ValueError(f"{text!r} does not move one tensor")
+        if move.kind not in ("gather", "scatter_sum"):
+            raise ValueError(f"{text!r} is neither a gather nor a sum that is cut")
+        return move
+
+    @property
+    def kind(self) -> str:
+        """`gather`, `scatter_sum`, or another word for what this notation can't do yet."""
+        if self.before.partial and self.before.partial in self.after.axes:
+            return "scatter_sum"
+        if not self.before.partial and self.axis is not None and self.axis not in self.after.axes:
+            return "gather"
+        return "unknown"
+
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis of the collective."""
+        if self.before.partial:
+            return self.before.partial
+        return next((a for a in self.before.axes if a and a not in self.after.axes), None)
+
+    @property
+    def dim(self) -> int:
+        """The dim that is joined or cut."""
+        assert self.axis is not None
+        dim = (self.before if self.kind == "gather" else self.after).dim_on(self.axis)
+        assert dim is not None
+        return dim
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The collectives of the forward and of the backward."""
+        both = "all-gather", "reduce-scatter"
+        return both if self.kind == "gather" else (both[1], both[0])
+
+    def __call__(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The move of this rank's tensor over the ranks of its axis, with its gradient."""
+        collective = gather if self.kind == "gather" else scatter_sum
+        return collective(x, self.dim, group)
+
+    def __str__(self) -> str:
+        return f"{self.before} -> {self.after}"

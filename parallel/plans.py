@@ -1,0 +1,194 @@
+"""The plan: where each dim of each parameter lies, and what moves at the door of each module.
+
+One row per parameter and one per door, in the notation of parallel/notation.py. A parameter that a
+row doesn't cut over `tp` is whole on every rank of it, but each rank has only a part of its
+gradient (other tokens, or other heads); the accumulation boundary adds these up once per step.
+FSDP2 then cuts dim 0 of every local part over the data axes (parallel/fsdp.py), so `fsdp` is not
+written here.
+
+Letters: V vocabulary, D model, Q and K query and key/value heads x head dim, W heads x head dim, H
+heads, L latent, F hidden, S groups x state, R MIMO rank, N state, P head dim, A angles, E experts,
+I hidden of an expert, O one, J taps, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from megacpp.config import ModelConfig
+from megacpp.model.hybrid import HybridLM
+from parallel.notation import Array, Move
+
+
+@dataclass(frozen=True)
+class Row:
+    """Parameters of one kind of block.
+
+    Attributes:
+        letters: kinds of block whose mixer has them; empty: outside of all mixers.
+        names: patterns of the name below the mixer (outside: of the whole name).
+        array: their dims and axes.
+        when: the row applies to a model.
+    """
+
+    letters: str
+    names: tuple[str, ...]
+    array: str
+    when: Callable[[ModelConfig], bool] = lambda config: True
+
+
+def own_q(config: ModelConfig) -> bool:
+    """M2RNN's query heads are several, so they are cut like the others."""
+    return config.m2rnn.num_q_heads > 1
+
+
+def own_k(config: ModelConfig) -> bool:
+    return config.m2rnn.num_k_heads > 1
+
+
+def shared_q(config: ModelConfig) -> bool:
+    """One query head serves all heads, so every rank has it."""
+    return not own_q(config)
+
+
+def shared_k(config: ModelConfig) -> bool:
+    return not own_k(config)
+
+
+PARAMETERS = (
+    # embedding, head and the norms of the residual stream
+    Row("", ("embed.weight", "head.weight"), "[V_tp, D]"),
+    Row("", ("norm.weight", "blocks.*.norm.weight"), "[D]"),
+    # A: heads are cut, the latents of MLA are whole
+    Row("A", ("wq.weight",), "[Q_tp, D]"),
+    Row("A", ("wk.weight", "wv.weight"), "[K_tp, D]"),
+    Row("A", ("wo.weight",), "[D, Q_tp]"),
+    Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "[N]"),
+    Row("A", ("wq_a.weight", "wkv_a.weight"), "[L, D]"),
+    Row("A", ("wq_b.weight", "wkv_b.weight"), "[Q_tp, L]"),
+    # F and the shared expert: hidden units are cut
+    Row("F", ("w1.weight", "w3.weight"), "[F_tp, D]"),
+    Row("F", ("w2.weight",), "[D, F_tp]"),
+    Row("E", ("shared.w1.weight", "shared.w3.weight"), "[F_tp, D]"),
+    Row("E", ("shared.w2.weight",), "[D, F_tp]"),
+    Row("E", ("shared.gate.weight",), "[O, D]"),
+    # E: whole experts on the ranks of ep
+    Row("E", ("router.weight",), "[E, D]"),
+    Row("E", ("experts.w1", "experts.w3"), "[E_ep, I, D]"),
+    Row("E", ("experts.w2",), "[E_ep, D, I]"),
+    # M: what a head owns is cut by head; B, C and the angles, which heads share, are whole
+    Row("M", ("in_z.weight", "in_x.weight"), "[W_tp, D]"),
+    Row("M", ("in_dt.weight", "in_A.weight", "in_trap.weight"), "[H_tp, D]"),
+    Row("M", ("in_B.weight", "in_C.weight"), "[S, D]"),
+    Row("M", ("in_angles.weight",), "[A, D]"),
+    Row("M", ("conv_x.weight",), "[W_tp, O, J]"),
+    Row("M", ("conv_B.weight", "conv_C.weight"), "[S, O, J]"),
+    Row("M", ("dt_bias", "D"), "[H_tp]"),
+    Row("M", ("B_bias", "C_bias"), "[H_tp, R, N]"),
+    Row("M", ("mimo_x", "mimo_z", "mimo_o"), "[H_tp, R, P]"),
+    Row("M", ("B_norm.weight", "C_norm.weight"), "[N]"),
+    Row("M", ("norm.weight",), "[W_tp]"),
+    Row("M", ("out_proj.weight",), "[D, W_tp]"),
+    # R: heads are cut; a query or key head that all heads share is whole
+    Row("R", ("in_v.weight", "in_gate.weight"), "[W_tp, D]"),
+    Row("R", ("in_forget.weight",), "[H_tp, D]"),
+    Row("R", ("in_q.weight",), "[Q_tp, D]", own_q),
+    Row("R", ("in_q.weight",), "[Q, D]", shared_q),
+    Row("R", ("in_k.weight",), "[K_tp, D]", own_k),
+    Row("R", ("in_k.weight",), "[K, D]", shared_k),
+    Row("R", ("conv_v.weight",), "[W_tp, O, J]"),
+    Row("R", ("conv_q.weight",), "[Q_tp, O, J]", own_q),
+    Row("R", ("conv_q.weight",), "[Q, O, J]", shared_q),
+    Row("R", ("conv_k.weight",), "[K_tp, O, J]", own_k),
+    Row("R", ("conv_k.weight",), "[K, O, J]", shared_k),
+    Row("R", ("decay_gate.A_log", "decay_gate.dt_bias"), "[H_tp]"),
+    Row("R", ("state_weight",), "[H_tp, P, P]"),
+    Row("R", ("D",), "[H_tp, P]"),
+    Row("R", ("g_norm.weight",), "[W_tp]"),
+    Row("R", ("output_projection.weight",), "[D, W_tp]"),
+)
+
+
+@dataclass(frozen=True)
+class Door:
+    """What moves where activations enter and leave a module.
+
+    Attributes:
+        letters: kinds of block; empty: outside of all blocks.
+        module: name below the mixer (outside: in the model); empty: the mixer itself.
+    """
+
+    letters: str
+    module: str
+    enter: str | None
+    leave: str | None
+
+
+DOORS = (
+    # The residual stream is cut by token (sequence parallelism); mixers see all tokens.
+    Door("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
+    Door("AFMR", "", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp} -> y[B, T_tp, D]"),
+    # Router and routed experts work on the rank's own tokens; only the shared expert is cut.
+    Door("E", "shared", "x[T_tp, D] -> x[T, D]", "y[T, D]{tp} -> y[T_tp, D]"),
+    Door("", "head", "x[B, T_tp, D] -> x[B, T, D]", None),
+)
+
+
+def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> Array:
+    """Dims and axes of a parameter.
+
+    Raises:
+        ValueError: no row or more than one; the parameter is named.
+    """
+    letter, short = place(name, model.letters)
+    found = [
+        row
+        for row in table
+        if (letter in row.letters if letter else not row.letters)
+        and any(fnmatchcase(short, pattern) for pattern in row.names)
+        and row.when(model.config)
+    ]
+    if len(found) != 1:
+        rows = " and ".join(row.array for row in found) or "none"
+        raise ValueError(
+            f"parallel.plans={name}: must match exactly one row (matches {rows}). "
+            "Fix: add it to a row of parallel/plans.py, or narrow one."
+        )
+    return Array.parse(found[0].array)
+
+
+def place(name: str, letters: list[str] | str) -> tuple[str, str]:
+    """The letter of the block whose mixer has a parameter (none outside), and its name below."""
+    first, *rest = name.split(".", 3)
+    if first == "blocks" and rest[1] == "mixer":
+        return letters[int(rest[0])], rest[2]
+    return "", name
+
+
+def doors_of(model: HybridLM) -> Iterator[tuple[str, nn.Module, Move | None, Move | None]]:
+    """Every door of a model: module name, module, and the moves into and out of it."""
+    modules = dict(model.named_modules())
+    for door in DOORS:
+        for prefix in _owners(model, door):
+            module = modules.get(prefix)
+            if module is not None:
+                yield prefix, module, _move(door.enter), _move(door.leave)
+
+
+def _owners(model: HybridLM, door: Door) -> list[str]:
+    if not door.letters:
+        return [door.module]
+    below = f".{door.module}" if door.module else ""
+    return [
+        f"blocks.{key}.mixer{below}"
+        for key in model.blocks
+        if model.letters[int(key)] in door.letters
+    ]
+
+
+def _move(text: str | None) -> Move | None:
+    return None if text is None else Move.parse(text)

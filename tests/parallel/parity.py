@@ -1,0 +1,281 @@
+"""Runs of the same model on any mesh, and how far they are apart.
+
+Forked gloo ranks, a hybrid of every letter, ragged documents and label masks (some rows have no
+label at all). In fp64 two orders of the same sums differ by about 1e-16 of their size, so 1e-12 is
+a wrong formula; in fp32 it is 1e-5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch._dynamo  # FSDP2 imports it: once here instead of once in every forked rank
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig, PrecisionConfig
+from megacpp.data.batches import Batch
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import Slice
+from megacpp.model.router import Router
+from optim.build import build_optimizers
+from optim.clip import clip_gradients
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from parallel.fsdp import shard_slice
+from parallel.mesh import World, join, micro_rows
+from tests.collectives import Collective, CollectiveCounter
+from tests.model.small import small, variants
+from tests.ranks import run_ranks
+from tests.synthetic import ragged_batch
+
+CPU = torch.device("cpu")
+ROWS, T, STEPS = 8, 16, 5  # global rows of a step, tokens of a row, optimizer steps
+Dtype = Literal["fp64", "fp32"]
+Slices = dict[str, Slice]  # what a rank holds of each parameter or gradient
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
+HELD_OUT = range(1000, 1004)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to compare: model, numeric type, mesh, microbatches of a step."""
+
+    model: str
+    mesh: MeshConfig = MeshConfig(dp_shard=1)  # noqa: RUF009 - frozen
+    accum: int = 1
+    dtype: Dtype = "fp64"
+    optimizer: Literal["adamw", "muon_adamw"] = "adamw"
+    evaluate: bool = False
+
+    @property
+    def world(self) -> int:
+        m = self.mesh
+        return m.pp * m.dp_replicate * m.dp_shard * m.cp * m.tp
+
+    @property
+    def device_batch(self) -> int:
+        return ROWS // (self.mesh.dp_replicate * self.mesh.dp_shard * self.accum)
+
+    @property
+    def reference(self) -> Run:
+        """The same on one process, with the same microbatches."""
+        return dataclasses.replace(self, mesh=MeshConfig(dp_shard=1))
+
+    def __str__(self) -> str:
+        axes = {k: v for k, v in vars(self.mesh).items() if v != getattr(MeshConfig(), k)}
+        mesh = " ".join(f"{k}={v}" for k, v in axes.items() if (k, v) != ("dp_shard", 1))
+        return f"{self.model} {self.dtype} {mesh or 'one'} x{self.accum}"
+
+
+@dataclass
+class Trace:
+    """What a run was on one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    valid: list[int] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    start: Slices = field(default_factory=dict)  # parameters before the first step
+    gradients: Slices = field(default_factory=dict)  # of the first step
+    parameters: Slices = field(default_factory=dict)  # after the last
+    counts: list[Tensor] = field(default_factory=list)  # of each router's experts, first step
+    router_bias: dict[str, Tensor] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)  # of the last step
+    sharded: bool = True
+
+
+def models() -> dict[str, ModelConfig]:
+    """Small models whose heads, experts and vocabulary divide by four, auxiliary losses on."""
+    replace = dataclasses.replace
+    base = small()
+    plain = replace(
+        base,
+        vocab_size=48,
+        attention=replace(base.attention, num_kv_heads=4),
+        m2rnn=replace(base.m2rnn, num_heads=4),
+    )
+    options = variants()
+    mamba = replace(plain.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
+    mla = replace(options["mla_low_rank_queries_yarn"].attention, q_lora_rank=8)
+    found = {
+        "plain": plain,
+        "tied": replace(plain, tie_embeddings=True),
+        "mla": replace(plain, attention=replace(plain.attention, kind="mla", qk_norm=False)),
+        "options": replace(
+            plain,
+            logit_softcap=5.0,
+            attention=mla,
+            mamba3=mamba,
+            m2rnn=replace(plain.m2rnn, num_q_heads=4, num_k_heads=4),
+            moe=replace(plain.moe, shared_gate=True, score="softmax"),
+            mlp=replace(plain.mlp, activation="relu2"),
+        ),
+    } | {letter: replace(plain, pattern=letter, depth=1) for letter in "AMERF"}
+    return {
+        name: replace(
+            m,
+            moe=replace(m.moe, sequence_loss=1e-2, z_loss=1e-2),
+            init_std=0.1,
+            z_loss=1e-3,
+        )
+        for name, m in found.items()
+    }
+
+
+def config_of(run: Run) -> Config:
+    return Config(
+        model=models()[run.model],
+        mesh=run.mesh,
+        precision=PrecisionConfig(run.dtype),
+        optim=OptimConfig(name=run.optimizer, lr=1e-2, clip_norm=1.0),
+    )
+
+
+def world_of(rank: int, run: Run) -> World:
+    return World(0, 1, CPU) if run.world == 1 else join(run.mesh, CPU)
+
+
+def batches_of(step: int, world: World, run: Run) -> list[Batch]:
+    rows = range(step * ROWS, (step + 1) * ROWS)
+    vocabulary = models()[run.model].vocab_size
+    return [
+        ragged_batch(share, T, vocabulary) for share in micro_rows(rows, world, run.device_batch)
+    ]
+
+
+def slices(tensors: dict[str, Tensor | None]) -> Slices:
+    """Copies of what this rank holds."""
+    found = {}
+    for name, t in tensors.items():
+        assert t is not None, f"{name} has no gradient"
+        part = shard_slice(t.detach())
+        found[name] = dataclasses.replace(part, local=part.local.clone())
+    return found
+
+
+def gradients(model: HybridLM) -> Slices:
+    return slices({n: p.grad for n, p in model.named_parameters()})
+
+
+def train(rank: int, run: Run) -> Trace:
+    """Five optimizer steps as `train.py` makes them."""
+    trace, world, config = Trace(), world_of(rank, run), config_of(run)
+    model = build_model(config, world)
+    boundary, optimizers = (
+        AccumulationBoundary(model, world, config),
+        build_optimizers(model, config),
+    )
+    trace.start = slices(dict(model.named_parameters()))
+    for step in range(STEPS):
+        with CollectiveCounter() if step == STEPS - 1 else nullcontext() as seen:
+            sums = boundary.accumulate(batches_of(step, world, run))
+        if seen is not None:
+            trace.collectives = seen.calls
+        trace.losses.append(sums.loss_sum.item() / sums.valid_tokens)
+        trace.valid.append(sums.valid_tokens)
+        if step == 0:
+            trace.gradients = gradients(model)
+            routers = [m for m in model.modules() if isinstance(m, Router)]
+            counts = [r.tokens_per_expert.clone() for r in routers]
+            trace.counts = [world.sum(c, "stage") for c in counts]
+        trace.norms.append(clip_gradients(model, config.optim.clip_norm).item())
+        optimizers.step()
+        optimizers.zero_grad()
+        boundary.update_routers()
+        if run.evaluate:
+            size, rank_of = world.degree("batch"), world.coordinate("batch")
+            rows = [row for row in HELD_OUT if row % size == rank_of]
+            held_out = boundary.evaluate([ragged_batch([row], T, 48) for row in rows])
+            trace.evaluations.append(held_out.loss_sum.item() / held_out.valid_tokens)
+            kinds = {isinstance(p, DTensor) for p in model.parameters()}
+            trace.sharded &= kinds == {run.world > 1}
+    trace.parameters = slices(dict(model.named_parameters()))
+    trace.router_bias = {n: b.clone() for n, b in model.named_buffers() if n.endswith("_bias")}
+    return trace
+
+
+def traces_of(runs: Sequence[Run]) -> dict[Run, list[Trace]]:
+    """The traces of every rank of every run, one fork of ranks per world size."""
+    found: dict[Run, list[Trace]] = {}
+    for size in sorted({run.world for run in runs}):
+        same = [run for run in dict.fromkeys(runs) if run.world == size]
+        job = functools.partial(_all, runs=same)
+        of_ranks = [job(0, 1)] if size == 1 else run_ranks(job, size, timeout_s=240)
+        found |= {run: [of_rank[run] for of_rank in of_ranks] for run in same}
+    return found
+
+
+def _all(rank: int, _world: int, runs: list[Run]) -> dict[Run, Trace]:
+    return {run: train(rank, run) for run in runs}
+
+
+def error(found: Slices, expected: Slices) -> tuple[float, str]:
+    """Largest difference of a tensor, relative to its largest entry, and the tensor's name."""
+    worst = 0.0, ""
+    for key, part in found.items():
+        target, size = expected[key].local, expected[key].local.abs().max().item()
+        assert part.shape == tuple(target.shape), key
+        box = tuple(slice(a, a + n) for a, n in zip(part.offset, part.local.shape, strict=True))
+        if part.local.numel() and not torch.equal(part.local, target[box]):
+            difference = (part.local - target[box]).abs().max().item()
+            worst = max(worst, (difference / size if size else torch.inf, key))
+    return worst
+
+
+def covered(found: Sequence[Slices], expected: Slices) -> None:
+    """Asserts that the parts of all ranks together are every element."""
+    for key, whole in expected.items():
+        seen = torch.zeros(whole.local.shape, dtype=torch.bool)
+        for of_rank in found:
+            if key in of_rank:
+                part = of_rank[key]
+                box = (slice(a, a + n) for a, n in zip(part.offset, part.local.shape, strict=True))
+                seen[tuple(box)] = True
+        assert seen.all(), f"{key}: {int((~seen).sum())} elements are on no rank"
+
+
+def check(found: list[Trace], expected: Trace, dtype: Dtype) -> None:
+    """Weights at the start, loss and norm of 5 steps, gradients, expert counts, parameters.
+
+    AdamW divides by the root of the squared gradient, so it magnifies the rounding of small
+    gradients; parameters get a hundredfold allowance for that.
+    """
+    tolerance = TOLERANCE[dtype]
+    assert len(set(expected.valid)) > 1, "steps with different numbers of labels"
+    assert all(part.local.norm() > 0 for part in expected.gradients.values())
+    for slices_of in ("start", "gradients", "parameters"):
+        covered([getattr(trace, slices_of) for trace in found], getattr(expected, slices_of))
+    for trace in found:
+        assert error(trace.start, expected.start)[0] == 0
+        assert trace.valid == expected.valid
+        assert abs(trace.losses[0] / expected.losses[0] - 1) <= tolerance, trace.losses
+        worst = error(trace.gradients, expected.gradients)
+        assert worst[0] <= tolerance, worst
+        for losses, others in ((trace.losses, expected.losses), (trace.norms, expected.norms)):
+            for a, b in zip(losses, others, strict=True):
+                assert abs(a / b - 1) <= tolerance, (losses, others)
+        worst = error(trace.parameters, expected.parameters)
+        assert worst[0] <= 100 * tolerance, worst
+        for key, bias in trace.router_bias.items():
+            assert torch.equal(bias, expected.router_bias[key]), key
+
+
+def summary(found: list[Trace], expected: Trace) -> dict[str, Any]:
+    """The same figures without a verdict, for a person who looks for a cause."""
+    return {
+        "loss": max(
+            abs(a / b - 1) for t in found for a, b in zip(t.losses, expected.losses, strict=True)
+        ),
+        "norm": max(
+            abs(a / b - 1) for t in found for a, b in zip(t.norms, expected.norms, strict=True)
+        ),
+        "gradient": max(error(t.gradients, expected.gradients) for t in found),
+        "parameter": max(error(t.parameters, expected.parameters) for t in found),
+    }
