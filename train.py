@@ -4,9 +4,7 @@ torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200
 python train.py --help
 """
 
-import sys
-
-from megacpp.arguments import Resolved, exit_on_error, parse_or_exit
+from megacpp.arguments import Resolved, parse_or_exit
 
 # Before torch is imported and long before a process group starts: --help and mistakes end here.
 RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
@@ -16,8 +14,9 @@ import time
 from pathlib import Path
 
 from megacpp.data.batches import Corpus
-from megacpp.errors import DataError, MegacppError, NonFiniteError
+from megacpp.errors import NonFiniteError
 from megacpp.run.evaluate import evaluate, validation_share
+from megacpp.run.failure import guarded
 from megacpp.run.final import export_final, write_sample
 from megacpp.run.launch import announce, check_corpus, set_aside
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
@@ -28,7 +27,7 @@ from optim.clip import clip_gradients
 from optim.schedule import lr_multiplier
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import in_a_group, micro_rows, pick_device, start
+from parallel.mesh import micro_rows, pick_device, start
 
 MOST_SKIPS = 10  # steps in a row without a finite gradient before the run gives up
 
@@ -47,7 +46,7 @@ def main(resolved: Resolved) -> None:
     if world.is_main:
         set_aside(config)
     model = build_model(config, world)
-    optimizers = build_optimizers(model, config)
+    optimizers = build_optimizers(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config)
 
     # ---- saved state, header, records ------------------------------------------------------------
@@ -68,7 +67,7 @@ def main(resolved: Resolved) -> None:
         rows = corpus.rows_for(step, rows_per_step)
         shares = micro_rows(rows, world, config.train.device_batch_size)
         sums = boundary.accumulate([corpus.train_batch(share) for share in shares])
-        grad_norm = clip_gradients(model, config.optim.clip_norm).item()
+        grad_norm = clip_gradients(model, config.optim.clip_norm, copies=boundary.copies).item()
         healthy = math.isfinite(grad_norm)
         multiplier = lr_multiplier(state.updates, config.run.steps, config.optim)
         if healthy:
@@ -121,9 +120,4 @@ def due(every: int, step: int) -> bool:
 
 if __name__ == "__main__":
     assert RESOLVED is not None
-    try:
-        main(RESOLVED)
-    except MegacppError as error:  # every rank has the same one, unless it read a bad row
-        exit_on_error(error, own=isinstance(error, DataError) and in_a_group())
-    except KeyboardInterrupt:
-        sys.exit(f"stopped; {RESOLVED.config.run.dir}/checkpoints holds what was saved last")
+    guarded(main, RESOLVED)

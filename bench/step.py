@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.model = build_model(config, world)
-        self.optimizers = build_optimizers(self.model, config)
+        self.optimizers = build_optimizers(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
 
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
@@ -56,7 +56,7 @@ class Trainer:
             ids_BT, labels_BT, docs, target_bytes=1, num_targets=ids_BT.numel(), rows=(0,)
         )
         self.boundary.accumulate([batch])
-        clip_gradients(self.model, self.config.optim.clip_norm)
+        clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizers.step(1.0)
         self.optimizers.zero_grad()
         self.boundary.update_routers()

@@ -13,6 +13,7 @@ from typing import Any
 from megacpp.config import Config, TrainConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
+from megacpp.model.stages import pipeline_rules
 from megacpp.model_rules import model_rules
 
 # Smallest legal value of numeric settings; None in an optional setting is always legal.
@@ -106,6 +107,8 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from model_rules(config)
     yield from mesh_rules(config, world_size)
     yield from _batch(config, world_size)
+    if config.mesh.pp > 1 and not any(mesh_rules(config, world_size)):
+        yield from pipeline_rules(config, resolve(config, world_size).train.grad_accum)
     yield from _schedule(config)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.config import Config, OptimConfig
@@ -17,13 +18,18 @@ from optim.local import local_part
 from optim.muon import Muon
 
 
-def build_optimizers(model: HybridLM, config: Config) -> Optimizers:
+def build_optimizers(
+    model: HybridLM, config: Config, process_groups: Sequence[dist.ProcessGroup] = ()
+) -> Optimizers:
     """Muon and AdamW over a materialised (and, if it will be, sharded) model.
+
+    Args:
+        process_groups: of several mesh axes, for `Muon` to choose from; see there.
 
     Raises:
         ConfigError: a parameter matches no row of the table in optim/groups.py, or several.
     """
-    return Optimizers(assign(model, config.optim.name), config.optim)
+    return Optimizers(assign(model, config.optim.name), config.optim, process_groups)
 
 
 class Optimizers:
@@ -34,7 +40,12 @@ class Optimizers:
     the order of parameters, of groups, or of the mesh.
     """
 
-    def __init__(self, assignments: list[Assignment], config: OptimConfig) -> None:
+    def __init__(
+        self,
+        assignments: list[Assignment],
+        config: OptimConfig,
+        process_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
         self.config, self.assignments = config, assignments
         muon = [a for a in assignments if a.algorithm == "muon"]
         adamw = [a for a in assignments if a.algorithm == "adamw"]
@@ -46,6 +57,7 @@ class Optimizers:
                 momentum=config.muon_momentum,
                 steps=config.muon_steps,
                 scale=config.muon_scale,
+                process_groups=process_groups,
             )
         if adamw:
             self.parts["adamw"] = AdamW(

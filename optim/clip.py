@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def clip_gradients(
-    model: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    max_norm: float,
+    group: dist.ProcessGroup | None = None,
+    copies: Iterable[nn.Parameter] = (),
 ) -> Tensor:
     """Scales all gradients in place so that their joint 2-norm is at most `max_norm`.
 
@@ -26,14 +29,23 @@ def clip_gradients(
     non-finite norm leaves the gradients as they are, for the caller to skip the step and look.
 
     Args:
+        model: what this rank has of it; stages of a pipeline each bring their own parameters.
         max_norm: 0 measures only.
         group: the ranks that together hold the model; by default all, if parameters are sharded.
+        copies: parameters that another rank counts already (the tied weight on the second of two
+            pipeline stages, whose gradient is the same sum): scaled, but not counted.
 
     Returns:
         The norm before clipping, fp64, the same on every rank.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = gradient_norm(grads, group)
+    params = list(model.parameters())
+    if group is None and any(is_dtensor(p) for p in params):
+        group = dist.group.WORLD
+    grads = [p.grad for p in params if p.grad is not None]
+    ids = {id(p) for p in copies}
+    counted = [p.grad for p in params if p.grad is not None and id(p) not in ids]
+    device = params[0].device if params else None
+    norm = gradient_norm(counted, group, device)
     if not max_norm or not grads:
         return norm
     if not norm.is_cuda and norm.item() + 1e-6 <= max_norm:
@@ -47,15 +59,23 @@ def clip_gradients(
 
 
 @torch.no_grad()
-def gradient_norm(grads: list[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+def gradient_norm(
+    grads: list[Tensor],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
     """2-norm over all elements of all gradients, each counted once however often it is stored.
 
-    A DTensor's local part counts unless a replica of it does: on coordinate 0 of every mesh axis
-    that doesn't shard it. A plain tensor is taken to be on all ranks, and counts on the first.
-    Norms of single tensors are made in fp32 or wider, their squares and sums in fp64.
+    A DTensor's local part counts unless a replica of it does: on coordinate 0 of every axis of its
+    own mesh that doesn't shard it. So meshes may differ between gradients, and between ranks. A
+    plain tensor is taken to be on all ranks of `group`, and counts on the first. Norms of single
+    tensors are made in fp32 or wider, their squares and sums in fp64.
+
+    Args:
+        group: whose ranks take part, in one all-reduce of one number; None: this process alone.
+        device: of the result where there is no gradient.
     """
-    if group is None and any(is_dtensor(g) for g in grads):
-        group = dist.group.WORLD
+    assert group is not None or not any(is_dtensor(g) for g in grads), "shards need a group"
     first = group is None or dist.get_rank(group) == 0
     counted = [local_part(g) for g in grads if (_counts(g) if is_dtensor(g) else first)]
     norms = []
@@ -63,7 +83,7 @@ def gradient_norm(grads: list[Tensor], group: dist.ProcessGroup | None = None) -
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         same = [g for g in counted if g.dtype == dtype]
         norms += torch._foreach_norm(same, 2, dtype=wide)
-    device = grads[0].device if grads else None
+    device = grads[0].device if grads else device
     stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
     norm = torch.linalg.vector_norm(stacked, dtype=torch.float64)
     if group is not None:
@@ -77,7 +97,10 @@ def _counts(g: DTensor) -> bool:
     """This rank holds the first copy of its part of `g`."""
     mesh, placements = g.device_mesh, g.placements
     assert not any(p.is_partial() for p in placements), f"an unreduced gradient: {placements}"
-    return all(p.is_shard() or mesh.get_local_rank(i) == 0 for i, p in enumerate(placements))
+    # `is_shard` says no to the strided shards that FSDP2 makes over tp.
+    return all(
+        not p.is_replicate() or mesh.get_local_rank(i) == 0 for i, p in enumerate(placements)
+    )
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> list[torch.dtype]:

@@ -1,20 +1,22 @@
 """Muon: momentum whose step is orthogonalised, matrix by matrix (Keller Jordan).
 
-Works on plain parameters and on FSDP2 shards; a sharded run equals the unsharded one, because
-whole matrices are orthogonalised wherever their rows live (optim/ownership.py).
+Works on plain parameters and on DTensors of any mesh; a sharded run equals the unsharded one,
+because whole matrices are orthogonalised wherever their cells live (optim/ownership.py).
 
-Legend: R rows, C columns of a matrix, K matrices of a stack.
+Legend: R rows, C columns of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from optim.boxes import layout_of, stack_view
 from optim.local import local_part
 from optim.newton_schulz import (
     Scale,
@@ -23,7 +25,7 @@ from optim.newton_schulz import (
     orthogonalise,
     update_scale,
 )
-from optim.ownership import Item, MatrixView, Ownership, items_of, layout_of
+from optim.ownership import Item, MatrixView, Ownership, items_of
 
 
 def muon_update(
@@ -55,8 +57,13 @@ class Muon(torch.optim.Optimizer):
     that a fresh optimizer can be loaded into. Parameters without a gradient are left alone; all
     ranks of a mesh must agree which these are, as they do under FSDP2.
 
+    Parameters that the same ranks hold share the two exchanges of a step, whatever axes of whatever
+    mesh cut them; optim/ownership.py says what these cost.
+
     Args:
         dtype: of Newton-Schulz and of what ranks exchange; see `iteration_dtype` for the default.
+        process_groups: of ranks that share parameters cut along several mesh axes (fsdp and tp,
+            efsdp and ep). Not needed along one axis, nor where these ranks are all ranks.
     """
 
     def __init__(
@@ -70,8 +77,9 @@ class Muon(torch.optim.Optimizer):
         scale: Scale = "keller",
         view: MatrixView = MatrixView(),  # noqa: B008 - frozen
         dtype: torch.dtype | None = None,
+        process_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.process_groups = dtype, process_groups
         self._plans: dict[tuple[int, ...], list[tuple[Ownership, torch.dtype]]] = {}
         defaults = {
             "lr": lr,
@@ -107,15 +115,15 @@ class Muon(torch.optim.Optimizer):
                 active += params
                 groups += [group] * len(params)
                 updates += self._momentum_updates(group, params)
-        weights = [_rows(local_part(p)) for p in active]
+        weights = [stack_view(local_part(p)) for p in active]
         for ownership, dtype in self._plan(active, groups):
-            mine = {i: _rows(updates[i]).to(dtype) for i in ownership.layouts}
+            mine = {i: stack_view(updates[i]).to(dtype) for i in ownership.layouts}
             steps = groups[next(iter(mine))]["steps"]
             solve = partial(orthogonalise, steps=steps, dtype=dtype)
-            for item, rows, o in ownership.solve(mine, solve):
+            for item, where, o in ownership.solve(mine, solve):
                 group = groups[item.parameter]
                 factor = -group["lr"] * update_scale(group["scale"], item.rows, item.cols)
-                weights[item.parameter][rows].view(o.shape).add_(o, alpha=factor)
+                weights[item.parameter][where].view(o.shape).add_(o, alpha=factor)
         return loss
 
     def _momentum_updates(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
@@ -133,23 +141,18 @@ class Muon(torch.optim.Optimizer):
     def _plan(
         self, active: list[Tensor], groups: list[dict[str, Any]]
     ) -> list[tuple[Ownership, torch.dtype]]:
-        """Who solves what, per process group and dtype; made once for a set of parameters."""
+        """Who solves what, per set of ranks and dtype; made once for a set of parameters."""
         key = tuple(map(id, active))
         if key not in self._plans:
-            layouts = {i: layout_of(p) for i, p in enumerate(active)}
+            layouts = {i: layout_of(p, self.process_groups) for i, p in enumerate(active)}
             items: dict[Any, list[Item]] = {}
             for i, (parameter, group) in enumerate(zip(active, groups, strict=True)):
                 dtype = self.dtype or iteration_dtype(parameter)
-                where = items.setdefault((layouts[i].group, dtype, group["steps"]), [])
-                heights = group["view"].heights(parameter.shape)
-                where += items_of(i, heights, parameter.shape[-1], layouts[i].bounds)
+                where = items.setdefault((layouts[i].ranks, dtype, group["steps"]), [])
+                matrices = group["view"].matrices(parameter.shape)
+                where += items_of(i, matrices, layouts[i].boxes)
             self._plans[key] = [
                 (Ownership(some, {i.parameter: layouts[i.parameter] for i in some}), dtype)
                 for (_, dtype, _), some in items.items()
             ]
         return self._plans[key]
-
-
-def _rows(t: Tensor) -> Tensor:
-    """`[..., C]` as `[all rows, C]`, sharing memory."""
-    return t.view(-1, t.shape[-1])

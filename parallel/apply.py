@@ -1,21 +1,106 @@
-"""Every axis applied to a model on the meta device, in the one order that composes."""
+"""Every axis applied to a model on the meta device, in the one order that composes.
+
+pp      keep the layers of this rank's stages
+cp      what each mixer exchanges to see the tokens of other ranks
+tp      parameters and doors of the plan; routers whose tokens lie on several ranks
+ep      whole experts, and the way of tokens to them
+fsdp    what is left of each parameter, by block
+"""
 
 from __future__ import annotations
 
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megacpp.config import Config
+from megacpp.config import Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.m2rnn import M2RNN
+from megacpp.model.mamba3 import Mamba3
+from megacpp.model.moe import MixtureOfExperts
+from megacpp.model.stages import stage_parts
 from megacpp.run.precision import compute_dtype
+from parallel.context_attention import ContextAttention
+from parallel.context_layout import ContextLayout
+from parallel.context_m2rnn import ContextM2RNN, m2rnn_kind
+from parallel.context_mamba3 import ContextMamba3
+from parallel.experts import ExpertParallel
 from parallel.fsdp import shard_model
 from parallel.mesh import World
-from parallel.tensor import cut_model
+from parallel.plans import row_of
+from parallel.routing import SpreadRouter
+from parallel.stages import Stage, keep_parts, make_stages
+from parallel.tensor import Cut, cut_model
 
 
-def parallelize(model: HybridLM, config: Config, world: World) -> None:
-    """TP+SP, then FSDP2 over what is left of each parameter; in place."""
-    for axis in ("pp", "cp", "ep"):
-        assert world.degree(axis) == 1, f"{axis} is not applied yet"
-    if world.degree("tp") > 1:
+def parallelize(
+    model: HybridLM, config: Config, world: World, balanced: bool = False
+) -> list[Stage]:
+    """All axes of `world`, in place.
+
+    Args:
+        balanced: experts are chosen evenly instead of by the router, so that no size depends on a
+            value: for a run without peers or without values (parallel/dry_run.py).
+
+    Returns:
+        This rank's pipeline stages; none without a pipeline, when the model itself is run.
+    """
+    mesh, degree = config.mesh, world.degree
+    parts = stage_parts(config.model, mesh, world.coordinate("pp")) if degree("pp") > 1 else []
+    if parts:
+        keep_parts(model, parts)
+    if degree("cp") > 1:
+        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), degree("cp"))
+        parallelize_module(model, world.meshes["cp"], context_plan(model, mesh, layout))
+    if degree("tp") > 1:
         cut_model(model, world.meshes["tp"])
+    if degree("stage") > 1:
+        routers = {f"{name}.router": SpreadRouter(world.meshes["row"]) for name in _moe(model)}
+        parallelize_module(model, world.meshes["stage"], routers)  # type: ignore[arg-type]
+    if degree("ep") > 1 or balanced:
+        parallelize_module(model, world.meshes["ep"], expert_plan(model, mesh, balanced))
+    stages = make_stages(model, parts)
     dtype = compute_dtype(config.precision, world.device)
-    shard_model(model, world, dtype, config.mesh.reshard)
+    for root in stages or [model]:
+        shard_model(root, world, dtype, mesh.reshard)
+    model.tie()
+    return stages
+
+
+def context_plan(
+    model: HybridLM, mesh: MeshConfig, layout: ContextLayout
+) -> dict[str, ParallelStyle]:
+    """Mixer to style: what it exchanges with the ranks that hold other tokens of its rows."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, mixer in _mixers(model).items():
+        if isinstance(mixer, Mamba3):
+            plan[name] = ContextMamba3(mesh.cp_mamba3, layout)
+        elif isinstance(mixer, M2RNN):
+            heads = mixer.num_heads // mesh.tp
+            kind = m2rnn_kind(mesh.cp_m2rnn, heads, layout.degree)
+            plan[name] = ContextM2RNN(kind, layout)
+        elif hasattr(mixer, "wo"):
+            plan[name] = ContextAttention(mesh.cp_attention, layout)
+    return plan
+
+
+def expert_plan(
+    model: HybridLM, mesh: MeshConfig, balanced: bool = False
+) -> dict[str, ParallelStyle]:
+    """Module to style: the experts that a rank holds, and the exchange of rows around them."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, mixer in _moe(model).items():
+        arrays = {
+            leaf: row_of(model, f"{name}.experts.{leaf}")
+            for leaf, _ in mixer.experts.named_parameters()
+        }
+        plan[f"{name}.experts"] = Cut(arrays)
+        plan[name] = ExpertParallel(mesh.ep_dispatch, balanced)
+    return plan
+
+
+def _mixers(model: HybridLM) -> dict[str, object]:
+    names = (f"blocks.{key}.mixer" for key in model.blocks)
+    return {name: model.get_submodule(name) for name in names}
+
+
+def _moe(model: HybridLM) -> dict[str, MixtureOfExperts]:
+    return {n: m for n, m in _mixers(model).items() if isinstance(m, MixtureOfExperts)}

@@ -19,12 +19,14 @@ from megacpp.data.batches import Batch
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.router import Router
-from parallel.build import autocast_dtype
+from parallel.build import autocast_dtype, stages_of
 from parallel.context_layout import ContextLayout
 from parallel.mesh import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,12 @@ class StepSums:
 
 
 class AccumulationBoundary:
-    """Runs the microbatches of a step; afterwards `.grad` holds the gradient of the mean loss."""
+    """Runs the microbatches of a step; afterwards `.grad` holds the gradient of the mean loss.
+
+    Attributes:
+        copies: parameters of which another pipeline stage holds the first copy, with the same
+            gradient: a norm over all ranks must not count them.
+    """
 
     def __init__(self, model: HybridLM, world: World, config: Config) -> None:
         self.model, self.world, self.mesh = model, world, config.mesh
@@ -51,6 +58,13 @@ class AccumulationBoundary:
             from parallel.tensor import partial_parameters
 
             self.units, self.partial = fsdp_units(model), partial_parameters(model)
+        self.pipeline: Pipeline | None = None
+        self.copies: list[nn.Parameter] = []
+        if stages := stages_of(model):
+            from parallel.pipeline import Pipeline
+            from parallel.stages import tied_copies
+
+            self.pipeline, self.copies = Pipeline(stages, world, config), tied_copies(model)
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
@@ -67,12 +81,15 @@ class AccumulationBoundary:
         """
         tokens, valid, target_bytes = self._totals(microbatches)
         self._scale_auxiliary(1.0 / tokens)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for number, batch in enumerate(microbatches):
-            self._sync_gradients(last=number == len(microbatches) - 1)
-            out = self._forward(batch)
-            (out.loss_sum / max(1, valid)).backward()
-            sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
+        if self.pipeline is not None:
+            sums = torch.stack(self.pipeline.accumulate(microbatches, valid))
+        else:
+            sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+            for number, batch in enumerate(microbatches):
+                self._sync_gradients(last=number == len(microbatches) - 1)
+                out = self._forward(batch)
+                (out.loss_sum / max(1, valid)).backward()
+                sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
         self._complete_gradients()
         self.world.sum(sums, "loss")
         return StepSums(sums[0], sums[1], valid, tokens, target_bytes)
@@ -83,10 +100,13 @@ class AccumulationBoundary:
         training = self.model.training
         self.model.eval()
         tokens, valid, target_bytes = self._totals(batches)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        for batch in batches:
-            out = self._forward(batch)
-            sums += torch.stack([out.loss_sum, out.nll_sum]).double()
+        if self.pipeline is not None:
+            sums = torch.stack(self.pipeline.evaluate(batches))
+        else:
+            sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+            for batch in batches:
+                out = self._forward(batch)
+                sums += torch.stack([out.loss_sum, out.nll_sum]).double()
         self.world.sum(sums, "loss")
         self.model.train(training)
         for unit in self.units:  # no backward follows that would: parameters are shards again

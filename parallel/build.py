@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from megacpp.config import Config
@@ -9,6 +11,9 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise, whole
 from megacpp.run.precision import compute_dtype, storage_dtype
 from parallel.mesh import World
+
+if TYPE_CHECKING:
+    from parallel.stages import Stage
 
 
 def build_model(config: Config, world: World) -> HybridLM:
@@ -24,11 +29,17 @@ def build_model(config: Config, world: World) -> HybridLM:
         from parallel.apply import parallelize  # one process never imports FSDP2
         from parallel.fsdp import shard_slice
 
-        parallelize(model, config, world)
+        stages = parallelize(model, config, world)
+        vars(model)["stages"] = stages  # not a submodule: their modules are the model's own
         part = shard_slice
     model.to_empty(device=world.device)
     initialise(model, model.init_rules(), config.run.seed, part)
     return model.train()
+
+
+def stages_of(model: HybridLM) -> list[Stage]:
+    """This rank's pipeline stages of a built model; none without a pipeline."""
+    return vars(model).get("stages", [])
 
 
 def autocast_dtype(config: Config, world: World) -> torch.dtype | None:

@@ -7,8 +7,9 @@ Ranks are numbered with `pp` outermost and `tp` innermost. The same ranks are se
 
 and through views of the dense axes: `batch` = dp_replicate x dp_shard (ranks with rows of their
 own), `fsdp` = dp_shard x cp (ranks that share the storage of dense parameters), `loss` = batch x cp
-(ranks with tokens of their own), `row` = cp x tp (ranks that work on the same rows), `stage` = all
-but pp (ranks that hold the same layers).
+(ranks with tokens of their own), `row` = cp x tp (ranks that work on the same rows), `folded` =
+dp_shard x cp x tp (ranks that hold one replica of a stage), `stage` = all but pp (ranks that hold
+the same layers).
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class World:
         """The ranks along an axis that share this rank's other coordinates."""
         return self.meshes[axis].get_group()
 
+    @property
+    def holders(self) -> list[dist.ProcessGroup]:
+        """Groups of ranks over which a matrix may be cut along several axes."""
+        return [self.group(axis) for axis in ("folded", "stage")] if self.parallel else []
+
     def sum(self, values: Tensor, axis: str) -> Tensor:
         """Sum of `values` over the ranks of an axis or view, in place; none on one process."""
         if self.degree(axis) > 1:
@@ -84,11 +90,6 @@ class World:
         if self.parallel and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-
-
-def in_a_group() -> bool:
-    """Whether this process has joined its peers."""
-    return dist.is_initialized()
 
 
 def world_size() -> int:
@@ -157,6 +158,7 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
     meshes["fsdp"] = dense["dp_shard", "cp"]._flatten("fsdp")
     meshes["loss"] = dense["dp_replicate", "dp_shard", "cp"]._flatten("loss")
     meshes["row"] = dense["cp", "tp"]._flatten("row")
+    meshes["folded"] = dense["dp_shard", "cp", "tp"]._flatten("folded")
     meshes["stage"] = dense["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage")
     replicas = meshes["dp_replicate"]
     meshes["shard"] = _with_replicas(replicas, meshes["fsdp"])

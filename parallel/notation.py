@@ -96,12 +96,15 @@ class Move:
 
     @property
     def kind(self) -> str:
-        """`gather`, `scatter_sum`, or another word for what this notation can't do yet."""
-        if self.before.partial and self.before.partial in self.after.axes:
-            return "scatter_sum"
-        if not self.before.partial and self.axis is not None and self.axis not in self.after.axes:
-            return "gather"
-        return "unknown"
+        """`gather`, `scatter_sum`, or `other`: what no single collective of these two does."""
+        before, after, axis = self.before, self.after, self.axis
+        if axis is None or after.partial:
+            return "other"
+        if before.partial and after.axes.count(axis) == 1:
+            whole = tuple(None if a == axis else a for a in after.axes)
+            return "scatter_sum" if whole == before.axes else "other"
+        whole = tuple(None if a == axis else a for a in before.axes)
+        return "gather" if whole == after.axes else "other"
 
     @property
     def axis(self) -> str | None:

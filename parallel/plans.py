@@ -155,7 +155,7 @@ def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> A
     if len(found) != 1:
         rows = " and ".join(row.array for row in found) or "none"
         raise ValueError(
-            f"parallel.plans={name}: must match exactly one row (matches {rows}). "
+            f"{name} must match exactly one row of the plan (matches {rows}). "
             "Fix: add it to a row of parallel/plans.py, or narrow one."
         )
     return Array.parse(found[0].array)

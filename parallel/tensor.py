@@ -58,11 +58,17 @@ class Cut(ParallelStyle):
             cut_parameter(module, leaf, array, device_mesh)
         group, enter, leave = device_mesh.get_group(), self.enter, self.leave
         if enter is not None:
-            module.register_forward_pre_hook(
-                lambda _, args: (enter(args[0], group), *args[1:])  # type: ignore[arg-type]
-            )
+
+            def entering(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                return enter(args[0], group), *args[1:]
+
+            module.register_forward_pre_hook(entering)
         if leave is not None:
-            module.register_forward_hook(lambda _, args, out: leave(out, group))
+
+            def leaving(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+                return leave(out, group)
+
+            module.register_forward_hook(leaving)
         return module
 
 

@@ -56,12 +56,7 @@ def causal_attention(
     Rows of one document need no mask. For packed rows it is made once a batch: SDPA would turn a
     bool mask into an additive one in every layer, and every layer would keep its own.
     """
-    mask_B1TT = None
-    if not docs.whole:
-        mask_B1TT = docs.memo("attention_mask", lambda: document_mask(docs, docs))
-        if softcap is None:
-            bool_B1TT, dtype = mask_B1TT, q_BTNH.dtype
-            mask_B1TT = docs.memo(("attention_bias", dtype), lambda: _additive(bool_B1TT, dtype))
+    mask_B1TT = None if docs.whole else attention_mask(docs, docs, q_BTNH.dtype, softcap)
     return attend(q_BTNH, k_BTKH, v_BTKV, scale, softcap, mask_B1TT, causal=True)
 
 
@@ -88,16 +83,32 @@ def attend(
     return _sdpa(q_BTNH, k_BSKH, v_BSKV, scale, mask_B1TS, causal and mask_B1TS is None)
 
 
+def attention_mask(
+    queries: Documents, keys: Documents, dtype: torch.dtype, softcap: float | None
+) -> Tensor:
+    """`document_mask` as `attend` takes it best, made once a batch; `dtype` is that of q."""
+    other = None if keys is queries else keys  # what is remembered must not hold itself
+    mask_B1TS = queries.memo(("attention_mask", other), lambda: document_mask(queries, keys))
+    if softcap is not None:
+        return mask_B1TS
+    return queries.memo(("attention_bias", other, dtype), lambda: _additive(mask_B1TS, dtype))
+
+
 def document_mask(queries: Documents, keys: Documents) -> Tensor:
     """bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
 
     Queries and keys may be different tokens of one row (context parallelism), as long as their
     ids and positions are those of the whole row.
     """
-    rows = slice(1) if queries.whole and keys.whole else slice(None)
+    rows = slice(1) if _whole(queries) and _whole(keys) else slice(None)
     same_BTS = queries.ids_BT[rows, :, None] == keys.ids_BT[rows, None, :]
     past_BTS = queries.positions_BT[rows, :, None] >= keys.positions_BT[rows, None, :]
     return (same_BTS & past_BTS)[:, None]
+
+
+def _whole(docs: Documents) -> bool:
+    """Every row, of which these may be a part, is one document."""
+    return docs.whole or (docs.row is not None and docs.row.whole)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,9 @@ slots (rows in expert order), D model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,14 +22,14 @@ class Groups:
     Attributes:
         slot_KT: int64, the slot of each copy; 0 for a copy that was dropped.
         token_S: int64, the token in each slot; 0 in a padding slot.
-        counts_E: slots of each expert in order (the last also owns any slots past the sum), or
-            None when every expert has S / E.
+        counts_E: slots of each expert in order (the last also owns any slots past the sum), as a
+            list where the host knows them, or None when every expert has S / E.
         kept_KT: bool, copies that have a slot; None: all of them.
     """
 
     slot_KT: Tensor
     token_S: Tensor
-    counts_E: Tensor | None
+    counts_E: Tensor | list[int] | None
     kept_KT: Tensor | None = None
 
 
@@ -49,6 +51,28 @@ def group_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Groups
         slots = most // multiple * multiple
     token_S = slot_N.new_zeros(slots).scatter_(0, slot_N, order_N // expert_TK.shape[1])
     return Groups(_unsort(slot_N, order_N, expert_TK), token_S, padded_E)
+
+
+def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:
+    """The groups of `group_rows` when the host knows how many copies each expert has.
+
+    S is exact on any device and nothing waits. A copy for expert `len(sizes)` is nobody's: it has
+    no slot.
+    """
+    padded = [-(-size // multiple) * multiple for size in sizes]
+    first, start = accumulate(sizes, initial=0), accumulate(padded, initial=0)
+    shifts = [slot - copy for slot, copy in zip(start, first, strict=True)]
+    sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
+    place_N = torch.arange(len(sorted_N), device=sorted_N.device)
+    slot_N = place_N + torch.tensor(shifts, device=sorted_N.device)[sorted_N]
+    owned = sum(sizes)
+    token_S = slot_N.new_zeros(sum(padded))
+    token_S.scatter_(0, slot_N[:owned], order_N[:owned] // expert_TK.shape[1])
+    if owned == len(sorted_N):
+        return Groups(_unsort(slot_N, order_N, expert_TK), token_S, padded)
+    kept_N = place_N < owned
+    slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
+    return Groups(slot_KT, token_S, padded, _unsort(kept_N, order_N, expert_TK))
 
 
 def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Groups:
@@ -78,6 +102,11 @@ def gather_rows(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
     return _Gather.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
 
 
+def sum_rows(rows_SD: Tensor, groups: Groups) -> Tensor:
+    """Sum of each token's rows, `[T, D]` in at least fp32; groups without padding."""
+    return _Sum.apply(rows_SD, groups)  # type: ignore[return-value]
+
+
 def _sort(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copies in expert order (token order within): expert ids, copies, and each expert's first."""
     sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
@@ -89,6 +118,18 @@ def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
     """Values in sorted order, put back to `[K, T]`."""
     back_N = torch.empty_like(value_N).scatter_(0, order_N, value_N)
     return back_N.view(expert_TK.shape).T.contiguous()
+
+
+def _sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
+    """What lies in each token's slots, added up in at least fp32."""
+    total_TD: Tensor | None = None
+    for k, slot_T in enumerate(groups.slot_KT):
+        part_TD = _at_least_fp32(rows_SD.index_select(0, slot_T))
+        if groups.kept_KT is not None:
+            part_TD.masked_fill_(~groups.kept_KT[k, :, None], 0.0)
+        total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
+    assert total_TD is not None
+    return total_TD
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -106,15 +147,20 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_SD,) = grads
-        groups: Groups = ctx.groups
-        total_TD: Tensor | None = None
-        for k, slot_T in enumerate(groups.slot_KT):
-            part_TD = _at_least_fp32(grad_SD.index_select(0, slot_T))
-            if groups.kept_KT is not None:
-                part_TD.masked_fill_(~groups.kept_KT[k, :, None], 0.0)
-            total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
-        assert total_TD is not None
-        return total_TD.to(grad_SD.dtype), None
+        return _sum_of_slots(grad_SD, ctx.groups).to(grad_SD.dtype), None
+
+
+class _Sum(torch.autograd.Function):
+    """The adjoint of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, groups: Groups) -> Tensor:
+        ctx.groups, ctx.dtype = groups, rows_SD.dtype
+        return _sum_of_slots(rows_SD, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype).index_select(0, ctx.groups.token_S), None
 
 
 class _Gather(torch.autograd.Function):

@@ -38,7 +38,7 @@ class VocabularyShard:
     Attributes:
         first: number of the first word here.
         merge: statistics of a chunk of tokens over these words to those over all words; one
-            exchange of `[3, n]` numbers with the other processes (parallel/vocabulary.py).
+            exchange of `[3, n]` numbers with the other processes (parallel/tensor.py).
     """
 
     first: int

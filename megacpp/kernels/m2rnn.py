@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan, StateClip, no_autocast, repeat_heads
-from megacpp.kernels.restarts import sequences_of
+from megacpp.kernels.restarts import Sequences, sequences_of
 
 if TYPE_CHECKING:
     from megacpp.model.documents import Documents
 
-__all__ = ["StateClip", "m2rnn_chunked", "m2rnn_sequential", "m2rnn_step"]
+__all__ = ["StateClip", "m2rnn_carried", "m2rnn_chunked", "m2rnn_sequential", "m2rnn_step"]
 
 
 def m2rnn_sequential(
@@ -114,6 +114,45 @@ def m2rnn_chunked(
         return Chunked.apply(  # type: ignore[return-value]
             q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan
         )
+
+
+def m2rnn_carried(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    docs: Documents,
+    entering_BNKV: Tensor,
+    clip: StateClip | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """`m2rnn_chunked` for a part of each row: a state enters on its left, one leaves on its right.
+
+    The first token of a row sees `entering`, whatever `docs` says. Both states `[B, N, K, V]` have
+    the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
+    tokens that it comes from were here, so that parts of a row add up to the row.
+    """
+    num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
+    seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
+    plan = Plan(seqs, clip, chunk_size, num_heads, dtype, final_states=True, by_row=True)
+    with no_autocast(v_BTNV):
+        return Chunked.apply(  # type: ignore[return-value]
+            q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan
+        )
+
+
+class _RowStates(Sequences):
+    """Restarts where only rows have an initial and a final state: the index is that of the row."""
+
+    def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
+        return super().enter(h_NBKV, initial_SNKV if t == 0 else None, t)
+
+    def leave(
+        self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int
+    ) -> Tensor:
+        return super().leave(dh_NBKV, None, None, t)
 
 
 def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:

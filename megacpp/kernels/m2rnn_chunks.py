@@ -42,6 +42,7 @@ class Plan:
     num_heads: int
     dtype: torch.dtype  # of states and of every computation
     final_states: bool
+    by_row: bool = False  # one final state per row instead of one per sequence
 
     def spans(self) -> list[slice]:
         """The chunks of a row."""
@@ -51,6 +52,21 @@ class Plan:
     def bound(self, mode: str) -> float | None:
         """The gradient bound if `mode` is the one that applies."""
         return self.clip.bound if self.clip is not None and self.clip.mode == mode else None
+
+    def new_finals(self, h_NBKV: Tensor) -> Tensor | None:
+        """Room for the final states; how many sequences there are is a value on the device."""
+        if not self.final_states:
+            return None
+        N, B, K, V = h_NBKV.shape
+        return h_NBKV.new_empty(B if self.by_row else int(self.seqs.index_BT[-1, -1]) + 1, N, K, V)
+
+    def keep_finals(self, final_SNKV: Tensor, after_CNBKV: Tensor, span: slice) -> None:
+        """Writes the final states of a chunk; of a row, each chunk writes over the one before."""
+        if self.by_row:
+            final_SNKV.copy_(after_CNBKV[-1].transpose(0, 1))
+            return
+        ends_BC, index_BC = self.seqs.ends_BT[:, span], self.seqs.index_BT[:, span]
+        final_SNKV[index_BC[ends_BC]] = after_CNBKV.permute(2, 0, 1, 3, 4)[ends_BC]
 
     def take(self, x_BTND: Tensor, span: slice) -> Tensor:
         """A chunk `[C, N, B, D]` of an input: all N heads, in the compute dtype."""
@@ -169,17 +185,14 @@ class Chunked(torch.autograd.Function):
         if initial_SNKV is not None:
             h_NBKV = seqs.enter(h_NBKV, initial_SNKV, 0)
         kept_XNBKV = h_NBKV.new_empty(len(spans), N, B, K, V)
-        y_BTNV, final_SNKV = v_BTNV.new_empty(B, T, N, V), None
-        if plan.final_states:
-            final_SNKV = h_NBKV.new_empty(int(seqs.index_BT[-1, -1]) + 1, N, K, V)
+        y_BTNV, final_SNKV = v_BTNV.new_empty(B, T, N, V), plan.new_finals(h_NBKV)
         for i, span in enumerate(spans):
             kept_XNBKV[i] = h_NBKV
             chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV)
             y_BTNV[:, span] = chunk.outputs().permute(2, 0, 1, 3)
             h_NBKV = chunk.after_CNBKV[-1].clone()
             if final_SNKV is not None:
-                ends_BC, index_BC = seqs.ends_BT[:, span], seqs.index_BT[:, span]
-                final_SNKV[index_BC[ends_BC]] = chunk.after_CNBKV.permute(2, 0, 1, 3, 4)[ends_BC]
+                plan.keep_finals(final_SNKV, chunk.after_CNBKV, span)
             del chunk  # its memory serves the next one
         ctx.save_for_backward(*inputs, w_NVV, initial_SNKV, kept_XNBKV)
         ctx.plan = plan

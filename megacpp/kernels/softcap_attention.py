@@ -53,12 +53,12 @@ class _SoftcapAttention(torch.autograd.Function):
         # Tokens before heads in memory: the output projection then keeps this very tensor.
         o_BKTGV = q.new_empty(*q.transpose(1, 2).shape[:-1], v.shape[-1]).transpose(1, 2)
         lse_BKTG1 = wide(q.new_empty(*q.shape[:-1], 1))
-        for rows, keys, allowed in _blocks(q, k, mask, causal):
-            logits_BKTGS = _capped(q[:, :, rows], k[:, :, keys], allowed, scale, softcap)[1]
+        for rows, keys, allowed in query_blocks(q, k, mask, causal):
+            logits_BKTGS = block_logits(q[:, :, rows], k[:, :, keys], allowed, scale, softcap)[1]
             top_BKTG1 = logits_BKTGS.amax(-1, keepdim=True)
             weight_BKTGS = logits_BKTGS.sub_(top_BKTG1).exp_()
             total_BKTG1 = weight_BKTGS.sum(-1, keepdim=True)
-            o_BKTGV[:, :, rows] = _rows_times(weight_BKTGS, v[:, :, keys]) / total_BKTG1
+            o_BKTGV[:, :, rows] = rows_times(weight_BKTGS, v[:, :, keys]) / total_BKTG1
             lse_BKTG1[:, :, rows] = top_BKTG1 + total_BKTG1.log()
         ctx.save_for_backward(q, k, v, mask, o_BKTGV, lse_BKTG1)
         ctx.settings = (scale, softcap, causal)
@@ -72,25 +72,53 @@ class _SoftcapAttention(torch.autograd.Function):
 
 
 def _gradients(ctx, do_BKTGV: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """Gradients of q, k, v: d softmax = p (dp - sum p dp), d tanh = 1 - tanh^2."""
+    """Gradients of q, k, v, block by block."""
     q, k, v, mask, o_BKTGV, lse_BKTG1 = ctx.saved_tensors
     scale, softcap, causal = ctx.settings
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
     mean_BKTG1 = (wide(do_BKTGV) * wide(o_BKTGV)).sum(-1, keepdim=True)  # sum p dp
-    for rows, keys, allowed in _blocks(q, k, mask, causal):
-        tanh, logits = _capped(q[:, :, rows], k[:, :, keys], allowed, scale, softcap)
-        p_BKTGS = logits.sub_(lse_BKTG1[:, :, rows]).exp_()
-        do_rows = do_BKTGV[:, :, rows]
-        dv[:, :, keys] += _rows_transposed_times(p_BKTGS, do_rows)
-        dp_BKTGS = _rows_times(do_rows, v[:, :, keys].mT)
-        dz_BKTGS = dp_BKTGS.sub_(mean_BKTG1[:, :, rows]).mul_(p_BKTGS)
-        dz_BKTGS.mul_(tanh.square_().neg_().add_(1.0)).mul_(scale)
-        dq[:, :, rows] = _rows_times(dz_BKTGS, k[:, :, keys])
-        dk[:, :, keys] += _rows_transposed_times(dz_BKTGS, q[:, :, rows])
+    for rows, keys, allowed in query_blocks(q, k, mask, causal):
+        parts = q[:, :, rows], k[:, :, keys], v[:, :, keys], do_BKTGV[:, :, rows]
+        of_rows = lse_BKTG1[:, :, rows], mean_BKTG1[:, :, rows]
+        into = dk[:, :, keys], dv[:, :, keys]
+        dq[:, :, rows] = block_gradients(*parts, *of_rows, *into, allowed, scale, softcap)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _blocks(
+def block_gradients(
+    q_BKTGH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    do_BKTGV: Tensor,
+    lse_BKTG1: Tensor,
+    mean_BKTG1: Tensor,
+    dk_BKSH: Tensor,
+    dv_BKSV: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """dq of one block; what it gives to dk and dv is added to them.
+
+    d softmax = p (dp - sum p dp), d tanh = 1 - tanh^2.
+
+    Args:
+        lse_BKTG1: log of each softmax denominator, over the keys of all blocks.
+        mean_BKTG1: sum p dp, over the keys of all blocks.
+        allowed: bool, True where a query may look, `[B or 1, 1, T, 1, S]`.
+    """
+    tanh, logits_BKTGS = block_logits(q_BKTGH, k_BKSH, allowed, scale, softcap)
+    p_BKTGS = logits_BKTGS.sub_(lse_BKTG1).exp_()
+    dv_BKSV += _rows_transposed_times(p_BKTGS, do_BKTGV)
+    dz_BKTGS = rows_times(do_BKTGV, v_BKSV.mT).sub_(mean_BKTG1).mul_(p_BKTGS)
+    if tanh is not None:
+        dz_BKTGS.mul_(tanh.square_().neg_().add_(1.0))
+    dz_BKTGS.mul_(scale)
+    dk_BKSH += _rows_transposed_times(dz_BKTGS, q_BKTGH)
+    return rows_times(dz_BKTGS, k_BKSH)
+
+
+def query_blocks(
     q_BKTGH: Tensor, k_BKSH: Tensor, mask_B1TS: Tensor | None, causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Query slice, key slice and mask `[B or 1, 1, T, 1, S]` of each block."""
@@ -107,18 +135,25 @@ def _blocks(
         yield rows, keys, allowed
 
 
-def _capped(
-    q_BKTGH: Tensor, k_BKSH: Tensor, allowed: Tensor | None, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """tanh(scale q k^T / softcap), and the logits: softcap times it, minus infinity if masked."""
-    tanh_BKTGS = _rows_times(q_BKTGH, k_BKSH.mT).mul_(scale / softcap).tanh_()
-    logits_BKTGS = tanh_BKTGS * softcap
+def block_logits(
+    q_BKTGH: Tensor, k_BKSH: Tensor, allowed: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor | None, Tensor]:
+    """tanh(scale q k^T / softcap), and the logits: softcap times it, minus infinity if masked.
+
+    Without a soft cap: None, and scale q k^T.
+    """
+    tanh, logits_BKTGS = None, rows_times(q_BKTGH, k_BKSH.mT)
+    if softcap is None:
+        logits_BKTGS.mul_(scale)
+    else:
+        tanh = logits_BKTGS.mul_(scale / softcap).tanh_()
+        logits_BKTGS = tanh * softcap
     if allowed is not None:
         logits_BKTGS.masked_fill_(~allowed, float("-inf"))
-    return tanh_BKTGS, logits_BKTGS
+    return tanh, logits_BKTGS
 
 
-def _rows_times(x_BKTGI: Tensor, y_BKIJ: Tensor) -> Tensor:
+def rows_times(x_BKTGI: Tensor, y_BKIJ: Tensor) -> Tensor:
     """x y in fp32, with all (token, head) rows of x in one matrix: `[B, K, T, G, J]`."""
     return (wide(x_BKTGI).flatten(2, 3) @ wide(y_BKIJ)).unflatten(2, x_BKTGI.shape[2:4])
 

@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row, D model, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -24,12 +24,15 @@ class HybridLM(nn.Module):
     """Decoder over a pattern of A, M, E, R and F blocks.
 
     The same code is the single-device reference: it knows nothing of ranks. Blocks are keyed by
-    their layer index, so that a pipeline stage that keeps some of them keeps their names.
+    their layer index, so that a process that keeps some of them (`keep`) keeps their names.
+
+    Attributes:
+        begins: this process looks tokens up; else a tied `embed` is only the head's weight's name.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.begins = config, True
         self.letters = block_letters(config.pattern, config.depth)
         # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo.
         table_VD = torch.empty(config.vocab_size, config.dim)
@@ -66,14 +69,36 @@ class HybridLM(nn.Module):
             following.append(after)
         return self.head.logits(self.norm(x_BD)), following
 
+    def keep(self, layers: Collection[int], first: bool, last: bool) -> None:
+        """Lets go of what a part of the model doesn't run; names of the rest stay as they are.
+
+        A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too.
+
+        Args:
+            layers: blocks to keep.
+            first: keep the embedding.
+            last: keep the last norm and the head.
+        """
+        self.begins = first
+        for key in list(self.blocks):
+            if int(key) not in layers:
+                del self.blocks[key]
+        if not first and not (last and self.config.tie_embeddings):
+            del self.embed
+        if not last:
+            del self.norm, self.head
+
     def init_rules(self) -> dict[str, Rule]:
-        """One rule per parameter and buffer, by full name."""
-        rules: dict[str, Rule] = {"embed.weight": Normal(self.config.init_std)}
+        """One rule per parameter and buffer that is kept, by full name."""
+        rules: dict[str, Rule] = {}
+        if hasattr(self, "embed"):
+            rules["embed.weight"] = Normal(self.config.init_std)
         for key in self.blocks:
             block = self._block(key).init_rules().items()
             rules |= {f"blocks.{key}.{name}": rule for name, rule in block}
-        rules["norm.weight"] = self.norm.init_rules()["weight"]
-        if not self.config.tie_embeddings:
+        if hasattr(self, "norm"):
+            rules["norm.weight"] = self.norm.init_rules()["weight"]
+        if hasattr(self, "head") and not self.config.tie_embeddings:
             rules |= {f"head.{name}": rule for name, rule in self.head.init_rules().items()}
         return rules
 
@@ -85,8 +110,9 @@ class HybridLM(nn.Module):
 
     def tie(self) -> None:
         """Makes a tied weight one parameter again, after either module got a new one."""
-        if self.config.tie_embeddings:
-            self.head._parameters["weight"] = self.embed._parameters["weight"]
+        if self.config.tie_embeddings and hasattr(self, "head"):
+            used, named = (self.embed, self.head) if self.begins else (self.head, self.embed)
+            named._parameters["weight"] = used._parameters["weight"]
 
     def _block(self, key: str) -> Block:
         block = self.blocks[key]

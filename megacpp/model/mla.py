@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig
@@ -66,9 +67,12 @@ class MultiHeadLatentAttention(nn.Module):
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         q_BTNH = torch.cat(self.queries(x_BTD, table_BTP2), dim=-1)
-        k_BTNH, v_BTNV = self.expand_kv(*self.latent(x_BTD, table_BTP2))
-        o_BTNV = self.inner(q_BTNH, k_BTNH, v_BTNV, docs)
+        o_BTNV = self.attend(q_BTNH, *self.latent(x_BTD, table_BTP2), docs)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
+
+    def attend(self, q_BTNH: Tensor, c_BTC: Tensor, k_pe_BTR: Tensor, docs: Documents) -> Tensor:
+        """Output `[B, T, N, V]` of queries on latents: the part that context parallelism wraps."""
+        return self.inner(q_BTNH, *self.expand_kv(c_BTC, k_pe_BTR), docs)
 
     def queries(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of every head: `[B, T, N, H - R]` without position, `[B, T, N, R]` rotated."""
@@ -83,13 +87,17 @@ class MultiHeadLatentAttention(nn.Module):
         c_BTC, k_pe_BTR = self.wkv_a(x_BTD).split((self.latent_dim, self.rope_dim), dim=-1)
         return self.kv_norm(c_BTC), rotate(k_pe_BTR[:, :, None], table_BTP2)[:, :, 0]
 
-    def expand_kv(self, c_BTC: Tensor, k_pe_BTR: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv(
+        self, c_BTC: Tensor, k_pe_BTR: Tensor, w_XC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys `[B, T, N, H]` and values `[B, T, N, V]` of every head from the latent alone.
 
         One matrix product and one concatenation: an activation policy may keep the two arguments
         (C + R numbers per token) and call this again in backward instead of keeping N (H + V).
+        `w_XC` takes the place of wkv_b's weight: its rows of some heads, for these alone.
         """
-        kv = self.wkv_b(c_BTC).unflatten(-1, (-1, self.nope_dim + self.value_dim))
+        kv_BTX = self.wkv_b(c_BTC) if w_XC is None else F.linear(c_BTC, w_XC)
+        kv = kv_BTX.unflatten(-1, (-1, self.nope_dim + self.value_dim))
         k_nope, v_BTNV = kv.split((self.nope_dim, self.value_dim), dim=-1)
         k_pe_BTNR = k_pe_BTR[:, :, None].expand(-1, -1, kv.shape[2], -1)
         return torch.cat((k_nope, k_pe_BTNR), dim=-1), v_BTNV

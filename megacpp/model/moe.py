@@ -40,7 +40,7 @@ class Experts(nn.Module):
             self.w3 = nn.Parameter(torch.empty(num, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
 
-    def forward(self, x_SD: Tensor, counts_E: Tensor | None) -> Tensor:
+    def forward(self, x_SD: Tensor, counts_E: Tensor | list[int] | None) -> Tensor:
         """Rows in expert order to rows `[S, D]`; counts as `grouped_linear` wants them."""
         h_SI = grouped_linear(x_SD, self.w1, counts_E)
         if self.config.moe.activation == "swiglu":
@@ -80,7 +80,8 @@ class MixtureOfExperts(nn.Module):
     first `capacity` choices of a batch and the rest contribute nothing; then shapes are static,
     but whether a token is dropped depends on the tokens before it, of any document.
 
-    Expert parallelism replaces `dispatch` and `combine`.
+    Expert parallelism replaces `dispatch` and `combine`. Nothing between the two but `experts`
+    touches a row, so recomputing `experts` alone repeats neither.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -96,11 +97,16 @@ class MixtureOfExperts(nn.Module):
         return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
 
     def dispatch(
-        self, x_TD: Tensor, indices_TK: Tensor, decoding: bool = False
-    ) -> tuple[Tensor, Tensor | None, Groups]:
+        self,
+        x_TD: Tensor,
+        indices_TK: Tensor,
+        weights_TK: Tensor | None = None,
+        decoding: bool = False,
+    ) -> tuple[Tensor, Tensor | list[int] | None, Groups]:
         """Copies of the tokens in expert order `[S, D]`, slots per expert, and the way back.
 
-        When decoding nothing is dropped and nothing is padded.
+        When decoding nothing is dropped and nothing is padded. `weights_TK` are for a dispatch
+        whose rows are weighed where their experts are; here `combine` does it.
         """
         num_experts = self.moe.num_experts
         if decoding:
@@ -138,7 +144,7 @@ class MixtureOfExperts(nn.Module):
     def _mix(
         self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, decoding: bool = False
     ) -> Tensor:
-        rows_SD, counts_E, groups = self.dispatch(x_TD, indices_TK, decoding)
+        rows_SD, counts_E, groups = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
         y_TD = self.combine(self.experts(rows_SD, counts_E), weights_TK, groups)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)

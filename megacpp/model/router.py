@@ -75,7 +75,8 @@ class Router(Fp32Contract):
             self.count(routing.indices_TK)
             if torch.is_grad_enabled():
                 losses = self.auxiliary_losses(routing, documents_of(x_BTD, docs))
-                self.losses = {k: v.detach() / len(weights_TK) for k, v in losses.items()}
+                tokens = max(1, len(weights_TK))
+                self.losses = {k: v.detach() / tokens for k, v in losses.items()}
                 if losses:
                     total = torch.stack(list(losses.values())).sum()
                     weights_TK = AttachLoss.apply(weights_TK, total, self.aux_scale)
@@ -129,19 +130,34 @@ class Router(Fp32Contract):
                 p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
             # What plain top-k would choose, without bias and groups (Megatron-LM).
             plain_TK = p_TE.detach().topk(moe.top_k, dim=1).indices
-            chosen_TE = torch.zeros_like(p_TE).scatter_(1, plain_TK, 1.0)
             if moe.balance_loss:
-                losses["balance"] = moe.balance_loss * switch_loss(
-                    p_TE, chosen_TE.mean(0), moe.top_k
-                )
+                load_E = self.batch_load(plain_TK)
+                losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
             if moe.sequence_loss:
-                load_TE = document_load(chosen_TE, docs)
+                load_TE = self.document_load(plain_TK, docs)
                 losses["sequence"] = moe.sequence_loss * switch_loss(p_TE, load_TE, moe.top_k)
         return losses
+
+    def batch_load(self, chosen_TK: Tensor) -> Tensor:
+        """`(E,)`: the part of the microbatch's tokens that chose each expert.
+
+        Replaced where the tokens of a microbatch lie on several ranks, as is `document_load`.
+        """
+        return self._one_hot(chosen_TK).mean(0)
+
+    def document_load(self, chosen_TK: Tensor, docs: Documents) -> Tensor:
+        """`[T, E]`: the part of each token's document that chose each expert."""
+        return document_load(self._one_hot(chosen_TK), docs)
 
     def init_rules(self) -> dict[str, Rule]:
         zeros = ("expert_bias", "tokens_per_expert", "aux_scale")
         return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
+
+    def _one_hot(self, chosen_TK: Tensor) -> Tensor:
+        """Choices as ones in `[T, E]`, in the dtype of the scores."""
+        shape = len(chosen_TK), self.moe.num_experts
+        zeros_TE = torch.zeros(shape, dtype=self.weight.dtype, device=chosen_TK.device)
+        return zeros_TE.scatter_(1, chosen_TK, 1.0)
 
     def _choose(self, selection_TE: Tensor) -> Tensor:
         """The K best experts, of the best groups."""
@@ -194,13 +210,17 @@ def document_load(chosen_TE: Tensor, docs: Documents) -> Tensor:
 
     The switch loss with it is the mean over documents, each weighted by its number of tokens.
     """
-    document_T, length_T = docs.memo("document_lengths", lambda: _document_lengths(docs))
+    document_T, length_T = document_lengths(docs)
     counts_TE = torch.zeros_like(chosen_TE).index_add_(0, document_T, chosen_TE)
     return counts_TE.index_select(0, document_T) / length_T[:, None]
 
 
-def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
+def document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
     """Of every token of the flattened batch: the number and the length of its document."""
+    return docs.memo("document_lengths", lambda: _document_lengths(docs))
+
+
+def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
     starts_BT = docs.starts_BT.clone()
     starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
     document_T = starts_BT.flatten().cumsum(0) - 1

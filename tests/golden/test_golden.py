@@ -15,7 +15,6 @@ from tests.golden.harness import GoldenFile
 
 # What must be checked when it is there: a file matching one of these and no family is a failure.
 REQUIRED = ("mamba3_*", "m2rnn_*", "mla_*", "moe_*", "linear_ce*", "muon*")
-LEFT_TO_CONTEXT_PARALLEL = ("mamba3_*_cp*",)
 FAMILIES: list[ModuleType] = [
     importlib.import_module(f"tests.golden.{path.stem}")
     for path in sorted(Path(__file__).parent.glob("check_*.py"))
@@ -32,9 +31,7 @@ def owner(name: str) -> ModuleType | None:
 
 
 def required(name: str) -> bool:
-    return any(fnmatch(name, p) for p in REQUIRED) and not any(
-        fnmatch(name, p) for p in LEFT_TO_CONTEXT_PARALLEL
-    )
+    return any(fnmatch(name, p) for p in REQUIRED)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -164,7 +164,7 @@ def test_documents_are_isolated(dtype: torch.dtype, activation: str) -> None:
     Sequence and z losses are on. (The balance loss of a whole microbatch couples its documents
     by definition, and so does a capacity.)
     """
-    moe = replace(MOE, activation=activation, sequence_loss=0.5, z_loss=0.5, hidden_dim=33)  # type: ignore[arg-type]
+    moe = replace(MOE, activation=activation, sequence_loss=0.5, z_loss=0.5, hidden_dim=36)  # type: ignore[arg-type]
     layer = layer_of(moe, dtype)
     docs = Documents.from_ids(torch.tensor([[0] * 40 + [1] * 80 + [2] * 30] * 2))
     x = randn(2, 150, 12, dtype=dtype)

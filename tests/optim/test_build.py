@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megacpp.config import Config, OptimConfig
+from megacpp.config import Config, MeshConfig, OptimConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.build import Optimizers, build_optimizers
 from parallel.fsdp import shard_model, shard_slice
+from parallel.mesh import join
 from tests.optim.test_groups import SMALL
 from tests.ranks import run_ranks
 
@@ -27,7 +27,7 @@ def build(config: Config = CONFIG, world: int = 1) -> tuple[HybridLM, Optimizers
     with torch.device("meta"):
         model = HybridLM(config.model).double()
     if world > 1:
-        shard_model(model, init_device_mesh("cpu", (world,)), torch.float64)
+        shard_model(model, join(MeshConfig(dp_shard=world), torch.device("cpu")), torch.float64)
     model.to_empty(device="cpu")
     initialise(model, model.init_rules(), seed=1, part=shard_slice)
     return model, build_optimizers(model, config)

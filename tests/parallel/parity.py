@@ -170,7 +170,7 @@ def train(rank: int, run: Run) -> Trace:
     model = build_model(config, world)
     boundary, optimizers = (
         AccumulationBoundary(model, world, config),
-        build_optimizers(model, config),
+        build_optimizers(model, config, world.holders),
     )
     trace.start = slices(dict(model.named_parameters()))
     for step in range(STEPS):
@@ -185,7 +185,9 @@ def train(rank: int, run: Run) -> Trace:
             routers = [m for m in model.modules() if isinstance(m, Router)]
             counts = [r.tokens_per_expert.clone() for r in routers]
             trace.counts = [world.sum(c, "stage") for c in counts]
-        trace.norms.append(clip_gradients(model, config.optim.clip_norm).item())
+        trace.norms.append(
+            clip_gradients(model, config.optim.clip_norm, copies=boundary.copies).item()
+        )
         optimizers.step()
         optimizers.zero_grad()
         boundary.update_routers()

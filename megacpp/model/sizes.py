@@ -1,0 +1,73 @@
+"""Parameters of each kind of block, counted from the configuration; no torch import here.
+
+What needs a model's weight before torch is loaded (pipeline cuts, rules) asks here; the meta model
+of megacpp/model/count.py is the other way to know, and tests/model/test_stages.py holds the two
+together.
+"""
+
+from __future__ import annotations
+
+from megacpp.config import ModelConfig
+from megacpp.model.pattern import block_letters
+
+
+def layer_parameters(config: ModelConfig) -> list[int]:
+    """Parameters of every layer, its norm included."""
+    kinds = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}
+    letters = block_letters(config.pattern, config.depth)
+    by_letter = {letter: config.dim + kinds[letter](config) for letter in sorted(set(letters))}
+    return [by_letter[letter] for letter in letters]
+
+
+def embedding_parameters(config: ModelConfig) -> int:
+    """Parameters in front of the first layer."""
+    return config.vocab_size * config.dim
+
+
+def head_parameters(config: ModelConfig) -> int:
+    """Parameters behind the last layer: its norm and the head, which may share the embedding's."""
+    return config.dim + config.vocab_size * config.dim
+
+
+def _attention(config: ModelConfig) -> int:
+    a, d = config.attention, config.dim
+    if a.kind == "gqa":
+        norms = 2 * a.head_dim if a.qk_norm else 0
+        return 2 * d * a.head_dim * (a.num_heads + a.num_kv_heads) + norms
+    qk, n = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads
+    q = a.q_lora_rank * (d + 1 + n * qk) if a.q_lora_rank else d * n * qk
+    kv = d * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank
+    expand = a.kv_lora_rank * n * (a.qk_nope_head_dim + a.v_head_dim)
+    return q + kv + expand + n * a.v_head_dim * d
+
+
+def _mamba3(config: ModelConfig) -> int:
+    m, d = config.mamba3, config.dim
+    inner = m.expand * d
+    heads, rank = inner // m.headdim, m.mimo_rank
+    angles = int(m.d_state * m.rope_fraction) // 2
+    groups = 2 * m.ngroups * m.d_state * rank
+    projections = d * (2 * inner + groups + 3 * heads + angles) + inner * d
+    per_head = 2 + 2 * rank * m.d_state + (3 * rank * m.headdim if rank > 1 else 0)
+    norms = 2 * m.d_state + (inner if m.out_norm else 0)
+    return projections + (inner + groups) * m.conv_kernel + heads * per_head + norms
+
+
+def _moe(config: ModelConfig) -> int:
+    e, d = config.moe, config.dim
+    routed = e.num_experts * (3 if e.activation == "swiglu" else 2) * d * e.hidden_dim
+    shared = 3 * d * e.shared_hidden_dim * e.num_shared + d * (e.shared_gate and e.num_shared > 0)
+    return d * e.num_experts + routed + shared
+
+
+def _m2rnn(config: ModelConfig) -> int:
+    r, d = config.m2rnn, config.dim
+    heads = r.num_heads or max(1, d // (r.key_dim + r.value_dim))
+    qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
+    projections = d * (qk + 2 * v + heads) + v * d
+    return projections + (qk + v) * r.conv_kernel + heads * (2 + r.value_dim**2) + 2 * v
+
+
+def _mlp(config: ModelConfig) -> int:
+    f = config.mlp
+    return (3 if f.activation == "swiglu" else 2) * config.dim * f.hidden_dim

@@ -1,0 +1,226 @@
+"""Pipeline stages: which layers each one runs, which rank owns it; no torch import here.
+
+A schedule gives every rank of the `pp` axis one stage or two. Stages are numbered in the order in
+which a token meets them:
+
+    1f1b, gpipe      rank r owns stage r
+    interleaved      rank r owns stages r and r + pp              (arXiv 2104.04473)
+    zbv, dualpipev   rank r owns stages r and 2 pp - 1 - r: a V   (arXiv 2401.10241, 2412.19437)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
+
+from megacpp.config import Config, MeshConfig, ModelConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.model.pattern import expand_pattern
+from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
+
+LOOPED = ("interleaved", "zbv", "dualpipev")  # two stages a rank
+V_SHAPED = ("zbv", "dualpipev")  # the first rank also owns the last stage
+SPLIT_BACKWARD = V_SHAPED  # gradients of inputs and of weights are made apart
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage runs of the model.
+
+    Attributes:
+        index: number of the stage.
+        layers: its blocks.
+        first: it looks tokens up.
+        last: it has the last norm, the head and the loss.
+    """
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def stages_per_rank(schedule: str) -> int:
+    """Stages that a schedule gives to each rank."""
+    return 2 if schedule in LOOPED else 1
+
+
+def stage_ids(schedule: str, pp: int, rank: int) -> tuple[int, ...]:
+    """Stages of a rank, in the order in which a token meets them."""
+    if schedule in V_SHAPED:
+        return rank, 2 * pp - 1 - rank
+    return tuple(range(rank, pp * stages_per_rank(schedule), pp))
+
+
+def owners(schedule: str, pp: int) -> list[int]:
+    """The rank of every stage."""
+    of_stage = {stage: rank for rank in range(pp) for stage in stage_ids(schedule, pp, rank)}
+    return [of_stage[stage] for stage in sorted(of_stage)]
+
+
+def stage_parts(model: ModelConfig, mesh: MeshConfig, rank: int) -> list[StagePart]:
+    """What a rank of the `pp` axis runs, one part for each of its stages.
+
+    Raises:
+        ConfigError: the layers can't be split so (see `split_layers`).
+    """
+    ranges = split_layers(model, mesh.pp * stages_per_rank(mesh.pp_schedule))
+    last = len(ranges) - 1
+    ids = stage_ids(mesh.pp_schedule, mesh.pp, rank)
+    return [StagePart(i, ranges[i], i == 0, i == last) for i in ids]
+
+
+def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
+    """The layers of every stage: at the cuts of the pattern, or so that weights are even.
+
+    Balanced means: the heaviest stage is as light as it can be, then the sum of squares is
+    smallest. The embedding weighs on the first stage, the head on the last.
+
+    Raises:
+        ConfigError: fewer layers than stages, or a pattern with cuts into another number of them.
+    """
+    written = expand_pattern(config.pattern, config.depth)
+    if num_stages == 1:
+        return [range(config.depth)]
+    if len(written) == num_stages:
+        ends = accumulate(len(stage) for stage in written)
+        return [range(end - len(stage), end) for stage, end in zip(written, ends, strict=True)]
+    if len(written) > 1:
+        raise config_error(
+            "model.pattern",
+            config.pattern,
+            f"its cuts make {len(written)} stages, the pipeline has {num_stages}",
+            f"cut it into {num_stages}, or leave the cuts out to have them chosen",
+        )
+    if config.depth < num_stages:
+        raise config_error(
+            "model.depth",
+            config.depth,
+            f"every one of the {num_stages} pipeline stages needs a layer",
+            f"use model.depth={num_stages} or fewer stages",
+        )
+    weights = layer_parameters(config)
+    weights[0] += embedding_parameters(config)
+    weights[-1] += head_parameters(config)
+    return _balanced(weights, num_stages)
+
+
+def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
+    """Every broken rule of a pipeline; none without one (`mesh.pp` 1).
+
+    Args:
+        microbatches: of one optimizer step, as derived or given.
+    """
+    mesh = config.mesh
+    if mesh.pp < 1:
+        yield config_error("mesh.pp", mesh.pp, "must be at least 1", "use mesh.pp=1")
+    if mesh.pp <= 1:
+        return
+    yield from _layer_rules(config)
+    yield from _microbatch_rules(mesh, microbatches)
+    if config.model.tie_embeddings and mesh.pp_schedule in V_SHAPED:
+        yield config_error(
+            "mesh.pp_schedule",
+            mesh.pp_schedule,
+            "its first and last stage share a rank, which can't shard one tied weight for both",
+            "use 1f1b, gpipe or interleaved, or model.tie_embeddings=False",
+        )
+    if mesh.reshard == "always" and mesh.pp_schedule in SPLIT_BACKWARD:
+        yield config_error(
+            "mesh.reshard",
+            mesh.reshard,
+            f"{mesh.pp_schedule} needs gathered weights from the forward to both backwards",
+            "use mesh.reshard=auto",
+        )
+
+
+def enough_microbatches(schedule: str, pp: int, microbatches: int) -> bool:
+    """Whether a schedule can run that many microbatches a step on `pp` ranks."""
+    if schedule == "1f1b":
+        return microbatches >= pp
+    if schedule == "dualpipev":
+        return microbatches >= 2 * pp
+    if schedule == "interleaved":  # equal rounds of about pp microbatches
+        return microbatches >= 1 and microbatches % max(1, microbatches // pp) == 0
+    return microbatches >= 1
+
+
+def _layer_rules(config: Config) -> Iterator[ConfigError]:
+    mesh, model = config.mesh, config.model
+    per_rank = stages_per_rank(mesh.pp_schedule)
+    try:
+        written = len(expand_pattern(model.pattern, model.depth))
+    except ConfigError:
+        return  # a rule of the pattern, which reports it
+    if written > 1 and written != mesh.pp * per_rank:
+        near = f"mesh.pp={written // per_rank}"
+        yield config_error(
+            "mesh.pp",
+            mesh.pp,
+            f"{mesh.pp_schedule} makes {mesh.pp * per_rank} stages of it, "
+            f"the cuts of model.pattern make {written}",
+            f"cut it into {mesh.pp * per_rank}, or leave the cuts out"
+            + (f", or use {near}" if written % per_rank == 0 else ""),
+        )
+    elif model.depth < mesh.pp * per_rank:
+        yield config_error(
+            "mesh.pp",
+            mesh.pp,
+            f"{mesh.pp_schedule} makes {mesh.pp * per_rank} stages of it, "
+            f"each needs a layer (model.depth={model.depth})",
+            f"use mesh.pp={max(1, model.depth // per_rank)}",
+        )
+
+
+def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigError]:
+    schedule, pp = mesh.pp_schedule, mesh.pp
+    if enough_microbatches(schedule, pp, microbatches):
+        return
+    needs = {
+        "1f1b": f"needs mesh.pp ({pp}) or more",
+        "dualpipev": f"needs 2 * mesh.pp ({2 * pp}) or more",
+        "interleaved": f"runs them in {max(1, microbatches // pp)} equal rounds",
+    }.get(schedule, "needs one")
+    numbers = sorted(range(1, microbatches + 2 * pp + 1), key=lambda n: abs(n - microbatches))
+    number = next(n for n in numbers if enough_microbatches(schedule, pp, n))
+    degrees = sorted(range(1, 2 * pp), key=lambda p: abs(p - pp))
+    degree = next(p for p in degrees if p == 1 or enough_microbatches(schedule, p, microbatches))
+    yield config_error(
+        "train.grad_accum",
+        microbatches,
+        f"microbatches a step: {schedule} {needs}",
+        f"use train.grad_accum={number} or mesh.pp={degree}",
+    )
+
+
+def _balanced(weights: Sequence[int], num_stages: int) -> list[range]:
+    """Contiguous ranges, none empty: least heaviest stage, then least sum of squares."""
+    heaviest, _ = _cut(weights, num_stages, lambda own: own, max)
+    _, starts = _cut(
+        weights, num_stages, lambda own: own * own if own <= heaviest else math.inf, add
+    )
+    return [range(a, b) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True)]
+
+
+def _cut(
+    weights: Sequence[int],
+    num_stages: int,
+    cost: Callable[[int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """The cheapest cut by dynamic programming: joint cost, and where each stage starts.
+
+    `best[i]` is that of the first i layers in as many stages as the loop has reached.
+    """
+    before = list(accumulate(weights, initial=0))
+    best: list[tuple[float, tuple[int, ...]]] = [(cost(w), (0,)) for w in before]
+    for stage in range(2, num_stages + 1):
+        for i in range(len(weights), stage - 1, -1):  # downwards: below i nothing has changed yet
+            best[i] = min(
+                (join(best[j][0], cost(before[i] - before[j])), (*best[j][1], j))
+                for j in range(stage - 1, i)
+            )
+    return best[-1]

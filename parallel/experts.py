@@ -1,0 +1,79 @@
+"""Expert parallelism: each rank of `ep` holds some experts, and every token goes where its are.
+
+An E mixer routes the tokens of its own rank. `ExpertParallel` replaces its `dispatch` and
+`combine`; between them the mixer's own `experts` work on the rows of all ranks that want them, so
+that recomputing `experts` alone sends nothing again. It does not touch parameters: whoever cuts
+them gives each rank the experts [r * E / ep, (r + 1) * E / ep) in order.
+
+Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from megacpp.kernels.grouped_mm import row_multiple
+from megacpp.model.moe import MixtureOfExperts, expert_capacity
+from parallel.expert_exchange import (
+    EvenRouting,
+    Owners,
+    Trip,
+    send_copies,
+    send_slots,
+    send_tokens,
+)
+
+Kind = Literal["per_rank", "per_expert"]
+
+
+class ExpertParallel(ParallelStyle):
+    """An E mixer whose experts lie on the ranks of a mesh axis.
+
+    Args:
+        kind: what travels when nothing is dropped: one row per rank that holds a chosen expert
+            (`per_rank`, weighed and summed there), or one row per chosen expert (`per_expert`).
+            With a capacity factor it is fixed slots per expert, of either kind.
+        balanced: choose experts evenly instead of as the router says (`EvenRouting`): sizes are
+            known without values. The outputs are those of a model with another router.
+    """
+
+    def __init__(self, kind: Kind = "per_rank", balanced: bool = False) -> None:
+        self.kind, self.balanced = kind, balanced
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, MixtureOfExperts)
+        moe = module.moe
+        owners = Owners(moe.num_experts, device_mesh.get_group())
+        assert owners.each * owners.ranks == moe.num_experts
+        even = EvenRouting(moe.num_experts, moe.top_k) if self.balanced else None
+
+        def dispatch(
+            x_TD: Tensor,
+            indices_TK: Tensor,
+            weights_TK: Tensor | None = None,
+            decoding: bool = False,
+        ) -> tuple[Tensor, list[int] | None, Trip]:
+            if even is not None:
+                indices_TK = even.indices(len(x_TD), x_TD.device)
+            if moe.capacity_factor is not None and not decoding:
+                slots = expert_capacity(len(x_TD), moe)
+                arrived, trip = send_slots(x_TD, indices_TK, owners, slots)
+                return *arrived, trip
+            multiple = 1 if decoding else row_multiple(x_TD.device)
+            if self.kind == "per_expert":
+                arrived, trip = send_copies(x_TD, indices_TK, owners, multiple, even)
+            else:
+                assert weights_TK is not None
+                arrived, trip = send_tokens(x_TD, indices_TK, weights_TK, owners, multiple, even)
+            return *arrived, trip
+
+        def combine(rows_SD: Tensor, weights_TK: Tensor, trip: Trip) -> Tensor:
+            return trip.back(rows_SD, weights_TK)
+
+        module.dispatch = dispatch  # type: ignore[method-assign]
+        module.combine = combine  # type: ignore[method-assign]
+        return module

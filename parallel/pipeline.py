@@ -1,0 +1,275 @@
+"""Pipeline parallelism: the microbatches of a step through all stages, by a schedule of torch.
+
+The schedule alone decides when a stage's gradients are reduced over the data axes (FSDP2), so all
+microbatches of an optimizer step are one `schedule.step`, and nobody else toggles gradient sync.
+Shapes between stages are told beforehand, so that every microbatch is run forward exactly once:
+torch would otherwise find them out with a forward and a backward more, which routers would count.
+
+`zbv` and `dualpipev` make gradients of inputs and of weights in two walks over one graph, between
+which gathered weights must stay, so their units aren't resharded after the forward. A recomputed
+block is recomputed in each of these walks: two to four forwards a microbatch (pytorch#136766).
+
+Legend: B rows, T tokens of a whole row, t tokens of this rank, D model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
+
+from megacpp.config import Config
+from megacpp.data.batches import Batch
+from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
+from megacpp.run.precision import compute_dtype
+from parallel.context_layout import ContextLayout
+from parallel.mesh import World
+from parallel.stages import Stage
+
+SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+
+
+class Pipeline:
+    """This rank's stages among those of its `pp` group.
+
+    Every rank of the group brings the same batches; only the ends look at ids and labels.
+
+    Args:
+        stages: of this rank, in the order in which a token meets them; sharded already.
+        dry: nobody answers (a fake process group, maybe fake tensors): ranks don't first agree
+            that shapes are known, which would read a number that they sent each other.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], world: World, config: Config, dry: bool = False
+    ) -> None:
+        self.stages, self.world, self.mesh, self.dry = list(stages), world, config.mesh, dry
+        self.rank = world.coordinate("pp")
+        self.owners = owners(config.mesh.pp_schedule, world.degree("pp"))
+        self.tied = config.model.tie_embeddings and self.owners[0] != self.owners[-1]
+        self.dim, self.dtype = config.model.dim, compute_dtype(config.precision, world.device)
+        self.layout = ContextLayout.of(
+            config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
+        )
+        self._built: tuple[tuple[int, ...], Any] | None = None
+        if self.mesh.pp_schedule in SPLIT_BACKWARD:
+            for unit in self.units():
+                unit.set_reshard_after_forward(False)
+
+    def accumulate(self, microbatches: Sequence[Batch], valid_tokens: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward over all microbatches; `.grad` then holds reduced gradients.
+
+        Auxiliary losses are those of the routers' `aux_scale`, in every stage.
+
+        Args:
+            microbatches: whole rows, all of one shape; as many in every step.
+            valid_tokens: what the loss is divided by, over all ranks and microbatches.
+
+        Returns:
+            Loss sum and cross entropy sum of these microbatches, fp64, on every rank of `pp`.
+        """
+        shape = (len(microbatches), *microbatches[0].ids_BT.shape)
+        if self._built is None or self._built[0] != shape:
+            self._built = shape, self._schedule(*shape)
+        ids_Bt, kwargs = self._inputs(microbatches)
+        divisors = torch.full((shape[0],), max(1, valid_tokens), device=self.world.device)
+        args = (ids_Bt,) if self.stages[0].part.first else ()
+        with _errors_of_stages():
+            self._built[1].step(*args, target=divisors, return_outputs=False, **kwargs)
+        self._sync_tied_gradients()
+        return self._sums()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """The same sums, forward only; any number of batches, the same on every rank of `pp`.
+
+        One batch after the other goes through the stages: with two stages a rank waits for a
+        batch's second visit before it takes the next, so that sends and receives of two ranks
+        are always in the same order.
+        """
+        for batch in batches:
+            self._forward(batch)
+        for unit in self.units():  # no backward follows that would
+            unit.reshard()
+        return self._sums()
+
+    def units(self) -> list[FSDPModule]:
+        """Every FSDP unit of this rank's stages, roots included."""
+        found = (module for stage in self.stages for module in stage.modules())
+        return [module for module in found if isinstance(module, FSDPModule)]
+
+    def _schedule(self, microbatches: int, rows: int, tokens: int) -> Any:
+        """The schedule for that many microbatches of `rows` x `tokens` tokens."""
+        split = self.mesh.pp_schedule in SPLIT_BACKWARD
+        built = [
+            PipelineStage(
+                stage,
+                stage.part.index,
+                len(self.owners),
+                self.world.device,
+                input_args=self._example(stage.part.first, False, rows, tokens),
+                output_args=self._example(False, stage.part.last, rows, tokens),
+                group=self.world.group("pp"),
+                dw_builder=_nothing_left if split and stage.part.last else None,
+            )
+            for stage in self.stages
+        ]
+        looped = stages_per_rank(self.mesh.pp_schedule) > 1
+        schedule = SCHEDULES[self.mesh.pp_schedule](
+            built if looped else built[0],  # type: ignore[arg-type]
+            n_microbatches=microbatches,
+            loss_fn=_mean_loss,
+            scale_grads=False,
+        )
+        if self.dry and hasattr(schedule, "_warmup_p2p"):
+            schedule._warmup_p2p = _shapes_are_known
+        return schedule
+
+    def _example(self, ids: bool, loss: bool, rows: int, tokens: int) -> Tensor:
+        """What goes into a stage or comes out of it, on the meta device."""
+        t = tokens // self.layout.degree
+        if ids:
+            return torch.empty(rows, t, dtype=torch.int64, device="meta")
+        if loss:
+            wide = torch.promote_types(self.dtype, torch.float32)
+            return torch.empty((), dtype=wide, device="meta", requires_grad=True)
+        return torch.empty(
+            self._hidden_shape(rows, tokens), dtype=self.dtype, device="meta", requires_grad=True
+        )
+
+    def _hidden_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
+        """Of what one rank hands to the next stage: the tokens that it holds between blocks."""
+        return rows, tokens // (self.layout.degree * self.world.degree("tp")), self.dim
+
+    def _inputs(self, batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Any]]:
+        """Ids and what every stage gets besides, batches one below the other."""
+        shape, device = batches[0].ids_BT.shape, self.world.device
+        assert all(batch.ids_BT.shape == shape for batch in batches), "microbatches of two shapes"
+        assert all(batch.docs.row is None for batch in batches), "batches of whole rows"
+
+        def stacked(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts).to(device)
+
+        ids_Bt = stacked([batch.ids_BT for batch in batches])
+        labels_Bt = stacked([batch.labels_BT for batch in batches])
+        if self.layout.degree > 1:
+            index_t = self.layout.index(shape[1]).to(device)
+            ids_Bt, labels_Bt = ids_Bt[:, index_t], labels_Bt[:, index_t]
+            for stage in self.stages:
+                stage.index_t = index_t
+        for stage in self.stages:
+            stage.hands_on = torch.Size(self._hidden_shape(*shape)), self.dtype
+        return ids_Bt, {
+            "documents_BT": stacked([batch.docs.ids_BT for batch in batches]),
+            "positions_BT": stacked([batch.docs.positions_BT for batch in batches]),
+            "labels_Bt": labels_Bt,
+            "whole": all(batch.docs.whole for batch in batches),
+        }
+
+    def _forward(self, batch: Batch) -> None:
+        """One batch through this rank's stages."""
+        x, kwargs = self._inputs([batch])
+        group = self.world.group("pp")
+        for stage in self.stages:
+            part = stage.part
+            if not part.first and (source := self.owners[part.index - 1]) != self.rank:
+                shape = self._hidden_shape(*batch.ids_BT.shape)
+                x = torch.empty(shape, dtype=self.dtype, device=self.world.device)
+                dist.recv(x, group=group, group_src=source)
+            x = stage(x, **kwargs)
+            if not part.last and (target := self.owners[part.index + 1]) != self.rank:
+                dist.send(x.contiguous(), group=group, group_dst=target)
+
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """What the last stage collected since the last call, on every rank of `pp`."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        collected = self.stages[-1].sums  # of any other stage it is empty
+        for of_batch in collected:
+            sums += of_batch
+        collected.clear()
+        self.world.sum(sums, "pp")
+        return sums[0], sums[1]
+
+    @torch.no_grad()
+    def _sync_tied_gradients(self) -> None:
+        """Adds up the gradients of a tied weight over the ranks of the first and the last stage.
+
+        Both then hold the same gradient, so equal weights stay equal (`tied_copies` of
+        parallel/stages.py names the one that must not count in a norm).
+        """
+        ends = self.owners[0], self.owners[-1]
+        if not self.tied or self.rank not in ends:
+            return
+        peer = ends[1] if self.rank == ends[0] else ends[0]
+        grad = _tied_weight(self.stages).grad
+        assert grad is not None
+        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        other, group = torch.empty_like(own), self.world.group("pp")
+        exchange = [
+            dist.P2POp(dist.isend, own, group=group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        own.add_(other)  # a + b is b + a: the same bits on both
+
+
+def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
+    """The embedding of the first stage, the head of the last."""
+    module = stages[0].embed if stages[0].part.first else stages[-1].head
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _mean_loss(loss_sum: Tensor, divisor_1: Tensor) -> Tensor:
+    """The schedule's loss function: the part of one microbatch in the mean loss of the step."""
+    return loss_sum / divisor_1[0]
+
+
+def _nothing_left() -> Callable[[], None]:
+    """Leaves no weight gradient for later: of the last stage all are made together.
+
+    The fused loss makes its gradients in the forward and scales them in place, so that its graph
+    can be walked only once.
+    """
+    return lambda: None
+
+
+def _shapes_are_known(stages: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
+    """Stands in for the vote of a schedule's ranks on whether shapes are known beforehand."""
+    from torch.distributed.pipelining.stage import InferenceMode  # from torch 2.13 on
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+@contextmanager
+def _errors_of_stages() -> Iterator[None]:
+    """Raises what a stage raised, without the schedule's account and its log of all actions."""
+    log = logging.getLogger(schedules.__name__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except RuntimeError as error:
+        cause = error.__cause__
+        if cause is None:
+            raise
+        raise cause from cause.__cause__
+    finally:
+        log.setLevel(level)

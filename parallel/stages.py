@@ -1,0 +1,94 @@
+"""The part of a model that one pipeline stage runs, as a module of its own.
+
+A rank keeps the blocks of its stages in its HybridLM, under the names that they have in the whole
+model, so that initialising, optimising and saving know nothing of stages. A Stage refers to the
+same submodules in the order in which it runs them; FSDP2 shards a Stage, not the HybridLM.
+
+Legend: B rows, T tokens of a whole row, t tokens of this rank, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.stages import StagePart
+
+
+class Stage(nn.Module):
+    """What one stage runs: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
+
+    Attributes:
+        part: which layers it has, and whether it is the first or the last stage.
+        index_t: positions in the row of this rank's tokens, where ranks share rows; None: all.
+        hands_on: shape and dtype of what the next stage expects, once they are known.
+        sums: of a last stage, loss sum and cross entropy sum of each forward, for who clears it.
+    """
+
+    def __init__(self, model: HybridLM, part: StagePart) -> None:
+        super().__init__()
+        self.part = part
+        if part.first:
+            self.embed = model.embed
+        self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
+        if part.last:
+            self.norm, self.head = model.norm, model.head
+        self.index_t: Tensor | None = None
+        self.hands_on: tuple[torch.Size, torch.dtype] | None = None
+        self.sums: list[Tensor] = []
+
+    def forward(
+        self,
+        x: Tensor,
+        documents_BT: Tensor,
+        positions_BT: Tensor,
+        labels_Bt: Tensor,
+        whole: bool,
+    ) -> Tensor:
+        """One microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
+
+        Args:
+            x: ids `[B, t]` (first stage) or the hidden states of the stage before.
+            documents_BT: document ids of whole rows, `positions_BT` positions in the document.
+            labels_Bt: read by the last stage only.
+            whole: every row is one document.
+        """
+        docs = Documents(documents_BT, positions_BT, whole)
+        if self.index_t is not None:
+            docs = docs.take(self.index_t)
+        if self.part.first:
+            x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x, docs)
+        if not self.part.last:
+            assert self.hands_on in (None, (x.shape, x.dtype)), (self.hands_on, x.shape, x.dtype)
+            return x
+        out = self.head(self.norm(x), labels_Bt)
+        self.sums.append(torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double())
+        return out.loss_sum
+
+
+def keep_parts(model: HybridLM, parts: Sequence[StagePart]) -> None:
+    """Prunes a model, best on the meta device, to what a rank's stages run; in place."""
+    layers = {layer for part in parts for layer in part.layers}
+    model.keep(layers, any(p.first for p in parts), any(p.last for p in parts))
+
+
+def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
+    """The stages of a rank, from a model that holds what they run.
+
+    Call it after whatever replaces blocks (tensor parallelism, recomputation) and before FSDP2
+    shards each stage; afterwards call `model.tie()`, which gives a tied weight its name again.
+    """
+    return [Stage(model, part) for part in parts]
+
+
+def tied_copies(model: HybridLM) -> list[nn.Parameter]:
+    """Parameters of which this rank holds the second copy: they must not count in a norm."""
+    copy = model.config.tie_embeddings and not model.begins and hasattr(model, "head")
+    weight = model.head._parameters["weight"] if copy else None
+    return [] if weight is None else [weight]

@@ -1,0 +1,392 @@
+"""Both optimizers and the gradient norm on every mesh equal one process (forked gloo ranks).
+
+Parameters are cut as the trainer cuts them: tensor and expert parallelism by DTensors on one axis,
+then FSDP2 over what is left. Which cells a rank holds is read off the parameters themselves: before
+training they hold the number of each cell. So nothing here relies on the optimizer's own account
+of boxes, nor on torch's, which is wrong for shards that are uneven twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megacpp.config import MeshConfig
+from optim.adamw import AdamW
+from optim.clip import clip_gradients
+from optim.local import local_part
+from optim.muon import Muon
+from optim.ownership import MatrixView
+from parallel.mesh import World, join
+from tests.collectives import CollectiveCounter
+from tests.livebytes import LiveBytes
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+STEPS, MAX_NORM = 3, 0.5
+WHOLE, EXPERTS = MatrixView(), MatrixView(batched=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A parameter: its shape, how Muon sees it (None: AdamW's), and the dims that are cut.
+
+    `dim` over tp, or over ep if it has three, then `fsdp_dim` by FSDP2.
+    """
+
+    shape: tuple[int, ...]
+    view: MatrixView | None = WHOLE
+    dim: int | None = 0
+    fsdp_dim: int = 0
+
+    @property
+    def routed(self) -> bool:
+        return len(self.shape) == 3
+
+
+# Even and uneven cuts, once and twice; ranks without a row; blocks across borders and along them;
+# more and fewer experts than ranks.
+CASES = {
+    "rows": Case((8, 12)),
+    "rows_uneven": Case((9, 5)),
+    "rows_few": Case((3, 8)),
+    "rows_large": Case((130, 70)),
+    "blocks": Case((22, 6), MatrixView((5, 5, 5, 3, 4))),
+    "heads": Case((16, 6), MatrixView((4,) * 4)),
+    "cols": Case((6, 8), dim=1),
+    "cols_uneven": Case((5, 7), dim=1),
+    "cols_blocks": Case((12, 8), MatrixView((1,) * 8 + (4,)), dim=1),
+    "whole": Case((7, 5), dim=None),
+    "whole_few": Case((2, 9), dim=None),
+    "experts": Case((8, 4, 6), EXPERTS),
+    "experts_few": Case((5, 2, 4), EXPERTS),
+    "experts_rows": Case((4, 8, 6), EXPERTS, fsdp_dim=1),
+    "experts_uneven_rows": Case((5, 4, 3), EXPERTS, fsdp_dim=1),
+    "embed": Case((11, 6), None),
+    "norm": Case((9,), None, dim=None),
+    "bias": Case((6,), None),
+}
+# Mesh, and exchange groups of Muon: parameters on one set of ranks share two all-to-alls a step.
+MESHES = {
+    "tp2": (MeshConfig(dp_shard=1, tp=2), 1),
+    "fsdp4": (MeshConfig(dp_shard=4), 1),
+    "hsdp2x2": (MeshConfig(dp_replicate=2, dp_shard=2), 1),
+    "ddp2_tp2": (MeshConfig(dp_replicate=2, dp_shard=1, tp=2), 3),
+    "fsdp2_tp2": (MeshConfig(dp_shard=2, tp=2), 2),
+    "cp2_tp2": (MeshConfig(dp_shard=1, cp=2, tp=2), 2),
+    "ep2_efsdp2": (MeshConfig(dp_shard=4, ep=2), 1),
+    "ep4": (MeshConfig(dp_shard=4, ep=4), 1),
+    "fsdp2_tp2_ep2": (MeshConfig(dp_shard=2, tp=2, ep=2), 2),
+    "fsdp4_tp2_ep2": (MeshConfig(dp_shard=4, tp=2, ep=2), 2),
+    "fsdp2_tp4_ep8": (MeshConfig(dp_shard=2, tp=4, ep=8), 2),
+    "hsdp2x2_tp2": (MeshConfig(dp_replicate=2, dp_shard=2, tp=2), 2),
+    "hsdp2x2_tp2_ep2": (MeshConfig(dp_replicate=2, dp_shard=2, tp=2, ep=2), 2),
+}
+
+
+def ranks_of(mesh: MeshConfig) -> int:
+    return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
+
+
+def values(name: str, step: int) -> Tensor:
+    """Of a parameter (step -1) or its gradient, fp64."""
+    g = torch.Generator().manual_seed(100 * list(CASES).index(name) + step + 1)
+    return torch.randn(CASES[name].shape, generator=g, dtype=torch.float64)
+
+
+class Params(nn.Module):
+    """Parameters that hold the number of each cell."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        for name in names:
+            shape = CASES[name].shape
+            cells = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+            self.register_parameter(name, nn.Parameter(cells))
+
+
+class Model(nn.Module):
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        names = list(names)
+        self.dense = Params(name for name in names if not CASES[name].routed)
+        self.experts = Params(name for name in names if CASES[name].routed)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return {name.rpartition(".")[2]: p for name, p in self.named_parameters()}
+
+
+def shard(model: Model, world: World) -> None:
+    """TP and EP, then FSDP2, as the trainer does it."""
+    for params, axis, mesh in (
+        (model.dense, "tp", world.meshes["shard"]),
+        (model.experts, "ep", world.meshes["expert_shard"]),
+    ):
+        if world.degree(axis) > 1:
+            for name, p in list(params.named_parameters()):
+                dim = CASES[name].dim
+                placement = Replicate() if dim is None else Shard(dim)
+                cut = distribute_tensor(p.detach(), world.meshes[axis], [placement])
+                params.register_parameter(name, nn.Parameter(cut))
+        dims = {p: CASES[name].fsdp_dim for name, p in params.named_parameters()}
+        fully_shard(params, mesh=mesh, shard_placement_fn=lambda p, dims=dims: Shard(dims[p]))
+
+
+def replica_group(config: MeshConfig) -> dist.ProcessGroup:
+    """The ranks that hold a stage of the model once: dp_shard x cp x tp."""
+    size, world = config.dp_shard * config.cp * config.tp, ranks_of(config)
+    parts = [list(range(first, first + size)) for first in range(0, world, size)]
+    group, _ = dist.new_subgroups_by_enumeration(parts)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def like(p: nn.Parameter, local: Tensor) -> Tensor:
+    if not isinstance(p, DTensor):
+        return local
+    return DTensor.from_local(
+        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+class Training:
+    """A model with known gradients; `cells` are the numbers of the cells that are here."""
+
+    def __init__(self, names: Iterable[str], place: Callable[[Model], None] | None = None) -> None:
+        self.model = Model(names)
+        if place is not None:
+            place(self.model)
+        self.params = self.model.named()
+        self.cells = {name: local_part(p.detach()).long() for name, p in self.params.items()}
+        for name, p in self.params.items():
+            local_part(p.detach()).copy_(self.here(name, -1))
+
+    def here(self, name: str, step: int) -> Tensor:
+        return values(name, step).flatten()[self.cells[name]]
+
+    def give_gradients(self, step: int) -> None:
+        for name, p in self.params.items():
+            p.grad = like(p, self.here(name, step))
+
+    def optimizers(self, *process_groups: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+        muon = [
+            {"params": [p], "view": CASES[name].view, "lr": 0.02 + 0.01 * list(CASES).index(name)}
+            for name, p in self.params.items()
+            if CASES[name].view is not None
+        ]
+        adamw = [p for name, p in self.params.items() if CASES[name].view is None]
+        made: list[torch.optim.Optimizer] = []
+        if muon:
+            made.append(Muon(muon, weight_decay=0.1, process_groups=process_groups))
+        return [*made, AdamW(adamw)] if adamw else made
+
+    def train(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        for step in range(STEPS):
+            self.give_gradients(step)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: local_part(p.grad) for name, p in self.params.items() if p.grad is not None}
+
+    def state(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+        """Parameters and everything that is cut as they are."""
+        found = {name: local_part(p.detach()) for name, p in self.params.items()}
+        for name, p in self.params.items():
+            for key, t in next(o.state[p] for o in optimizers if p in o.state).items():
+                if key != "step":
+                    assert type(t) is type(p.data) and t.shape == p.shape
+                    assert getattr(t, "placements", None) == getattr(p, "placements", None)
+                    found[f"{name}.{key}"] = local_part(t)
+        return found
+
+
+@dataclass
+class Trace:
+    """What one rank has to show after training, and after clipping the last step's gradients."""
+
+    cells: dict[str, Tensor]
+    state: dict[str, Tensor]
+    collectives: list[str]  # of all steps
+    norm: float
+    gradients: dict[str, Tensor]
+    clip_collectives: list[tuple[str, int]]  # kind and numbers
+
+
+def trace(
+    names: Iterable[str],
+    world: World | None = None,
+    groups: Iterable[dist.ProcessGroup] = (),
+    copies: Iterable[str] = (),
+) -> Trace:
+    run = Training(names, None if world is None else lambda model: shard(model, world))
+    optimizers = run.optimizers(*groups)
+    with CollectiveCounter() as stepping:
+        run.train(optimizers)
+    state = run.state(optimizers)
+    with CollectiveCounter() as clipping:
+        norm = clip_gradients(run.model, MAX_NORM, copies=[run.params[name] for name in copies])
+    return Trace(
+        run.cells,
+        state,
+        [call.kind for call in stepping.calls],
+        norm.item(),
+        run.gradients(),
+        [(call.kind, call.numel) for call in clipping.calls],
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Tensor]:
+    return trace(CASES).state
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def ran(request: pytest.FixtureRequest) -> tuple[str, list[Trace]]:
+    config, _ = MESHES[request.param]
+
+    def body(rank: int, world: int) -> Trace:
+        return trace(fitting(config), join(config, CPU), [replica_group(config)])
+
+    return request.param, run_ranks(body, ranks_of(config))
+
+
+def fitting(mesh: MeshConfig) -> list[str]:
+    """FSDP2 cuts only dim 0 unevenly."""
+    shards = ranks_of(mesh) // (mesh.pp * mesh.dp_replicate * mesh.ep)
+    return [
+        name
+        for name, case in CASES.items()
+        if case.fsdp_dim == 0 or case.shape[case.fsdp_dim] % shards == 0
+    ]
+
+
+def norm_of(names: Iterable[str], step: int = STEPS - 1) -> float:
+    return torch.cat([values(name, step).flatten() for name in names]).norm().item()
+
+
+def check_state(traces: list[Trace], want: dict[str, Tensor]) -> None:
+    """Muon's to the bit; AdamW's kernel rounds the last elements of a shard in another way."""
+    for one in traces:
+        for key, got in one.state.items():
+            name = key.split(".")[0]
+            ours = want[key].flatten()[one.cells[name]]
+            assert got.shape == ours.shape
+            if CASES[name].view is None:
+                assert got.numel() == 0 or (got - ours).abs().max() <= 1e-15, key
+            else:
+                assert torch.equal(got, ours), key
+
+
+def check_clipped(traces: list[Trace], names: Iterable[str]) -> None:
+    """Each cell of the named gradients counts once, all gradients are scaled by one factor."""
+    want = norm_of(names)
+    assert want > 2 * MAX_NORM
+    for one in traces:
+        assert abs(one.norm - want) <= 1e-12 * want
+        assert one.clip_collectives == [("all_reduce", 1)]
+        for name, got in one.gradients.items():
+            ours = values(name, STEPS - 1).flatten()[one.cells[name]] * (MAX_NORM / (want + 1e-6))
+            assert got.numel() == 0 or (got - ours).abs().max() <= 1e-12 * ours.abs().max()
+
+
+def test_every_cell_is_on_some_rank(ran: tuple[str, list[Trace]]) -> None:
+    name, traces = ran
+    for case in fitting(MESHES[name][0]):
+        here = torch.cat([one.cells[case].flatten() for one in traces]).unique()
+        assert torch.equal(here, torch.arange(math.prod(CASES[case].shape))), case
+
+
+def test_parameters_and_state_equal_one_process(
+    ran: tuple[str, list[Trace]], one_process: dict[str, Tensor]
+) -> None:
+    check_state(ran[1], one_process)
+
+
+def test_two_exchanges_per_set_of_ranks_and_step(ran: tuple[str, list[Trace]]) -> None:
+    for one in ran[1]:
+        assert one.collectives == ["all_to_all"] * (2 * MESHES[ran[0]][1] * STEPS)
+
+
+def test_norm_and_clipping_equal_one_process(ran: tuple[str, list[Trace]]) -> None:
+    check_clipped(ran[1], fitting(MESHES[ran[0]][0]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MeshConfig(pp=2, dp_shard=2),
+        MeshConfig(pp=2, dp_shard=2, tp=2),
+        MeshConfig(pp=2, dp_replicate=2, dp_shard=1, tp=2, ep=2),
+    ],
+    ids=["pp2_fsdp2", "pp2_fsdp2_tp2", "pp2_ddp2_tp2_ep2"],
+)
+def test_pipeline_stages(config: MeshConfig, one_process: dict[str, Tensor]) -> None:
+    """Ranks hold different parameters, and the second stage a copy of the first one's embedding."""
+    names = fitting(config)
+    others = [name for name in names if name != "embed"]
+    stages = [["embed", *others[::2]], [*others[1::2], "embed"]]
+
+    def body(rank: int, world: int) -> Trace:
+        joined = join(config, CPU)
+        stage, groups = joined.coordinate("pp"), [replica_group(config), joined.group("stage")]
+        return trace(stages[stage], joined, groups, ["embed"] * stage)
+
+    traces = run_ranks(body, ranks_of(config))
+    check_state(traces, one_process)
+    check_clipped(traces, names)
+
+
+def test_a_non_finite_gradient_on_one_rank_stops_all() -> None:
+    config = MeshConfig(dp_shard=2, tp=2)
+
+    def body(rank: int, world: int) -> bool:
+        joined = join(config, CPU)
+        run = Training(["rows", "cols", "norm"], lambda model: shard(model, joined))
+        run.give_gradients(0)
+        if rank == 3:
+            run.gradients()["cols"][1, 2] = math.inf
+        before = {name: g.clone() for name, g in run.gradients().items()}
+        norm = clip_gradients(run.model, MAX_NORM)
+        after = run.gradients()
+        return not norm.isfinite() and all(torch.equal(after[n], g) for n, g in before.items())
+
+    assert all(run_ranks(body, 4))
+
+
+def test_bytes_and_memory_of_a_step() -> None:
+    """Of large matrices that all move: one share each way, four at the peak, none afterwards."""
+    config, shape, count = MeshConfig(dp_shard=2, tp=2), (128, 256), 8
+
+    def body(rank: int, world: int) -> tuple[list[int], int, int]:
+        joined, params = join(config, CPU), []
+        for _ in range(count):
+            module = nn.Module()
+            weight = distribute_tensor(torch.zeros(shape), joined.meshes["tp"], [Shard(0)])
+            module.register_parameter("w", nn.Parameter(weight))
+            fully_shard(module, mesh=joined.meshes["shard"])
+            params += module.parameters()
+        optimizer = Muon(params)
+        for p in params:
+            p.grad = like(p, torch.randn_like(local_part(p.detach())))
+        with CollectiveCounter() as seen:
+            optimizer.step()
+        # Gloo's threads let go of buffers when they please, which has no place in a count.
+        dist.all_to_all_single = lambda output, *args: output.zero_()
+        with LiveBytes() as live:
+            optimizer.step()
+        return [call.bytes for call in seen.calls], live.peak, live.now
+
+    share = 4 * math.prod(shape) * count // 4
+    for sent, peak, now in run_ranks(body, 4):
+        assert sent == [share, share]
+        assert peak <= 4.05 * share
+        assert now == 0

@@ -1,0 +1,133 @@
+"""What the tests of the context axis share: packed rows, a mixer on some ranks and on one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from megacpp.model.documents import Documents
+from parallel.context_layout import ContextLayout, Order
+from tests.collectives import Collective, CollectiveCounter
+
+ORDERS: tuple[Order, ...] = ("contiguous", "head_tail")
+ROWS, TOKENS = 2, 32
+# Chunks are of 4 tokens at the least (head_tail on 4 ranks). Row 0: a document that crosses into
+# the second chunk, one that starts exactly at a boundary, a chunk with two starts, a document over
+# three whole chunks of 4 tokens. Row 1: starts at boundaries of every layout and at the last token.
+STARTS = ((0, 5, 8, 9, 11, 27), (0, 16, 24, 31))
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Forward and backward of a mixer: what came out, and the gradients."""
+
+    y_BTD: Tensor
+    dx_BTD: Tensor
+    gradients: dict[str, Tensor]
+
+
+def packed_rows() -> Documents:
+    starts_BT = torch.zeros(ROWS, TOKENS, dtype=torch.bool)
+    for row, starts in enumerate(STARTS):
+        starts_BT[row, list(starts)] = True
+    return Documents.from_ids(starts_BT.cumsum(1))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def run(mixer: nn.Module, x_BTD: Tensor, dy_BTD: Tensor, docs: Documents) -> Pass:
+    """Forward and backward of a copy of the mixer."""
+    mixer, x_BTD = copy.deepcopy(mixer), x_BTD.clone().requires_grad_()
+    y_BTD = mixer(x_BTD, docs)
+    y_BTD.backward(dy_BTD)
+    return _pass(mixer, x_BTD, y_BTD)
+
+
+def run_part(
+    mixer: nn.Module,
+    style: ParallelStyle,
+    layout: ContextLayout,
+    x_BTD: Tensor,
+    dy_BTD: Tensor,
+    docs: Documents,
+) -> tuple[Pass, list[Collective], list[Collective]]:
+    """On a rank: the same for its tokens; and the collectives of forward and of backward."""
+    mesh = init_device_mesh("cpu", (layout.degree,), mesh_dim_names=("cp",))
+    mixer, index_T = copy.deepcopy(mixer), layout.index(x_BTD.shape[1])
+    parallelize_module(mixer, mesh, style)
+    x_BtD = x_BTD[:, index_T].requires_grad_()
+    with CollectiveCounter() as forward:
+        y_BtD = mixer(x_BtD, docs.take(index_T))
+    with CollectiveCounter() as backward:
+        y_BtD.backward(dy_BTD[:, index_T])
+    return _pass(mixer, x_BtD, y_BtD), forward.calls, backward.calls
+
+
+def _pass(mixer: nn.Module, x: Tensor, y: Tensor) -> Pass:
+    found = {name: p.grad for name, p in mixer.named_parameters()}
+    gradients = {name: g for name, g in found.items() if g is not None}
+    assert x.grad is not None and gradients.keys() == found.keys()
+    return Pass(y.detach(), x.grad, gradients)
+
+
+def whole(parts: Iterable[Pass], order: Order) -> Pass:
+    """Rows from the parts of all ranks, parameter gradients summed over them."""
+    parts = list(parts)
+    tokens = sum(part.y_BTD.shape[1] for part in parts)
+    index_T = ContextLayout.of(order, 0, len(parts)).gathered_index(tokens).argsort()
+    return Pass(
+        torch.cat([part.y_BTD for part in parts], 1)[:, index_T],
+        torch.cat([part.dx_BTD for part in parts], 1)[:, index_T],
+        {name: sum(p.gradients[name] for p in parts) for name in parts[0].gradients},  # type: ignore[misc]
+    )
+
+
+def error(got: Pass, want: Pass) -> float:
+    """The largest difference relative to the largest reference value, of all tensors."""
+    pairs = [(got.y_BTD, want.y_BTD), (got.dx_BTD, want.dx_BTD)]
+    pairs += [(got.gradients[name], grad) for name, grad in want.gradients.items()]
+    assert got.gradients.keys() == want.gradients.keys()
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def outside(
+    mixer: nn.Module, layout: ContextLayout, x_BTD: Tensor, dy_BTD: Tensor, docs: Documents
+) -> list[float]:
+    """How much each document reaches others on this rank, outputs and gradients; largest of all.
+
+    One document after the other is changed, and must change its own outputs; then the gradient of
+    the outputs of all others must not reach it, and must reach their own inputs.
+    """
+    index_T = layout.index(x_BTD.shape[1])
+    part, numbers = docs.take(index_T), number_of(docs)
+    mine_Bt = numbers[:, index_T]
+    x_BtD = x_BTD[:, index_T].requires_grad_()
+    y_BtD = mixer(x_BtD, part)
+    reached = [0.0, 0.0]
+    for number in range(int(numbers.max()) + 1):
+        own_BT = numbers == number
+        own_Bt = mine_Bt == number
+        changed_BTD = torch.where(own_BT[..., None], x_BTD + 1.0, x_BTD)
+        with torch.no_grad():
+            difference = (mixer(changed_BTD[:, index_T], part) - y_BtD).abs().amax(-1)
+        (dx_BtD,) = torch.autograd.grad(
+            y_BtD, x_BtD, dy_BTD[:, index_T] * ~own_Bt[..., None], retain_graph=True
+        )
+        gradient = dx_BtD.abs().amax(-1)
+        assert (difference[own_Bt] > 0).all() and (gradient[~own_Bt] > 0).all()
+        reached[0] = max([reached[0], *difference[~own_Bt].tolist()])
+        reached[1] = max([reached[1], *gradient[own_Bt].tolist()])
+    return reached
+
+
+def number_of(docs: Documents) -> Tensor:
+    """`[B, T]`: documents numbered through all rows."""
+    return docs.starts_BT.flatten().cumsum(0).view_as(docs.ids_BT) - 1

@@ -1,0 +1,217 @@
+"""E mixers on forked ranks, their tokens spread in every way, against one process with all tokens.
+
+Legend: B rows, T tokens of a row, D model.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from megacpp.config import MeshConfig, ModelConfig, MoEConfig
+from megacpp.model.documents import Documents
+from megacpp.model.init import Slice, initialise
+from megacpp.model.moe import MixtureOfExperts
+from parallel.context_layout import ContextLayout
+from parallel.experts import ExpertParallel, Kind
+from parallel.fsdp import shard_slice
+from parallel.mesh import World, join
+from parallel.notation import Array
+from parallel.routing import SpreadRouter
+from parallel.tensor import cut_parameter
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+B, T, D = 4, 16, 12
+MOE = MoEConfig(num_experts=8, top_k=3, hidden_dim=10, shared_hidden_dim=7, route_scale=1.7)
+LOSSES = replace(MOE, balance_loss=0.7, sequence_loss=0.3, z_loss=0.2)
+ROUTERS = {
+    "sigmoid": LOSSES,
+    "softmax_post": replace(LOSSES, score="softmax"),
+    "softmax_pre": replace(LOSSES, score="softmax", softmax_order="pre"),
+    "groups": replace(LOSSES, num_groups=4, top_k_groups=2),
+    "no_shared": replace(LOSSES, num_shared=0, activation="relu2"),
+    "shared_gate": replace(LOSSES, shared_gate=True, num_shared=2),
+    "one_expert": replace(LOSSES, top_k=1),
+    "every_expert": replace(LOSSES, top_k=8),
+    "roomy": replace(LOSSES, capacity_factor=8 / 3),  # every expert could take every token
+}
+MESHES = {
+    "dp2": MeshConfig(dp_shard=2, ep=2),
+    "cp2": MeshConfig(dp_shard=1, cp=2, ep=2),
+    "tp2": MeshConfig(dp_shard=1, tp=2, ep=2),
+    "dp4": MeshConfig(dp_shard=4, ep=4),
+    "cp2 tp2": MeshConfig(dp_shard=1, cp=2, tp=2, ep=4),
+    "dp2 cp2": MeshConfig(dp_shard=2, cp=2, ep=4),
+    "dp2 tp2, experts twice": MeshConfig(dp_shard=2, tp=2, ep=2),
+    "replicas, experts twice": MeshConfig(dp_replicate=2, dp_shard=1, cp=2, ep=2),
+}
+# Experts that the selection bias prefers: all of the first rank, or all but the last rank's.
+BIASES = {"even": [], "first": [0, 1, 2], "last": [5, 6, 7], "one": [4]}
+
+
+@dataclass(frozen=True)
+class Case:
+    router: str
+    mesh: str
+    kind: Kind = "per_rank"
+    bias: str = "even"
+    dtype: Literal["fp64", "fp32"] = "fp64"
+
+    @property
+    def world(self) -> int:
+        m = MESHES[self.mesh]
+        return m.dp_replicate * m.dp_shard * m.cp * m.tp
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "fp64" else torch.float32
+
+    def __str__(self) -> str:
+        return f"{self.router} {self.mesh} {self.kind} {self.bias} {self.dtype}"
+
+
+@dataclass
+class Outcome:
+    """Errors relative to the largest entry, by tensor; what must be equal as it is."""
+
+    errors: dict[str, float]
+    counts: list[int]
+    expected_counts: list[int]
+    same_bias: bool
+    experts_here: int
+
+
+def cases() -> list[Case]:
+    """Every router in both kinds on one mesh, and every mesh and load with one router."""
+    kinds: tuple[Kind, Kind] = ("per_rank", "per_expert")
+    found = [Case(router, "cp2 tp2", kind) for router in ROUTERS for kind in kinds]
+    found += [Case("sigmoid", mesh, kind) for mesh in MESHES for kind in kinds]
+    found += [Case("roomy", mesh) for mesh in ("dp2", "dp2 tp2, experts twice")]
+    for router, bias in (("sigmoid", "first"), ("sigmoid", "last"), ("one_expert", "one")):
+        found += [Case(router, mesh, kind, bias) for mesh in ("cp2", "dp4") for kind in kinds]
+    found += [Case("groups", "dp2 cp2", kind, "even", "fp32") for kind in kinds]
+    return list(dict.fromkeys(found))
+
+
+def outcomes() -> dict[Case, list[Outcome]]:
+    """Of every case on every rank, one fork of ranks per world size."""
+    found: dict[Case, list[Outcome]] = {}
+    for size in (2, 4):
+        same = [case for case in cases() if case.world == size]
+        of_ranks = run_ranks(functools.partial(_all, same=same), size)
+        found |= {case: [of_rank[case] for of_rank in of_ranks] for case in same}
+    return found
+
+
+def _all(rank: int, _size: int, same: list[Case]) -> dict[Case, Outcome]:
+    worlds = {mesh: join(MESHES[mesh], CPU) for mesh in dict.fromkeys(case.mesh for case in same)}
+    return {case: outcome(case, worlds[case.mesh]) for case in same}
+
+
+def outcome(case: Case, world: World) -> Outcome:
+    """One rank's part of a case, against the whole on one process."""
+    x_BTD, cotangent_BTD = randn(B, T, D, seed=1), randn(B, T, D, seed=2)
+    x_BTD, cotangent_BTD = x_BTD.to(case.torch_dtype), cotangent_BTD.to(case.torch_dtype)
+    docs = Documents.from_ids((randn(B, T, seed=3) > 0.9).cumsum(1))  # some longer than a rank's
+    whole = mixer_of(ROUTERS[case.router], case.torch_dtype, BIASES[case.bias])
+    want = backward(whole, x_BTD, docs, cotangent_BTD)
+
+    rows, index_t = own_tokens(world)
+    here = docs_of_rows(docs, rows)
+    spread = mixer_of(ROUTERS[case.router], case.torch_dtype, BIASES[case.bias])
+    spread_over(spread, world, ExpertParallel(case.kind))
+    part = here if len(index_t) == T else here.take(index_t)
+    x_btD, cotangent_btD = x_BTD[rows][:, index_t], cotangent_BTD[rows][:, index_t]
+    got = backward(spread, x_btD, part, cotangent_btD)
+    for name in ("y", "x"):
+        want[name] = want[name][rows][:, index_t]
+    assert got.keys() == want.keys()
+    errors = {name: error(complete(got[name], name, world), want[name]) for name in want}
+    counts_E = world.sum(spread.router.tokens_per_expert, "stage")
+    expected = whole.router.tokens_per_expert.tolist()
+    counted = counts_E.tolist()
+    spread.router.update_bias()
+    whole.router.update_bias()
+    same_bias = torch.equal(spread.router.expert_bias, whole.router.expert_bias)
+    return Outcome(errors, counted, expected, same_bias, len(local_weight(spread)))
+
+
+def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> MixtureOfExperts:
+    """The same mixer on any rank."""
+    mixer = MixtureOfExperts(ModelConfig(dim=D, depth=8, init_std=0.5, moe=moe)).to(dtype)
+    initialise(mixer, mixer.init_rules(), seed=1)
+    mixer.router.aux_scale.fill_(1.0 / (B * T))
+    mixer.router.expert_bias[preferred] = 9.0
+    return mixer
+
+
+def spread_over(mixer: MixtureOfExperts, world: World, style: ExpertParallel) -> None:
+    """Experts over `ep` (and `efsdp`), its seams replaced."""
+    for leaf in dict(mixer.experts.named_parameters()):
+        cut_parameter(mixer.experts, leaf, Array.parse("[E_ep, I, D]"), world.meshes["ep"])
+    parallelize_module(mixer, world.meshes["ep"], style)
+    parallelize_module(mixer.router, world.meshes["stage"], SpreadRouter(world.meshes["row"]))
+    if world.degree("stage") > world.degree("ep"):
+        unit = fully_shard(mixer.experts, mesh=world.meshes["expert_shard"])
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def own_tokens(world: World) -> tuple[slice, Tensor]:
+    """This rank's rows, and the positions of its tokens: cut over `cp`, then over `tp`."""
+    share = B // world.degree("batch")
+    first = world.coordinate("batch") * share
+    layout = ContextLayout.of("head_tail", world.coordinate("cp"), world.degree("cp"))
+    index_t = layout.index(T).chunk(world.degree("tp"))[world.coordinate("tp")]
+    return slice(first, first + share), index_t
+
+
+def docs_of_rows(docs: Documents, rows: slice) -> Documents:
+    return Documents(docs.ids_BT[rows], docs.positions_BT[rows])
+
+
+def backward(
+    mixer: MixtureOfExperts, x_BTD: Tensor, docs: Documents, cotangent_BTD: Tensor
+) -> dict[str, Tensor]:
+    """Output, gradient of the input and of every parameter."""
+    x_BTD = x_BTD.clone().requires_grad_()
+    y_BTD = mixer(x_BTD, docs)
+    y_BTD.backward(cotangent_BTD)
+    assert x_BTD.grad is not None
+    found = {"y": y_BTD.detach(), "x": x_BTD.grad}
+    for name, p in mixer.named_parameters():
+        assert p.grad is not None, name
+        found[name] = p.grad
+    return found
+
+
+def complete(grad: Tensor, name: str, world: World) -> Slice:
+    """What a rank has of a gradient, once all ranks that made a part of it are summed."""
+    if not isinstance(grad, DTensor) and name not in ("x", "y"):
+        grad = world.sum(grad.clone(), "stage")
+    return shard_slice(grad)
+
+
+def error(got: Slice, want: Tensor) -> float:
+    """Largest difference, relative to the largest entry of the whole."""
+    box = tuple(slice(a, a + n) for a, n in zip(got.offset, got.local.shape, strict=True))
+    return float((got.local - want[box]).abs().max() / want.abs().max().clamp(min=1e-30))
+
+
+def local_weight(mixer: MixtureOfExperts) -> Tensor:
+    w1 = mixer.experts._parameters["w1"]
+    assert isinstance(w1, DTensor)
+    return w1.to_local()
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

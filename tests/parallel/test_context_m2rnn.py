@@ -1,0 +1,261 @@
+"""M2RNN over forked gloo context ranks against one process: values, clips, isolation, messages."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megacpp.config import M2RNNConfig, ModelConfig
+from megacpp.kernels.m2rnn import StateClip, m2rnn_carried, m2rnn_sequential
+from megacpp.model.documents import Documents
+from megacpp.model.m2rnn import M2RNN
+from parallel.context_layout import ContextLayout, Order
+from parallel.context_m2rnn import ContextM2RNN, Kind, m2rnn_kind
+from tests.collectives import Collective
+from tests.parallel.context_cases import (
+    ORDERS,
+    ROWS,
+    TOKENS,
+    Pass,
+    error,
+    normal,
+    outside,
+    packed_rows,
+    run,
+    run_part,
+    whole,
+)
+from tests.ranks import run_ranks
+
+DIM = 12
+FP64, FP32 = 1e-12, 1e-5  # rounding: of max |reference|
+BOUND = 0.05  # of the state gradient: most entries are above it
+KINDS: tuple[Kind, ...] = ("heads", "serial")
+HEADS = {"one_qk": (4, 1, 1), "shared_q": (4, 2, 4), "three": (3, 1, 3)}
+CLIPS: dict[str, tuple[float | None, Literal["total", "carried"]]] = {
+    "unclipped": (None, "total"),
+    "total": (BOUND, "total"),
+    "carried": (BOUND, "carried"),
+}
+
+
+class Case(NamedTuple):
+    heads: str
+    clip: str
+    kind: Kind
+    order: Order
+    docs: str
+
+
+def layer_of(heads: str, clip: str) -> M2RNN:
+    """All parameters away from their special initial values."""
+    (num_heads, num_q, num_k), (bound, mode) = HEADS[heads], CLIPS[clip]
+    sizes = M2RNNConfig(num_heads, num_q, num_k, key_dim=6, value_dim=4, chunk_size=3)
+    m2rnn = M2RNNConfig(**{**vars(sizes), "gradient_clip": bound, "clip_mode": mode})
+    layer = M2RNN(ModelConfig(dim=DIM, m2rnn=m2rnn)).to(torch.float64)
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.copy_(0.5 * normal(*parameter.shape, seed=i))
+    return layer
+
+
+LAYERS = {key: layer_of(*key) for key in product(HEADS, CLIPS)}
+DOCS = {"packed": packed_rows(), "whole": Documents.rows(ROWS, TOKENS)}
+DATA = normal(ROWS, TOKENS, DIM, seed=100), normal(ROWS, TOKENS, DIM, seed=101)
+
+
+def cases_of(world: int) -> list[Case]:
+    """Every combination that divides."""
+    cases = [Case(*c) for c in product(HEADS, CLIPS, KINDS, ORDERS, ["packed"])]
+    cases += [Case("one_qk", "carried", *c, "whole") for c in product(KINDS, ORDERS)]
+    return [c for c in cases if c.kind == "serial" or HEADS[c.heads][0] % world == 0]
+
+
+def on_rank(rank: int, world: int, cases: list[Case]) -> list[Pass]:
+    passes = []
+    for case in cases:
+        layout = ContextLayout.of(case.order, rank, world)
+        layer, style = LAYERS[case.heads, case.clip], ContextM2RNN(case.kind, layout)
+        passes.append(run_part(layer, style, layout, *DATA, DOCS[case.docs])[0])
+    return passes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_kind_and_order_is_the_unsharded_mixer(world: int) -> None:
+    cases = cases_of(world)
+    results = run_ranks(on_rank, world, cases)
+    wanted = {(c.heads, c.clip, c.docs) for c in cases}
+    want = {key: run(LAYERS[key[0], key[1]], *DATA, DOCS[key[2]]) for key in wanted}
+    for i, case in enumerate(cases):
+        got = whole([result[i] for result in results], case.order)
+        assert error(got, want[case.heads, case.clip, case.docs]) <= FP64, case
+    # The clips are not idle, and not the same: their gradients differ in the first digits.
+    for a, b in (("unclipped", "total"), ("unclipped", "carried"), ("total", "carried")):
+        assert error(want["one_qk", a, "packed"], want["one_qk", b, "packed"]) > 1e-2
+
+
+@pytest.mark.parametrize("mode", ["total", "carried"])
+def test_a_carried_state_is_the_sequential_one(mode: Literal["total", "carried"]) -> None:
+    """Two parts of a row, one after the other, each with several documents and a ragged chunk."""
+    clip, docs = StateClip(BOUND, mode), packed_rows()
+    shapes = [(1, 6), (1, 6), (3, 4), (3,)]
+    leaves = [normal(ROWS, TOKENS, *s, seed=i).requires_grad_() for i, s in enumerate(shapes)]
+    w_NVV = normal(3, 4, 4, seed=9).requires_grad_()
+    q, k, v, f = leaves
+    y_BTNV, final_SNKV = m2rnn_sequential(q, k, v, f.sigmoid(), w_NVV, docs, clip=clip)
+    last_B = docs.ends_BT.flatten().cumsum(0).view(ROWS, TOKENS)[:, -1] - 1
+    want = (y_BTNV, final_SNKV[last_B])
+
+    h_BNKV, ys = torch.zeros(ROWS, 3, 6, 4, dtype=torch.float64), []
+    for tokens in (slice(0, 13), slice(13, TOKENS)):
+        q, k, v, f = (x[:, tokens] for x in leaves)
+        part = docs.take(torch.arange(TOKENS)[tokens])
+        h_BNKV = torch.where(part.positions_BT[:, 0, None, None, None] > 0, h_BNKV, 0.0)
+        y, h_BNKV = m2rnn_carried(q, k, v, f.sigmoid(), w_NVV, part, h_BNKV, clip, chunk_size=5)
+        ys.append(y)
+    got = (torch.cat(ys, 1), h_BNKV)
+
+    cotangents = normal(*y_BTNV.shape, seed=10), normal(*h_BNKV.shape, seed=11)
+    want_grads = torch.autograd.grad(want, [*leaves, w_NVV], cotangents)
+    got_grads = torch.autograd.grad(got, [*leaves, w_NVV], cotangents)
+    for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
+        assert (a - b).abs().max() <= FP64 * b.abs().max()
+
+
+def narrow(dtype: torch.dtype) -> M2RNN:
+    """A layer of fp32 or bf16; what is under the fp32 contract is fp32 in both."""
+    return layer_of("one_qk", "carried").float().to(dtype)
+
+
+def widths_on_rank(rank: int, world: int, dtype: torch.dtype) -> list[Pass]:
+    layer, layout = narrow(dtype), ContextLayout.of("head_tail", rank, world)
+    x_BTD, dy_BTD = (x.to(dtype) for x in DATA)
+    return [
+        run_part(layer, ContextM2RNN(kind, layout), layout, x_BTD, dy_BTD, DOCS["packed"])[0]
+        for kind in KINDS
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_widths(dtype: torch.dtype) -> None:
+    """In fp32 as far from the unsharded mixer as rounding; in bf16 as far as it from fp64."""
+    layer, docs, (x_BTD, dy_BTD) = narrow(dtype), DOCS["packed"], (x.to(dtype) for x in DATA)
+    unsharded = run(layer, x_BTD, dy_BTD, docs)
+    exact = run(layer.double(), x_BTD.double(), dy_BTD.double(), docs)
+    results = run_ranks(widths_on_rank, 2, dtype)
+    for i in range(len(KINDS)):
+        got = whole([result[i] for result in results], "head_tail")
+        assert error(got, exact) <= 1.5 * error(unsharded, exact)
+        assert dtype != torch.float32 or error(got, unsharded) <= FP32
+
+
+def isolation_on_rank(rank: int, world: int) -> list[list[float]]:
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for kind, order in product(KINDS, ORDERS):
+        layout = ContextLayout.of(order, rank, world)
+        layer = layer_of("one_qk", "carried")
+        parallelize_module(layer, mesh, ContextM2RNN(kind, layout))
+        found.append(outside(layer, layout, *DATA, DOCS["packed"]))
+    return found
+
+
+def test_documents_are_isolated_exactly() -> None:
+    for result in run_ranks(isolation_on_rank, 4):
+        assert result == [[0.0, 0.0]] * 4
+
+
+def recompute_on_rank(rank: int, world: int) -> list[float]:
+    """Largest difference of dx with and without recomputation, by kind."""
+    mesh, differences = init_device_mesh("cpu", (world,)), []
+    layout = ContextLayout.of("head_tail", rank, world)
+    index_T = layout.index(TOKENS)
+    part = DOCS["packed"].take(index_T)
+    x_BtD, dy_BtD = (x[:, index_T] for x in DATA)
+    for kind in KINDS:
+        layer = layer_of("one_qk", "carried")
+        parallelize_module(layer, mesh, ContextM2RNN(kind, layout))
+        x_BtD = x_BtD.detach().requires_grad_()
+        again = checkpoint(layer, x_BtD, part, use_reentrant=False)
+        grads = [torch.autograd.grad(y, x_BtD, dy_BtD)[0] for y in (layer(x_BtD, part), again)]
+        differences.append((grads[0] - grads[1]).abs().max().item())
+    return differences
+
+
+def test_recomputed_in_backward() -> None:
+    """States travel a second time, and gradients after them: the same figures to the last bit."""
+    assert run_ranks(recompute_on_rank, 2) == [[0.0, 0.0]] * 2
+
+
+class Messages(TorchDispatchMode):
+    """Sizes of what is sent from rank to rank and received, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in ("send", "recv_"):
+            tensors: list[Tensor] = args[0]
+            self.calls.append((name, sum(x.numel() for x in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def sent_on_rank(rank: int, world: int) -> dict[str, Any]:
+    layout, found = ContextLayout.of("head_tail", rank, world), {}
+    layer = LAYERS["one_qk", "carried"]
+    for kind in KINDS:
+        with Messages() as messages:
+            _, *calls = run_part(layer, ContextM2RNN(kind, layout), layout, *DATA, DOCS["packed"])
+        found[kind] = [*calls, messages.calls]
+    return found
+
+
+def test_what_is_sent() -> None:
+    """B 2, T 32, 8 chunks of 4 ranks; N 4, K 6, V 4, one q and one k head; 3 past tokens."""
+    F64 = torch.float64
+    past = [8 * 2 * 3 * (6 + 6), 8 * 2 * 3 * (4 * 4)]  # chunks, rows, tokens, channels of qk and v
+    by_head, shared, back = 2 * 8 * 4 * (4 + 1), 2 * 32 * (6 + 6), 2 * 8 * 4 * 4
+    halo = [Collective("all_gather", F64, n) for n in past]
+    halo_back = [Collective("reduce_scatter", F64, n) for n in past[::-1]]
+    results = run_ranks(sent_on_rank, 4)
+    for rank, found in enumerate(results):
+        forward, backward, messages = found["heads"]
+        assert forward == [
+            *halo,
+            Collective("all_to_all", F64, by_head),
+            Collective("all_gather", F64, shared),
+            Collective("all_to_all", F64, back),
+        ]
+        assert sorted(backward, key=str) == sorted(
+            [
+                *halo_back,
+                Collective("all_to_all", F64, by_head),
+                Collective("reduce_scatter", F64, shared),
+                Collective("all_to_all", F64, back),
+            ],
+            key=str,
+        )
+        assert messages == []
+        forward, backward, messages = found["serial"]
+        assert (forward, backward) == (halo, halo_back)
+        # Two chunks a rank; the last rank's are neighbours, and hand the state on in memory.
+        there = {0: ["send", "recv_"], 3: ["recv_", "send"]}
+        inner = ["recv_", "send", "recv_", "send"]
+        way = there.get(rank, inner)
+        reverse = {"send": "recv_", "recv_": "send"}
+        names = way + [reverse[name] for name in way[::-1]]
+        assert messages == [(name, 2 * 4 * 6 * 4) for name in names]
+
+
+def test_auto_takes_heads_where_they_divide() -> None:
+    assert m2rnn_kind("auto", 132, 4) == "heads" and m2rnn_kind("auto", 132, 8) == "serial"
+    assert m2rnn_kind("serial", 132, 4) == "serial" and m2rnn_kind("heads", 132, 8) == "heads"

@@ -1,0 +1,130 @@
+"""Tensor and sequence parallelism alone and on top of FSDP2 and HSDP: the same run; the plan.
+
+Forked gloo ranks and tests/parallel/parity.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import groupby
+
+import pytest
+import torch
+
+from megacpp.config import MeshConfig
+from megacpp.model.hybrid import HybridLM
+from parallel.notation import Array, Move
+from parallel.plans import DOORS, PARAMETERS, Row, row_of
+from tests.model.small import variants
+from tests.parallel.parity import Run, Trace, check, models, traces_of
+
+TP2, TP4 = MeshConfig(dp_shard=1, tp=2), MeshConfig(dp_shard=1, tp=4)
+FSDP_TP = MeshConfig(dp_shard=2, tp=2)
+REPLICAS_TP = MeshConfig(dp_replicate=2, dp_shard=1, tp=2)
+RUNS = [
+    *(Run(letter, TP2) for letter in "AMERF"),
+    *(Run(name, TP2) for name in ("plain", "tied", "mla", "options")),
+    Run("plain", TP2, dtype="fp32"),
+    Run("plain", TP2, accum=4),
+    Run("options", TP4),
+    *(Run(name, FSDP_TP) for name in ("plain", "tied", "options")),
+    Run("plain", FSDP_TP, accum=2, evaluate=True),
+    Run("mla", REPLICAS_TP),
+]
+
+
+@functools.cache
+def results() -> dict[Run, list[Trace]]:
+    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_same_run(run: Run) -> None:
+    check(results()[run], results()[run.reference][0], run.dtype)
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.accum > 1], ids=str)
+def test_gradients_of_whole_parameters_are_added_once_a_step(run: Run) -> None:
+    """However many layers and microbatches: one all-reduce over tp, next to the two sums of the
+    ranks that have tokens of their own."""
+    norms = models()[run.model].depth + 1
+    for trace in results()[run]:
+        numels = [c.numel for c in trace.collectives if c.kind == "all_reduce"]
+        # The R norm over all heads sums one number a token, forward and backward.
+        heads = [n for n in numels if n == run.device_batch * 16]
+        rest = [n for n in numels if n not in heads]
+        sums = 2 if run.mesh.dp_shard > 1 else 0
+        assert len(heads) == 2 * run.accum and len(rest) == 1 + sums, numels
+        assert max(rest) >= norms * 16 // run.mesh.dp_shard
+
+
+def test_evaluation_agrees() -> None:
+    run = next(run for run in RUNS if run.evaluate)
+    expected = results()[run.reference][0].evaluations
+    for trace in results()[run]:
+        assert trace.sharded and trace.evaluations == pytest.approx(expected, rel=1e-12)
+
+
+# ---- the plan -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", variants())
+def test_every_parameter_matches_one_row(name: str) -> None:
+    with torch.device("meta"):
+        model = HybridLM(variants()[name])
+    for parameter, p in model.named_parameters():
+        assert len(row_of(model, parameter).dims) == p.dim(), parameter
+
+
+def test_no_row_and_two_rows_are_errors() -> None:
+    with torch.device("meta"):
+        model = HybridLM(variants()["plain"])
+    with pytest.raises(ValueError, match=r"embed.weight must .* \(matches none\)"):
+        row_of(model, "embed.weight", PARAMETERS[1:])
+    twice = (*PARAMETERS, Row("", ("embed.*",), "[V, D]"))
+    with pytest.raises(ValueError, match=r"\(matches \[V_tp, D\] and \[V, D\]\)"):
+        row_of(model, "embed.weight", twice)
+
+
+@pytest.mark.parametrize("text", ["[N_tp, D_tp]", "x[B, T_tp, D]{tp}"])
+def test_an_axis_is_used_once(text: str) -> None:
+    with pytest.raises(ValueError, match="mesh axis 'tp' is used twice"):
+        Array.parse(text)
+
+
+def test_moves_read_as_they_are_written() -> None:
+    gathered = Move.parse("x[B, T_tp, D] -> x[B, T, D]")
+    summed = Move.parse("y[B, T, D]{tp} -> y[B, T_tp, D]")
+    assert (gathered.kind, gathered.axis, gathered.dim) == ("gather", "tp", 1)
+    assert (summed.kind, summed.axis, summed.dim) == ("scatter_sum", "tp", 1)
+    assert str(summed) == "y[B, T, D]{tp} -> y[B, T_tp, D]"
+    for wrong in ("x[B] -> x[B]", "x[B, T] -> x[T, B]", "x[B_tp] -> x[B_cp]", "x(B)"):
+        with pytest.raises(ValueError, match=r"neither|does not move|not written"):
+            Move.parse(wrong)
+
+
+def test_rows_of_one_kind_stand_together() -> None:
+    """A reader finds a letter's parameters in one place."""
+    order = [letters for letters, _ in groupby(row.letters for row in PARAMETERS)]
+    assert [letters for letters in order if letters not in ("F", "E")].count("A") == 1
+    assert order.count("M") == order.count("R") == 1
+
+
+def test_what_leaves_a_door_as_a_part_was_summed_over_a_cut_dim() -> None:
+    """A partial sum needs a matrix whose last dim, over which it sums, is cut; and only one."""
+    for door in DOORS:
+        if door.leave is None or Move.parse(door.leave).before.partial is None:
+            continue
+        for letter in door.letters or [""]:
+            names = [
+                (name, Array.parse(row.array))
+                for row in PARAMETERS
+                if (letter in row.letters if letter else not row.letters)
+                for name in row.names
+                if name.startswith(door.module)
+            ]
+            summed = [
+                name for name, array in names if array.axes[-1] == "tp" and len(array.dims) == 2
+            ]
+            looked_up = [name for name, array in names if name == "embed.weight" and array.axes[0]]
+            assert len(summed + looked_up) == 1, (door, letter, summed)

@@ -1,0 +1,46 @@
+"""When one rank fails, all leave: one message, a traceback on disk, no hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp.run.failure import lost_a_peer, report
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_failing_rank_brings_all_down_with_one_message(tmp_path: Path) -> None:
+    """Real processes under torchrun; without an exit the waiting ranks would hang ten minutes."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    script = str(Path(__file__).with_name("one_rank_fails.py"))
+    done = subprocess.run(
+        [sys.executable, *start, script, "tiny", "--run.dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode != 0
+    assert "step 2" in done.stdout and "step 3" not in done.stdout
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert "rank 1: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in errors[0]
+    kept = tmp_path / "failures" / "rank-1.txt"
+    assert str(kept) in errors[0] and "torch.ones(2, 3) @ torch.ones(2, 3)" in kept.read_text()
+
+
+def test_a_rank_that_lost_its_peer_stays_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacpp.run.failure.PATIENCE_S", 0.0)
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.1]")
+    assert lost_a_peer(lost) and not lost_a_peer(ValueError("bad shape"))
+    assert report(lost, tmp_path) == 6 and capsys.readouterr().err == ""
+    assert report(ValueError("bad\nshape"), tmp_path) == 1
+    assert capsys.readouterr().err.startswith("error: rank 0: ValueError: bad (")

@@ -1,0 +1,113 @@
+"""Rules between mesh and model: one line each, with a degree that is legal for the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megacpp.config import Config, MeshConfig
+from megacpp.mesh_rules import mesh_rules, resolve_mesh, tensor_dims
+from megacpp.presets import PRESETS, preset
+from megacpp.rules import broken
+
+# preset, world, mesh, other settings -> what the line says
+CASES = [
+    (
+        "tiny",
+        8,
+        {"tp": 4},
+        {},
+        "mesh.tp=4: must divide model.attention.num_heads (6). Fix: use mesh.tp=2.",
+    ),
+    (
+        "tiny",
+        6,
+        {"tp": 3},
+        {},
+        "mesh.tp=3: must divide model.vocab_size (4096). Fix: use mesh.tp=2.",
+    ),
+    ("nam56r", 64, {"tp": 16}, {}, "must divide model.attention.num_heads (56). Fix: use mesh.tp="),
+    ("tiny", 4, {"tp": 2}, {"data.seq_len": 255}, "must divide data.seq_len / mesh.cp (255)"),
+    ("tiny", 2, {"ep": 4}, {}, "mesh.ep=4: must divide dp_shard * cp * tp (2)"),
+    (
+        "tiny",
+        6,
+        {"ep": 3},
+        {},
+        "mesh.ep=3: must divide model.moe.num_experts (8). Fix: use mesh.ep=2.",
+    ),
+    ("dense_110m", 2, {"ep": 2}, {}, "mesh.ep=2: the model has no E block to spread"),
+    ("tiny", 8, {"cp": 8}, {"data.seq_len": 24}, "head_tail order cuts data.seq_len (24) into 16"),
+    (
+        "tiny",
+        8,
+        {"cp": 8},
+        {"data.seq_len": 32},
+        "leaves chunks of 2 tokens, a convolution looks back 3",
+    ),
+    ("tiny", 4, {"cp": 4, "cp_attention": "heads"}, {}, "mesh.cp_attention=heads: needs heads (6)"),
+    (
+        "tiny",
+        8,
+        {"cp": 8, "cp_m2rnn": "heads"},
+        {},
+        "mesh.cp_m2rnn=heads: needs heads (4) that divide",
+    ),
+    ("tiny", 4, {"pp": 3}, {}, "mesh.pp=3: it must divide the world (4 ranks). Fix: use mesh.pp="),
+    ("tiny", 4, {"tp": 2, "cp": 4}, {}, "tp=2 must divide the world (4 ranks)"),
+    ("tiny", 4, {"dp_shard": 3}, {}, "mesh.dp_shard=3: makes 3 ranks, not 4"),
+    ("tiny", 2, {"pp": 2}, {}, "train.grad_accum=1: microbatches a step: 1f1b needs mesh.pp (2)"),
+    ("tiny", 16, {"pp": 16}, {"train.grad_accum": 16}, "mesh.pp=16: 1f1b makes 16 stages of it"),
+    (
+        "tiny",
+        2,
+        {"pp": 2, "pp_schedule": "dualpipev"},
+        {"train.grad_accum": 3},
+        "dualpipev needs 2 * mesh.pp",
+    ),
+]
+
+
+def config_of(name: str, mesh: dict[str, object], others: dict[str, object]) -> Config:
+    config = dataclasses.replace(preset(name), mesh=MeshConfig(**mesh))  # type: ignore[arg-type]
+    for key, value in others.items():
+        section, field = key.split(".")
+        part = dataclasses.replace(getattr(config, section), **{field: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+@pytest.mark.parametrize(("name", "world", "mesh", "others", "words"), CASES)
+def test_one_line(
+    name: str, world: int, mesh: dict[str, object], others: dict[str, object], words: str
+) -> None:
+    lines = [str(error) for error in broken(config_of(name, mesh, others), world)]
+    assert any(words in line for line in lines), lines
+    assert all(". Fix: " in line and "\n" not in line for line in lines)
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep", "cp"])
+def test_the_nearest_degree_is_legal(axis: str) -> None:
+    """Taken at its word the message ends in a mesh without a broken rule of that axis."""
+    for name, degree in itertools.product(PRESETS, (2, 3, 4, 5, 6, 8, 12, 16)):
+        config = config_of(name, {axis: degree}, {})
+        world = 48 * 5 * degree
+        for error in mesh_rules(config, world):
+            _, found, fix = str(error).partition(f"use mesh.{axis}=")
+            if found:
+                near = int(fix.split()[0].rstrip(".,"))
+                again = mesh_rules(config_of(name, {axis: near}, {}), 48 * 5 * near)
+                assert not [str(e) for e in again], (name, degree, near)
+
+
+def test_shards_fill_the_world() -> None:
+    assert resolve_mesh(MeshConfig(tp=2, cp=2), 16).dp_shard == 4
+    assert resolve_mesh(MeshConfig(pp=2, dp_replicate=2), 16).dp_shard == 4
+    assert resolve_mesh(MeshConfig(dp_shard=3), 16).dp_shard == 3
+
+
+def test_only_blocks_that_are_there_bind_a_mesh() -> None:
+    model = preset("tiny").model
+    assert set(tensor_dims(model, {"F"})) == {"model.vocab_size", "model.mlp.hidden_dim"}
