@@ -30,6 +30,9 @@ NO_TORCH = (
     "presets.py",
     "rules.py",
     "model_rules.py",
+    "mesh_rules.py",
+    "model/sizes.py",
+    "model/stages.py",
     "arguments.py",
     "cli/main.py",
 )

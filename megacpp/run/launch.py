@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megacpp.arguments import Resolved, flatten
 from megacpp.config import Config
 from megacpp.data.batches import Corpus
 from megacpp.errors import config_error
+from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
@@ -72,9 +74,8 @@ def announce(
         nobody published.
     """
     config = resolved.config
-    ranks = 1
-    for degree in mesh.values():
-        ranks *= degree
+    axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep folds others
+    ranks, rows = math.prod(axes.values()), batch_ranks(config.mesh, math.prod(axes.values()))
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = device_peak_flops(device)
     if active:
@@ -100,7 +101,7 @@ def announce(
                 (
                     "batch",
                     [
-                        tokens_formula(config.train, config.data.seq_len, ranks),
+                        tokens_formula(config.train, config.data.seq_len, rows),
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
@@ -122,7 +123,9 @@ def _mesh_line(mesh: Mapping[str, int], device: torch.device) -> str:
     if not mesh:
         return f"one process, no process group, on {device.type}"
     backend = "NCCL" if device.type == "cuda" else "gloo"
-    return " x ".join(f"{name} {n}" for name, n in mesh.items()) + f", FSDP2 over {backend}"
+    axes = " x ".join(f"{name} {n}" for name, n in mesh.items() if n > 1 and name != "ep")
+    experts = f", experts on ep {mesh['ep']} of them" if mesh["ep"] > 1 else ""
+    return f"{axes or 'one rank'}{experts}, FSDP2 over {backend}"
 
 
 def _precision_line(config: Config, device: torch.device) -> str:

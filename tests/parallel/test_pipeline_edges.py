@@ -1,0 +1,168 @@
+"""A pipeline besides its numbers: what a rank holds, what it refuses, how it fails, dry runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # FSDP2 imports it: once here instead of once in every forked rank
+import torch.testing._internal.distributed.fake_pg  # the fake backend registers itself
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
+from megacpp.model.stages import (
+    enough_microbatches,
+    owners,
+    split_layers,
+    stage_ids,
+    stage_parts,
+    stages_per_rank,
+)
+from parallel.build import build_model
+from parallel.mesh import World, join
+from parallel.pipeline import SCHEDULES as SCHEDULE_CLASSES
+from parallel.pipeline import Pipeline
+from parallel.stages import keep_parts, make_stages
+from tests.parallel.test_pipeline import (
+    CPU,
+    SCHEDULES,
+    Case,
+    Schedule,
+    batches_of,
+    build,
+    config_of,
+)
+from tests.ranks import RankError, run_ranks
+
+# ---- what a rank holds --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_share_the_model_without_a_gap(schedule: Schedule, tied: bool) -> None:
+    """Names, rules and values of every rank are those of the whole model, each tensor somewhere."""
+    case = Case(2, schedule, 4, tied)
+    config = config_of(case)
+    alone = build_model(config, World(0, 1, CPU))
+    values = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
+    seen = set()
+    for rank in range(case.pp):
+        with torch.device("meta"):
+            model = HybridLM(config.model).double()
+        parts = stage_parts(config.model, config.mesh, rank)
+        keep_parts(model, parts)
+        stages = make_stages(model, parts)
+        model.to_empty(device=CPU)
+        initialise(model, model.init_rules(), config.run.seed)
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            assert torch.equal(t, values[name]), name
+            seen.add(name)
+        own = {id(p) for stage in stages for p in stage.parameters()}
+        assert own == {id(p) for p in model.parameters()}, "stages run what the rank holds"
+    assert seen == values.keys()
+
+
+# ---- when something is wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_stage_that_raises_ends_every_rank(
+    schedule: Schedule, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own error is the one that is heard; peers, which wait for it, end as well."""
+    case = Case(2, schedule, 4)
+    split = split_layers(config_of(case).model, 2 * stages_per_rank(schedule))
+
+    def fails(*_: object) -> None:
+        raise ValueError("layer 5 is on fire")
+
+    def body(rank: int, _world: int) -> None:
+        world = join(case.mesh, CPU)
+        model, stages = build(case, world)
+        if "5" in model.blocks:
+            model.blocks["5"].register_forward_pre_hook(fails)
+        pipeline = Pipeline(stages, world, config_of(case))
+        try:
+            pipeline.accumulate(batches_of(0, case), 1)
+        except Exception as error:
+            (tmp_path / str(rank)).write_text(f"{type(error).__name__}: {error}")
+            raise
+
+    with pytest.raises(RankError):
+        run_ranks(body, case.world)
+    heard = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    guilty = str(owners(schedule, 2)[[5 in layers for layers in split].index(True)])
+    assert heard.pop(guilty) == "ValueError: layer 5 is on fire"
+    (peer,) = heard.values()
+    assert "peer" in peer, "the other rank's connection broke"
+    assert "Schedule" not in capfd.readouterr().err, "nor the schedule's log"
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_rules_refuse_what_torch_refuses(pp: int) -> None:
+    """Numbers of microbatches, by making the schedules of rank 0."""
+
+    def accepts(schedule: Schedule, microbatches: int) -> bool:
+        num_stages = pp * stages_per_rank(schedule)
+        stages = [
+            PipelineStage(nn.Identity(), i, num_stages, CPU) for i in stage_ids(schedule, pp, 0)
+        ]
+        try:
+            SCHEDULE_CLASSES[schedule](stages if len(stages) > 1 else stages[0], microbatches)  # type: ignore[arg-type]
+        except ValueError:
+            return False
+        return True
+
+    def body(rank: int, _world: int) -> list[tuple[str, int]]:
+        numbers = itertools.product(SCHEDULES, range(1, 4 * pp))
+        wrong = [(str(s), n) for s, n in numbers if accepts(s, n) != enough_microbatches(s, pp, n)]
+        return wrong if rank == 0 else []
+
+    assert run_ranks(body, pp, backend="fake")[0] == []
+
+
+# ---- without peers ------------------------------------------------------------------------------
+
+
+def test_a_rank_runs_dry_alone() -> None:
+    """Fake process group, fake tensors: a rank of any schedule runs its step without the others.
+
+    The rank without the head: the loss looks at a value on a CPU, which a fake tensor lacks.
+    """
+
+    def body(rank: int, _world: int) -> list[tuple[Schedule, bool, set[int]]]:
+        return [dry_step(schedule, rank) for schedule in SCHEDULES if rank != head_of(schedule)]
+
+    def head_of(schedule: Schedule) -> int:
+        return owners(schedule, 2)[-1]
+
+    found = [result for of_rank in run_ranks(body, 2, backend="fake") for result in of_rank]
+    assert {schedule for schedule, *_ in found} == set(SCHEDULES)
+    assert all(graded and forwards == {4} for _, graded, forwards in found)
+
+
+def dry_step(schedule: Schedule, rank: int) -> tuple[Schedule, bool, set[int]]:
+    """Schedule, whether every parameter got a gradient, how often each block ran."""
+    case = Case(2, schedule, 4, cuts="AMRF")
+    config, world, batches = config_of(case), join(case.mesh, CPU), batches_of(0, case)
+    with torch.device("meta"):
+        model = HybridLM(config.model).double()
+    parts = stage_parts(config.model, config.mesh, rank)
+    keep_parts(model, parts)
+    stages = make_stages(model, parts)
+    forwards: Counter[str] = Counter()
+    for key, block in model.blocks.items():
+        block.register_forward_hook(lambda *_, key=key: forwards.update([key]))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device=CPU)
+        Pipeline(stages, world, config, dry=True).accumulate(batches, 10)
+        with pytest.raises(Exception, match="local_scalar_dense"):  # ranks vote without it
+            Pipeline(stages, world, config).accumulate(batches, 10)
+    graded = all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    return schedule, graded, set(forwards.values())
