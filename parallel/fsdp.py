@@ -77,9 +77,12 @@ def shard_model(
     blocks = root.blocks
     assert isinstance(blocks, nn.ModuleDict)
     for block in blocks.values():
-        if world.degree("ep") > 1 or world.degree("tp") > 1:
-            _shard_experts(block, world, narrow, again)
+        apart = world.degree("ep") > 1 or world.degree("tp") > 1
+        experts = _shard_experts(block, world, narrow, again) if apart else []
         unit(block, again)
+        if experts:  # their weights travel while the block's router works
+            assert isinstance(block, FSDPModule)
+            block.set_modules_to_forward_prefetch(experts)
     for module in fsdp_units(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -100,9 +103,10 @@ def shard_slice(t: Tensor) -> Slice:
 
 def _shard_experts(
     block: nn.Module, world: World, policy: MixedPrecisionPolicy, again: bool
-) -> None:
-    """The routed experts of a block as a unit over `efsdp`, gathered while the router works."""
-    for experts in [m for m in block.modules() if isinstance(m, Experts)]:
+) -> list[FSDPModule]:
+    """The routed experts of a block, if it has any, as a unit over `efsdp`."""
+    found = [module for module in block.modules() if isinstance(module, Experts)]
+    return [
         fully_shard(
             experts,
             mesh=world.meshes["expert_shard"],
@@ -110,6 +114,8 @@ def _shard_experts(
             shard_placement_fn=_expert_dim(world.meshes["expert_shard"].size(-1)),
             reshard_after_forward=again,
         )
+        for experts in found
+    ]
 
 
 def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:

@@ -37,7 +37,7 @@ from tests.synthetic import ragged_batch
 
 CPU = torch.device("cpu")
 ROWS, T, STEPS = 8, 16, 5  # global rows of a step, tokens of a row, optimizer steps
-Dtype = Literal["fp64", "fp32"]
+Dtype = Literal["fp64", "fp32", "bf16"]
 Slices = dict[str, Slice]  # what a rank holds of each parameter or gradient
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 HELD_OUT = range(1000, 1004)
@@ -71,7 +71,8 @@ class Run:
     def __str__(self) -> str:
         axes = {k: v for k, v in vars(self.mesh).items() if v != getattr(MeshConfig(), k)}
         mesh = " ".join(f"{k}={v}" for k, v in axes.items() if (k, v) != ("dp_shard", 1))
-        return f"{self.model} {self.dtype} {mesh or 'one'} x{self.accum}"
+        muon = " muon" if self.optimizer == "muon_adamw" else ""
+        return f"{self.model} {self.dtype}{muon} {mesh or 'one'} x{self.accum}"
 
 
 @dataclass
@@ -117,6 +118,8 @@ def models() -> dict[str, ModelConfig]:
             moe=replace(plain.moe, shared_gate=True, score="softmax"),
             mlp=replace(plain.mlp, activation="relu2"),
         ),
+        # counted over the ranks of a microbatch: only meshes leave it alone, accumulation doesn't
+        "balance": replace(plain, moe=replace(plain.moe, balance_loss=1e-2)),
     } | {letter: replace(plain, pattern=letter, depth=1) for letter in "AMERF"}
     return {
         name: replace(

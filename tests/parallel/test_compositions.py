@@ -67,11 +67,32 @@ RUNS = [
     Run("options", mesh(pp=2, cp=2), accum=2),
     Run("plain", mesh(pp=2, dp_shard=2, ep=2), accum=2),
     Run("plain", mesh(pp=2, dp_shard=2, pp_schedule="dualpipev"), accum=4),
+    # a balance loss over the whole microbatch, and Muon on whole matrices that no rank has
+    Run("balance", mesh(dp_shard=2, tp=2), accum=2),
+    Run("balance", mesh(cp=2, dp_shard=2, ep=4)),
+    Run("balance", mesh(pp=2, tp=2), accum=2),
+    Run("options", mesh(dp_shard=2, tp=2, ep=4), optimizer="muon_adamw"),
+    Run("plain", mesh(dp_replicate=2, cp=2), optimizer="muon_adamw"),
+    Run("tied", mesh(pp=2, tp=2), accum=2, optimizer="muon_adamw"),
     # more at once, on 8 ranks
     Run("options", mesh(pp=2, dp_shard=2, tp=2), accum=2),
     Run("plain", mesh(dp_replicate=2, dp_shard=2, tp=2, ep=2)),
     Run("plain", mesh(dp_shard=2, cp=2, tp=2, ep=4)),
     Run("tied", mesh(pp=2, cp=2, tp=2, ep=2), accum=2),
+]
+
+
+NARROW = [
+    Run("options", config, accum=2, dtype="bf16")
+    for config in (
+        mesh(dp_shard=2),
+        mesh(tp=2),
+        mesh(cp=2),
+        mesh(dp_shard=2, ep=2),
+        mesh(pp=2),
+        mesh(dp_shard=2, tp=2, ep=4),
+        mesh(pp=2, cp=2),
+    )
 ]
 
 
@@ -105,6 +126,18 @@ def test_expert_counts_are_the_same_integers(run: Run) -> None:
     assert any(counts for counts in found)
     for counts in found:
         assert all(any(torch.equal(own, one) for one in expected) for own in counts)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    """bf16 compute, fp32 masters, reductions and contract: 8 bits keep each loss to 2^-8."""
+    wide = Run("options", mesh(), accum=2, dtype="fp32")
+    found = traces_of([*NARROW, wide])
+    for run in NARROW:
+        for trace in found[run]:
+            for part in trace.parameters.values():
+                assert part.local.dtype == torch.float32
+            for a, b in zip(trace.losses, found[wide][0].losses, strict=True):
+                assert a != b and abs(a / b - 1) < 2**-8, (str(run), trace.losses)
 
 
 def test_every_pair_of_axes_is_among_them() -> None:
