@@ -153,10 +153,12 @@ def _stack_box(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) ->
 
 def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, list[int]]:
     """Ranks that share this rank's place on all axes but `axes`, with their coordinates."""
-    own, ranks = mesh.get_coordinate(), mesh.mesh
+    own = mesh.get_coordinate()
     assert own is not None, f"this rank is not in {mesh}"
+    picked = tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[picked].flatten().tolist()
     ways = [range(n) if axis in axes else [own[axis]] for axis, n in enumerate(mesh.shape)]
-    return {int(ranks[at]): list(at) for at in product(*ways)}
+    return {rank: list(at) for rank, at in zip(ranks, product(*ways), strict=True)}
 
 
 def _group_of(

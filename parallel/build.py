@@ -22,19 +22,30 @@ def build_model(config: Config, world: World) -> HybridLM:
     Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
     starts from the same weights.
     """
-    with torch.device("meta"):
-        model = HybridLM(config.model).to(storage_dtype(config.precision))
-    part = whole
+    model, part = plan_model(config, world), whole
     if world.parallel:
-        from parallel.apply import parallelize  # one process never imports FSDP2
         from parallel.fsdp import shard_slice
 
-        stages = parallelize(model, config, world)
-        vars(model)["stages"] = stages  # not a submodule: their modules are the model's own
         part = shard_slice
     model.to_empty(device=world.device)
     initialise(model, model.init_rules(), config.run.seed, part)
     return model.train()
+
+
+def plan_model(config: Config, world: World, balanced: bool = False) -> HybridLM:
+    """The model on the meta device, cut and sharded: shapes of what this rank will hold.
+
+    Args:
+        balanced: see `parallelize` (parallel/apply.py).
+    """
+    with torch.device("meta"):
+        model = HybridLM(config.model).to(storage_dtype(config.precision))
+    if world.parallel:
+        from parallel.apply import parallelize  # one process never imports FSDP2
+
+        stages = parallelize(model, config, world, balanced)
+        vars(model)["stages"] = stages  # not a submodule: their modules are the model's own
+    return model
 
 
 def stages_of(model: HybridLM) -> list[Stage]:

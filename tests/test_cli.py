@@ -81,14 +81,14 @@ def test_show_says_both_readings_of_nam56r(capsys: pytest.CaptureFixture[str]) -
 def test_validate_lists_every_broken_rule(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "validate", "tiny")
     assert code == 0 and out.rstrip().endswith("ok: tiny on 1 rank(s)")
-    wrong = ["validate", "tiny", "--mesh.tp", "4", "--optim.beta1", "1", "--world-size", "4"]
+    wrong = ["validate", "tiny", "--mesh.tp", "4", "--optim.beta1", "1", "--world", "4"]
     code, out, _ = run(capsys, *wrong)
     assert code == 2 and out.count("error: ") == 2 and "mesh.tp=4" in out
     code, out, _ = run(capsys, *wrong, "--json")
     assert code == 2 and len(json.loads(out)["errors"]) == 2
     code, out, _ = run(capsys, "validate", "tiny", "--data", "--data.path", "/nowhere")
     assert code == 3 and "/nowhere" in out
-    code, _, err = run(capsys, "validate", "tiny", "--world-size", "two")
+    code, _, err = run(capsys, "validate", "tiny", "--world", "two")
     assert code == 2 and "whole number" in err
 
 
@@ -120,3 +120,13 @@ def test_data_commands_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) ->
         got, out, err = run(capsys, *words)
         assert got == code, (words, out, err)
         assert err.startswith("error: ") and "Fix: " in err and err.count("\n") == 1
+
+
+def test_seeing_a_mesh_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """One process, any number of ranks: tests/parallel/test_dry_run.py and test_explain.py."""
+    small = ["--model.depth", "1", "--data.seq-len", "16", "--world", "4", "--mesh.tp", "2"]
+    for name in ("dry-run", "explain"):
+        code, out, err = run(capsys, name, "tiny", *small)
+        assert (code, err) == (0, "") and ": equal" in out and "all_gather" in out
+        code, out, err = run(capsys, name, "nam56r", "--world", "7")
+        assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1

@@ -26,6 +26,8 @@ COMMANDS: dict[str, Command] = {
     "presets": Command("show", "presets", "list the presets with parameter counts"),
     "show": Command("show", "show", "model table, parameters and resolved settings of a preset"),
     "validate": Command("validate", "validate", "check a configuration without starting anything"),
+    "explain": Command("explain", "explain", "where every parameter lies on a mesh, what moves"),
+    "dry-run": Command("dry_run", "dry_run", "a step of any mesh: bytes stored, bytes sent"),
     "doctor": Command("doctor", "doctor", "what this machine has, what is missing, why it matters"),
     "data prepare": Command(
         "data", "prepare", "make a corpus: deduplicate, split, tokenize, pack", "PrepareArgs"

@@ -59,7 +59,7 @@ def presets(argv: Sequence[str]) -> int:
 
 
 def show(argv: Sequence[str]) -> int:
-    """usage: megacpp show [PRESET] [--section.key value ...] [--world-size N] [--json]
+    """usage: megacpp show [PRESET] [--section.key value ...] [--world N] [--json]
 
     The model table, parameter counts and every resolved setting with where it came from.
     """
@@ -67,7 +67,7 @@ def show(argv: Sequence[str]) -> int:
     if wants_help(arguments, show):
         return 0
     as_json = take_flag(arguments, "--json")
-    resolved = parse_run(arguments, take_int(arguments, "--world-size", 1))
+    resolved = parse_run(arguments, take_int(arguments, "--world", 1))
     from megacpp.model.count import count_parameters, published_reading, table_lines
 
     model = resolved.config.model

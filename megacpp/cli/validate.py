@@ -20,7 +20,7 @@ from megacpp.rules import broken
 
 
 def validate(argv: Sequence[str]) -> int:
-    """usage: megacpp validate [PRESET] [--section.key value ...] [--world-size N] [--data] [--json]
+    """usage: megacpp validate [PRESET] [--section.key value ...] [--world N] [--data] [--json]
 
     Lists every broken rule, or prints the resolved settings. --data also opens the corpus and
     checks its hashes, vocabulary and length against the configuration.
@@ -29,7 +29,7 @@ def validate(argv: Sequence[str]) -> int:
     if wants_help(arguments, validate):
         return 0
     as_json, data = take_flag(arguments, "--json"), take_flag(arguments, "--data")
-    world_size = take_int(arguments, "--world-size", 1)
+    world_size = take_int(arguments, "--world", 1)
     problems = _problems(arguments, world_size)
     if data and not problems:
         problems += _data_problems(arguments, world_size)

@@ -40,6 +40,15 @@ def gather(thing: Thing) -> list[Thing]:
     return everyone
 
 
+def share(thing: Thing, source: int) -> Thing:
+    """What rank `source` passed, on every rank."""
+    if not is_distributed():
+        return thing
+    things = [thing]
+    dist.broadcast_object_list(things, source)
+    return things[0]
+
+
 @contextmanager
 def agreed(what: str, fix: str) -> Iterator[None]:
     """Runs a block on every rank; when it fails on any, all raise the first rank's error.

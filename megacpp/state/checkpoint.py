@@ -27,6 +27,7 @@ from torch import Tensor
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.state.agreement import agreed, gather, is_distributed, this_rank
+from megacpp.state.catalogue import Catalogue, catalogue, check_parts
 from megacpp.state.files import (
     ASIDE,
     PENDING,
@@ -34,6 +35,7 @@ from megacpp.state.files import (
     pending_folder,
     publish_folder,
     remove_folder,
+    tensor_bytes,
     write_text,
 )
 from megacpp.state.manifest import (
@@ -41,7 +43,6 @@ from megacpp.state.manifest import (
     DamagedError,
     FileEntry,
     Manifest,
-    describe,
     file_problems,
     hash_file,
     read_manifest,
@@ -62,7 +63,8 @@ def save_checkpoint(
     """Saves a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
 
     Args:
-        tensors: plain tensors (the same on every rank) or DTensors, by name.
+        tensors: what this rank holds, by name: plain tensors (the same on every rank that has
+            them) or DTensors. Other ranks may hold others; together they are saved once.
         extra: JSON of rank 0; the generators of every rank are added.
         keep: newest checkpoints that stay (0: all). Older ones go once this one is published.
 
@@ -74,20 +76,25 @@ def save_checkpoint(
     pending = final.with_name(final.name + PENDING)
     what, fix = f"{pending}: cannot be saved", "free disk space or choose another --run.dir"
     rank, _ = this_rank()
+    whole = catalogue(tensors)
     try:
         with agreed(what, fix):
+            check_parts(tensors)
             if rank == 0:
-                _prepare(folder, final, tensors)
+                _prepare(folder, final, whole)
         with agreed(what, fix):
-            _write_tensors(pending, tensors)
+            _write_tensors(pending, tensors, whole)
         with agreed(what, fix):
             files = {p.name: hash_file(p) for p in _own_files(pending)}
-        everyone = gather((files, rng_state()))
+            written = sum(map(tensor_bytes, _own_files(pending)))
+        everyone = gather((files, written, rng_state()))
         with agreed(what, fix):
             if rank == 0:
-                hashes = {name: entry for files, _ in everyone for name, entry in files.items()}
-                state = {"extra": extra, "rng": [rng for _, rng in everyone]}
-                _finish(pending, step, tensors, hashes, state)
+                stored = sum(written for _, written, _ in everyone)
+                assert stored == whole.num_bytes, f"{stored} bytes of {whole.num_bytes} written"
+                hashes = {name: entry for files, *_ in everyone for name, entry in files.items()}
+                state = {"extra": extra, "rng": [rng for *_, rng in everyone]}
+                _finish(pending, step, whole, hashes, state)
                 _publish(pending, final, step, keep)
     except CheckpointError:
         if rank == 0:
@@ -99,7 +106,8 @@ def save_checkpoint(
 def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
     """Fills `tensors` in place, whatever mesh they are on now; every rank calls it.
 
-    Nothing is touched before every file is verified and every name, shape and dtype matches.
+    Nothing is touched before every file is verified and every name, shape and dtype matches. A
+    rank gets what it asks for, wherever it was saved; all ranks together must ask for everything.
 
     Args:
         prefix: look only at tensors whose name starts with it (`model.`: weights alone).
@@ -114,7 +122,9 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
     """
     what, fix = f"{path}: cannot be loaded", _advice(path)
     rank, world_size = this_rank()
+    wanted = catalogue(tensors)
     with agreed(what, fix):
+        check_parts(tensors)
         try:
             manifest = read_manifest(path, "checkpoint")
         except DamagedError as damage:
@@ -124,7 +134,7 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
         problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
         if problems:
             raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
-        _match(path, manifest, tensors, prefix)
+        _match(path, manifest, wanted, prefix)
     with agreed(what, fix):
         import torch.distributed.checkpoint as dcp
 
@@ -171,13 +181,12 @@ def verify(path: Path) -> list[str]:
 # ---- saving -------------------------------------------------------------------------------------
 
 
-def _prepare(folder: Path, final: Path, tensors: Mapping[str, Tensor]) -> None:
+def _prepare(folder: Path, final: Path, whole: Catalogue) -> None:
     """Clears what a crash left behind, checks the free space, makes the pending folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(f"step-*{PENDING}"):
         shutil.rmtree(leftover)
-    needed = sum(t.numel() * t.element_size() for t in tensors.values())
-    free = shutil.disk_usage(folder).free
+    needed, free = whole.num_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
             f"{final}: needs {needed:,} bytes, the disk has {free:,} free. "
@@ -186,14 +195,12 @@ def _prepare(folder: Path, final: Path, tensors: Mapping[str, Tensor]) -> None:
     pending_folder(final)
 
 
-def _write_tensors(pending: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(pending: Path, tensors: Mapping[str, Tensor], whole: Catalogue) -> None:
     import torch.distributed.checkpoint as dcp  # slow to import, and not every process saves
 
-    _, world_size = this_rank()
     ready = {name: t if _packed(t) else t.contiguous() for name, t in tensors.items()}
-    writer = dcp.HuggingFaceStorageWriter(
-        str(pending), _split(ready, _FILE_BYTES * world_size), save_distributed=True
-    )
+    files = _split(whole, _FILE_BYTES)
+    writer = dcp.HuggingFaceStorageWriter(str(pending), files, save_distributed=True)
     with _quiet():
         dcp.save(ready, storage_writer=writer, no_dist=not is_distributed())
 
@@ -211,13 +218,16 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _split(tensors: Mapping[str, Tensor], most_bytes: int) -> dict[str, int]:
-    """Number (from 1) of the file that each tensor goes to, in order, `most_bytes` each."""
-    number, used, numbers = 1, 0, {}
-    for name, t in tensors.items():
-        size = t.numel() * t.element_size()
+def _split(whole: Catalogue, most_bytes: int) -> dict[str, int]:
+    """Number (from 1) of the file that each tensor goes to, in order.
+
+    Every rank writes its share of a tensor to a file of that number, about `most_bytes` each.
+    """
+    number, used, numbers = 1, 0.0, {}
+    for name, entry in whole.entries.items():
+        size = entry.num_bytes / whole.count[name]
         if used and used + size > most_bytes:
-            number, used = number + 1, 0
+            number, used = number + 1, 0.0
         numbers[name] = number
         used += size
     return numbers
@@ -231,7 +241,7 @@ def _own_files(pending: Path) -> list[Path]:
 def _finish(
     pending: Path,
     step: int,
-    tensors: Mapping[str, Tensor],
+    whole: Catalogue,
     hashes: dict[str, FileEntry],
     state: dict[str, Any],
 ) -> None:
@@ -244,7 +254,8 @@ def _finish(
         )
     write_text(pending / EXTRA, json.dumps(state))
     files = {**hashes, EXTRA: hash_file(pending / EXTRA)}
-    write_manifest(pending, Manifest("checkpoint", step, this_rank()[1], describe(tensors), files))
+    world_size = this_rank()[1]
+    write_manifest(pending, Manifest("checkpoint", step, world_size, whole.entries, files))
 
 
 def _publish(pending: Path, final: Path, step: int, keep: int) -> None:
@@ -277,10 +288,10 @@ def _step(path: Path) -> int:
 # ---- loading ------------------------------------------------------------------------------------
 
 
-def _match(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], prefix: str) -> None:
+def _match(path: Path, manifest: Manifest, whole: Catalogue, prefix: str) -> None:
     """Names, dtypes and global shapes must be the saved ones (DCP would cast without a word)."""
     saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
-    wanted = describe(tensors)
+    wanted = whole.entries
     found = [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
     found += [f"has a tensor {n} that this run lacks" for n in sorted(saved.keys() - wanted.keys())]
     found += [

@@ -25,11 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig
-from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
 from megacpp.state.agreement import agreed, this_rank
+from megacpp.state.catalogue import Catalogue, catalogue, check_parts, whole_on_main
 from megacpp.state.checkpoint import load_checkpoint
 from megacpp.state.files import (
     PENDING,
@@ -57,9 +57,11 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 def gather_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
     """All weights on rank 0's CPU, None on other ranks; every rank calls it.
 
-    One parameter at a time is whole on a device. `dtype` narrows or widens floating tensors.
+    Names and their order are those of the unsharded model on any mesh. One parameter at a time is
+    whole on a device. `dtype` narrows or widens floating tensors.
     """
-    weights = dict(_whole_tensors(model_tensors(model), dtype))
+    whole = catalogue(model_tensors(model))
+    weights = dict(_whole_tensors(model, whole, _ordered(model, whole), dtype))
     return weights if this_rank()[0] == 0 else None
 
 
@@ -85,15 +87,16 @@ def export_weights(
     """
     what, fix = f"{folder}: cannot be exported", "free disk space or choose another --run.dir"
     pending, rank = folder.with_name(folder.name + PENDING), this_rank()[0]
-    tensors = model_tensors(model)
-    groups = _split(tensors, file_bytes)
+    whole = catalogue(model_tensors(model))
+    groups = _split(_ordered(model, whole), whole, file_bytes)
     try:
         with agreed(what, fix):
+            check_parts(model_tensors(model))
             if rank == 0:
                 pending_folder(folder)
         saved: dict[str, Tensor] = {}
         for name, members in groups.items():
-            some = dict(_whole_tensors({key: tensors[key] for key in members}, dtype))
+            some = dict(_whole_tensors(model, whole, members, dtype))
             with agreed(what, fix):
                 if rank == 0:
                     save_file(some, pending / name, metadata={"format": "pt"})
@@ -146,7 +149,7 @@ def load_trained(
     except DamagedError as damage:
         raise CheckpointError(f"{damage}. Fix: choose another checkpoint.") from None
     stored = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        name: torch.empty(entry.shape, dtype=entry.torch_dtype)
         for name, entry in manifest.tensors.items()
         if name.startswith(prefix)
     }
@@ -169,25 +172,43 @@ def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
 # ---- writing ------------------------------------------------------------------------------------
 
 
+def _ordered(model: nn.Module, whole: Catalogue) -> list[str]:
+    """Names of all ranks' tensors in the order of the unsharded model."""
+    if whole.everywhere:
+        return list(whole.entries)
+    assert isinstance(model, HybridLM)  # nothing else is spread over pipeline stages
+    with torch.device("meta"):
+        names = list(model_tensors(HybridLM(model.config)))
+    differ = sorted(whole.entries.keys() ^ set(names))
+    assert not differ, f"{differ[0]} is held by no rank, or by one that shouldn't"
+    return names
+
+
 @torch.no_grad()
 def _whole_tensors(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+    model: nn.Module, whole: Catalogue, names: Sequence[str], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole CPU copies, one after the other, on rank 0; the other ranks only take part."""
-    keep = this_rank()[0] == 0
-    for name, t in tensors.items():
-        full = t.full_tensor() if is_dtensor(t) else t
-        if keep:
-            wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
-            yield name, full.detach().to("cpu", wanted, copy=True).contiguous()
+    tensors = model_tensors(model)
+    device = next(iter(tensors.values())).device
+
+    def on_cpu(full: Tensor) -> Tensor:
+        wanted = dtype if dtype is not None and full.is_floating_point() else full.dtype
+        return full.detach().to("cpu", wanted, copy=True).contiguous()
+
+    for name in names:  # no variable holds a whole tensor while the next one is gathered
+        entry, first = whole.entries[name], whole.first[name]
+        cpu = on_cpu(whole_on_main(tensors.get(name), entry, first, device))
+        if this_rank()[0] == 0:
+            yield name, cpu
 
 
-def _split(tensors: Mapping[str, Tensor], most_bytes: int) -> dict[str, list[str]]:
+def _split(names: Sequence[str], whole: Catalogue, most_bytes: int) -> dict[str, list[str]]:
     """File name -> tensor names, in order, at most `most_bytes` a file (or one tensor)."""
     groups: list[list[str]] = [[]]
     used = 0
-    for name, t in tensors.items():
-        size = t.numel() * t.element_size()
+    for name in names:
+        size = whole.entries[name].num_bytes
         if groups[-1] and used + size > most_bytes:
             groups.append([])
             used = 0

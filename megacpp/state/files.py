@@ -59,6 +59,12 @@ def write_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of tensors in a safetensors file: all but its header and the header's length."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
 def sync(path: Path) -> None:
     """Waits until a file's content, or the renames inside a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megacpp.state.files import write_text
@@ -40,6 +42,18 @@ class TensorEntry:
 
     dtype: str
     shape: list[int]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.torch_dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"

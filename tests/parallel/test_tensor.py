@@ -13,10 +13,22 @@ import torch
 
 from megacpp.config import MeshConfig
 from megacpp.model.hybrid import HybridLM
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
 from parallel.notation import Array, Move
 from parallel.plans import DOORS, PARAMETERS, Row, row_of
 from tests.model.small import variants
-from tests.parallel.parity import Run, Trace, check, models, traces_of
+from tests.parallel.parity import (
+    Run,
+    Trace,
+    batches_of,
+    check,
+    config_of,
+    models,
+    traces_of,
+    world_of,
+)
+from tests.ranks import run_ranks
 
 TP2, TP4 = MeshConfig(dp_shard=1, tp=2), MeshConfig(dp_shard=1, tp=4)
 FSDP_TP = MeshConfig(dp_shard=2, tp=2)
@@ -128,3 +140,35 @@ def test_what_leaves_a_door_as_a_part_was_summed_over_a_cut_dim() -> None:
             ]
             looked_up = [name for name, array in names if name == "embed.weight" and array.axes[0]]
             assert len(summed + looked_up) == 1, (door, letter, summed)
+
+
+# ---- what sequence parallelism saves ------------------------------------------------------------
+
+
+def bytes_of_the_residual_stream(rank: int, world: int, run: Run) -> tuple[int, int]:
+    """Bytes that the blocks' norms keep for their backward, and of what a block hands on."""
+    config, here = config_of(run), world_of(rank, run)
+    model = build_model(config, here)
+    kept, handed = [], []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t.nbytes if t.dim() == 3 else 0)  # not the weight
+        return t
+
+    for block in model.blocks.values():
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        block.norm.register_forward_pre_hook(lambda _, args, hooks=hooks: hooks.__enter__())
+        block.norm.register_forward_hook(lambda _, args, out, hooks=hooks: hooks.__exit__())
+        block.register_forward_hook(lambda _, args, out: handed.append(out.nbytes))
+    AccumulationBoundary(model, here, config).accumulate(batches_of(0, here, run))
+    return sum(kept), sum(handed)
+
+
+def test_sequence_parallelism_divides_the_residual_stream() -> None:
+    """Exactly by tp: each rank normalises and adds its own tokens only."""
+    one = bytes_of_the_residual_stream(0, 1, Run("plain"))
+    assert min(one) > 0
+    for degree, config in ((2, TP2), (4, TP4)):
+        run = Run("plain", config)
+        for found in run_ranks(bytes_of_the_residual_stream, degree, run):
+            assert tuple(n * degree for n in found) == one

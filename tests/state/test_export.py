@@ -13,13 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from megacpp.config import AttentionConfig, YarnConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.fp32 import contract_parameters
-from megacpp.model.hybrid import HybridLM
-from megacpp.model.init import initialise
 from megacpp.state import export
 from megacpp.state.checkpoint import save_checkpoint
 from megacpp.state.export import (
@@ -110,23 +107,6 @@ def test_sharded_models_export_the_same_file(tmp_path: Path) -> None:
     files = [tmp_path / name / "model.safetensors" for name in ("one", "four")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert "table" not in gathered[0] and "counts" in gathered[0]
-
-
-def test_a_hybrid_exports_from_its_mesh(tmp_path: Path) -> None:
-    from parallel.fsdp import shard_model, shard_slice
-
-    def body(rank: int, world: int) -> None:
-        with torch.device("meta"):
-            model = HybridLM(SMALL)
-        shard_model(model, init_device_mesh("cpu", (world,)), torch.float32)
-        model.to_empty(device="cpu")
-        initialise(model, model.init_rules(), seed=1, part=shard_slice)
-        export_weights(model, tmp_path / "final", SMALL)
-
-    run_ranks(body, 2)
-    one = build(SMALL)
-    initialise(one, one.init_rules(), seed=1)
-    assert torch.equal(loss(load_exported(tmp_path / "final")), loss(one.eval()))
 
 
 def test_files_that_belong_to_the_weights_are_published_with_them(tmp_path: Path) -> None:

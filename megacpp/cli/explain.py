@@ -1,0 +1,119 @@
+"""`megacpp explain`: where every parameter of a model lies on a mesh, and what moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megacpp.arguments import parse_run, take_flag, wants_help
+from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
+from megacpp.config import Config
+
+if TYPE_CHECKING:
+    from parallel.drawing import Drawn
+    from parallel.explain import Explanation
+
+KINDS = {"A": "attention", "M": "Mamba-3", "E": "mixture of experts", "R": "M2RNN", "F": "dense"}
+
+FOR_ALL = (
+    "Once a step for all blocks together: fp32 parameters (norms, router, ...) are gathered and\n"
+    "their gradients scattered in fp32; gradients of parameters that tp leaves whole are summed."
+)
+
+
+def explain(argv: Sequence[str]) -> int:
+    """usage: megacpp explain [PRESET] [--world N] [--rank R] [--section.key value ...] [--all]
+                       [--json]
+
+    The model on a mesh, seen from rank R (default 0) of N: where each dim of each parameter lies
+    (`[Q_tp·fsdp, D]`: dim Q is cut over tp, then over fsdp), and for each kind of block its
+    collectives in the order in which they happen, with the bytes of the larger side. One block of
+    each kind, unless --all. Nothing is started: one process answers for any mesh.
+    """
+    arguments = list(argv)
+    if wants_help(arguments, explain):
+        return 0
+    as_json, every = take_flag(arguments, "--json"), take_flag(arguments, "--all")
+    size, rank = take_world(arguments)
+    config = parse_run(arguments, size).config
+    from parallel.explain import explain as look
+
+    found = look(config, size, rank)
+    if as_json:
+        print(json.dumps(_content(config, size, rank, found), indent=2))
+        return 0
+    print("\n".join(mesh_lines(config, size, rank, found.coordinates)))
+    print("\n" + "\n".join(_parameters(found, every)))
+    for letter, drawn in found.drawn.items():
+        print("\n" + "\n".join(_block(letter, found, drawn)))
+    if any(found.drawn.values()):
+        print(f"\n{FOR_ALL}")
+    return 0
+
+
+def _parameters(found: Explanation, every: bool) -> list[str]:
+    rows = [["parameter", "shape", "here", "layout", "bytes here"]]
+    blocks = _blocks(found)
+    shown = {numbers[0] for numbers in blocks.values()}
+    for line in found.parameters:
+        if every or line.block is None or line.block in shown:
+            shapes = ("x".join(map(str, shape)) or "()" for shape in (line.shape, line.local_shape))
+            rows.append([line.name, *shapes, line.brackets, f"{line.bytes:,}"])
+    here = sum(line.bytes for line in found.parameters)
+    out = table(rows, 4)
+    if not every and blocks:
+        kinds = ", ".join(f"{len(numbers)} {letter}" for letter, numbers in blocks.items())
+        out.append(f"one block of each kind; this rank has {kinds} (--all shows each)")
+    equal = "equal" if found.all_ranks == found.model_bytes else "NOT EQUAL"
+    return [
+        *out,
+        f"sum here {readable(here)}, all ranks (each element once) {found.all_ranks:,} B, "
+        f"model {found.model_bytes:,} B: {equal}",
+    ]
+
+
+def _blocks(found: Explanation) -> dict[str, list[int]]:
+    """Layers of this rank by letter."""
+    blocks: dict[str, list[int]] = {}
+    for line in found.parameters:
+        if line.block is not None and line.block not in blocks.setdefault(line.letter, []):
+            blocks[line.letter].append(line.block)
+    return blocks
+
+
+def _block(letter: str, found: Explanation, drawn: list[Drawn]) -> list[str]:
+    numbers = _blocks(found).get(letter, [])
+    title = f"{letter}  {KINDS[letter]}, {len(numbers)} here"
+    if not drawn:
+        return [f"{title}: nothing moves"]
+    rows = [[title, "", "axis", "dtype", "bytes"]]
+    phase = ""
+    for move in drawn:
+        if move.phase != phase:
+            phase = move.phase
+            rows.append([phase, "", "", "", ""])
+        dtype = str(move.dtype).removeprefix("torch.")
+        rows.append([f"  {move.picture}", move.kind, move.axis, dtype, readable(move.bytes)])
+    return table(rows, 4)
+
+
+def _content(config: Config, size: int, rank: int, found: Explanation) -> dict[str, Any]:
+    return {
+        "preset": config.preset,
+        "world": size,
+        "rank": rank,
+        "mesh": asdict(config.mesh),
+        "coordinates": found.coordinates,
+        "parameters": [asdict(line) for line in found.parameters],
+        "bytes_here": sum(line.bytes for line in found.parameters),
+        "bytes_of_all_ranks": found.all_ranks,
+        "bytes_of_the_model": found.model_bytes,
+        "collectives": {
+            letter: [
+                {**asdict(move), "dtype": str(move.dtype).removeprefix("torch.")} for move in drawn
+            ]
+            for letter, drawn in found.drawn.items()
+        },
+    }

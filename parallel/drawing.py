@@ -1,0 +1,276 @@
+"""What moves in each kind of block of a model on a mesh, in order and with bytes.
+
+The moves are recorded, not looked up: a model with one block of each kind takes a forward and a
+backward under fake tensors (parallel/fake.py), and every collective of a block is drawn as the door
+of the plan that made it, or else by its shapes. FSDP2 moves its gathers ahead of time, so these are
+worked out from the parameters of a block; tests/parallel/test_explain.py adds everything up.
+
+Legend: B rows, T tokens of a row, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.config import Config
+from megacpp.dtensor import is_dtensor
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.moe import Experts
+from megacpp.model.pattern import block_letters
+from megacpp.run.precision import compute_dtype
+from parallel.build import stages_of
+from parallel.collective_log import MODEL_AXES, Collective, CollectiveLog
+from parallel.fake import CPU, FakeBoundary, fake_batch, fake_tensors, fake_world, planned_model
+from parallel.fsdp import RESHARD_ABOVE_BYTES
+from parallel.local_shapes import cuts_of, local_shape
+from parallel.mesh import World
+from parallel.notation import Array, Move
+from parallel.plans import doors_of
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "once a step"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One collective of a block.
+
+    Attributes:
+        phase: FORWARD and BACKWARD are of every microbatch, STEP of its last alone.
+        picture: what moves, in brackets where the plan has a word for it.
+        bytes: of the larger side.
+    """
+
+    phase: str
+    picture: str
+    kind: str
+    axis: str
+    dtype: torch.dtype
+    bytes: int
+
+
+def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Drawn]]:
+    """The collectives of each kind of block in the order in which they happen, by letter.
+
+    Pipeline stages are left out: a block sends the same in each of them.
+
+    Args:
+        config: resolved for `size` ranks.
+        again: blocks are gathered a second time for their backward (`gathers_again`).
+    """
+    size, rank = size // config.mesh.pp, rank % (size // config.mesh.pp)
+    config = _one_of_each(config, again)
+    with fake_world(config, size, rank) as world:
+        model = planned_model(config, world)
+        if not world.parallel:
+            return {letter: [] for letter in model.letters}
+        with fake_tensors():
+            log = _recorded(model, world, config)
+        return {
+            letter: _of_block(model, i, log, config, world, again)
+            for i, letter in enumerate(model.letters)
+        }
+
+
+def gathers_again(model: HybridLM, config: Config) -> bool:
+    """What `mesh.reshard` means for a rank's planned model (see `shard_model`)."""
+    if config.mesh.reshard != "auto":
+        return config.mesh.reshard == "always"
+    dtype = compute_dtype(config.precision, CPU)
+    roots: list[nn.Module] = [*stages_of(model)] or [model]
+    contract = {id(p) for _, p in contract_parameters(model)}
+    others = [p for p in roots[0].parameters() if id(p) not in contract]
+    return sum(map(_numel_of_ranks, others)) * dtype.itemsize > RESHARD_ABOVE_BYTES
+
+
+def _one_of_each(config: Config, again: bool) -> Config:
+    """One block of every kind, in the order in which they first appear; one stage."""
+    kinds = "".join(dict.fromkeys(block_letters(config.model.pattern, config.model.depth)))
+    model = replace(config.model, pattern=kinds, depth=len(kinds))
+    mesh = replace(config.mesh, pp=1, reshard="always" if again else "never")
+    return replace(config, model=model, mesh=mesh)
+
+
+def _of_block(
+    model: HybridLM, i: int, log: CollectiveLog, config: Config, world: World, again: bool
+) -> list[Drawn]:
+    gathers, ends = _storage(model.blocks[str(i)], config, world)
+    doors = _doors(model, i, config)
+    drawn = [replace(move, phase=FORWARD) for move in gathers]
+    for phase in (FORWARD, BACKWARD):
+        if phase == BACKWARD and again:
+            drawn += [replace(move, phase=BACKWARD) for move in gathers]
+        calls = [c for c in log.of(scope=f"{i} {phase}") if not of_storage(c)]
+        drawn += _pictures(calls, phase, doors, config.model.dim)
+    return drawn + ends
+
+
+def of_storage(call: Collective) -> bool:
+    """A call of FSDP2, which alone gathers and reduces into buffers of its own."""
+    return call.in_place and call.kind in ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def _recorded(model: HybridLM, world: World, config: Config) -> CollectiveLog:
+    """One microbatch; calls carry the layer and phase in which they were made as their scope."""
+    model.to_empty(device=CPU)
+    model.train()
+    boundary, batch = FakeBoundary(model, world, config), fake_batch(config)
+    log = CollectiveLog(world.meshes)
+
+    def scoped(name: str) -> Callable[[Tensor], None]:
+        def enter(_: Tensor) -> None:
+            log.scope = name
+
+        return enter
+
+    def watch(i: int) -> None:
+        def before(_: nn.Module, args: tuple[Tensor, Any]) -> None:
+            log.scope = f"{i} {FORWARD}"
+            args[0].register_hook(scoped(""))
+
+        def after(_: nn.Module, args: Any, out: Tensor) -> None:
+            log.scope = ""
+            out.register_hook(scoped(f"{i} {BACKWARD}"))
+
+        block = model.blocks[str(i)]
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+    for i in range(len(model.letters)):
+        watch(i)
+    with log:
+        boundary.accumulate([batch])
+    return log
+
+
+def _storage(block: nn.Module, config: Config, world: World) -> tuple[list[Drawn], list[Drawn]]:
+    """What FSDP2 does for a block: gathers of a microbatch, and sums at the end of a step."""
+    gathers, ends = [], []
+    narrow = compute_dtype(config.precision, CPU)
+    wide = torch.promote_types(narrow, torch.float32)
+    for what, view, parameters in _units(block, world):
+        mesh = world.meshes[view]
+        names, shards = tuple(mesh.mesh_dim_names or ()), mesh.size(mesh.ndim - 1)
+        (*copies, axis), numel = names, sum(_padded(p, shards) for p in parameters)
+        if shards == 1:
+            continue  # everything is here already
+        gather, scatter = f"{what}[N_{axis}] -> [N]", f"d {what}[N]{{{axis}}} -> [N_{axis}]"
+        size = numel * narrow.itemsize
+        gathers.append(Drawn("", gather, "all_gather", axis, narrow, size))
+        size = numel * wide.itemsize
+        ends.append(Drawn(STEP, scatter, "reduce_scatter", axis, wide, size))
+        for copy in copies:
+            both = f"d {what}[N_{axis}]{{{copy}}} -> [N_{axis}]"
+            ends.append(Drawn(STEP, both, "all_reduce", copy, wide, size // shards))
+    return gathers, ends
+
+
+def _units(block: nn.Module, world: World) -> Iterator[tuple[str, str, list[nn.Parameter]]]:
+    """FSDP units of a block as parallel/fsdp.py makes them: name, mesh, parameters."""
+    experts = [m for m in block.modules() if isinstance(m, Experts)]
+    apart = world.degree("ep") > 1 or world.degree("tp") > 1
+    routed = [p for m in experts for p in m.parameters()] if apart else []
+    others = {id(p) for p in routed} | {id(p) for _, p in contract_parameters(block)}
+    yield "block", "shard", [p for p in block.parameters() if id(p) not in others]
+    if routed:
+        yield "experts", "expert_shard", routed
+
+
+def _padded(p: Tensor, shards: int) -> int:
+    """Elements of a parameter in a gather: each rank's part is as long as the first's."""
+    assert is_dtensor(p)
+    names = p.device_mesh.mesh_dim_names or ()
+    data = [i for i, name in enumerate(names) if name not in MODEL_AXES]
+    first = [0 if i in data else at for i, at in enumerate(p.device_mesh.get_coordinate() or ())]
+    return shards * math.prod(
+        local_shape(p.shape, cuts_of(p.placements), p.device_mesh.shape, first)
+    )
+
+
+def _numel_of_ranks(p: Tensor) -> int:
+    """Elements of a parameter that the ranks which share its storage hold together."""
+    if not is_dtensor(p):
+        return p.numel()
+    mesh, names = p.device_mesh, p.device_mesh.mesh_dim_names or ()
+    cuts = tuple((i, dim) for i, dim in cuts_of(p.placements) if names[i] in MODEL_AXES)
+    return math.prod(local_shape(p.shape, cuts, mesh.shape, mesh.get_coordinate() or ()))
+
+
+Door = tuple[str, str, str, int]  # phase, kind, axis and elements -> what is drawn
+
+
+def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
+    """The moves of a block's doors, and their adjoints, by what a log shows of them."""
+    B, T = config.train.device_batch_size, config.data.seq_len // config.mesh.cp
+    numel = B * T * config.model.dim
+    found: dict[Door, str] = {}
+    for name, _, enter, leave in doors_of(model):
+        if not name.startswith(f"blocks.{i}."):
+            continue
+        for move in (enter, leave):
+            if move is not None and move.axis is not None:
+                kinds = ("all_gather", "reduce_scatter")
+                there, back = kinds if move.kind == "gather" else kinds[::-1]
+                found[FORWARD, there, move.axis, numel] = _text(move.before, move.after, config)
+                before, after = _adjoint(move)
+                found[BACKWARD, back, move.axis, numel] = _text(before, after, config)
+    return found
+
+
+def _adjoint(move: Move) -> tuple[Array, Array]:
+    """What the gradient does on its way back through a door."""
+    before, after, axis = move.before, move.after, move.axis
+    name = f"d{before.name}"
+    if move.kind == "gather":
+        return replace(after, name=name, partial=axis), replace(before, name=name)
+    return replace(after, name=name), replace(before, name=name, partial=None)
+
+
+def _text(before: Array, after: Array, config: Config) -> str:
+    """A move, with the tokens that `cp` has cut already."""
+    return f"{_with_context(before, config)} -> {_with_context(after, config)}"
+
+
+def _with_context(array: Array, config: Config) -> Array:
+    if config.mesh.cp == 1:
+        return array
+    axes = tuple(
+        ("cp" if axis is None else f"cp·{axis}") if dim == "T" else axis
+        for dim, axis in zip(array.dims, array.axes, strict=True)
+    )
+    return replace(array, axes=axes)
+
+
+def _pictures(
+    calls: Sequence[Collective], phase: str, doors: dict[Door, str], dim: int
+) -> Iterator[Drawn]:
+    """The calls of a block as doors of the plan, or in words and shapes."""
+    rows = 0  # exchanges of whole rows so far: to the experts, and back
+    for call in calls:
+        picture = doors.get((phase, call.kind, call.axis, call.numel))
+        if picture is None:
+            whole = call.axis == "ep" and call.shapes[0][-1:] == (dim,)
+            shapes = " -> ".join(f"[{', '.join(map(str, shape))}]" for shape in call.shapes)
+            picture = f"{_word(call, phase, whole, rows)}{shapes}"
+            rows += whole
+        yield Drawn(phase, picture, call.kind, call.axis, call.dtype, call.bytes)
+
+
+def _word(call: Collective, phase: str, whole_rows: bool, before: int) -> str:
+    """What an exchange is for that no door of the plan describes."""
+    if call.axis == "row":
+        return "choices " if call.dtype == torch.uint8 else "places "
+    if call.axis == "ep":
+        if not call.dtype.is_floating_point:
+            return "counts "
+        if not whole_rows:
+            return "weights and ids " if phase == FORWARD else "d weights "
+        there = ("dispatch ", "combine ") if phase == FORWARD else ("d combine ", "d dispatch ")
+        return there[min(before, 1)]
+    return ""

@@ -1,0 +1,130 @@
+"""A rank without peers and a model without memory: fake process groups, fake tensors.
+
+The process group is fake (peers answer at once, with anything), the model is built on the meta
+device by the functions that build every run, and its tensors are fake: they have shapes and types,
+no values. Everything that a mesh does to a model can be seen on them, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacpp.config import Config
+from megacpp.data.batches import Batch
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from parallel.boundary import AccumulationBoundary
+from parallel.build import plan_model
+from parallel.mesh import World, join
+from parallel.stand_ins import stand_ins
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
+    """Rank `rank` of `size`, of which this process is the only one; one rank has no meshes.
+
+    No process group may exist. `config.mesh` must be resolved.
+    """
+    if size == 1:
+        yield World(0, 1, CPU)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    # "2 sequential all_gather ...": DTensor about layouts that FSDP2 chose.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield join(config.mesh, CPU)
+    finally:
+        dist.destroy_process_group()
+        # DTensor remembers results by meshes that compare equal to those of another rank.
+        _clear_sharding_prop_cache()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside of the block have no values; local work is replaced by its shape."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _RealStaysReal(), stand_ins():
+        yield
+
+
+def as_trained(config: Config) -> Config:
+    """`auto` precision means bf16, as on a GPU, unless the run is to be on a CPU."""
+    if config.precision.dtype != "auto" or config.train.device == "cpu":
+        return config
+    return replace(config, precision=replace(config.precision, dtype="bf16"))
+
+
+def whole_model(config: Config) -> HybridLM:
+    """The model on the meta device, of no mesh."""
+    return plan_model(config, World(0, 1, CPU))
+
+
+def planned_model(config: Config, world: World) -> HybridLM:
+    """The model on the meta device, cut and sharded: what `build_model` then materialises.
+
+    Where experts lie on several ranks they are chosen evenly: sizes can't depend on values here.
+    """
+    return plan_model(config, world, balanced=config.mesh.ep > 1)
+
+
+def fake_batch(config: Config) -> Batch:
+    """The rows of a rank's microbatch; make it where tensors are fake."""
+    shape = config.train.device_batch_size, config.data.seq_len
+    ids_BT = torch.zeros(shape, dtype=torch.int64)
+    numel = ids_BT.numel()
+    return Batch(ids_BT, ids_BT, Documents.from_ids(ids_BT), numel, numel, tuple(range(shape[0])))
+
+
+class FakeBoundary(AccumulationBoundary):
+    """The boundary without peers to agree with.
+
+    Its counts of tokens are real tensors: the host reads them to divide by.
+    """
+
+    def __init__(self, model: HybridLM, world: World, config: Config) -> None:
+        super().__init__(model, world, config)
+        if self.pipeline is not None:
+            self.pipeline.dry = True
+
+    def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, int]:
+        with unset_fake_temporarily():
+            return super()._totals(batches)
+
+
+class _RealStaysReal(TorchDispatchMode):
+    """Real tensors (ranks of a mesh) keep their values; fractions that the host reads are 1.0.
+
+    A whole number must be real: it could be a size. Only fractions are made up, where the host
+    looks at a scale or a norm to see whether there is something to do.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # let DTensor turn into local operators first
+        if FakeTensor in types:
+            if func is torch.ops.prim.device.default:
+                return args[0].fake_device  # more than half of all calls, so the short way
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+                return 1.0
+            return func(*args, **(kwargs or {}))
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not tensors or any(t.is_meta for t in tensors):
+            return func(*args, **(kwargs or {}))
+        with unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))

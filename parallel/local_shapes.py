@@ -1,0 +1,108 @@
+"""What every rank of a mesh stores of a parameter, worked out from its placements alone.
+
+No rank is asked and nothing is built: a thousand ranks are a loop over coordinates. Cuts are those
+of `torch.chunk`: equal parts, then a shorter one, then empty ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Cuts = tuple[tuple[int, int], ...]
+
+
+def cuts_of(placements: Sequence[Placement]) -> Cuts:
+    """(mesh dim, tensor dim) of every cut, in the order in which they are made.
+
+    Mesh dims from left to right, but FSDP2's, which stand in front of those that cut before them,
+    come last: torch writes such a cut as a strided one.
+    """
+    made = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
+    assert not any(p.is_partial() for _, p in made), f"no storage: {placements}"
+    made.sort(key=lambda pair: isinstance(pair[1], _StridedShard))
+    return tuple((i, p.dim) for i, p in made)  # type: ignore[attr-defined]
+
+
+def local_shape(
+    shape: Sequence[int], cuts: Cuts, sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """What the rank at a coordinate of a mesh of `sizes` stores of a tensor of `shape`."""
+    local = list(shape)
+    for axis, dim in cuts:
+        part = -(-local[dim] // sizes[axis])
+        local[dim] = max(0, min(part, local[dim] - coordinate[axis] * part))
+    return tuple(local)
+
+
+def own_shape(t: Tensor) -> tuple[int, ...]:
+    """What this rank stores of a tensor, by arithmetic."""
+    if not isinstance(t, DTensor):
+        return tuple(t.shape)
+    coordinate = t.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return local_shape(t.shape, cuts_of(t.placements), t.device_mesh.shape, coordinate)
+
+
+@dataclass(frozen=True)
+class Census:
+    """Bytes of a model's parameters on every rank that holds some.
+
+    Attributes:
+        by_rank: everything that a rank stores.
+        once: the sum over ranks, each element counted on the first rank that has it.
+    """
+
+    by_rank: dict[int, int]
+    once: int
+
+
+def census(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> Census:
+    """Counts parameters at every coordinate of their meshes.
+
+    Args:
+        copies: parameters that ranks of another mesh have too, and count.
+    """
+    others = {id(p) for p in copies}
+    by_rank: dict[int, int] = {}
+    seen: dict[tuple[Any, ...], list[tuple[int, bool]]] = {}
+    once = 0
+    for p in parameters:
+        if not isinstance(p, DTensor):
+            by_rank[0] = by_rank.get(0, 0) + p.numel() * p.itemsize
+            once += p.numel() * p.itemsize if id(p) not in others else 0
+            continue
+        key = tuple(p.shape), cuts_of(p.placements), tuple(p.device_mesh.shape)
+        if key not in seen:
+            seen[key] = list(_numels(*key))
+        for rank, (numel, first) in zip(_ranks(p.device_mesh), seen[key], strict=True):
+            by_rank[rank] = by_rank.get(rank, 0) + numel * p.itemsize
+            once += numel * p.itemsize if first and id(p) not in others else 0
+    return Census(by_rank, once)
+
+
+def _numels(
+    shape: tuple[int, ...], cuts: Cuts, sizes: tuple[int, ...]
+) -> Iterator[tuple[int, bool]]:
+    """Elements at every coordinate, the last mesh dim fastest, and whether it is the first copy.
+
+    Copies lie along the mesh dims that don't cut; the one at their first coordinate counts.
+    """
+    cutting = {axis for axis, _ in cuts}
+    copies = [axis for axis in range(len(sizes)) if axis not in cutting]
+    for at in product(*map(range, sizes)):
+        first = all(at[axis] == 0 for axis in copies)
+        yield math.prod(local_shape(shape, cuts, sizes, at)), first
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    """Ranks of a mesh, the last dim fastest."""
+    return mesh.mesh.flatten().tolist()

@@ -1,0 +1,133 @@
+"""Local work that a dry run only needs the shape of.
+
+A recurrence runs token by token and experts run group by group: under fake tensors that is minutes
+of Python for results without values. None of the functions below calls a collective, so a dry run
+puts outputs of the right shape and type in their place, joined to the same inputs in autograd's
+graph. tests/parallel/test_dry_run.py holds that real ranks, which compute everything, issue the
+same collectives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp.kernels.expert_rows import Groups, group_rows
+from megacpp.kernels.grouped_mm import grouped_linear
+from megacpp.kernels.m2rnn_chunks import Chunked, Plan
+from megacpp.kernels.mamba3_chunks import mamba3_chunked
+from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import wide
+
+Shape = tuple[Sequence[int], torch.dtype]
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Puts the stand-ins wherever a module of the project has imported an original."""
+    instead: list[tuple[Any, Any]] = [
+        (mamba3_chunked, scan),
+        (Chunked, Recurrence),
+        (grouped_linear, experts_linear),
+        (group_rows, balanced_rows),
+    ]
+    changed: list[tuple[Any, str, Any]] = []
+    modules = [m for name, m in sys.modules.items() if name.startswith(("megacpp.", "parallel."))]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            for original, other in instead:
+                if value is original and module.__name__ != __name__:
+                    setattr(module, name, other)
+                    changed.append((module, name, original))
+    try:
+        yield
+    finally:
+        for module, name, original in changed:
+            setattr(module, name, original)
+
+
+def scan(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    pairing: Pairing,
+    chunk_size: int,
+    initial: Mamba3State | None = None,
+) -> tuple[Tensor, Mamba3State]:
+    """In place of `mamba3_chunked`."""
+    (B, _, H, P), dtype, state_dtype = inputs.V.shape, inputs.V.dtype, wide(inputs.V[:0]).dtype
+    R, N, A = inputs.Q.shape[2], inputs.Q.shape[-1], inputs.Angles.shape[-1]
+    shapes: list[Shape] = [
+        (inputs.V.shape, dtype),
+        ((B, H, A), state_dtype),
+        ((B, H, P, N), state_dtype),
+        ((B, H, R, N), dtype),
+        ((B, H, P), dtype),
+    ]
+    given = (*vars(inputs).values(), *vars(weights).values(), *vars(initial or inputs).values())
+    y_BTHP, *state = shaped(shapes, *(x for x in given if isinstance(x, Tensor)))
+    return y_BTHP, Mamba3State(*state)
+
+
+class Recurrence:
+    """In place of `m2rnn_chunks.Chunked`."""
+
+    @staticmethod
+    def apply(
+        q_BTNK: Tensor,
+        k_BTNK: Tensor,
+        v_BTNV: Tensor,
+        f_BTN1: Tensor,
+        w_NVV: Tensor,
+        initial_SNKV: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor | None]:
+        (B, T, _, V), K, N = v_BTNV.shape, k_BTNK.shape[-1], plan.num_heads
+        shapes: list[Shape] = [((B, T, N, V), v_BTNV.dtype)]
+        if plan.final_states:
+            assert initial_SNKV is not None, "the number of documents is known to a device alone"
+            shapes.append(((len(initial_SNKV), N, K, V), plan.dtype))
+        tensors = (q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV)
+        out = shaped(shapes, *(x for x in tensors if x is not None))
+        return out[0], out[1] if plan.final_states else None
+
+
+def experts_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor | None = None) -> Tensor:
+    """In place of `grouped_linear`."""
+    dtype, device = x_SD.dtype, x_SD.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return shaped([((len(x_SD), weight_EFD.shape[1]), dtype)], x_SD, weight_EFD)[0]
+
+
+def balanced_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Groups:
+    """In place of `group_rows`: every expert has an even share of the copies."""
+    (T, K), new = expert_TK.shape, expert_TK.new_zeros
+    sizes = [(T * K + e) // num_experts for e in range(num_experts)]
+    padded = [-(-size // multiple) * multiple for size in sizes]
+    counts_E = torch.tensor(padded, device=expert_TK.device)
+    return Groups(new(K, T), new(sum(padded)), counts_E)
+
+
+def shaped(outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of these shapes and dtypes that depend on `inputs`, without values."""
+    apply: Callable[..., tuple[Tensor, ...]] = _Shaped.apply  # type: ignore[assignment]
+    return apply(outputs, *inputs)
+
+
+class _Shaped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *(torch.empty_like(x) if needed else None for x, needed in inputs)

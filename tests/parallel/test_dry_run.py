@@ -1,0 +1,203 @@
+"""A dry run says what real ranks do: forked gloo ranks take the same step with real tensors.
+
+Figures are counts and bytes, so they are compared exactly, rank by rank. Where experts lie on
+several ranks the real run chooses them evenly too. Fake process groups of up to 1,024 ranks show
+that all ranks together hold the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from megacpp.cli.dry_run import rooms
+from megacpp.cli.main import main
+from megacpp.config import Config, MeshConfig, TrainConfig
+from megacpp.model.init import initialise
+from megacpp.presets import nam56r
+from megacpp.rules import check, resolve
+from parallel.boundary import AccumulationBoundary
+from parallel.collective_log import CollectiveLog
+from parallel.dry_run import Bytes, class_of, count_all, dry_run
+from parallel.fake import fake_world, planned_model
+from parallel.fsdp import shard_slice
+from parallel.local_shapes import own_shape
+from parallel.mesh import join
+from tests.parallel.parity import CPU, Run, T, batches_of, config_of
+from tests.ranks import run_ranks
+
+RUNS = [
+    Run("plain", MeshConfig(dp_shard=4), accum=2, optimizer="muon_adamw"),
+    Run("options", MeshConfig(dp_replicate=2, dp_shard=2), accum=2),
+    Run("plain", MeshConfig(dp_shard=2, tp=2, reshard="never"), accum=4, dtype="fp32"),
+    Run("tied", MeshConfig(dp_shard=2, tp=2, ep=2, reshard="resident"), accum=4),
+    Run("plain", MeshConfig(dp_shard=2, tp=2, ep=4, reshard="always"), 4, "fp32", "muon_adamw"),
+    Run("plain", MeshConfig(dp_shard=1, tp=2, cp=2, ep=2, reshard="always"), accum=4),
+    Run("plain", MeshConfig(dp_shard=2, cp=2, cp_m2rnn="serial", cp_attention="ring"), accum=4),
+    Run("plain", MeshConfig(dp_shard=2, pp=2), accum=4, optimizer="muon_adamw"),
+    Run("tied", MeshConfig(dp_shard=1, pp=2, tp=2, pp_schedule="gpipe"), accum=8),
+]
+
+
+def config_for(run: Run) -> Config:
+    train = TrainConfig(device_batch_size=run.device_batch, grad_accum=run.accum, device="cpu")
+    config = config_of(run)
+    return dataclasses.replace(
+        config, train=train, data=dataclasses.replace(config.data, seq_len=T)
+    )
+
+
+def real_step(rank: int, _: int) -> list[dict[str, Any]]:
+    """The second step of each run, as train.py takes it, and what it sent and stored."""
+    found = []
+    for run in RUNS:
+        found.append(_real_step(run))
+        _clear_sharding_prop_cache()  # it would hand groups of this mesh to the next
+    return found
+
+
+def _real_step(run: Run) -> dict[str, Any]:
+    config, world = config_for(run), join(run.mesh, CPU)
+    model = planned_model(config, world)
+    model.to_empty(device=CPU)
+    initialise(model, model.init_rules(), 0, shard_slice)
+    model.train()
+    boundary = AccumulationBoundary(model, world, config)
+    optimizers = rooms().optimizers(model, config, world.holders)
+    gradients: Bytes = {}
+    log = CollectiveLog(world.meshes)
+    for step in range(2):
+        log = CollectiveLog(world.meshes)
+        with log:
+            boundary.accumulate(batches_of(step, world, run))
+            rooms().clip(model, config, boundary.copies)
+            optimizers.step()
+            grads = {name: p.grad for name, p in model.named_parameters()}
+            optimizers.zero_grad()
+            boundary.update_routers()
+        gradients = by_class(model, grads)
+    return {
+        "traffic": Counter((c.axis, c.kind, c.dtype, c.bytes) for c in log.calls),
+        "parameters": by_class(model, dict(model.named_parameters())),
+        "gradients": gradients,
+        "state": sum(
+            shard_slice(t).local.numel() * t.itemsize for t in optimizers.state_tensors().values()
+        ),
+    }
+
+
+def by_class(model: Any, tensors: dict[str, Any]) -> Bytes:
+    found: Bytes = {}
+    for name, t in tensors.items():
+        kind = class_of(model, name, model.get_parameter(name))
+        found[kind] = found.get(kind, 0) + shard_slice(t).local.numel() * t.itemsize
+    return found
+
+
+@functools.cache
+def real_steps() -> list[list[dict[str, Any]]]:
+    return run_ranks(real_step, 4)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[str(run) for run in RUNS])
+def test_a_dry_run_is_the_run(number: int) -> None:
+    run = RUNS[number]
+    for rank in (0, 3) if run.mesh.pp > 1 else (3,):
+        real = real_steps()[rank][number]
+        found = dry_run(config_for(run), 4, rank, rooms())
+        sent: Counter[Any] = Counter()
+        for axis, kind, dtype, size in real["traffic"].elements():
+            sent[axis, kind, dtype, "count"] += 1
+            sent[axis, kind, dtype, "bytes"] += size
+        expected = Counter(
+            {
+                (*key, what): n
+                for key, value in found.traffic.items()
+                for what, n in vars(value).items()
+            }
+        )
+        assert sent == expected
+        assert found.parameters == real["parameters"] and found.gradients == real["gradients"]
+        assert sum(sum(of_class.values()) for of_class in found.state.values()) == real["state"]
+        assert found.complete and found.census.by_rank[rank] == sum(found.parameters.values())
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = dry_run(config_for(Run("plain", accum=2)), 1, 0, rooms())
+    assert not found.traffic and found.complete
+    assert set(found.parameters) == {"dense", "experts"}
+    assert sum(found.gradients.values()) == sum(found.parameters.values()) == found.model_bytes
+
+
+MESHES = {  # legal ones for nam56r
+    8: MeshConfig(tp=2, ep=4),
+    64: MeshConfig(pp=2, tp=2, ep=8, dp_replicate=2),
+    1024: MeshConfig(tp=4, cp=2, ep=16),
+}
+
+
+@pytest.mark.parametrize("size", MESHES)
+def test_all_ranks_together_hold_the_model(size: int) -> None:
+    """Of 4.5 billion parameters every one, whatever the mesh; and what each rank then stores."""
+    config = dataclasses.replace(nam56r(), mesh=MESHES[size])
+    check(config, size)
+    config = resolve(config, size)
+    found = count_all(config, size)
+    assert found.once == 4 * 4_455_295_808 and len(found.by_rank) == size
+    for rank in (1, size // 2 - 1, size - 1):
+        with fake_world(config, size, rank) as world:
+            model = planned_model(config, world)
+            for p in model.parameters():
+                assert p.to_local().shape == own_shape(p)  # type: ignore[attr-defined]
+            stored = sum(4 * math.prod(own_shape(p)) for p in model.parameters())
+        assert stored == found.by_rank[rank]
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+SMALL = ["tiny", "--model.depth", "2", "--data.seq-len", "32", "--train.grad-accum", "3"]
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dry-run", *SMALL, "--world", "8", "--rank", "5", "--mesh.tp", "2", "--mesh.ep", "4"]
+    code, out, _ = command(capsys, *words)
+    assert code == 0 and "rank 5: dp_shard 2, tp 1, ep 1" in out
+    assert ": equal" in out and "from steps of 1 and 2 microbatches" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+    code, out, _ = command(capsys, *words, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["parameters_of_ranks"]["equal"] is True
+    assert found["parameters_of_ranks"]["ranks"] == 8 and found["grad_accum"] == 3
+    assert found["coordinates"]["tp"] == 1 and found["coordinates"]["ep"] == 1
+    ep = [c for c in found["collectives"] if c["axis"] == "ep"]
+    assert {c["kind"] for c in ep} == {"all_to_all"}
+    # two exchanges of rows a microbatch for the one E block, and as many back
+    assert sum(c["count"] for c in ep if c["dtype"] == "bfloat16") == 3 * 4
+
+
+def test_what_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, key in (
+        (["nam56r", "--world", "7"], "train.tokens_per_step=1048576"),
+        (["nam56r", "--world", "8", "--mesh.tp", "3"], "mesh.tp=3"),
+        (["tiny", "--world", "0"], "world=0"),
+        (["tiny", "--world", "4", "--rank", "4"], "rank=4"),
+        (["tiny", "--world", "four"], "world=four"),
+        (["tiny", "--wrld", "4"], "--wrld"),
+    ):
+        for name in ("dry-run", "explain"):
+            code, out, err = command(capsys, name, *words)
+            assert (code, out) == (2, ""), (words, err)
+            assert err.startswith(f"error: {key}") and "Fix: " in err and err.count("\n") == 1

@@ -1,0 +1,191 @@
+"""A run that is stopped and resumed is the run that was never stopped, on the same mesh or another.
+
+Forked gloo ranks, real steps in fp64: three, a checkpoint, three more. On the mesh that saved, the
+resumed steps are the same to the last bit. On another one, sums are made in another order, about
+1e-16 of their size apart, so 1e-12 is a wrong tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacpp.config import MeshConfig
+from megacpp.model.init import Slice
+from megacpp.state.tensors import model_tensors
+from megacpp.state.training import TrainingState
+from optim.build import build_optimizers
+from optim.clip import clip_gradients
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from tests.parallel.parity import Run, Slices, batches_of, config_of, covered, error, world_of
+from tests.parallel.parity import slices as slices_of
+from tests.ranks import run_ranks
+from tests.state.meshes import digests, fill, merged
+
+BEFORE, AFTER = 3, 6  # steps
+
+
+def mesh(**axes: object) -> MeshConfig:
+    return MeshConfig(**{"dp_shard": 1, **axes})  # type: ignore[arg-type]
+
+
+RUNS = {
+    "one": Run("plain"),
+    "muon": Run("plain", optimizer="muon_adamw"),
+    "tp2": Run("plain", mesh(tp=2)),
+    "muon tp4": Run("plain", mesh(tp=4), optimizer="muon_adamw"),
+    "fsdp2": Run("plain", mesh(dp_shard=2)),
+    "muon fsdp2 tp2": Run("plain", mesh(dp_shard=2, tp=2), optimizer="muon_adamw"),
+    "ep2": Run("plain", mesh(dp_shard=2, ep=2)),
+    "fsdp2 cp2 ep4": Run("plain", mesh(dp_shard=2, cp=2, ep=4)),
+    "pp2": Run("plain", mesh(pp=2), accum=2),
+    "pp2 tp2": Run("plain", mesh(pp=2, tp=2), accum=2),
+    "tied": Run("tied"),
+    "tied pp2 fsdp2": Run("tied", mesh(pp=2, dp_shard=2), accum=2),
+}
+SAME = ["one", "muon fsdp2 tp2", "fsdp2 cp2 ep4", "pp2 tp2", "tied pp2 fsdp2"]
+MOVES = [
+    ("muon fsdp2 tp2", "muon"),
+    ("one", "tp2"),
+    ("tp2", "fsdp2"),
+    ("muon tp4", "muon fsdp2 tp2"),
+    ("ep2", "one"),
+    ("one", "ep2"),
+    ("fsdp2 cp2 ep4", "pp2"),
+    ("pp2 tp2", "fsdp2 cp2 ep4"),
+    ("pp2 tp2", "one"),
+    ("tied pp2 fsdp2", "tied"),
+    ("tied", "tied pp2 fsdp2"),
+]
+
+
+@dataclass
+class Trace:
+    """What a run was on one rank from the checkpoint on."""
+
+    digests: dict[str, str] = field(default_factory=dict)  # of whole tensors, at the checkpoint
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tensors: Slices = field(default_factory=dict)  # at the end
+
+
+def train(rank: int, run: Run, folder: Path, source: Path | None) -> Trace:
+    """Six steps as `train.py` makes them with a checkpoint after the third, or the last three."""
+    trace, world, config = Trace(), world_of(rank, run), config_of(run)
+    model = build_model(config, world)
+    boundary, optimizers = (
+        AccumulationBoundary(model, world, config),
+        build_optimizers(model, config),
+    )
+    state = TrainingState(folder, model, optimizers, config, "corpus")
+
+    def tensors() -> dict[str, Tensor]:
+        own = {f"model.{name}": t for name, t in model_tensors(model).items()}
+        return own | {f"optim.{name}": t for name, t in optimizers.state_tensors().items()}
+
+    if source is not None:
+        fill(tensors(), seed=7)
+        state.resume(str(source))
+        trace.digests = digests(tensors())
+    while state.step < AFTER:
+        sums = boundary.accumulate(batches_of(state.step, world, run))
+        norm = clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
+        optimizers.step()
+        optimizers.zero_grad()
+        boundary.update_routers()
+        state.advance(updated=True)
+        if state.step > BEFORE:
+            trace.losses.append(sums.loss_sum.item() / sums.valid_tokens)
+            trace.norms.append(norm.item())
+        elif state.step == BEFORE:
+            state.save(keep=1)
+            trace.digests = digests(tensors())
+    trace.tensors = slices_of({name: t for name, t in tensors().items() if t.dim()})
+    return trace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path) -> dict[str, list[Trace]]:
+    """Every run that is resumed later, without a stop."""
+    names = dict.fromkeys([*SAME, *(a for a, _ in MOVES)])
+    jobs = {name: (RUNS[name], folder / name, None) for name in names}
+    return on_ranks(jobs)
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, straight: dict[str, list[Trace]]) -> dict[tuple[str, str], list[Trace]]:
+    moves = [*((name, name) for name in SAME), *MOVES]
+    path = f"step-{BEFORE:06d}"
+    jobs = {(a, b): (RUNS[b], folder / "unused", folder / a / path) for a, b in moves}
+    return on_ranks(jobs)
+
+
+def on_ranks(jobs: Mapping[Any, tuple[Run, Path, Path | None]]) -> dict[Any, list[Trace]]:
+    """The traces of every rank of every job, one fork of ranks per world size."""
+    found: dict[Any, list[Trace]] = {}
+    for size in sorted({run.world for run, *_ in jobs.values()}):
+        some = {key: job for key, job in jobs.items() if job[0].world == size}
+        body = functools.partial(_all, jobs=some)
+        of_ranks = [body(0, 1)] if size == 1 else run_ranks(body, size, timeout_s=240)
+        found |= {key: [of_rank[key] for of_rank in of_ranks] for key in some}
+    return found
+
+
+def _all(rank: int, _world: int, jobs: dict[Any, Any]) -> dict[Any, Trace]:
+    return {key: train(rank, *job) for key, job in jobs.items()}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_on_the_same_mesh_to_the_last_bit(
+    straight: dict[str, list[Trace]], resumed: dict[tuple[str, str], list[Trace]], name: str
+) -> None:
+    for found, expected in zip(resumed[name, name], straight[name], strict=True):
+        assert found.digests == expected.digests
+        assert found.losses == expected.losses and found.norms == expected.norms
+        assert found.tensors.keys() == expected.tensors.keys()
+        for key, part in found.tensors.items():
+            assert part.local.equal(expected.tensors[key].local), key
+
+
+@pytest.mark.parametrize(("a", "b"), MOVES)
+def test_on_another_mesh(
+    straight: dict[str, list[Trace]],
+    resumed: dict[tuple[str, str], list[Trace]],
+    a: str,
+    b: str,
+) -> None:
+    loaded, saved = resumed[a, b], straight[a]
+    assert merged([t.digests for t in loaded]) == merged([t.digests for t in saved])
+    for key in ("losses", "norms"):
+        for found in loaded:
+            assert getattr(found, key) == pytest.approx(getattr(saved[0], key), rel=1e-12)
+    whole = wholes([t.tensors for t in saved])
+    covered([t.tensors for t in loaded], whole)
+    for found in loaded:
+        worst = error(found.tensors, whole)
+        assert worst[0] <= 1e-12, worst
+
+
+def wholes(of_ranks: list[Slices]) -> Slices:
+    """Whole tensors, put together from what each rank holds."""
+    found: Slices = {}
+    for of_rank in of_ranks:
+        for key, part in of_rank.items():
+            empty = torch.zeros(part.shape, dtype=part.local.dtype)
+            full = found.setdefault(key, Slice(empty, part.shape, (0,) * len(part.shape)))
+            box = (slice(a, a + n) for a, n in zip(part.offset, part.local.shape, strict=True))
+            full.local[tuple(box)] = part.local
+    return found
