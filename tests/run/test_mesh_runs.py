@@ -36,9 +36,9 @@ def train(corpus: Path, folder: Path, ranks: int, rows: int, flags: str) -> str:
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     batch = ["--train.device-batch-size", str(rows), "--train.grad-accum", "2"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    command = [sys.executable, *(start if ranks > 1 else []), "train.py", "tiny"]
     done = subprocess.run(
-        [sys.executable, *(start if ranks > 1 else []), "train.py", "tiny"]
-        + [*MODEL, *SHORT, *ADAMW, *batch, *paths, *flags.split()],
+        [*command, *MODEL, *SHORT, *ADAMW, *batch, *paths, *flags.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
