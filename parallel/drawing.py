@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import Config
+from megacpp.config import Config, ModelConfig
 from megacpp.dtensor import is_dtensor
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
@@ -107,7 +107,7 @@ def _of_block(
         if phase == BACKWARD and again:
             drawn += [replace(move, phase=BACKWARD) for move in gathers]
         calls = [c for c in log.of(scope=f"{i} {phase}") if not of_storage(c)]
-        drawn += _pictures(calls, phase, doors, config.model.dim)
+        drawn += _pictures(calls, phase, doors, model.letters[i], config.model)
     return drawn + ends
 
 
@@ -248,23 +248,59 @@ def _with_context(array: Array, config: Config) -> Array:
 
 
 def _pictures(
-    calls: Sequence[Collective], phase: str, doors: dict[Door, str], dim: int
+    calls: Sequence[Collective], phase: str, doors: dict[Door, str], letter: str, model: ModelConfig
 ) -> Iterator[Drawn]:
-    """The calls of a block as doors of the plan, or in words and shapes."""
+    """The calls of a block as doors of the plan, as context moves, or in words and shapes."""
     rows = 0  # exchanges of whole rows so far: to the experts, and back
+    turns = [call for call in calls if call.axis == "cp" and call.kind == "all_to_all"]
     for call in calls:
         picture = doors.get((phase, call.kind, call.axis, call.numel))
+        if picture is None and call.axis == "cp":
+            back = bool(turns) and call is turns[-1 if phase == FORWARD else 0]
+            picture = _context_move(call, phase, letter, model, bool(turns), back)
         if picture is None:
-            whole = call.axis == "ep" and call.shapes[0][-1:] == (dim,)
+            whole = call.axis == "ep" and call.shapes[0][-1:] == (model.dim,)
             shapes = " -> ".join(f"[{', '.join(map(str, shape))}]" for shape in call.shapes)
             picture = f"{_word(call, phase, whole, rows)}{shapes}"
             rows += whole
         yield Drawn(phase, picture, call.kind, call.axis, call.dtype, call.bytes)
 
 
+def _context_move(
+    call: Collective, phase: str, letter: str, model: ModelConfig, by_heads: bool, back: bool
+) -> str | None:
+    """What a mixer exchanges over `cp`: T tokens, J chunks of a row, heads Q.
+
+    Args:
+        by_heads: the mixer gives tokens for heads.
+        back: the exchange that gives heads for tokens again.
+    """
+    d = "" if phase == FORWARD else "d "
+    if call.kind == "all_to_all":
+        cut, whole = "heads[B, T_cp, Q]", "heads[B, T, Q_cp]"
+        there = (whole, cut) if back == (phase == FORWARD) else (cut, whole)
+        return f"{d}{there[0]} -> {there[1]}"
+    if call.kind not in ("all_gather", "reduce_scatter") or letter not in "AMR":
+        return None
+    taps = model.mamba3.conv_kernel if letter == "M" else model.m2rnn.conv_kernel
+    if letter == "A":
+        what, dims = ("latent", "L") if model.attention.kind == "mla" else ("k, v", "K")
+    elif len(call.shapes[0]) == 4 and call.shapes[0][2] == taps - 1:
+        what, dims = "halo", "C"
+    elif letter == "M":
+        what, dims = ("B, C, angles", "S") if by_heads else ("state", "S")
+    else:
+        what, dims = "q, k", "K"
+    along = "J" if what in ("halo", "state") else "T"
+    cut, whole = f"{what}[B, {along}_cp, {dims}]", f"{what}[B, {along}, {dims}]"
+    if phase == FORWARD:
+        return f"{cut} -> {whole}"
+    return f"d {whole}{{cp}} -> d {cut}"
+
+
 def _word(call: Collective, phase: str, whole_rows: bool, before: int) -> str:
     """What an exchange is for that no door of the plan describes."""
-    if call.axis == "row":
+    if call.kind == "all_gather" and not call.dtype.is_floating_point:
         return "choices " if call.dtype == torch.uint8 else "places "
     if call.axis == "ep":
         if not call.dtype.is_floating_point:

@@ -105,7 +105,7 @@ def announce(
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
-                ("optimizer", optimizer_lines),
+                ("optimizer" + _whose(mesh), optimizer_lines),
                 ("data", corpus.describe()),
                 ("start", [_start_line(config, first_step), *changed]),
             ]
@@ -117,6 +117,11 @@ def _given(resolved: Resolved) -> dict[str, object]:
 
     values = flatten(resolved.config)
     return {k: values[k] for k, source in resolved.provenance.items() if source == "command line"}
+
+
+def _whose(mesh: Mapping[str, int]) -> str:
+    """Parameters are counted whole over shards, but only those of this rank's stages."""
+    return f" (stages of the first of {mesh['pp']} pipeline ranks)" if mesh.get("pp", 1) > 1 else ""
 
 
 def _mesh_line(mesh: Mapping[str, int], device: torch.device) -> str:
