@@ -67,6 +67,10 @@ RUNS = [
     Run("options", mesh(pp=2, cp=2), accum=2),
     Run("plain", mesh(pp=2, dp_shard=2, ep=2), accum=2),
     Run("plain", mesh(pp=2, dp_shard=2, pp_schedule="dualpipev"), accum=4),
+    Run("options", mesh(pp=2, dp_replicate=2), accum=2),
+    Run("options", mesh(pp=2, dp_shard=2, ep=2), accum=2),
+    Run("options", mesh(dp_replicate=2, dp_shard=2, ep=2)),
+    Run("options", mesh(dp_replicate=2, cp=2)),
     # a balance loss over the whole microbatch, and Muon on whole matrices that no rank has
     Run("balance", mesh(dp_shard=2, tp=2), accum=2),
     Run("balance", mesh(cp=2, dp_shard=2, ep=4)),
