@@ -171,7 +171,8 @@ class MeshConfig:
     tp: int = 1
     ep: int = 1
     # Gathered parameters: shards again after each forward (always), kept until the backward
-    # (never), kept until the last backward of a step (resident); auto: always above 1 GiB.
+    # (never), kept until the last backward of a step (resident); auto: always above 1 GiB. With a
+    # pipeline they are kept from their last forward to the end of the step, `never` as `resident`.
     reshard: Literal["auto", "always", "never", "resident"] = "auto"
     # Context parallelism: order of a row's chunks over ranks, and what each mixer exchanges.
     cp_order: Literal["head_tail", "contiguous"] = "head_tail"

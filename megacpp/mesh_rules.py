@@ -1,27 +1,53 @@
 """Rules between a mesh and the model that is to lie on it; no torch import here.
 
-Each message names the nearest degree that is legal for the whole model, not only for the dimension
-that it complains about.
+One line an axis. A message that names another degree names the nearest one that breaks no rule of
+this mesh and model; where there is none, it names what else would do.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters
+from megacpp.model.sizes import m2rnn_heads
 
 AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
+DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the world
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that a mesh breaks.
+
+    Attributes:
+        axes: axes of which another degree may mend it, best first.
+        otherwise: what else mends it.
+    """
+
+    key: str
+    value: object
+    rule: str
+    axes: tuple[str, ...] = ()
+    otherwise: str = ""
 
 
 def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
     """Every broken rule; those between mesh and model only once the axes make a mesh."""
-    broken = list(_axes(config.mesh, world_size, config.model.moe.num_experts))
-    yield from broken
-    if broken:
+    for broken in _broken(config, world_size):
+        near = _nearest_legal(config, world_size, broken.axes)
+        fix = ", or ".join(part for part in (near, broken.otherwise) if part)
+        yield config_error(
+            f"mesh.{broken.key}", broken.value, broken.rule, fix or "use fewer axes at once"
+        )
+
+
+def _broken(config: Config, world_size: int) -> Iterator[Broken]:
+    axes = list(_axes(config.mesh, world_size))
+    yield from axes
+    if axes:
         return
     try:
         letters = set(block_letters(config.model.pattern, config.model.depth))
@@ -31,6 +57,17 @@ def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from _tensor(config, mesh, letters)
     yield from _context(config, mesh, letters)
     yield from _experts(config, mesh, letters)
+
+
+def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> str:
+    """`use mesh.AXIS=N` with the degree closest to what is wanted that breaks no rule."""
+    for axis in axes:
+        wanted = getattr(config.mesh, axis)
+        for degree in sorted(range(1, 2 * wanted + 1), key=lambda d: (abs(d - wanted), d)):
+            other = replace(config, mesh=replace(config.mesh, **{axis: degree}))
+            if degree != wanted and next(_broken(other, world_size), None) is None:
+                return f"use mesh.{axis}={degree}"
+    return ""
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
@@ -51,50 +88,42 @@ def row_chunks(mesh: MeshConfig) -> int:
     return mesh.cp * 2 if mesh.cp > 1 and mesh.cp_order == "head_tail" else mesh.cp
 
 
-def _axes(mesh: MeshConfig, world_size: int, experts: int) -> Iterator[ConfigError]:
+def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
     for axis in AXES:
         if getattr(mesh, axis) < 1:
-            yield config_error(f"mesh.{axis}", getattr(mesh, axis), "must be at least 1", "use 1")
+            yield Broken(axis, getattr(mesh, axis), "must be at least 1", otherwise="use 1")
             return
     if mesh.dp_shard != -1 and mesh.dp_shard < 1:
-        yield config_error(
-            "mesh.dp_shard", mesh.dp_shard, "must be -1 (fill) or at least 1", "use -1"
-        )
+        rule = "must be -1 (fill) or at least 1"
+        yield Broken("dp_shard", mesh.dp_shard, rule, otherwise="use -1")
         return
     rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
-    factors = " * ".join(
-        f"{axis}={getattr(mesh, axis)}"
-        for axis in ("pp", "dp_replicate", "cp", "tp")
-        if getattr(mesh, axis) > 1
-    )
+    large = [axis for axis in DENSE if getattr(mesh, axis) > 1]
+    factors = " * ".join(f"{axis}={getattr(mesh, axis)}" for axis in large)
     if mesh.dp_shard == -1 and world_size % rest:
-        axis = max(("pp", "dp_replicate", "cp", "tp"), key=lambda a: getattr(mesh, a))
-        others = rest // getattr(mesh, axis)
-        near = nearest(math.gcd(world_size, world_size // math.gcd(world_size, others)), mesh, axis)
-        yield config_error(
-            f"mesh.{axis}",
-            getattr(mesh, axis),
-            f"{factors if others > 1 else 'it'} must divide the world ({world_size} ranks)",
-            f"use mesh.{axis}={near}, or start {-(-world_size // rest) * rest} ranks",
+        large.sort(key=lambda axis: -getattr(mesh, axis))
+        yield Broken(
+            large[0],
+            getattr(mesh, large[0]),
+            f"{factors if len(large) > 1 else 'it'} must divide the world ({world_size} ranks)",
+            tuple(large),
+            f"start {-(-world_size // rest) * rest} ranks",
         )
         return
     if mesh.dp_shard != -1 and rest * mesh.dp_shard != world_size:
-        yield config_error(
-            "mesh.dp_shard",
+        fill = "use -1, or " if world_size % rest == 0 else ""
+        yield Broken(
+            "dp_shard",
             mesh.dp_shard,
             f"makes {rest * mesh.dp_shard} ranks{' with ' if factors else ''}{factors}, "
             f"not {world_size}",
-            f"use -1, or start {rest * mesh.dp_shard} ranks",
+            otherwise=f"{fill}start {rest * mesh.dp_shard} ranks",
         )
         return
     folded = resolve_mesh(mesh, world_size).dp_shard * mesh.cp * mesh.tp
     if folded % mesh.ep:
-        yield config_error(
-            "mesh.ep",
-            mesh.ep,
-            f"must divide dp_shard * cp * tp ({folded}), whose ranks share the experts",
-            f"use mesh.ep={nearest(math.gcd(folded, experts), mesh, 'ep')}",
-        )
+        rule = f"must divide dp_shard * cp * tp ({folded}), whose ranks share the experts"
+        yield Broken("ep", mesh.ep, rule, ("ep",))
 
 
 def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
@@ -119,116 +148,68 @@ def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
     return dims
 
 
-def m2rnn_heads(config: ModelConfig) -> int:
-    """Heads of an R block."""
-    r = config.m2rnn
-    return r.num_heads or max(1, config.dim // (r.key_dim + r.value_dim))
-
-
-def _tensor(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[ConfigError]:
+def _tensor(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
+    """The first dimension that `tp` doesn't divide."""
     if mesh.tp == 1:
         return
-    dims = tensor_dims(config.model, letters)
-    tokens = config.data.seq_len // mesh.cp
-    common = math.gcd(*dims.values(), tokens)
-    near = nearest(common, mesh, "tp")
-    for name, size in dims.items():
+    for name, size in tensor_dims(config.model, letters).items():
         if size % mesh.tp:
-            yield config_error(
-                "mesh.tp", mesh.tp, f"must divide {name} ({size})", f"use mesh.tp={near}"
-            )
+            yield Broken("tp", mesh.tp, f"must divide {name} ({size})", ("tp",))
             return
     groups = config.model.mamba3.ngroups
     if "M" in letters and groups % mesh.tp and mesh.tp % groups:
-        yield config_error(
-            "mesh.tp",
-            mesh.tp,
-            f"must divide model.mamba3.ngroups ({groups}) or be a multiple of it",
-            f"use mesh.tp={nearest(math.gcd(common, groups), mesh, 'tp')}",
-        )
+        rule = f"must divide model.mamba3.ngroups ({groups}) or be a multiple of it"
+        yield Broken("tp", mesh.tp, rule, ("tp",))
         return
+    tokens = config.data.seq_len // mesh.cp
     if tokens % mesh.tp:
-        yield config_error(
-            "mesh.tp",
-            mesh.tp,
-            f"must divide data.seq_len / mesh.cp ({tokens}): sequence parallelism cuts tokens",
-            f"use mesh.tp={near}",
-        )
+        rule = f"must divide data.seq_len / mesh.cp ({tokens}): sequence parallelism cuts tokens"
+        yield Broken("tp", mesh.tp, rule, ("tp",))
 
 
-def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[ConfigError]:
+def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
     if mesh.cp == 1:
         return
-    chunks, model = row_chunks(mesh), config.model
-    if config.data.seq_len % chunks:
-        fit = [
-            d for d in range(1, mesh.cp + 1) if not config.data.seq_len % (d * chunks // mesh.cp)
-        ]
-        yield config_error(
-            "mesh.cp",
-            mesh.cp,
-            f"{mesh.cp_order} order cuts data.seq_len ({config.data.seq_len}) into {chunks} chunks",
-            f"use mesh.cp={max(fit, default=1)} or data.seq_len="
-            f"{-(-config.data.seq_len // (chunks * mesh.tp)) * chunks * mesh.tp}",
-        )
+    chunks, model, row = row_chunks(mesh), config.model, config.data.seq_len
+    if row % chunks:
+        unit = chunks * mesh.tp
+        rule = f"{mesh.cp_order} order cuts data.seq_len ({row}) into {chunks} chunks"
+        yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={-(-row // unit) * unit}")
         return
     taps = [
         kernel
         for letter, kernel in (("M", model.mamba3.conv_kernel), ("R", model.m2rnn.conv_kernel))
         if letter in letters
     ]
-    tokens = config.data.seq_len // chunks
-    if taps and tokens < max(taps) - 1:
-        yield config_error(
-            "mesh.cp",
-            mesh.cp,
-            f"leaves chunks of {tokens} tokens, a convolution looks back {max(taps) - 1}",
-            f"use data.seq_len={(max(taps) - 1) * chunks} or more",
-        )
-    for letter, key, heads in _head_exchanges(config, mesh):
-        if letter in letters and heads % (mesh.tp * mesh.cp):
+    back = max(taps, default=0) - 1
+    if row // chunks < back:
+        rule = f"leaves chunks of {row // chunks} tokens, a convolution looks back {back}"
+        yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={back * chunks} or more")
+    ranks = mesh.tp * mesh.cp
+    for letter, key, name, heads in _head_exchanges(config, mesh):
+        if letter in letters and heads % ranks:
             other = {"cp_attention": "all_gather", "cp_mamba3": "state", "cp_m2rnn": "serial"}[key]
-            yield config_error(
-                f"mesh.{key}",
-                "heads",
-                f"needs heads ({heads}) that divide by tp * cp ({mesh.tp * mesh.cp})",
-                f"use mesh.{key}={other}",
-            )
+            rule = f"tp * cp ({ranks}) must divide {name} ({heads})"
+            yield Broken(key, "heads", rule, otherwise=f"use mesh.{key}={other}")
 
 
-def _head_exchanges(config: Config, mesh: MeshConfig) -> Iterator[tuple[str, str, int]]:
-    """Letter, setting and heads of every mixer that is to exchange heads for tokens."""
-    model = config.model
+def _head_exchanges(config: Config, mesh: MeshConfig) -> Iterator[tuple[str, str, str, int]]:
+    """Letter, setting, name and number of the heads that are to be exchanged for tokens."""
+    model, a = config.model, config.model.attention
     if mesh.cp_attention == "heads":
-        yield "A", "cp_attention", model.attention.num_heads
-        if model.attention.kind == "gqa":
-            yield "A", "cp_attention", model.attention.num_kv_heads
+        grouped = a.kind == "gqa"  # where these divide, so do the query heads
+        name = "num_kv_heads" if grouped else "num_heads"
+        yield "A", "cp_attention", f"model.attention.{name}", getattr(a, name)
     if mesh.cp_mamba3 == "heads":
-        yield "M", "cp_mamba3", model.mamba3.expand * model.dim // model.mamba3.headdim
+        heads = model.mamba3.expand * model.dim // model.mamba3.headdim
+        yield "M", "cp_mamba3", "the number of Mamba-3 heads", heads
     if mesh.cp_m2rnn == "heads":
-        yield "R", "cp_m2rnn", m2rnn_heads(model)
+        yield "R", "cp_m2rnn", "the number of M2RNN heads", m2rnn_heads(model)
 
 
-def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[ConfigError]:
+def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
     experts = config.model.moe.num_experts
-    if mesh.ep == 1:
-        return
-    if "E" not in letters:
-        yield config_error(
-            "mesh.ep", mesh.ep, "the model has no E block to spread", "use mesh.ep=1"
-        )
+    if mesh.ep > 1 and "E" not in letters:
+        yield Broken("ep", mesh.ep, "the model has no E block to spread", ("ep",))
     elif experts % mesh.ep:
-        folded = mesh.dp_shard * mesh.cp * mesh.tp
-        yield config_error(
-            "mesh.ep",
-            mesh.ep,
-            f"must divide model.moe.num_experts ({experts})",
-            f"use mesh.ep={nearest(math.gcd(experts, folded), mesh, 'ep')}",
-        )
-
-
-def nearest(total: int, mesh: MeshConfig, axis: str) -> int:
-    """The divisor of `total` that is closest to what `mesh` wants for an axis."""
-    wanted = getattr(mesh, axis)
-    divisors = [d for d in range(1, min(total, 2 * wanted) + 1) if total % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+        yield Broken("ep", mesh.ep, f"must divide model.moe.num_experts ({experts})", ("ep",))

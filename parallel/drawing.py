@@ -65,6 +65,7 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
         again: blocks are gathered a second time for their backward (`gathers_again`).
     """
     size, rank = size // config.mesh.pp, rank % (size // config.mesh.pp)
+    once = config.mesh.reshard == "resident"
     config = _one_of_each(config, again)
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world)
@@ -73,7 +74,7 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
         with fake_tensors():
             log = _recorded(model, world, config)
         return {
-            letter: _of_block(model, i, log, config, world, again)
+            letter: _of_block(model, i, log, config, world, again, once)
             for i, letter in enumerate(model.letters)
         }
 
@@ -98,11 +99,18 @@ def _one_of_each(config: Config, again: bool) -> Config:
 
 
 def _of_block(
-    model: HybridLM, i: int, log: CollectiveLog, config: Config, world: World, again: bool
+    model: HybridLM,
+    i: int,
+    log: CollectiveLog,
+    config: Config,
+    world: World,
+    again: bool,
+    once: bool,
 ) -> list[Drawn]:
     gathers, ends = _storage(model.blocks[str(i)], config, world)
     doors = _doors(model, i, config)
-    drawn = [replace(move, phase=FORWARD) for move in gathers]
+    drawn = [] if once else [replace(move, phase=FORWARD) for move in gathers]
+    ends = [replace(move, phase=STEP) for move in gathers] + ends if once else ends
     for phase in (FORWARD, BACKWARD):
         if phase == BACKWARD and again:
             drawn += [replace(move, phase=BACKWARD) for move in gathers]
@@ -255,6 +263,8 @@ def _pictures(
     turns = [call for call in calls if call.axis == "cp" and call.kind == "all_to_all"]
     for call in calls:
         picture = doors.get((phase, call.kind, call.axis, call.numel))
+        if letter == "E" and call.kind == "all_to_all":  # ep may be the very ranks of cp
+            call = replace(call, axis="ep")
         if picture is None and call.axis == "cp":
             back = bool(turns) and call is turns[-1 if phase == FORWARD else 0]
             picture = _context_move(call, phase, letter, model, bool(turns), back)

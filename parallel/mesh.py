@@ -161,6 +161,9 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
     meshes["folded"] = dense["dp_shard", "cp", "tp"]._flatten("folded")
     meshes["stage"] = dense["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage")
     replicas = meshes["dp_replicate"]
+    if dist.get_backend() != "fake":
+        for mesh in meshes.values():  # their groups don't take over the timeout of the default one
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT, mesh.get_group())
     meshes["shard"] = _with_replicas(replicas, meshes["fsdp"])
     meshes["expert_shard"] = _with_replicas(sparse["dp_replicate"], meshes["efsdp"])
     return meshes

@@ -47,16 +47,28 @@ CASES = [
         {"data.seq_len": 32},
         "leaves chunks of 2 tokens, a convolution looks back 3",
     ),
-    ("tiny", 4, {"cp": 4, "cp_attention": "heads"}, {}, "mesh.cp_attention=heads: needs heads (6)"),
+    (
+        "tiny",
+        4,
+        {"cp": 4, "cp_attention": "heads"},
+        {},
+        "tp * cp (4) must divide model.attention.num_kv_heads (2)",
+    ),
     (
         "tiny",
         8,
         {"cp": 8, "cp_m2rnn": "heads"},
         {},
-        "mesh.cp_m2rnn=heads: needs heads (4) that divide",
+        "tp * cp (8) must divide the number of M2RNN heads (4)",
     ),
     ("tiny", 4, {"pp": 3}, {}, "mesh.pp=3: it must divide the world (4 ranks). Fix: use mesh.pp="),
-    ("tiny", 4, {"tp": 2, "cp": 4}, {}, "tp=2 must divide the world (4 ranks)"),
+    (
+        "tiny",
+        4,
+        {"tp": 2, "cp": 4},
+        {},
+        "tp=2 * cp=4 must divide the world (4 ranks). Fix: use mesh.cp=2",
+    ),
     ("tiny", 4, {"dp_shard": 3}, {}, "mesh.dp_shard=3: makes 3 ranks, not 4"),
     ("tiny", 2, {"pp": 2}, {}, "train.grad_accum=1: microbatches a step: 1f1b needs mesh.pp (2)"),
     ("tiny", 16, {"pp": 16}, {"train.grad_accum": 16}, "mesh.pp=16: 1f1b makes 16 stages of it"),
@@ -67,6 +79,21 @@ CASES = [
         {"train.grad_accum": 3},
         "dualpipev needs 2 * mesh.pp",
     ),
+    (
+        "nam52_deep",
+        4,
+        {"pp": 2, "cp": 2, "pp_schedule": "zbv"},
+        {"train.grad_accum": 4},
+        "M2RNN states travel over cp in series",
+    ),
+    (
+        "tiny",
+        4,
+        {"pp": 2, "cp": 2, "cp_m2rnn": "serial", "pp_schedule": "dualpipev"},
+        {"train.grad_accum": 4},
+        "or mesh.cp_m2rnn=heads",
+    ),
+    ("tiny", 6, {"pp": 3, "tp": 2, "cp": 2}, {}, "Fix: use mesh.tp=1, or start 12 ranks."),
 ]
 
 
@@ -90,16 +117,19 @@ def test_one_line(
 
 @pytest.mark.parametrize("axis", ["tp", "ep", "cp"])
 def test_the_nearest_degree_is_legal(axis: str) -> None:
-    """Taken at its word the message ends in a mesh without a broken rule of that axis."""
-    for name, degree in itertools.product(PRESETS, (2, 3, 4, 5, 6, 8, 12, 16)):
-        config = config_of(name, {axis: degree}, {})
-        world = 48 * 5 * degree
-        for error in mesh_rules(config, world):
-            _, found, fix = str(error).partition(f"use mesh.{axis}=")
-            if found:
-                near = int(fix.split()[0].rstrip(".,"))
-                again = mesh_rules(config_of(name, {axis: near}, {}), 48 * 5 * near)
-                assert not [str(e) for e in again], (name, degree, near)
+    """Taken at its word the message ends in a mesh without a broken rule, on as many ranks."""
+    taken = 0
+    for name, degree, world in itertools.product(PRESETS, (2, 3, 5, 6, 8, 16), (8, 12, 72)):
+        for others in ({}, {"pp": 3}, {"tp": 2}, {"cp": 2, "dp_replicate": 2}):
+            wanted = {**others, axis: degree}
+            for error in mesh_rules(config_of(name, wanted, {}), world):
+                _, found, fix = str(error).partition("Fix: use mesh.")
+                if found:
+                    key, _, near = fix.split()[0].rstrip(".,").partition("=")
+                    again = mesh_rules(config_of(name, {**wanted, key: int(near)}, {}), world)
+                    assert not list(again), (name, wanted, world, str(error))
+                    taken += 1
+    assert taken > 50
 
 
 def test_shards_fill_the_world() -> None:

@@ -14,7 +14,7 @@ from megacpp.arguments import (
     wants_help,
 )
 from megacpp.cli.show import setting_lines
-from megacpp.errors import MegacppError
+from megacpp.errors import MegacppError, config_error
 from megacpp.presets import preset
 from megacpp.rules import broken
 
@@ -30,6 +30,8 @@ def validate(argv: Sequence[str]) -> int:
         return 0
     as_json, data = take_flag(arguments, "--json"), take_flag(arguments, "--data")
     world_size = take_int(arguments, "--world", 1)
+    if world_size < 1:
+        raise config_error("world", world_size, "must be at least 1", "use --world 1 or more")
     problems = _problems(arguments, world_size)
     if data and not problems:
         problems += _data_problems(arguments, world_size)

@@ -29,6 +29,12 @@ def head_parameters(config: ModelConfig) -> int:
     return config.dim + config.vocab_size * config.dim
 
 
+def m2rnn_heads(config: ModelConfig) -> int:
+    """Heads of an R block."""
+    r = config.m2rnn
+    return r.num_heads or max(1, config.dim // (r.key_dim + r.value_dim))
+
+
 def _attention(config: ModelConfig) -> int:
     a, d = config.attention, config.dim
     if a.kind == "gqa":
@@ -62,7 +68,7 @@ def _moe(config: ModelConfig) -> int:
 
 def _m2rnn(config: ModelConfig) -> int:
     r, d = config.m2rnn, config.dim
-    heads = r.num_heads or max(1, d // (r.key_dim + r.value_dim))
+    heads = m2rnn_heads(config)
     qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
     projections = d * (qk + 2 * v + heads) + v * d
     return projections + (qk + v) * r.conv_kernel + heads * (2 + r.value_dim**2) + 2 * v

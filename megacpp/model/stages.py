@@ -19,7 +19,12 @@ from operator import add
 from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import expand_pattern
-from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
+from megacpp.model.sizes import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    m2rnn_heads,
+)
 
 LOOPED = ("interleaved", "zbv", "dualpipev")  # two stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # the first rank also owns the last stage
@@ -128,6 +133,8 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
             "its first and last stage share a rank, which can't shard one tied weight for both",
             "use 1f1b, gpipe or interleaved, or model.tie_embeddings=False",
         )
+    if mesh.cp > 1 and mesh.pp_schedule in SPLIT_BACKWARD:
+        yield from _split_context_rules(config)
     if mesh.reshard == "always" and mesh.pp_schedule in SPLIT_BACKWARD:
         yield config_error(
             "mesh.reshard",
@@ -172,6 +179,29 @@ def _layer_rules(config: Config) -> Iterator[ConfigError]:
             f"{mesh.pp_schedule} makes {mesh.pp * per_rank} stages of it, "
             f"each needs a layer (model.depth={model.depth})",
             f"use mesh.pp={max(1, model.depth // per_rank)}",
+        )
+
+
+def _split_context_rules(config: Config) -> Iterator[ConfigError]:
+    """Exchanges over `cp` that a backward in two walks would have to make twice."""
+    mesh, model = config.mesh, config.model
+    letters = {letter for stage in expand_pattern(model.pattern, model.depth) for letter in stage}
+    why, fix = "walks a graph twice", "use mesh.pp_schedule=interleaved or 1f1b"
+    uneven = m2rnn_heads(model) % (mesh.tp * mesh.cp) > 0
+    serial = mesh.cp_m2rnn == "serial" or (mesh.cp_m2rnn == "auto" and uneven)
+    if "R" in letters and serial:
+        yield config_error(
+            "mesh.pp_schedule",
+            mesh.pp_schedule,
+            f"{why}, but M2RNN states travel over cp in series, once",
+            f"{fix}, or mesh.cp_m2rnn=heads" if not uneven else fix,
+        )
+    if "M" in letters and model.mamba3.mimo_rank > 1 and mesh.cp_mamba3 == "state":
+        yield config_error(
+            "mesh.pp_schedule",
+            mesh.pp_schedule,
+            f"{why}, but MIMO Mamba-3 states are handed over cp once",
+            f"{fix}, or mesh.cp_mamba3=heads",
         )
 
 

@@ -20,8 +20,8 @@ OF_A_PEER = (
     "Broken pipe",
     "remote process exited",
     "NCCL communicator was aborted",
-    "Timed out waiting",
 )
+TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 PATIENCE_S = 2.0  # of a rank that lost a peer, for the peer to say why
 
 
@@ -35,6 +35,8 @@ def guarded(main: Callable[[Resolved], None], resolved: Resolved) -> None:
     folder = Path(resolved.config.run.dir)
     try:
         main(resolved)
+        if "WORLD_SIZE" in os.environ:
+            _leave(0)  # meshes keep their groups; nothing is left to do that could fail
     except MegacppError as error:  # every rank has the same one, unless it read a bad row
         exit_on_error(error, own=isinstance(error, DataError) and "WORLD_SIZE" in os.environ)
     except KeyboardInterrupt:
@@ -53,6 +55,15 @@ def report(error: Exception, folder: Path) -> int:
     except OSError:
         traceback.print_exception(error)  # better here than nowhere
     if lost_a_peer(error):
+        time.sleep(PATIENCE_S)
+        return PEER_LOST
+    if any(words in str(error) for words in TIMED_OUT):  # all ranks wait for each other
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"error: rank {rank}: waited in vain for other ranks ({path})",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(PATIENCE_S)
         return PEER_LOST
     first = (str(error).strip().splitlines() or ["no message"])[0]

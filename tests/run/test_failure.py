@@ -42,5 +42,7 @@ def test_a_rank_that_lost_its_peer_stays_silent(
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.1]")
     assert lost_a_peer(lost) and not lost_a_peer(ValueError("bad shape"))
     assert report(lost, tmp_path) == 6 and capsys.readouterr().err == ""
+    late = RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete")
+    assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err
     assert report(ValueError("bad\nshape"), tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: rank 0: ValueError: bad (")
