@@ -118,11 +118,13 @@ def mesh_lines(config: Config, size: int, rank: int, coordinates: dict[str, int]
     degrees = {axis: getattr(mesh, axis) for axis in coordinates}
     axes = ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "one rank"
     at = ", ".join(f"{axis} {coordinates[axis]}" for axis, n in degrees.items() if n > 1)
-    ranks = mesh.dp_replicate * mesh.dp_shard
+    ranks, dtype = mesh.dp_replicate * mesh.dp_shard, config.precision.dtype
+    on_a_gpu = dtype == "auto" and config.train.device != "cpu"
     return [
         f"{config.preset} on {size} rank(s): {axes}",
         f"rank {rank}" + (f": {at}" if at else ""),
         tokens_formula(config.train, config.data.seq_len, ranks),
+        *(["precision: bf16, as on a GPU (--train.device cpu: fp32)"] if on_a_gpu else []),
     ]
 
 
