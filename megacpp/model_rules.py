@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megacpp.config import Config
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters
+from megacpp.model.sizes import m2rnn_heads
 
 
 def model_rules(config: Config) -> Iterator[ConfigError]:
@@ -157,7 +158,7 @@ def _moe(config: Config) -> Iterator[ConfigError]:
 
 def _m2rnn(config: Config) -> Iterator[ConfigError]:
     r = config.model.m2rnn
-    heads = r.num_heads or max(1, config.model.dim // (r.key_dim + r.value_dim))
+    heads = m2rnn_heads(config.model)
     for name in ("num_q_heads", "num_k_heads"):
         value = getattr(r, name)
         if heads % value:

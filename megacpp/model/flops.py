@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from megacpp.config import ModelConfig
 from megacpp.model.pattern import block_letters
+from megacpp.model.sizes import m2rnn_heads
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -72,7 +73,7 @@ def _moe(config: ModelConfig, seq_len: int) -> float:
 def _m2rnn(config: ModelConfig, seq_len: int) -> float:
     """Projections, and per head h W and q h (k v^T is element-wise)."""
     r, d = config.m2rnn, config.dim
-    heads = r.num_heads or max(1, d // (r.key_dim + r.value_dim))
+    heads = m2rnn_heads(config)
     qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
     projections = d * (qk + 2 * v + heads) + v * d
     recurrence = heads * r.key_dim * (r.value_dim**2 + r.value_dim)

@@ -26,6 +26,7 @@ from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBia
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.short_conv import ShortConv, stacked
+from megacpp.model.sizes import m2rnn_heads
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class DecayGate(Fp32Contract):
 def input_rows(config: ModelConfig) -> dict[str, int]:
     """Rows of each input projection, in upstream's order."""
     r = config.m2rnn
-    heads = r.num_heads or max(1, config.dim // (r.key_dim + r.value_dim))
+    heads = m2rnn_heads(config)
     return {
         "in_q": r.num_q_heads * r.key_dim,
         "in_k": r.num_k_heads * r.key_dim,
