@@ -9,27 +9,28 @@ from megacpp.arguments import Resolved, parse_or_exit
 # Before torch is imported and long before a process group starts: --help and mistakes end here.
 RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 
-import math
 import time
 from pathlib import Path
 
 from megacpp.data.batches import Corpus
+from megacpp.data.loader import Loader
+from megacpp.data.schedule import batch_schedule
 from megacpp.errors import NonFiniteError
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.failure import guarded
 from megacpp.run.final import export_final, write_sample
+from megacpp.run.health import Health
 from megacpp.run.launch import announce, check_corpus, set_aside
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
 from megacpp.run.precision import check_precision
 from megacpp.state.training import TrainingState
-from optim.build import build_optimizers
+from optim.build import build_optimizer, describe
 from optim.clip import clip_gradients
-from optim.schedule import lr_multiplier
-from parallel.boundary import AccumulationBoundary
+from optim.qk_clip import ClipReport, QKClip
+from optim.schedule import build_scheduler, lr_multiplier
+from parallel.boundary import AccumulationBoundary, Verdict
 from parallel.build import build_model
-from parallel.mesh import micro_rows, pick_device, start
-
-MOST_SKIPS = 10  # steps in a row without a finite gradient before the run gives up
+from parallel.mesh import pick_device, start
 
 
 def main(resolved: Resolved) -> None:
@@ -46,57 +47,85 @@ def main(resolved: Resolved) -> None:
     if world.is_main:
         set_aside(config)
     model = build_model(config, world)
-    optimizers = build_optimizers(model, config, world.holders)
+    optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config)
+    tau, of_all = config.optim.qk_clip, lambda logits: world.max(logits, "world")
+    qk_clip = QKClip(model, tau, of_all) if tau else None
 
-    # ---- saved state, header, records ------------------------------------------------------------
-    state = TrainingState(folder / "checkpoints", model, optimizers, config, corpus.fingerprint)
+    # ---- rows, saved state, schedules, header, records -------------------------------------------
+    batches, _ = batch_schedule(config, world.size)
+    share = world.coordinate("batch"), world.degree("batch")
+    loader, health = Loader(corpus, *share, config.train.device_batch_size), Health()
+    counters = {"health": health, "loss_scale": boundary.loss_scale}
+    state = TrainingState(
+        folder / "checkpoints", model, optimizer, config, corpus.fingerprint, loader, counters
+    )
     state.resume(config.checkpoint.resume)
-    lines = optimizers.describe()
+    scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
     mfu = announce(
-        resolved, corpus, lines, state.step, state.changed, world.degrees, device, world.is_main
+        resolved,
+        corpus,
+        describe(model, config),
+        state.step,
+        state.changed,
+        world.degrees,
+        device,
+        world.is_main,
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)
-    held_out = validation_share(corpus, config, world.coordinate("batch"), world.degree("batch"))
+    held_out = validation_share(corpus, config, *share)
 
     # ---- the loop --------------------------------------------------------------------------------
-    rows_per_step = config.train.tokens_per_step // config.data.seq_len
-    skips = 0
     for step in range(state.step, config.run.steps):
         began = time.perf_counter()
-        rows = corpus.rows_for(step, rows_per_step)
-        shares = micro_rows(rows, world, config.train.device_batch_size)
-        sums = boundary.accumulate([corpus.train_batch(share) for share in shares])
-        grad_norm = clip_gradients(model, config.optim.clip_norm, copies=boundary.copies).item()
-        healthy = math.isfinite(grad_norm)
-        multiplier = lr_multiplier(state.updates, config.run.steps, config.optim)
-        if healthy:
-            optimizers.step(multiplier)
-        optimizers.zero_grad()
-        boundary.update_routers(healthy)
-        state.advance(updated=healthy)
+        grad_accum = batches.accum(step)
+        lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
+        sums = boundary.accumulate(loader.take(grad_accum))
+        norm = clip_gradients(
+            model,
+            config.optim.clip_norm,
+            copies=boundary.copies,
+            along=sums.along,
+            loss_scale=boundary.loss_scale.value,
+        )
+        verdict, logits = boundary.judge(sums, norm), None
+        if verdict.healthy:
+            optimizer.step()
+            logits = qk_clip.clip() if qk_clip else None
+            scheduler.step()
+        elif qk_clip:
+            qk_clip.reset()
+        optimizer.zero_grad()
+        boundary.conclude(verdict.healthy)
+        state.advance(updated=verdict.healthy)
 
-        nll, step_s = sums.nll_sum.item(), time.perf_counter() - began
+        loss, step_s = verdict.nll_sum / max(1, sums.valid_tokens), time.perf_counter() - began
+        log.warn(health.observe(step, loss, verdict.grad_norm) if verdict.healthy else [])
+        if verdict.nonfinite:
+            log.warn([f"step {step + 1}: not finite: {boundary.where()}"])
         record = StepRecord(
             step=step,
-            loss=nll / max(1, sums.valid_tokens),
-            bits_per_byte=bits_per_byte(nll, sums.target_bytes),
-            grad_norm=grad_norm,
-            lr=config.optim.lr * multiplier,
+            loss=loss,
+            bits_per_byte=bits_per_byte(verdict.nll_sum, sums.target_bytes),
+            grad_norm=verdict.grad_norm,
+            lr=lr,
             tokens=sums.tokens,
             valid_tokens=sums.valid_tokens,
             tokens_per_s=sums.tokens / step_s,
             step_s=step_s,
             peak_bytes=peak_memory_bytes(world.device),
-            skipped=not healthy,
+            grad_accum=grad_accum,
+            nonfinite=verdict.nonfinite,
+            skipped=not verdict.healthy,
             mfu=mfu(sums.tokens / step_s),
+            more=further_figures(verdict, health, boundary, logits),
         )
         log.write(record)
-        skips = 0 if healthy else skips + 1
-        if skips == MOST_SKIPS:
+        if state.skips == config.train.max_skips:
             raise NonFiniteError(
-                f"optim.lr={config.optim.lr}: {skips} steps in a row had no finite gradient. "
-                "Fix: lower it, or raise optim.warmup_steps."
+                f"train.max_skips={config.train.max_skips}: so many steps in a row had no finite "
+                f"gradient (optim.lr={config.optim.lr}). Fix: lower it, or raise "
+                "optim.warmup_steps; the weights are those of the last good step."
             )
         if due(config.checkpoint.every, step) or step + 1 == config.run.steps:
             state.save(config.checkpoint.keep)
@@ -111,6 +140,19 @@ def main(resolved: Resolved) -> None:
         print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
     log.close()
     world.close()
+
+
+def further_figures(
+    verdict: Verdict, health: Health, boundary: AccumulationBoundary, logits: ClipReport | None
+) -> dict[str, float | None]:
+    """What a record holds beside the figures of every run, for metrics.jsonl and TensorBoard."""
+    figures = {f"aux_{term}": value for term, value in verdict.auxiliary.items()}
+    found = figures | {"aux_gradient_ratio": verdict.auxiliary_ratio}
+    if verdict.healthy:
+        found |= health.figures()
+    if boundary.loss_scale.dynamic:
+        found["loss_scale"] = boundary.loss_scale.value
+    return found | (logits.figures() if logits else {})
 
 
 def due(every: int, step: int) -> bool:

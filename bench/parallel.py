@@ -31,7 +31,7 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.presets import preset
 from megacpp.rules import resolve
-from optim.build import build_optimizers
+from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.apply import context_plan
 from parallel.boundary import AccumulationBoundary
@@ -93,7 +93,7 @@ def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, An
     world = World(0, 1, CPU) if size == 1 else join(mesh, CPU)
     config = config_of(mesh)
     model = build_model(config, world)
-    optimizers = build_optimizers(model, config, world.holders)
+    optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config)
     seconds = []
     for step in range(steps + 2):
@@ -105,9 +105,9 @@ def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, An
         began = time.perf_counter()
         boundary.accumulate(batches)
         clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
-        optimizers.step()
-        optimizers.zero_grad()
-        boundary.update_routers()
+        optimizer.step()
+        optimizer.zero_grad()
+        boundary.conclude()
         seconds.append(time.perf_counter() - began)
     local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     return {"seconds": seconds[2:], "bytes": sum(p.numel() * p.element_size() for p in local)}

@@ -34,7 +34,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.rules import resolve
 from megacpp.run.metrics import peak_resident_bytes
-from optim.build import build_optimizers
+from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
@@ -47,7 +47,7 @@ class Trainer:
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
         self.model = build_model(config, world)
-        self.optimizers = build_optimizers(self.model, config, world.holders)
+        self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
 
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
@@ -57,9 +57,9 @@ class Trainer:
         )
         self.boundary.accumulate([batch])
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
-        self.optimizers.step(1.0)
-        self.optimizers.zero_grad()
-        self.boundary.update_routers()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.boundary.conclude()
 
 
 def main() -> None:

@@ -156,7 +156,18 @@ class TrainConfig:
 
     device_batch_size: int = 8  # rows per rank and microbatch
     tokens_per_step: int = 0  # 0: device_batch_size * seq_len * ranks * grad_accum
-    grad_accum: int = 0  # 0: derived from tokens_per_step
+    grad_accum: int = 0  # microbatches of a step; 0: derived from tokens_per_step
+    batch_warmup_steps: int = 0  # steps over which grad_accum grows from an eighth to all of it
+    # What a gradient is divided by: valid tokens of the step, or its microbatches, each of which
+    # is the mean over its own valid tokens.
+    divisor: Literal["tokens", "microbatches"] = "tokens"
+    # Gradients over the data axes: summed after the last microbatch (defer), after each one (each,
+    # no whole gradient is kept), or once with parameters gathered once a step as well (resident).
+    gradient_sync: Literal["defer", "each", "resident"] = "defer"
+    # A gradient that isn't finite on some rank: leave the step out everywhere, train on the rest
+    # of it with zeros in those places, or stop.
+    nonfinite: Literal["skip", "sanitize", "raise"] = "skip"
+    max_skips: int = 10  # steps left out in a row before the run gives up
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -170,10 +181,10 @@ class MeshConfig:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    # Gathered parameters: shards again after each forward (always), kept until the backward
-    # (never), kept until the last backward of a step (resident); auto: always above 1 GiB. With a
-    # pipeline they are kept from their last forward to the end of the step, `never` as `resident`.
-    reshard: Literal["auto", "always", "never", "resident"] = "auto"
+    # Gathered parameters: shards again after each forward (always) or kept until the backward
+    # (never); auto: always above 1 GiB. With a pipeline they are kept from their last forward to
+    # the end of the step. For keeping them all through a step see train.gradient_sync.
+    reshard: Literal["auto", "always", "never"] = "auto"
     # Context parallelism: order of a row's chunks over ranks, and what each mixer exchanges.
     cp_order: Literal["head_tail", "contiguous"] = "head_tail"
     cp_attention: Literal["all_gather", "ring", "heads"] = "all_gather"
@@ -190,15 +201,27 @@ class OptimConfig:
 
     name: Literal["muon_adamw", "adamw"] = "muon_adamw"
     lr: float = 3e-3  # AdamW peak
-    muon_lr: float = 2e-2  # Muon peak
+    embed_lr: float = 0.0  # of the embedding (0: lr)
+    head_lr: float = 0.0  # of the head (0: lr)
+    vector_lr: float = 0.0  # of norms, biases and other vectors and scalars (0: lr)
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    cautious_weight_decay: bool = False  # decays only where the update shrinks the weight too
+    # Moments of AdamW: 8 bytes a parameter, fewer by torchao, or in the memory of the host.
+    adamw_state: Literal["fp32", "8bit", "4bit", "cpu_offload"] = "fp32"
+    muon_lr: float = 2e-2  # Muon peak
     muon_momentum: float = 0.95
+    muon_nesterov: bool = True
+    muon_momentum_dtype: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 (fp64 in fp64 runs)
     muon_weight_decay: float = 0.0
     muon_steps: int = 5
-    muon_scale: Literal["keller", "moonshot"] = "keller"
+    muon_coefficients: Literal["quintic", "polar_express"] = "quintic"
+    muon_dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of Newton-Schulz and of what travels
+    muon_scale: Literal["spectral", "rms"] = "spectral"
+    muon_bucket_mib: int = 32  # most that a rank sends at once; bounds the memory of a step
+    qk_clip: float = 0.0  # MuonClip: largest attention logit left alone (0: off, 100 published)
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = 0
     warmup_ratio: float = 0.03  # of run.steps, used when warmup_steps is 0
@@ -211,7 +234,10 @@ class OptimConfig:
 class PrecisionConfig:
     """`auto`: bf16 compute on a GPU that has it, fp32 on CPU. fp64 exists for proofs."""
 
-    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
+    # Loss scale of fp16: halved by a step that overflows, doubled after so many good ones.
+    loss_scale: float = 65536.0
+    loss_scale_growth: int = 2000
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from megacpp.config import Config, TrainConfig
+from megacpp.data.schedule import batch_schedule
 from megacpp.errors import ConfigError, config_error
 from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
-from megacpp.model.stages import pipeline_rules
+from megacpp.model.stages import enough_microbatches, pipeline_rules
 from megacpp.model_rules import model_rules
 
 # Smallest legal value of numeric settings; None in an optional setting is always legal.
@@ -68,15 +70,23 @@ AT_LEAST: dict[str, float] = {
     "train.device_batch_size": 1,
     "train.tokens_per_step": 0,
     "train.grad_accum": 0,
+    "train.batch_warmup_steps": 0,
+    "train.max_skips": 1,
     "optim.lr": 0,
+    "optim.embed_lr": 0,
+    "optim.head_lr": 0,
+    "optim.vector_lr": 0,
     "optim.muon_lr": 0,
     "optim.weight_decay": 0,
     "optim.muon_weight_decay": 0,
     "optim.muon_steps": 1,
+    "optim.muon_bucket_mib": 1,
+    "optim.qk_clip": 0,
     "optim.warmup_steps": 0,
     "optim.clip_norm": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
+    "precision.loss_scale_growth": 1,
 }
 ABOVE_ZERO = (
     "model.norm_eps",
@@ -90,6 +100,7 @@ ABOVE_ZERO = (
     "model.mamba3.dt_min",
     "model.mamba3.dt_init_floor",
     "optim.eps",
+    "precision.loss_scale",
 )
 BELOW_ONE = ("optim.beta1", "optim.beta2", "optim.muon_momentum")
 FRACTIONS = ("optim.warmup_ratio", "optim.decay_ratio", "optim.final_lr_ratio")
@@ -108,8 +119,10 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from mesh_rules(config, world_size)
     yield from _batch(config, world_size)
     if config.mesh.pp > 1 and not any(mesh_rules(config, world_size)):
-        yield from pipeline_rules(config, resolve(config, world_size).train.grad_accum)
+        yield from _pipeline(config, world_size)
     yield from _schedule(config)
+    yield from _precision(config)
+    yield from _optimizer(config)
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -180,6 +193,33 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
         )
 
 
+def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
+    """Rules of a pipeline, at every number of microbatches that a step will have."""
+    resolved = resolve(config, world_size)
+    yield from pipeline_rules(config, resolved.train.grad_accum)
+    if config.train.gradient_sync == "each":
+        yield config_error(
+            "train.gradient_sync",
+            "each",
+            f"the schedule of a pipeline (mesh.pp={config.mesh.pp}) reduces once a step",
+            "use train.gradient_sync=defer",
+        )
+    if not config.train.batch_warmup_steps or any(
+        pipeline_rules(config, resolved.train.grad_accum)
+    ):
+        return
+    for accum in batch_schedule(resolved, world_size)[0].distinct_accums():
+        if not enough_microbatches(config.mesh.pp_schedule, config.mesh.pp, accum):
+            yield config_error(
+                "train.batch_warmup_steps",
+                config.train.batch_warmup_steps,
+                f"makes steps of {accum} microbatches, which {config.mesh.pp_schedule} on "
+                f"mesh.pp={config.mesh.pp} can't run",
+                "use train.batch_warmup_steps=0",
+            )
+            return
+
+
 def _schedule(config: Config) -> Iterator[ConfigError]:
     if config.run.seed >= 2**63:
         yield config_error("run.seed", config.run.seed, "must be below 2**63", "use a smaller one")
@@ -192,12 +232,50 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
         )
     if config.optim.lr == 0 and (config.optim.name == "adamw" or config.optim.muon_lr == 0):
         yield config_error("optim.lr", 0, "nothing would be learned", "give a positive rate")
-    if config.precision.dtype == "bf16" and config.train.device == "cpu":
+
+
+def _precision(config: Config) -> Iterator[ConfigError]:
+    precision, train = config.precision, config.train
+    if precision.dtype in ("bf16", "fp16") and train.device == "cpu":
         yield config_error(
             "precision.dtype",
-            "bf16",
+            precision.dtype,
             "the CPU path computes in fp32 or fp64",
             "use precision.dtype=fp32",
+        )
+    if precision.dtype == "fp16" and train.nonfinite != "skip":
+        yield config_error(
+            "train.nonfinite",
+            train.nonfinite,
+            "fp16 finds its loss scale by leaving out steps that overflow",
+            "use train.nonfinite=skip",
+        )
+    if precision.loss_scale > 0 and math.frexp(precision.loss_scale)[0] != 0.5:
+        yield config_error(
+            "precision.loss_scale",
+            precision.loss_scale,
+            "must be a power of two, so that dividing by it is exact",
+            "use 65536",
+        )
+
+
+def _optimizer(config: Config) -> Iterator[ConfigError]:
+    optim, attention = config.optim, config.model.attention
+    if not optim.qk_clip:
+        return
+    if "A" not in config.model.pattern:
+        yield config_error(
+            "optim.qk_clip",
+            optim.qk_clip,
+            f"model.pattern={config.model.pattern} has no attention",
+            "use optim.qk_clip=0",
+        )
+    elif attention.kind == "gqa" and attention.qk_norm:
+        yield config_error(
+            "optim.qk_clip",
+            optim.qk_clip,
+            "does nothing to normalised queries and keys (model.attention.qk_norm=True)",
+            "use optim.qk_clip=0, or model.attention.qk_norm=False",
         )
 
 

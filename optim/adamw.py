@@ -7,91 +7,77 @@ small or many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from optim.adamw_kernels import adamw_kernel
 from optim.local import local_part
+from optim.low_bit import is_packed, low_bit_update, new_low_bit_state
+from optim.offload import is_offloaded, new_offloaded_state, offloaded_update
+
+StateKind = Literal["fp32", "8bit", "4bit", "cpu_offload"]
 
 
-class AdamW(torch.optim.Optimizer):
-    """Equals `torch.optim.AdamW(..., fused=True)` bit for bit (Loshchilov & Hutter, 1711.05101).
+def new_state(parameter: Tensor, kind: StateKind = "fp32") -> dict[str, Tensor]:
+    """Zero moments `exp_avg` and `exp_avg_sq`, of the parameter's shape and sharding.
 
-    State: `exp_avg` and `exp_avg_sq`, of the parameter's shape, dtype and sharding, and `step`,
-    fp32; all exist from the start, so that a fresh optimizer can be loaded into.
+    `fp32` ones have the parameter's dtype, fp32 or fp64: the kernel takes no mixture of dtypes, and
+    in bf16 a second moment would hardly move, 1 - beta2 of it being a few last places. `8bit` and
+    `4bit` are torchao's (optim/low_bit.py); `cpu_offload` ones are on the host (optim/offload.py).
+
+    Raises:
+        ConfigError: `optim.adamw_state` is not to be had here.
     """
+    assert parameter.dtype in (torch.float32, torch.float64), (
+        f"AdamW keeps fp32 or fp64 weights, not {parameter.dtype}"
+    )
+    with torch.no_grad():
+        if kind == "8bit" or kind == "4bit":
+            return new_low_bit_state(parameter, kind)
+        if kind == "cpu_offload":
+            return new_offloaded_state(parameter)
+        assert kind == "fp32", kind
+        return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-    ) -> None:
-        self._steps: list[Tensor] = []  # per group; the `step` of its parameters are elements
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            state = self.state[parameter]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        self._link_steps()
+@torch.no_grad()
+def adamw_update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    """One update of parameters that all have a gradient; equals `torch.optim.AdamW(fused=True)`.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # also behind load_state_dict
-        self._link_steps()
+    Args:
+        group: `lr` (float or 0-d tensor), `betas`, `eps`, `weight_decay`, and `cautious`: weights
+            decay only where the update shrinks them too (`cautious_adamw`).
+        states: `new_state` of each parameter, of any kind, with `step`, a 0-d fp32 tensor on the
+            parameter's device that the caller has counted up already.
+    """
+    kinds: dict[Any, list[tuple[Tensor, dict[str, Tensor]]]] = {}
+    for p, state in zip(params, states, strict=True):
+        assert p.grad is not None
+        if is_packed(state["exp_avg"]):
+            kind = low_bit_update
+        elif is_offloaded(p, state["exp_avg"]):
+            kind = offloaded_update
+        else:
+            kind = p.dtype
+        kinds.setdefault(kind, []).append((p, state))
+    for kind, members in kinds.items():
+        update = _fused_update if isinstance(kind, torch.dtype) else kind
+        update(group, [p for p, _ in members], [state for _, state in members])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, steps in zip(self.param_groups, self._steps, strict=True):
-            params = [p for p in group["params"] if p.grad is not None]
-            if len(params) == len(group["params"]):
-                steps.add_(1)
-            else:
-                for p in params:
-                    self.state[p]["step"].add_(1)
-            for dtype in dict.fromkeys(p.dtype for p in params):
-                self._update(group, [p for p in params if p.dtype == dtype])
-        return loss
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """The fused kernel wants tensors of one dtype."""
-        states = [self.state[p] for p in params]
-        torch._fused_adamw_(
-            [local_part(p) for p in params],
-            [local_part(p.grad) for p in params if p.grad is not None],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [],  # of amsgrad
-            [state["step"] for state in states],
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def _link_steps(self) -> None:
-        """Step counters become elements of one tensor per group: one operation counts them all."""
-        self._steps = []
-        for group in self.param_groups:
-            states = [self.state[p] for p in group["params"]]
-            steps = torch.stack([state["step"] for state in states])
-            for state, step in zip(states, steps.unbind(), strict=True):
-                state["step"] = step
-            self._steps.append(steps)
+def _fused_update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    """All parameters of one dtype at once, with moments of that dtype beside them."""
+    adamw_kernel(
+        group,
+        [local_part(p) for p in params],
+        [local_part(p.grad) for p in params if p.grad is not None],
+        [local_part(state["exp_avg"]) for state in states],
+        [local_part(state["exp_avg_sq"]) for state in states],
+        [state["step"] for state in states],
+    )

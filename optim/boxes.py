@@ -54,12 +54,29 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the cells of one parameter live among ranks that together hold it once."""
+    """Where the cells of one parameter live among ranks that hold it once, or several times.
 
-    boxes: tuple[Box, ...]  # per rank of `group`
-    rank: int = 0  # this process in `group`
-    group: dist.ProcessGroup | None = None  # None: all cells are here
-    ranks: tuple[int, ...] = ()  # of `group`, in the process group of all; empty without one
+    Attributes:
+        boxes: per rank of `group`.
+        rank: this process in `group`.
+        group: None: all cells are here.
+        ranks: of `group`, in the process group of all; empty without one.
+        replicas: per rank of `group`, which copy of the parameter its box is a part of; empty: all
+            are parts of one.
+    """
+
+    boxes: tuple[Box, ...]
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+
+    def replica(self, rank: int) -> int:
+        return self.replicas[rank] if self.replicas else 0
+
+    @property
+    def num_replicas(self) -> int:
+        return max(self.replicas, default=0) + 1
 
 
 def stack_view(t: Tensor) -> Tensor:
@@ -71,8 +88,8 @@ def stack_view(t: Tensor) -> Tensor:
 def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = ()) -> Layout:
     """The boxes of a plain tensor, or of a DTensor on any mesh.
 
-    The group is that of the mesh axes that cut; along the others each replica holds the same, and
-    is left to do the same work on the same bits.
+    The group is that of the mesh axes that cut and, if any does, of those along which replicas hold
+    the same: together they do the work once.
 
     Args:
         process_groups: of several mesh axes, to choose from where several cut; all ranks always is
@@ -82,7 +99,9 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
         return Layout((_stack_box(parameter.shape, [0] * parameter.dim(), parameter.shape),))
     mesh = parameter.device_mesh
     order = cutting_order(parameter.placements, mesh.shape)
-    axes = sorted(axis for axis, _ in order)
+    cuts = {axis for axis, _ in order}
+    copies = [a for a, n in enumerate(mesh.shape) if cuts and n > 1 and a not in cuts]
+    axes = sorted([*cuts, *copies])
     ranks, own = _ranks_along(mesh, axes), mesh.get_coordinate()
     assert own is not None, f"this rank is not in {mesh}"
     boxes = {
@@ -90,12 +109,20 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
         for rank, at in ranks.items()
     }
     here = boxes[int(mesh.mesh[tuple(own)])]
-    _check_boxes(parameter, list(boxes.values()), here)
+    num_copies = math.prod(mesh.shape[a] for a in copies)
+    _check_boxes(parameter, list(boxes.values()), here, num_copies)
     if not axes:
         return Layout((here,))
     group = _group_of(mesh, axes, sorted(ranks), process_groups)
     members = tuple(dist.get_process_group_ranks(group))
-    return Layout(tuple(boxes[r] for r in members), dist.get_rank(group), group, members)
+    replicas = tuple(_number([(ranks[r][a], mesh.shape[a]) for a in copies]) for r in members)
+    return Layout(
+        tuple(boxes[r] for r in members),
+        dist.get_rank(group),
+        group,
+        members,
+        replicas if copies else (),
+    )
 
 
 def cutting_order(
@@ -161,6 +188,14 @@ def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, list[int]]:
     return {rank: list(at) for rank, at in zip(ranks, product(*ways), strict=True)}
 
 
+def _number(digits: Sequence[tuple[int, int]]) -> int:
+    """A coordinate, as (place, size) per axis, counted through: the last axis runs fastest."""
+    number = 0
+    for place, size in digits:
+        number = number * size + place
+    return number
+
+
 def _group_of(
     mesh: DeviceMesh,
     axes: Sequence[int],
@@ -179,11 +214,11 @@ def _group_of(
     raise AssertionError(f"give the optimizer the process group of {names}: ranks {list(ranks)}")
 
 
-def _check_boxes(parameter: DTensor, boxes: Sequence[Box], here: Box) -> None:
-    """The boxes hold every cell once, and this rank's is as large as what it stores."""
+def _check_boxes(parameter: DTensor, boxes: Sequence[Box], here: Box, copies: int) -> None:
+    """The boxes hold every cell once a copy, and this rank's is as large as what it stores."""
     local = stack_view(parameter.to_local())
     where = f"{tuple(parameter.shape)} {parameter.placements} on {parameter.device_mesh}"
     assert tuple(local.shape) == here.shape or local.numel() == here.size == 0, (
         f"{where}: {tuple(local.shape)} here, not {here}"
     )
-    assert sum(box.size for box in boxes) == parameter.numel(), f"{where}: {boxes}"
+    assert sum(box.size for box in boxes) == copies * parameter.numel(), f"{where}: {boxes}"

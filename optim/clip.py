@@ -22,6 +22,8 @@ def clip_gradients(
     max_norm: float,
     group: dist.ProcessGroup | None = None,
     copies: Iterable[nn.Parameter] = (),
+    along: Tensor | None = None,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Scales all gradients in place so that their joint 2-norm is at most `max_norm`.
 
@@ -34,9 +36,11 @@ def clip_gradients(
         group: the ranks that together hold the model; by default all, if parameters are sharded.
         copies: parameters that another rank counts already (the tied weight on the second of two
             pipeline stages, whose gradient is the same sum): scaled, but not counted.
+        along: fp64 numbers of this rank, summed over the ranks in place by the same all-reduce.
+        loss_scale: what the loss was multiplied with; the gradients are divided by it as well.
 
     Returns:
-        The norm before clipping, fp64, the same on every rank.
+        The norm before clipping, divided by `loss_scale`; fp64, the same on every rank.
     """
     params = list(model.parameters())
     if group is None and any(is_dtensor(p) for p in params):
@@ -45,12 +49,13 @@ def clip_gradients(
     ids = {id(p) for p in copies}
     counted = [p.grad for p in params if p.grad is not None and id(p) not in ids]
     device = params[0].device if params else None
-    norm = gradient_norm(counted, group, device)
-    if not max_norm or not grads:
+    norm = gradient_norm(counted, group, device, along) / loss_scale
+    if not grads or (not max_norm and loss_scale == 1.0):
         return norm
-    if not norm.is_cuda and norm.item() + 1e-6 <= max_norm:
+    if loss_scale == 1.0 and not norm.is_cuda and norm.item() + 1e-6 <= max_norm:
         return norm  # the factor is 1; a GPU would have to wait to know, and multiplies with it
-    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0)
+    limit = max_norm or torch.inf
+    factor = (limit / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0) / loss_scale
     local = [local_part(g) for g in grads]
     for dtype in _dtypes(local):
         # foreach is fast with a factor of the tensors' own dtype
@@ -63,6 +68,7 @@ def gradient_norm(
     grads: list[Tensor],
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
+    along: Tensor | None = None,
 ) -> Tensor:
     """2-norm over all elements of all gradients, each counted once however often it is stored.
 
@@ -72,8 +78,9 @@ def gradient_norm(
     tensors are made in fp32 or wider, their squares and sums in fp64.
 
     Args:
-        group: whose ranks take part, in one all-reduce of one number; None: this process alone.
+        group: whose ranks take part, in one all-reduce; None: this process alone.
         device: of the result where there is no gradient.
+        along: other fp64 numbers that the same all-reduce sums, in place.
     """
     assert group is not None or not any(is_dtensor(g) for g in grads), "shards need a group"
     first = group is None or dist.get_rank(group) == 0
@@ -87,9 +94,13 @@ def gradient_norm(
     stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
     norm = torch.linalg.vector_norm(stacked, dtype=torch.float64)
     if group is not None:
-        norm.square_()
-        dist.all_reduce(norm, group=group)
-        norm.sqrt_()
+        numbers = norm.square_().view(1)
+        if along is not None:
+            numbers = torch.cat([numbers, along])
+        dist.all_reduce(numbers, group=group)
+        norm = numbers[0].sqrt()
+        if along is not None:
+            along.copy_(numbers[1:])
     return norm
 
 

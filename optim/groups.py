@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch import nn
 
+from megacpp.config import OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
@@ -25,6 +26,7 @@ from megacpp.model.mla import MultiHeadLatentAttention
 from optim.ownership import MatrixView
 
 Algorithm = Literal["muon", "adamw"]
+Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 View = Callable[[nn.Module], MatrixView]
 
 
@@ -37,6 +39,9 @@ class Row:
         names: patterns of its name below the mixer (outside: of its whole name).
         decays: weight decay applies.
         view: Muon's matrices, from the mixer that owns the parameter.
+        rate: the setting of `OptimConfig` that is the peak learning rate under AdamW, where 0 means
+            `lr`; under Muon it is `muon_lr`.
+        lr_factor: of that rate, for this row alone.
     """
 
     letters: str
@@ -44,6 +49,8 @@ class Row:
     algorithm: Algorithm
     decays: bool
     view: View = lambda mixer: MatrixView()
+    rate: Rate = "lr"
+    lr_factor: float = 1.0
 
     def matches(self, letter: str, name: str) -> bool:
         inside = letter in self.letters if letter else not self.letters
@@ -80,18 +87,25 @@ def experts(mixer: nn.Module) -> MatrixView:
     return MatrixView(batched=True)
 
 
+def vectors(letters: str, *names: str) -> Row:
+    """Norms, biases, and numbers per head or channel."""
+    return Row(letters, names, "adamw", False, rate="vector_lr")
+
+
 TABLE = (
-    Row("", ("embed.weight", "head.weight"), "adamw", True),
-    Row("", ("norm.weight", "blocks.*.norm.weight"), "adamw", False),
+    Row("", ("embed.weight",), "adamw", True, rate="embed_lr"),
+    Row("", ("head.weight",), "adamw", True, rate="head_lr"),
+    vectors("", "norm.weight", "blocks.*.norm.weight"),
     Row("A", ("wq.weight", "wk.weight", "wv.weight", "wo.weight"), "muon", True),
     Row("A", ("wq_a.weight", "wq_b.weight"), "muon", True),
     Row("A", ("wkv_a.weight",), "muon", True, latent_rows),
     Row("A", ("wkv_b.weight",), "muon", True, key_value_rows),
-    Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "adamw", False),
+    vectors("A", "q_norm.weight", "k_norm.weight", "kv_norm.weight"),
     Row("M", ("in_[zxBC].weight", "out_proj.weight"), "muon", True),
     Row("M", ("in_dt.weight", "in_A.weight", "in_trap.weight", "in_angles.weight"), "adamw", True),
-    Row("M", ("B_norm.weight", "C_norm.weight", "norm.weight"), "adamw", False),
-    Row("M", ("dt_bias", "B_bias", "C_bias", "D", "mimo_[xzo]"), "adamw", False),
+    vectors("M", "B_norm.weight", "C_norm.weight", "norm.weight"),
+    vectors("M", "dt_bias", "B_bias", "C_bias", "D"),
+    Row("M", ("mimo_[xzo]",), "adamw", False),
     Row("E", ("experts.w[123]",), "muon", True, experts),
     Row("E", ("shared.w[123].weight",), "muon", True),
     Row("E", ("router.weight", "shared.gate.weight"), "adamw", True),
@@ -100,8 +114,8 @@ TABLE = (
     Row("R", ("in_v.weight",), "muon", True, rows_by_head("in_v", "value_dim")),
     Row("R", ("in_gate.weight", "output_projection.weight"), "muon", True),
     Row("R", ("in_forget.weight",), "adamw", True),
-    Row("R", ("g_norm.weight",), "adamw", False),
-    Row("R", ("state_weight", "D", "decay_gate.A_log", "decay_gate.dt_bias"), "adamw", False),
+    vectors("R", "g_norm.weight", "D", "decay_gate.A_log", "decay_gate.dt_bias"),
+    Row("R", ("state_weight",), "adamw", False),
     Row("MR", ("conv_?.weight",), "adamw", False),
     Row("F", ("w[123].weight",), "muon", True),
 )
@@ -117,6 +131,17 @@ class Assignment:
     algorithm: Algorithm
     view: MatrixView
 
+    def lr(self, config: OptimConfig) -> float:
+        """Peak learning rate."""
+        if self.algorithm == "muon":
+            return config.muon_lr * self.row.lr_factor
+        return (getattr(config, self.row.rate) or config.lr) * self.row.lr_factor
+
+    def decay(self, config: OptimConfig) -> float:
+        """Weight decay."""
+        decay = config.muon_weight_decay if self.algorithm == "muon" else config.weight_decay
+        return decay if self.row.decays else 0.0
+
 
 def assign(
     model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...] = TABLE
@@ -129,7 +154,7 @@ def assign(
     return list(_assignments(model, algorithm, table))
 
 
-def table_lines(assignments: list[Assignment]) -> list[str]:
+def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]:
     """The table as it applies to a model, one line per row and shape of its matrices."""
 
     def key(a: Assignment) -> tuple[int, str]:
@@ -147,8 +172,8 @@ def table_lines(assignments: list[Assignment]) -> list[str]:
         rule = view if members[0].algorithm == "muon" else ""
         decays = "decay" if row.decays else "-"
         lines.append(
-            f"{members[0].algorithm:5} {decays:5} {len(members):4} tensors {numel:>13,}  {what}"
-            + (f"  [{rule}]" if rule else "")
+            f"{members[0].algorithm:5} lr {members[0].lr(config):<7g} {decays:5} "
+            f"{len(members):4} tensors {numel:>13,}  {what}" + (f"  [{rule}]" if rule else "")
         )
     return lines
 

@@ -1,31 +1,34 @@
 """Muon: momentum whose step is orthogonalised, matrix by matrix (Keller Jordan).
 
 Works on plain parameters and on DTensors of any mesh; a sharded run equals the unsharded one,
-because whole matrices are orthogonalised wherever their cells live (optim/ownership.py).
+because whole matrices are orthogonalised wherever their cells live (optim/ownership.py), and what
+is to be orthogonalised is rounded to the iteration's dtype before it travels, or stays.
 
-Legend: R rows, C columns of a matrix.
+Legend: R rows, C columns of a matrix, K matrices of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from optim.boxes import layout_of, stack_view
+from optim.boxes import stack_view
+from optim.exchange import Batch, Flight, Piece, Stay, Wave, flat, unpacked
 from optim.local import local_part
+from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
+    Coefficients,
     Scale,
     iteration_dtype,
+    newton_schulz,
     newton_schulz_plain,
-    orthogonalise,
     update_scale,
 )
-from optim.ownership import Item, MatrixView, Ownership, items_of
+
+Width = Literal["auto", "bf16", "fp32"]
 
 
 def muon_update(
@@ -34,125 +37,192 @@ def muon_update(
     momentum: float = 0.95,
     nesterov: bool = True,
     steps: int = 5,
-    scale: Scale = "keller",
+    scale: Scale = "spectral",
     dtype: torch.dtype | None = None,
+    coefficients: Coefficients = "quintic",
 ) -> Tensor:
-    """The update of one matrix, to be subtracted times the learning rate: the reference of `Muon`.
+    """The update of one matrix, to be subtracted times the learning rate: the reference.
 
-    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC.
+    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC, computed in the
+    gradient's dtype and rounded to its own.
     """
-    momentum_RC.lerp_(grad_RC, 1 - momentum)
-    u_RC = torch.lerp(grad_RC, momentum_RC, momentum) if nesterov else momentum_RC
-    o_RC = newton_schulz_plain(u_RC, steps, dtype)
+    wide_RC = momentum_RC.to(grad_RC.dtype).lerp(grad_RC, 1 - momentum)
+    wide_RC = momentum_RC.copy_(wide_RC).to(grad_RC.dtype)
+    u_RC = torch.lerp(grad_RC, wide_RC, momentum) if nesterov else wide_RC
+    o_RC = newton_schulz_plain(u_RC, steps, dtype, coefficients)
     return o_RC.to(grad_RC.dtype) * update_scale(scale, *grad_RC.shape)
 
 
-class Muon(torch.optim.Optimizer):
-    """w <- (1 - lr * weight_decay) w - lr * scale * orthogonalised(momentum), for matrices only.
+def wire_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
+    """Of Newton-Schulz and of what travels; fp64 parameters stay fp64 with `auto`."""
+    return iteration_dtype(parameter) if width == "auto" else _WIDTHS[width]
 
-    A group's `view` (`MatrixView`) says which matrices its parameters are: one each, row blocks
-    of a fused projection, or a stack of experts. The scale is that of the single matrix.
 
-    State: `momentum`, of the parameter's shape, dtype and sharding; it exists from the start, so
-    that a fresh optimizer can be loaded into. Parameters without a gradient are left alone; all
-    ranks of a mesh must agree which these are, as they do under FSDP2.
+def momentum_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
+    """Of the momentum: bf16 loses less than Newton-Schulz does; fp64 stays fp64 with `auto`."""
+    if width == "auto":
+        return torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
+    return _WIDTHS[width]
 
-    Parameters that the same ranks hold share the two exchanges of a step, whatever axes of whatever
-    mesh cut them; optim/ownership.py says what these cost.
+
+_WIDTHS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class MuonStep:
+    """One update of all matrices that have a gradient, in three acts.
+
+    Making it decays the weights and sends the first wave. Then come `here`, and whatever else can
+    be done while that wave travels; then `finish`.
 
     Args:
-        dtype: of Newton-Schulz and of what ranks exchange; see `iteration_dtype` for the default.
-        process_groups: of ranks that share parameters cut along several mesh axes (fsdp and tp,
-            efsdp and ep). Not needed along one axis, nor where these ranks are all ranks.
+        groups: of the optimizer.
+        momenta: in the order of the plan's matrices.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 2e-2,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.0,
-        steps: int = 5,
-        scale: Scale = "keller",
-        view: MatrixView = MatrixView(),  # noqa: B008 - frozen
-        dtype: torch.dtype | None = None,
-        process_groups: Sequence[dist.ProcessGroup] = (),
+        self, plan: MuonPlan, groups: Sequence[dict[str, Any]], momenta: Sequence[Tensor]
     ) -> None:
-        self.dtype, self.process_groups = dtype, process_groups
-        self._plans: dict[tuple[int, ...], list[tuple[Ownership, torch.dtype]]] = {}
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "steps": steps,
-            "scale": scale,
-            "view": view,
-        }
-        super().__init__(params, defaults)
+        self.groups, self.plan = groups, plan
+        self.rates = {m.group: float(groups[m.group]["lr"]) for m in plan.matrices}
+        grads = [m.parameter.grad for m in plan.matrices]
+        self.grads = [None if g is None else stack_view(local_part(g)) for g in grads]
+        self.weights = [stack_view(local_part(m.parameter)) for m in plan.matrices]
+        self.momenta = [stack_view(local_part(m)) for m in momenta]
+        self._decay()
+        self.waves = [(e, wave) for e in plan.exchanges for wave in e.waves]
+        self.flying = self._send(0)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for parameter in group["params"]:
-            group["view"].heights(parameter.shape)  # a view that doesn't fit fails here
-            self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+    def here(self) -> None:
+        """What stays, while the first wave travels."""
+        for exchange in self.plan.exchanges:
+            for stay in exchange.staying:
+                self._solve_here(exchange, stay)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        active: list[Tensor] = []
-        groups: list[dict[str, Any]] = []
-        updates: list[Tensor] = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                active += params
-                groups += [group] * len(params)
-                updates += self._momentum_updates(group, params)
-        weights = [stack_view(local_part(p)) for p in active]
-        for ownership, dtype in self._plan(active, groups):
-            mine = {i: stack_view(updates[i]).to(dtype) for i in ownership.layouts}
-            steps = groups[next(iter(mine))]["steps"]
-            solve = partial(orthogonalise, steps=steps, dtype=dtype)
-            for item, where, o in ownership.solve(mine, solve):
-                group = groups[item.parameter]
-                factor = -group["lr"] * update_scale(group["scale"], item.rows, item.cols)
-                weights[item.parameter][where].view(o.shape).add_(o, alpha=factor)
-        return loss
+    def finish(self) -> None:
+        """Every wave: sends the next, solves this one, returns it, takes what came back before."""
+        behind: tuple[Wave, Flight] | None = None
+        for k, (exchange, wave) in enumerate(self.waves):
+            coming, self.flying = self.flying, self._send(k + 1)
+            assert coming is not None
+            arrived = coming.wait()
+            back = wave.solve(arrived, self._solve)
+            del arrived
+            returning = Flight(back, wave.returned, wave.arriving, exchange.group)
+            del back
+            self._land(behind)
+            behind = wave, returning
+        self._land(behind)
 
-    def _momentum_updates(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """Decays weights, moves the momenta, and returns what is to be orthogonalised."""
-        weights = [local_part(p) for p in params]
-        grads = [local_part(p.grad) for p in params if p.grad is not None]
-        momenta = [local_part(self.state[p]["momentum"]) for p in params]
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        if not group["nesterov"]:
+    def _send(self, k: int) -> Flight | None:
+        if k == len(self.waves):
+            return None
+        exchange, wave = self.waves[k]
+        packed = self._pack(flat(wave.sent), wave.blocks, exchange.wire)
+        flight = Flight(packed, wave.sent, wave.received, exchange.group)
+        for block in wave.aside_blocks:
+            self._move([wave.aside[i] for i in block])
+        return flight
+
+    def _solve_here(self, exchange: Exchange, stay: Stay) -> None:
+        """Matrices that are whole here."""
+        packed = self._pack(stay.pieces, stay.blocks, exchange.wire)
+        first = 0
+        for batch, x_KRC in stay.matrices(packed):
+            past = first + len(batch.items)
+            self._apply(stay.pieces[first:past], batch.views(self._solve(batch, x_KRC)))
+            first = past
+
+    def _solve(self, batch: Batch, x_KRC: Tensor) -> Tensor:
+        steps, coefficients = batch.solver
+        return newton_schulz(x_KRC, steps, x_KRC.dtype, coefficients)
+
+    def _land(self, flown: tuple[Wave, Flight] | None) -> None:
+        """Takes the results of a wave."""
+        if flown is not None:
+            wave, flight = flown
+            pieces = flat(wave.arriving)
+            self._apply(pieces, unpacked(flight.wait(), pieces))
+
+    def _decay(self) -> None:
+        """Decoupled weight decay of everything that has a gradient."""
+        for number, group in enumerate(self.groups):
+            if group["weight_decay"] and not group["cautious"] and number in self.rates:
+                found = zip(self.plan.matrices, self.weights, self.grads, strict=True)
+                weights = [w for m, w, g in found if m.group == number and g is not None]
+                if weights:
+                    torch._foreach_mul_(weights, 1 - self.rates[number] * group["weight_decay"])
+
+    def _pack(self, pieces: Sequence[Piece], blocks: Sequence[range], wire: torch.dtype) -> Tensor:
+        """Moves the momenta of pieces; what is to be orthogonalised, one after the other.
+
+        Without a gradient a momentum stays, and zeros take the place of the update: others may
+        wait for it.
+        """
+        cells = sum(piece.box.size for piece in pieces)
+        packed = torch.empty(cells, dtype=wire, device=self.weights[0].device)
+        targets = unpacked(packed, pieces)
+        for block in blocks:
+            self._pack_block([pieces[i] for i in block], [targets[i] for i in block])
+        return packed
+
+    def _pack_block(self, pieces: Sequence[Piece], targets: list[Tensor]) -> None:
+        """Of one kind."""
+        updates = self._move(pieces, update=True)
+        if len(updates) < len(targets):
+            torch._foreach_zero_(targets)
+            targets = [t for t, p in zip(targets, pieces, strict=True) if not self._lacks(p)]
+        if targets:
+            torch._foreach_copy_(targets, updates)
+
+    def _lacks(self, piece: Piece) -> bool:
+        """Its parameter has no gradient."""
+        return self.grads[piece.item.parameter] is None
+
+    def _move(self, pieces: Sequence[Piece], update: bool = False) -> list[Tensor]:
+        """m <- lerp(m, g, 1 - mu), rounded; the update is lerp(g, m, mu), or m without Nesterov.
+
+        All in the gradient's dtype, element by element: how they are cut changes no bit. Pieces are
+        of one kind; those without a gradient are left out.
+        """
+        pieces = [piece for piece in pieces if not self._lacks(piece)]
+        if not pieces:
+            return []
+        group = self.groups[self.plan.matrices[pieces[0].item.parameter].group]
+        grads = [_cut(g, p) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
+        momenta = [_cut(self.momenta[p.item.parameter], p) for p in pieces]
+        mu, wide = group["momentum"], momenta
+        if momenta[0].dtype == grads[0].dtype:
+            torch._foreach_lerp_(momenta, grads, 1 - mu)
+        else:
+            wide = [m.to(grads[0].dtype) for m in momenta]
+            torch._foreach_lerp_(wide, grads, 1 - mu)
+            torch._foreach_copy_(momenta, wide)
+        if not update or not group["nesterov"]:
             return momenta
-        return list(torch._foreach_lerp(grads, momenta, group["momentum"]))
+        if wide is not momenta:
+            torch._foreach_copy_(wide, momenta)
+        return list(torch._foreach_lerp(grads, wide, mu))
 
-    def _plan(
-        self, active: list[Tensor], groups: list[dict[str, Any]]
-    ) -> list[tuple[Ownership, torch.dtype]]:
-        """Who solves what, per set of ranks and dtype; made once for a set of parameters."""
-        key = tuple(map(id, active))
-        if key not in self._plans:
-            layouts = {i: layout_of(p, self.process_groups) for i, p in enumerate(active)}
-            items: dict[Any, list[Item]] = {}
-            for i, (parameter, group) in enumerate(zip(active, groups, strict=True)):
-                dtype = self.dtype or iteration_dtype(parameter)
-                where = items.setdefault((layouts[i].ranks, dtype, group["steps"]), [])
-                matrices = group["view"].matrices(parameter.shape)
-                where += items_of(i, matrices, layouts[i].boxes)
-            self._plans[key] = [
-                (Ownership(some, {i.parameter: layouts[i.parameter] for i in some}), dtype)
-                for (_, dtype, _), some in items.items()
-            ]
-        return self._plans[key]
+    def _apply(self, pieces: Sequence[Piece], updates: Sequence[Tensor]) -> None:
+        """w <- w - lr * scale * update, and cautious decay, of pieces that have a gradient."""
+        alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for piece, update in zip(pieces, updates, strict=True):
+            item = piece.item
+            if not self._lacks(piece):
+                key = (self.plan.matrices[item.parameter].group, item.rows, item.cols)
+                weights, some = alike.setdefault(key, ([], []))
+                weights.append(_cut(self.weights[item.parameter], piece))
+                some.append(update)
+        for (number, rows, cols), (weights, some) in alike.items():
+            group, lr = self.groups[number], self.rates[number]
+            if group["weight_decay"] and group["cautious"]:
+                keep = 1 - lr * group["weight_decay"]
+                for w, u in zip(weights, some, strict=True):
+                    w.copy_(torch.where(u * w >= 0, w * keep, w))
+            factor = -lr * update_scale(group["scale"], rows, cols)
+            torch._foreach_add_(weights, some, alpha=factor)
+
+
+def _cut(part: Tensor, piece: Piece) -> Tensor:
+    """The cells of a piece in this rank's part of its parameter."""
+    return part if piece.where is None else part[piece.where]

@@ -1,7 +1,13 @@
 """Newton-Schulz orthogonalisation: all singular values of a matrix towards 1, by products alone.
 
-Five steps of X <- aX + (bA + cA²)X with A = XXᵀ push the singular values of X/‖X‖ into about
-0.7 ... 1.2 while the singular vectors stay (Keller Jordan's quintic, github.com/KellerJordan/Muon).
+Steps of X <- aX + (bA + cA²)X with A = XXᵀ push the singular values of X/‖X‖ towards 1 while the
+singular vectors stay. `Coefficients` names where a, b, c come from:
+
+- `quintic`: the same in every step, tuned for steepness at zero; five steps end within about
+  0.7 ... 1.2 and more steps don't narrow that (Keller Jordan, github.com/KellerJordan/Muon).
+- `polar_express`: each step's are the best odd polynomial of degree 5 on the interval where the
+  steps before it leave singular values (Amsel et al., 2505.16932); five steps end within about
+  0.85 ... 1.15 and every further step comes closer. ‖X‖ is taken 2 % longer for safety.
 
 Legend: R rows, C columns, s the short and l the long side of a matrix, K matrices of a batch.
 """
@@ -15,52 +21,77 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+Coefficients = Literal["quintic", "polar_express"]
+Scale = Literal["spectral", "rms"]
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+# Five steps from singular values of 1e-3 to 1, with 2 % of safety, as published with modded-nanogpt
+# (github.com/KellerJordan/modded-nanogpt); behind them the polynomial that the best ones tend to.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    (1.875, -1.25, 0.375),
+)
+POLAR_EXPRESS_SAFETY = 1.02
 EPS = 1e-7  # added to the norm, as upstream does
-CPU_BATCH_ELEMENTS = 1 << 13
-CUDA_BATCH_ELEMENTS = 1 << 25  # 64 MiB of bf16; chosen for memory, not measured
-
-Scale = Literal["keller", "moonshot"]
+CPU_BATCH_BYTES = 1 << 20  # of matrices that share a product: what caches hold, with the products
+CUDA_BATCH_BYTES = 1 << 26  # chosen for memory, not measured
 
 
-def newton_schulz(g: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+def newton_schulz(
+    g: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    coefficients: Coefficients = "quintic",
+) -> Tensor:
     """Orthogonalises each matrix of `g` `[..., R, C]`; the argument is never written to.
 
     Each matrix is first scaled by a power of two, so that huge and tiny ones are as good as any.
-    On a CPU the other matrices of the batch don't change a bit of a result: matrices share a
-    product only while one has at most 8192 elements; larger ones would gain nothing from it.
+    On a CPU the other matrices of the batch don't change a bit of a result.
 
     Args:
         dtype: of the iteration and of the result; see `iteration_dtype` for the default.
 
     Returns:
-        `[..., R, C]`; a zero matrix stays exactly zero.
+        `[..., R, C]`, sharing no memory with `g`; a zero matrix stays exactly zero.
     """
+    dtype = dtype or iteration_dtype(g)
     tall = g.shape[-2] > g.shape[-1]
     wide = g.mT if tall else g
     short, long = wide.shape[-2:]
     x_Ksl = wide.reshape(-1, short, long)
-    most = CUDA_BATCH_ELEMENTS if g.is_cuda else CPU_BATCH_ELEMENTS
-    parts = x_Ksl.split(max(1, most // max(1, short * long)))
-    done = [_iterate(_normalised(part, dtype or iteration_dtype(g)), steps) for part in parts]
-    out = (done[0] if len(done) == 1 else torch.cat(done)).view(wide.shape)
+    safety = POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1.0
+    rows = coefficient_rows(coefficients, steps)
+    parts = x_Ksl.split(_matrices_per_call(x_Ksl, dtype))
+    done = [_iterate(_normalised(part, dtype, safety), rows)[:, :short, :long] for part in parts]
+    out = (done[0] if len(done) == 1 else torch.cat(done)).reshape(wide.shape)
     return out.mT if tall else out
 
 
-def newton_schulz_plain(g_RC: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+def newton_schulz_plain(
+    g_RC: Tensor,
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    coefficients: Coefficients = "quintic",
+) -> Tensor:
     """One matrix, operation by operation as the definition has it: the reference."""
-    a, b, c = COEFFICIENTS
     x = g_RC.to(dtype or iteration_dtype(g_RC))
     x = x.mT if g_RC.shape[0] > g_RC.shape[1] else x
-    x = x / (x.norm() + EPS)
-    for _ in range(steps):
+    x = x / (x.norm() * (POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1) + EPS)
+    for a, b, c in coefficient_rows(coefficients, steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if g_RC.shape[0] > g_RC.shape[1] else x
 
 
 def orthogonalise(
-    stacks: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None
+    stacks: Sequence[Tensor],
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    coefficients: Coefficients = "quintic",
 ) -> list[Tensor]:
     """`newton_schulz` of many stacks `[K, R, C]` with as few products as their shapes allow.
 
@@ -74,18 +105,27 @@ def orthogonalise(
     for members in alike.values():
         tall = [stacks[i].shape[1] > stacks[i].shape[2] for i in members]
         flat = [stacks[i].mT if t else stacks[i] for i, t in zip(members, tall, strict=True)]
-        if flat[0].shape[1] * flat[0].shape[2] > CPU_BATCH_ELEMENTS and not flat[0].is_cuda:
-            outs: Sequence[Tensor] = [newton_schulz(x_Ksl, steps, dtype) for x_Ksl in flat]
+        if _matrices_per_call(flat[0], dtype or iteration_dtype(flat[0])) == 1:
+            outs: Sequence[Tensor] = [newton_schulz(x, steps, dtype, coefficients) for x in flat]
         else:
-            joined = newton_schulz(flat[0] if len(flat) == 1 else torch.cat(flat), steps, dtype)
+            together = flat[0] if len(flat) == 1 else torch.cat(flat)
+            joined = newton_schulz(together, steps, dtype, coefficients)
             outs = joined.split([len(x_Ksl) for x_Ksl in flat])
         for i, out, t in zip(members, outs, tall, strict=True):
             results[i] = out.mT if t else out
     return [results[i] for i in range(len(stacks))]
 
 
+def coefficient_rows(coefficients: Coefficients, steps: int) -> list[tuple[float, float, float]]:
+    """(a, b, c) of each step; steps beyond the table repeat its last row."""
+    if coefficients == "quintic":
+        return [QUINTIC] * steps
+    assert coefficients == "polar_express", coefficients
+    return [POLAR_EXPRESS[min(i, len(POLAR_EXPRESS) - 1)] for i in range(steps)]
+
+
 def iteration_dtype(t: Tensor) -> torch.dtype:
-    """bf16 on a GPU; elsewhere fp32, because CPUs are slow in bf16; fp64 stays fp64 everywhere."""
+    """bf16 on a GPU; fp32 on a CPU, where runs are small and exact; fp64 stays fp64 everywhere."""
     if t.dtype == torch.float64:
         return torch.float64
     return torch.bfloat16 if t.is_cuda else torch.float32
@@ -94,12 +134,13 @@ def iteration_dtype(t: Tensor) -> torch.dtype:
 def update_scale(scale: Scale, rows: int, cols: int) -> float:
     """Factor of an orthogonal update of a `rows x cols` matrix.
 
-    `keller`: sqrt(max(1, rows / cols)), so that the update's effect on activations doesn't depend
-    on the shape. `moonshot`: 0.2 sqrt(max(rows, cols)), so that its entries are as large as those
-    of an AdamW update and one learning rate fits both (arXiv 2502.16982).
+    `spectral`: sqrt(max(1, rows / cols)), so that the update's effect on activations doesn't depend
+    on the shape (Keller Jordan). `rms`: 0.2 sqrt(max(rows, cols)), so that its entries are as large
+    as those of an AdamW update and one learning rate fits both (Moonlight, 2502.16982).
     """
-    if scale == "keller":
+    if scale == "spectral":
         return math.sqrt(max(1.0, rows / cols))
+    assert scale == "rms", scale
     return 0.2 * math.sqrt(max(rows, cols))
 
 
@@ -109,12 +150,27 @@ def newton_schulz_flops(rows: int, cols: int, steps: int = 5) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def _normalised(x_Ksl: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / (‖x‖ + eps) in a new contiguous tensor, without overflow or underflow of the norm.
+def _matrices_per_call(x_Ksl: Tensor, dtype: torch.dtype) -> int:
+    """How many matrices share a product; more bytes a call than these gain nothing.
+
+    In fp64, which is for proofs, each goes alone on a CPU: with several threads MKL splits one
+    matrix otherwise than a batch.
+    """
+    if dtype == torch.float64 and not x_Ksl.is_cuda:
+        return 1
+    most = CUDA_BATCH_BYTES if x_Ksl.is_cuda else CPU_BATCH_BYTES
+    return max(1, most // max(1, x_Ksl.shape[1] * x_Ksl.shape[2] * dtype.itemsize))
+
+
+def _normalised(x_Ksl: Tensor, dtype: torch.dtype, safety: float) -> Tensor:
+    """x / (safety ‖x‖ + eps) in a new contiguous tensor, without overflow or underflow of the norm.
 
     The power of two that brings the largest entry to about 1 is exact, so this is upstream's
-    formula to the bit, except that eps stops growing once all entries are below 2^-20: a tiny
-    gradient still has a direction.
+    formula, except that eps stops growing once all entries are below 2^-20: a tiny gradient still
+    has a direction. The norm is taken in fp32 at least.
+
+    Both sides are padded to multiples of 8 with zeros, which stay zero. Without that a matrix's
+    address, and with it how MKL rounds, would depend on its place in the batch.
     """
     largest = x_Ksl.abs().amax(dim=(-2, -1), keepdim=True)
     limit = 1000 if x_Ksl.dtype == torch.float64 else 120
@@ -122,14 +178,25 @@ def _normalised(x_Ksl: Tensor, dtype: torch.dtype) -> Tensor:
     exponent = torch.frexp(largest.to(working)).exponent.clamp(-limit, limit)
     power = torch.exp2(-exponent.to(working))
     y_Ksl = (x_Ksl * power.to(x_Ksl.dtype)).to(dtype).contiguous()
-    norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True)
-    return y_Ksl.div_(norm + (EPS * power.clamp(max=2.0**20)).to(dtype))
+    norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
+    y_Ksl.div_(norm * safety + (EPS * power.clamp(max=2.0**20)).to(norm_dtype))
+    rows, cols = (-side % 8 for side in x_Ksl.shape[1:])
+    return torch.nn.functional.pad(y_Ksl, (0, cols, 0, rows)) if rows or cols else y_Ksl
 
 
-def _iterate(x_Ksl: Tensor, steps: int) -> Tensor:
-    a, b, c = COEFFICIENTS
-    for _ in range(steps):
-        gram_Kss = torch.bmm(x_Ksl, x_Ksl.mT)
-        polynomial_Kss = torch.baddbmm(gram_Kss, gram_Kss, gram_Kss, beta=b, alpha=c)
-        x_Ksl = torch.baddbmm(x_Ksl, polynomial_Kss, x_Ksl, beta=a)
-    return x_Ksl
+def _iterate(x_Ksl: Tensor, rows: list[tuple[float, float, float]]) -> Tensor:
+    narrow = x_Ksl.dtype
+    # torch gives small products of bf16 to one library or another by the size of the whole batch.
+    # In fp32, rounded after each product, the batch doesn't matter; sums are in fp32 either way.
+    small = narrow.itemsize == 2 and not x_Ksl.is_cuda and x_Ksl.shape[1] <= 16
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(narrow).float() if small else t
+
+    x_Ksl = x_Ksl.float() if small else x_Ksl
+    for a, b, c in rows:
+        gram_Kss = rounded(torch.bmm(x_Ksl, x_Ksl.mT))
+        polynomial_Kss = rounded(torch.baddbmm(gram_Kss, gram_Kss, gram_Kss, beta=b, alpha=c))
+        x_Ksl = rounded(torch.baddbmm(x_Ksl, polynomial_Kss, x_Ksl, beta=a))
+    return x_Ksl.to(narrow)

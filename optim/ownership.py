@@ -1,28 +1,23 @@
-"""Whole matrices from sharded parameters: who orthogonalises what, and the two exchanges around it.
+"""Whole matrices from sharded parameters: who orthogonalises what, and in which wave.
 
 Meshes cut parameters into boxes (optim/boxes.py), but a matrix must be orthogonalised whole. Every
 rank derives the same plan from shapes alone: each matrix that lies on several ranks gets one owner,
-the costliest first to the rank with the least work (LPT); one all-to-all brings the cells of the
-updates to the owners and one brings the results back. Matrices that lie on one rank stay there.
-
-Costs, of the M cells of all matrices that move among W ranks, in the iteration's dtype: each of the
-two exchanges carries M / W cells of a rank, a share, and (W - 1) / W of it to other ranks where
-every rank has part of every matrix. At the peak a step stores four shares, the updates themselves
-included, or six of matrices so small that Newton-Schulz batches them: measured with an iteration in
-the parameters' dtype; in bf16 the updates of fp32 parameters weigh double.
+the costliest first to the rank with the least work (LPT), over all matrices of a process group at
+once. Then they are dealt into waves, each with about the same work for every owner and at most so
+many cells for any rank to send or to receive (optim/exchange.py moves them). Matrices that lie
+whole on one rank stay there; if there are replicas, each does these for itself.
 
 Legend: E matrices of a parameter `[E, R, C]`, R rows and C columns; K matrices of an item.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
 
 from optim.boxes import Box, Layout
 from optim.newton_schulz import newton_schulz_flops
@@ -76,190 +71,154 @@ class Item:
     count: int
     rows: int  # of one matrix
     cols: int
-    holders: tuple[int, ...]  # ranks with cells of it, in order
+    holders: tuple[int, ...]  # ranks with cells of it, of all replicas, in order
     owner: int
-
-    @property
-    def moves(self) -> bool:
-        """No rank has all of it."""
-        return len(self.holders) > 1
+    moves: bool  # no rank has all of it
 
     @property
     def cost(self) -> int:
         return self.count * newton_schulz_flops(self.rows, self.cols)
 
+    def of(self, parameter: int) -> Item:
+        """The same of another parameter."""
+        return replace(self, parameter=parameter)
 
-def items_of(parameter: int, matrices: Sequence[Box], boxes: Sequence[Box]) -> list[Item]:
+
+def items_of(
+    parameter: int, matrices: Sequence[Box], layout: Layout, most_cells: int = 0
+) -> list[Item]:
     """The matrices of one parameter, runs of alike ones together; the first holder owns them.
 
-    A run that moves becomes as many items as it has holders, so that they may share the work.
+    An item has at most `most_cells` (0: any number) or is one matrix. A run that moves becomes as
+    many items as there are ranks, so that all may share the work.
     """
 
     def holders(matrix: Box) -> tuple[int, ...]:
-        return tuple(r for r, box in enumerate(boxes) if box.meet(matrix))
+        return tuple(r for r, box in enumerate(layout.boxes) if box.meet(matrix))
 
     items: list[Item] = []
     for (shape, on), same in groupby(matrices, lambda matrix: (matrix.shape, holders(matrix))):
         run = list(same)
-        most = -(-len(run) // len(on))
+        moves = len(on) > layout.num_replicas
+        most = -(-len(run) // len(layout.boxes)) if moves else len(run)
+        if most_cells:
+            most = min(most, max(1, most_cells // run[0].size))
         for first in range(0, len(run), most):
             part = run[first : first + most]
             box = Box(part[0].low, part[-1].high)
-            items.append(Item(parameter, box, len(part), shape[1], shape[2], on, on[0]))
+            items.append(Item(parameter, box, len(part), shape[1], shape[2], on, on[0], moves))
     return items
 
 
 def choose_owners(items: Sequence[Item], ranks: int) -> list[Item]:
-    """The same items, those on several ranks with an owner each: longest processing time first.
+    """The same items, those that move with an owner each: longest processing time first.
 
-    Work that can't move (matrices on one rank) counts as load from the start. A holder whose load
-    stays within the mean is preferred: what it holds of the matrix needs no sending.
+    Work that can't move counts as load from the start. Holders are preferred as long as that keeps
+    the busiest rank no busier: what they hold of a matrix needs no sending.
     """
-    load = [0] * ranks
-    for item in items:
-        if not item.moves:
-            load[item.owner] += item.cost
-    mean = -(-sum(item.cost for item in items) // ranks)
+    near, plain = (_dealt(items, ranks, prefer) for prefer in (True, False))
+    return near if max(loads(near, ranks)) <= max(loads(plain, ranks)) else plain
+
+
+def _dealt(items: Sequence[Item], ranks: int, prefer_holders: bool) -> list[Item]:
+    """Owners by LPT; of holders, one whose load stays within the mean goes before all others."""
+    load = loads([item for item in items if not item.moves], ranks)
+    mean = -(-(sum(load) + sum(item.cost for item in items if item.moves)) // ranks)
     owners: dict[int, int] = {}
-    order = sorted(range(len(items)), key=lambda i: (-items[i].cost, i))
-    for i in order:
+    for i in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
         if items[i].moves:
             cost = items[i].cost
-            near = [r for r in items[i].holders if load[r] + cost <= max(mean, cost)]
-            owners[i] = min(near or range(ranks), key=lambda r: (load[r], r))
+            near = items[i].holders if prefer_holders else ()
+            fitting = [r for r in near if load[r] + cost <= max(mean, cost)]
+            owners[i] = min(fitting or range(ranks), key=lambda r: (load[r], r))
             load[owners[i]] += cost
     return [replace(item, owner=owners.get(i, item.owner)) for i, item in enumerate(items)]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The cells that one rank holds of an item."""
-
-    item: Item
-    box: Box
-
-
-Solve = Callable[[list[Tensor]], list[Tensor]]
-Where = tuple[slice, ...]
+def loads(items: Sequence[Item], ranks: int) -> list[int]:
+    """Multiplications and additions of each rank; what stays is done by every holder."""
+    load = [0] * ranks
+    for item in items:
+        for rank in (item.owner,) if item.moves else item.holders:
+            load[rank] += item.cost
+    return load
 
 
-class Ownership:
-    """The plan of one process group: the work of every rank, and the way there and back."""
+def waves_of(
+    items: Sequence[Item], layouts: dict[int, Layout], ranks: int, most_cells: int
+) -> list[list[Item]]:
+    """Items that move, in waves that each give every owner about the same share of its work.
 
-    def __init__(self, items: Sequence[Item], layouts: dict[int, Layout]) -> None:
-        """`layouts` of the parameters by number, all of the same ranks."""
-        some = next(iter(layouts.values()))
-        self.rank, self.num_ranks, self.group = some.rank, len(some.boxes), some.group
-        assert all((x.rank, x.ranks) == (some.rank, some.ranks) for x in layouts.values())
-        self.layouts = layouts
-        self.items = choose_owners(items, self.num_ranks)
-        self.staying = [i for i in self.items if not i.moves and i.owner == self.rank]
-        moving = [item for item in self.items if item.moves]
-        self.mine = [item for item in moving if item.owner == self.rank]
-        # My cells of the matrices of each owner, and each rank's cells of the matrices I own.
-        self.sent = [
-            self._pieces([item for item in moving if item.owner == owner], self.rank)
-            for owner in range(self.num_ranks)
-        ]
-        self.received = [self._pieces(self.mine, r) for r in range(self.num_ranks)]
-        self.exchanges = bool(moving)
-
-    def solve(
-        self, local: dict[int, Tensor], function: Solve
-    ) -> Iterator[tuple[Item, Where, Tensor]]:
-        """Applies `function` to whole matrices; yields results for the cells that are here.
-
-        Args:
-            local: this rank's part `[E, R, C]` of each parameter, all of one dtype.
-            function: stacks `[K, R, C]` to stacks of the same shapes and dtype, each matrix for
-                itself.
-
-        Yields:
-            An item, cells of its parameter's local part, and the result for them: `[K, R, C]` where
-            whole matrices are here, else of the cells' own shape.
-        """
-        empty = next(iter(local.values())).new_empty(0)
-        here = [self._here(item, item.box) for item in self.staying]
-        stacks = [
-            local[item.parameter][where].reshape(item.count, item.rows, item.cols)
-            for item, where in zip(self.staying, here, strict=True)
-        ]
-        if self.exchanges:
-            stacks += self._gather(local, empty)
-        done = function(stacks)
-        stacks.clear()
-        yield from zip(self.staying, here, done[: len(here)], strict=True)
-        if self.exchanges:
-            yield from self._give_back(done[len(here) :], empty)
-
-    def _gather(self, local: dict[int, Tensor], empty: Tensor) -> list[Tensor]:
-        """The moving matrices that this rank owns, whole: one all-to-all."""
-        cells = [
-            local[piece.item.parameter][self._here(piece.item, piece.box)]
-            for piece in _in_order(self.sent)
-        ]
-        arrived = self._all_to_all(cells, self.sent, self.received, empty)
-        whole = {item: empty.new_empty(item.box.shape) for item in self.mine}
-        places = [
-            whole[piece.item][piece.box.within(piece.item.box)]
-            for piece in _in_order(self.received)
-        ]
-        if places:
-            torch._foreach_copy_(places, arrived)
-        return [x.view(item.count, item.rows, item.cols) for item, x in whole.items()]
-
-    def _give_back(
-        self, done: Sequence[Tensor], empty: Tensor
-    ) -> Iterator[tuple[Item, Where, Tensor]]:
-        """Results of the moving matrices for the cells of this rank: the other all-to-all."""
-        whole = {
-            item: x_KRC.reshape(item.box.shape) for item, x_KRC in zip(self.mine, done, strict=True)
-        }
-        cells = [
-            whole[piece.item][piece.box.within(piece.item.box)]
-            for piece in _in_order(self.received)
-        ]
-        arrived = self._all_to_all(cells, self.received, self.sent, empty)
-        for piece, part in zip(_in_order(self.sent), arrived, strict=True):
-            yield piece.item, self._here(piece.item, piece.box), part
-
-    def _all_to_all(
-        self,
-        cells: list[Tensor],
-        leaving: Sequence[Sequence[Piece]],
-        arriving: Sequence[Sequence[Piece]],
-        empty: Tensor,
-    ) -> list[Tensor]:
-        """Sends `cells`, the pieces of `leaving` in order; returns the pieces of `arriving`."""
-        there = [sum(piece.box.size for piece in pieces) for pieces in leaving]
-        back = [sum(piece.box.size for piece in pieces) for pieces in arriving]
-        packed, arrived = empty.new_empty(sum(there)), empty.new_empty(sum(back))
-        if cells:
-            torch._foreach_copy_(_unpacked(packed, leaving), cells)
-        dist.all_to_all_single(arrived, packed, back, there, self.group)
-        return _unpacked(arrived, arriving)
-
-    def _pieces(self, items: Sequence[Item], rank: int) -> list[Piece]:
-        """The cells of `items` that `rank` holds, in order; items without any are left out."""
-        pieces = []
-        for item in items:
-            box = self.layouts[item.parameter].boxes[rank].meet(item.box)
-            if box is not None:
-                pieces.append(Piece(item, box))
-        return pieces
-
-    def _here(self, item: Item, box: Box) -> Where:
-        """Cells of an item in this rank's part of the parameter."""
-        return box.within(self.layouts[item.parameter].boxes[self.rank])
+    In a wave no rank sends or receives more than `most_cells`, neither on the way to the owners nor
+    back, unless that is of a single item.
+    """
+    if not items:
+        return []
+    # To owners a rank sends no more than it gets back; an owner gets no more than it returns.
+    held_IW = np.stack(_held(items, layouts, ranks))  # I items, W ranks
+    returned_IW = np.zeros_like(held_IW)
+    returned_IW[np.arange(len(items)), [item.owner for item in items]] = held_IW.sum(1)
+    # What is too large by itself fills a wave for its rank, and leaves room for others in it.
+    held_IW, returned_IW = (np.minimum(cells, most_cells) for cells in (held_IW, returned_IW))
+    places = _places(items)
+    order = sorted(range(len(items)), key=lambda i: (places[i], i))
+    fewest = -(-max(held_IW.sum(0).max(), returned_IW.sum(0).max()) // most_cells)
+    most_of_owner = max(np.bincount([item.owner for item in items]))
+    number = max(1, int(fewest))
+    while number < 2 * most_of_owner + 2:
+        index = np.array([min(int(place * number), number - 1) for place in places])
+        sums = [np.zeros((number, ranks), np.int64) for _ in range(2)]
+        np.add.at(sums[0], index, held_IW)
+        np.add.at(sums[1], index, returned_IW)
+        if max(int(s.max()) for s in sums) <= most_cells:
+            waves = [[items[i] for i in order if index[i] == wave] for wave in range(number)]
+            return [wave for wave in waves if wave]
+        number += max(1, number // 16)
+    return _greedy([(items[i], held_IW[i], returned_IW[i]) for i in order], most_cells)
 
 
-def _in_order(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Pieces by rank, as they lie in a buffer."""
-    return [piece for of_rank in pieces for piece in of_rank]
+def _held(items: Sequence[Item], layouts: dict[int, Layout], ranks: int) -> list[np.ndarray]:
+    """Cells of each item on each rank; many parameters are cut in the same way."""
+    known: dict[tuple[int, Box], np.ndarray] = {}
+    for item in items:
+        layout = layouts[item.parameter]
+        if (id(layout), item.box) not in known:
+            row_W = known[id(layout), item.box] = np.zeros(ranks, np.int64)
+            for rank in item.holders:
+                met = layout.boxes[rank].meet(item.box)
+                row_W[rank] = met.size if met else 0
+    return [known[id(layouts[item.parameter]), item.box] for item in items]
 
 
-def _unpacked(buffer: Tensor, pieces: Sequence[Sequence[Piece]]) -> list[Tensor]:
-    """The pieces that lie one after the other in a flat buffer, as views."""
-    boxes = [piece.box for piece in _in_order(pieces)]
-    parts = buffer.split([box.size for box in boxes]) if boxes else ()
-    return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+def _places(items: Sequence[Item]) -> list[float]:
+    """Where in its owner's work, from 0 to 1, the middle of each item is, costliest first."""
+    places = [0.0] * len(items)
+    totals: dict[int, int] = {}
+    for item in items:
+        totals[item.owner] = totals.get(item.owner, 0) + item.cost
+    done = dict.fromkeys(totals, 0)
+    for i in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
+        owner, cost = items[i].owner, items[i].cost
+        places[i] = (done[owner] + cost / 2) / max(1, totals[owner])
+        done[owner] += cost
+    return places
+
+
+def _greedy(
+    items: Sequence[tuple[Item, np.ndarray, np.ndarray]], most_cells: int
+) -> list[list[Item]]:
+    """In order, a new wave wherever one more item would be too much for some rank."""
+    waves: list[list[Item]] = []
+    held, returned = items[0][1] * 0, items[0][2] * 0
+    for item, more, back in items:
+        if not waves or max((held + more).max(), (returned + back).max()) > most_cells:
+            waves.append([])
+            held, returned = held * 0, returned * 0
+        waves[-1].append(item)
+        held, returned = held + more, returned + back
+    return waves
+
+
+def fingerprint(of: object) -> int:
+    """A number of 62 bits that two plans share only if they are the same."""
+    return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], "big") >> 2

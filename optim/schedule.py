@@ -1,10 +1,31 @@
-"""Learning-rate multipliers: pure functions of the number of updates made so far."""
+"""Learning rates: multipliers are pure functions of the number of updates made so far."""
 
 from __future__ import annotations
 
 import math
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
 from megacpp.config import OptimConfig
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int, updates_done: int = 0
+) -> LambdaLR:
+    """Every group's rate is its peak times `lr_multiplier`; step it after each optimizer step.
+
+    A group's peak is the `initial_lr` that it was loaded with, or what its `lr` is now. With
+    `updates_done` the rates are those after as many steps, to the bit.
+    """
+    for group in optimizer.param_groups:
+        lr = group["lr"]
+        group.setdefault("initial_lr", lr.clone() if isinstance(lr, torch.Tensor) else lr)
+
+    def factor(step: int) -> float:
+        return lr_multiplier(step, total_steps, config)
+
+    return LambdaLR(optimizer, factor, last_epoch=updates_done - 1)
 
 
 def lr_multiplier(step: int, total: int, config: OptimConfig) -> float:

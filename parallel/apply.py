@@ -59,8 +59,9 @@ def parallelize(
         parallelize_module(model, world.meshes["ep"], expert_plan(model, mesh, balanced))
     stages = make_stages(model, parts)
     dtype = compute_dtype(config.precision, world.device)
+    reshard = "never" if config.train.gradient_sync == "resident" else mesh.reshard
     for root in stages or [model]:
-        shard_model(root, world, dtype, mesh.reshard)
+        shard_model(root, world, dtype, reshard)
     model.tie()
     return stages
 

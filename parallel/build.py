@@ -56,4 +56,5 @@ def stages_of(model: HybridLM) -> list[Stage]:
 def autocast_dtype(config: Config, world: World) -> torch.dtype | None:
     """Compute dtype for autocast where no FSDP policy casts: one process below fp32."""
     dtype = compute_dtype(config.precision, world.device)
-    return dtype if not world.parallel and dtype == torch.bfloat16 else None
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return dtype if narrow and not world.parallel else None

@@ -101,7 +101,7 @@ def grouped_in_ring(
         k_BSKH, v_BSKV = block_BSX.unflatten(-1, (num_heads, -1)).split(dims, -1)
         return k_BSKH, v_BSKV
 
-    ring = Ring(layout, group, docs, expand, Scores(inner.scale, inner.softcap))
+    ring = Ring(layout, group, docs, expand, Scores(inner.scale, inner.softcap), inner.observe)
     return ring_attention(q_BtNH, torch.cat((k_BtKH, v_BtKV), -1).flatten(2), ring)
 
 
@@ -119,8 +119,7 @@ def grouped_by_heads(
     q_BtKX = q_BtNH.unflatten(2, (num_heads, -1)).flatten(3)  # query heads behind their key head
     q, k, v = to_heads((q_BtKX, k_BtKH, v_BtKV), layout, group)
     q_BTnH = q.unflatten(3, (-1, q_BtNH.shape[-1])).flatten(2, 3)
-    o_BTnV = causal_attention(q_BTnH, k, v, row, inner.scale, inner.softcap)
-    return from_heads(o_BTnV, layout, group)
+    return from_heads(_attend_own_heads(inner, layout, q_BTnH, k, v, row), layout, group)
 
 
 def latent_gathered(
@@ -155,7 +154,8 @@ def latent_in_ring(
         c_BSC, k_pe_BSR = block_BSL.to(w_XC.dtype).split(dims, -1)
         return mixer.expand_kv(c_BSC, k_pe_BSR, w_XC)
 
-    ring = Ring(layout, group, docs, expand, Scores(mixer.inner.scale, mixer.inner.softcap))
+    inner = mixer.inner
+    ring = Ring(layout, group, docs, expand, Scores(inner.scale, inner.softcap), inner.observe)
     latent_BtL = torch.cat((c_BtC, k_pe_BtR), -1)
     return ring_attention(q_BtNH, latent_BtL, ring, (mixer.wkv_b.weight,))
 
@@ -177,7 +177,8 @@ def latent_by_heads(
     w_NXC = mixer.wkv_b.weight.unflatten(0, (num_heads, -1))
     w_XC = w_NXC[own_heads(num_heads, layout)].flatten(0, 1)
     k_BTnH, v_BTnV = mixer.expand_kv(latent_BTC, k_pe_BTR, w_XC)
-    return from_heads(mixer.inner(q_BTnH, k_BTnH, v_BTnV, row), layout, group)
+    o_BTnV = _attend_own_heads(mixer.inner, layout, q_BTnH, k_BTnH, v_BTnV, row)
+    return from_heads(o_BTnV, layout, group)
 
 
 def _attend_gathered(
@@ -190,8 +191,22 @@ def _attend_gathered(
 ) -> Tensor:
     """This rank's queries on the keys of all ranks in rank order, which the mask knows."""
     keys = chunk_documents(docs, layout, layout.gathered_chunks())
+    inner.observe(q_BtNH, k_BTKH, docs, keys)
     mask_B1tT = attention_mask(docs, keys, q_BtNH.dtype, inner.softcap)
     return attend(q_BtNH, k_BTKH, v_BTKV, inner.scale, inner.softcap, mask_B1tT)
+
+
+def _attend_own_heads(
+    inner: CoreAttention,
+    layout: ContextLayout,
+    q_BTnH: Tensor,
+    k_BTkH: Tensor,
+    v_BTkV: Tensor,
+    row: Documents,
+) -> Tensor:
+    """Whole rows of this rank's share of the heads, `[B, T, n, V]`."""
+    inner.observe(q_BTnH, k_BTkH, row, row, share=(layout.rank, layout.degree))
+    return causal_attention(q_BTnH, k_BTkH, v_BTkV, row, inner.scale, inner.softcap)
 
 
 def _of_all_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:

@@ -65,7 +65,7 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
         again: blocks are gathered a second time for their backward (`gathers_again`).
     """
     size, rank = size // config.mesh.pp, rank % (size // config.mesh.pp)
-    once = config.mesh.reshard == "resident"
+    once = config.train.gradient_sync == "resident"
     config = _one_of_each(config, again)
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world)

@@ -37,12 +37,12 @@ from parallel.stages import tied_copies
 Bytes = dict[str, int]  # by class
 
 
-class Optimizers(Protocol):
-    """What a dry run steps: `Optimizers` of optim/build.py."""
+class Optimizer(Protocol):
+    """What a dry run steps: groups have `algorithm` and `param_names` (optim/muon_adamw.py)."""
 
-    @property
-    def assignments(self) -> Sequence[Any]: ...
-    def step(self, lr_multiplier: float = 1.0) -> None: ...
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> Any: ...
     def zero_grad(self) -> None: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
 
@@ -53,11 +53,12 @@ class Rooms:
 
     Attributes:
         optimizers: of a materialised model, its configuration and `World.holders`.
-        clip: scales its gradients by their norm over all ranks, in which some don't count.
+        clip: scales its gradients by their norm over all ranks, in which some don't count; other
+            numbers travel along with it.
     """
 
-    optimizers: Callable[[HybridLM, Config, Sequence[dist.ProcessGroup]], Optimizers]
-    clip: Callable[[HybridLM, Config, Sequence[nn.Parameter]], Any]
+    optimizers: Callable[[HybridLM, Config, Sequence[dist.ProcessGroup]], Optimizer]
+    clip: Callable[[HybridLM, Config, Sequence[nn.Parameter], Tensor], Any]
 
 
 class Kind(NamedTuple):
@@ -176,9 +177,12 @@ def few_microbatches(config: Config) -> tuple[int, ...]:
     """Microbatches of the steps that stand for one of `train.grad_accum`.
 
     From the second on they are alike. Through a pipeline it takes rounds of `pp`, and the last
-    ranks must have theirs before the first are done.
+    ranks must have theirs before the first are done. A divisor of microbatches is counted by as
+    many numbers, so that no step stands for another.
     """
     total, stride = config.train.grad_accum, config.mesh.pp
+    if config.train.divisor == "microbatches":
+        return (total,)
     first = 1 if stride == 1 else 2 * stride + total % stride
     return (total,) if total <= first + stride else (first, first + stride)
 
@@ -190,7 +194,7 @@ class _Step:
         self.config, self.world, self.model, self.rooms = config, world, model, rooms
         model.to_empty(device=world.device)
         model.train()
-        self.optimizers = rooms.optimizers(model, config, world.holders)
+        self.optimizer = rooms.optimizers(model, config, world.holders)
         self.boundary = FakeBoundary(model, world, config)
         self.batch = fake_batch(config)
         self.gradients: Bytes = {}
@@ -198,20 +202,21 @@ class _Step:
     def run(self, microbatches: int) -> CollectiveLog:
         """One optimizer step; what it sent."""
         with CollectiveLog(self.world.meshes) as log:
-            self.boundary.accumulate([self.batch] * microbatches)
-            self.rooms.clip(self.model, self.config, self.boundary.copies)
-            self.optimizers.step(1.0)
+            sums = self.boundary.accumulate([self.batch] * microbatches)
+            self.rooms.clip(self.model, self.config, self.boundary.copies, sums.along)
+            self.optimizer.step()
             grads = {name: p.grad for name, p in self.model.named_parameters()}
-            self.optimizers.zero_grad()
-            self.boundary.update_routers()
+            self.optimizer.zero_grad()
+            self.boundary.conclude()
         self.gradients = _by_class(self.model, {n: g for n, g in grads.items() if g is not None})
         return log
 
     def state(self) -> dict[str, Bytes]:
         """Bytes of optimizer state by algorithm and class."""
-        algorithms = {a.name: a.algorithm for a in self.optimizers.assignments}
+        groups = self.optimizer.param_groups
+        algorithms = {name: g["algorithm"] for g in groups for name in g["param_names"]}
         found: dict[str, Bytes] = {}
-        for key, value in self.optimizers.state_tensors().items():
+        for key, value in self.optimizer.state_tensors().items():
             name = key.rpartition(".")[0]
             of_class = found.setdefault(algorithms[name], {})
             kind = class_of(self.model, name, self.model.get_parameter(name))

@@ -26,7 +26,7 @@ from megacpp.config import Config
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from parallel.boundary import AccumulationBoundary
+from parallel.boundary import AccumulationBoundary, Totals
 from parallel.build import plan_model
 from parallel.mesh import World, join
 from parallel.stand_ins import stand_ins
@@ -102,7 +102,7 @@ class FakeBoundary(AccumulationBoundary):
         if self.pipeline is not None:
             self.pipeline.dry = True
 
-    def _totals(self, batches: Sequence[Batch]) -> tuple[int, int, int]:
+    def _totals(self, batches: Sequence[Batch]) -> Totals:
         with unset_fake_temporarily():
             return super()._totals(batches)
 

@@ -35,8 +35,8 @@ def shard_model(
 
     With `reshard` (`always`, or `auto` for a model above 1 GiB of gathered parameters) a block's
     parameters are shards again after its forward and gathered a second time for its backward;
-    otherwise they stay whole from forward to backward (`never`), or to the last backward of a step
-    (`resident`, which the accumulation boundary does). The head, whose backward comes at once, and
+    with `never` they stay whole from forward to backward, or as long as the accumulation boundary
+    says. The head, whose backward comes at once, and
     the embedding, whose backward needs no weights, are never gathered twice.
 
     Gradients are summed, never averaged: the loss is divided once, by the accumulation boundary.

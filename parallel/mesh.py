@@ -85,6 +85,12 @@ class World:
             dist.all_reduce(values, group=self.group(axis))
         return values
 
+    def max(self, values: Tensor, axis: str) -> Tensor:
+        """Largest of `values` over the ranks of an axis or view, in place."""
+        if self.degree(axis) > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group(axis))
+        return values
+
     def close(self) -> None:
         """Waits for all ranks and ends the process group; safe on one process."""
         if self.parallel and dist.is_initialized():

@@ -70,14 +70,17 @@ class Pipeline:
             for unit in self.units():
                 unit.set_reshard_after_forward(False)
 
-    def accumulate(self, microbatches: Sequence[Batch], valid_tokens: int) -> tuple[Tensor, Tensor]:
+    def accumulate(
+        self, microbatches: Sequence[Batch], divisors: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
         """Forward and backward over all microbatches; `.grad` then holds reduced gradients.
 
         Auxiliary losses are those of the routers' `aux_scale`, in every stage.
 
         Args:
-            microbatches: whole rows, all of one shape; as many in every step.
-            valid_tokens: what the loss is divided by, over all ranks and microbatches.
+            microbatches: whole rows, all of one shape; another number than in the step before
+                makes a new schedule.
+            divisors: what the loss sum of each is divided by.
 
         Returns:
             Loss sum and cross entropy sum of these microbatches, fp64, on every rank of `pp`.
@@ -86,10 +89,10 @@ class Pipeline:
         if self._built is None or self._built[0] != shape:
             self._built = shape, self._schedule(*shape)
         ids_Bt, kwargs = self._inputs(microbatches)
-        divisors = torch.full((shape[0],), max(1, valid_tokens), device=self.world.device)
+        target = torch.tensor(divisors, dtype=torch.float64, device=self.world.device)
         args = (ids_Bt,) if self.stages[0].part.first else ()
         with _errors_of_stages():
-            self._built[1].step(*args, target=divisors, return_outputs=False, **kwargs)
+            self._built[1].step(*args, target=target, return_outputs=False, **kwargs)
         self._sync_tied_gradients()
         return self._sums()
 
@@ -238,7 +241,7 @@ def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
 
 def _mean_loss(loss_sum: Tensor, divisor_1: Tensor) -> Tensor:
     """The schedule's loss function: the part of one microbatch in the mean loss of the step."""
-    return loss_sum / divisor_1[0]
+    return loss_sum / divisor_1[0].to(loss_sum.dtype)
 
 
 def _nothing_left() -> Callable[[], None]:

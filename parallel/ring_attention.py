@@ -28,6 +28,7 @@ from parallel.context_layout import ContextLayout
 from parallel.context_segments import row_of
 
 Expand = Callable[..., tuple[Tensor, Tensor]]
+Observe = Callable[[Tensor, Tensor, Documents, Documents], None]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Ring:
         docs: of this rank's tokens, a part of whole rows in the layout's order.
         expand: keys `[B, S, K, H]` and values `[B, S, K, V]` of a block `[B, S, X]` in fp32 or
             wider and of the weights, in any dtype; differentiable, without collectives.
+        observe: is shown, in forward, the queries `[B, t, N, H]` and the keys `[B, S, K, H]` of
+            every block that some of them see, and the documents of both.
     """
 
     layout: ContextLayout
@@ -45,6 +48,7 @@ class Ring:
     docs: Documents
     expand: Expand
     scores: Scores
+    observe: Observe | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ class _RingAttention(torch.autograd.Function):
             looks = _looks(ring, source)
             if not looks:
                 continue
-            k, v = _by_head(ring.expand(wide(_seen(block, looks)), *weights))
+            k_BSKH, v_BSKV = ring.expand(wide(_seen(block, looks)), *weights)
+            if ring.observe is not None:
+                keys_seen = _documents_seen(ring, source, looks)
+                ring.observe(q_BtNH, k_BSKH, ring.docs, keys_seen)
+            k, v = _by_head((k_BSKH, v_BSKV))
             if running is None:  # the own block, in which every query finds at least itself
                 q_BKtGH = _grouped(q_BtNH, k.shape[1])
                 running = RunningAttention.of_no_keys(q_BKtGH, v.shape[-1], ring.scores)
@@ -239,6 +247,13 @@ def _around(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 def _seen(block_BtX: Tensor, looks: list[Look]) -> Tensor:
     """The tokens of a block at which some query looks."""
     return block_BtX[:, : max(look.num_keys for look in looks)]
+
+
+def _documents_seen(ring: Ring, source: int, looks: list[Look]) -> Documents:
+    """Of the tokens that `_seen` takes of the block of a rank."""
+    size = ring.docs.ids_BT.shape[1] // ring.layout.per_rank
+    num_chunks = max(look.num_keys for look in looks) // size
+    return chunk_documents(ring.docs, ring.layout, ring.layout.chunks[source][:num_chunks])
 
 
 def _grouped(x_BtNH: Tensor, num_kv_heads: int) -> Tensor:

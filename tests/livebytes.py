@@ -4,6 +4,7 @@
         loss(x).backward()
     live.peak      # most bytes alive at once among tensors made inside the block
     live.largest   # bytes of the largest single storage made inside
+    live.alive()   # bytes alive now, also of storages that were resized behind the operators' back
 
 Every operator's outputs pass through the dispatch mode, in the backward too. A storage counts
 once, however many views it has, from the operator that made it to the moment it is freed. Scratch
@@ -29,6 +30,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = self.largest = 0
         self._sizes: dict[int, int] = {}
         self._foreign: dict[int, UntypedStorage] = {}
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self,
@@ -47,15 +49,22 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         return out
 
+    def alive(self) -> int:
+        """Sizes as they are now: FSDP2 frees and fills storages without an operator."""
+        storages = [reference() for reference in self._alive.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
     def _count(self, storage: UntypedStorage) -> None:
         key = id(storage)
         if key in self._foreign:
             return
         if key not in self._sizes:
             weakref.finalize(storage, self._freed, key)
+            self._alive[key] = weakref.ref(storage)
         self.now += storage.nbytes() - self._sizes.get(key, 0)
         self._sizes[key] = storage.nbytes()
         self.largest = max(self.largest, storage.nbytes())
 
     def _freed(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+        del self._alive[key]

@@ -33,6 +33,9 @@ NO_TORCH = (
     "mesh_rules.py",
     "model/sizes.py",
     "model/stages.py",
+    "data/schedule.py",
+    "memory/accumulation.py",
+    "memory/muon.py",
     "arguments.py",
     "cli/main.py",
 )

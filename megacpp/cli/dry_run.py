@@ -57,15 +57,15 @@ def take_world(arguments: list[str]) -> tuple[int, int]:
 
 
 def rooms() -> Rooms:
-    """The optimizers and the clipping of every run."""
-    from optim.build import build_optimizers
+    """The optimizer and the clipping of every run."""
+    from optim.build import build_optimizer
     from optim.clip import clip_gradients
     from parallel.dry_run import Rooms
 
     return Rooms(
-        optimizers=lambda model, config, groups: build_optimizers(model, config, groups),
-        clip=lambda model, config, copies: clip_gradients(
-            model, config.optim.clip_norm, copies=copies
+        optimizers=lambda model, config, groups: build_optimizer(model, config, groups),
+        clip=lambda model, config, copies, along: clip_gradients(
+            model, config.optim.clip_norm, copies=copies, along=along
         ),
     )
 

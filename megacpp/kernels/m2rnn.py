@@ -83,10 +83,10 @@ def m2rnn_step(
         x_BNKV = h_BNKV @ w_NVV + k_BNK[..., :, None] * v_wide_BNV[..., None, :]
         h_BNKV = f_BN11 * h_BNKV + (1 - f_BN11) * torch.tanh(x_BNKV)
         if clip is not None and clip.mode == "total":
-            h_BNKV = _clip_gradient(h_BNKV, clip.bound)
+            h_BNKV = _clip_gradient(h_BNKV, clip.limit)
         y_BNV = (q_BNK[..., None, :] @ h_BNKV)[..., 0, :].to(v_BNV.dtype)
         if clip is not None and clip.mode == "carried":
-            h_BNKV = _clip_gradient(h_BNKV, clip.bound)
+            h_BNKV = _clip_gradient(h_BNKV, clip.limit)
     return y_BNV, h_BNKV
 
 

@@ -19,17 +19,26 @@ from torch.autograd.function import once_differentiable
 from megacpp.kernels.restarts import Sequences
 
 
-@dataclass(frozen=True)
+@dataclass
 class StateClip:
     """Bound on every entry of the gradient that flows back through the state.
 
     `total`: all of dL/dh_t, what y_t adds included (the upstream torch backend).
     `carried`: only what comes back from later tokens, before y_t adds its part, so that an output
     always teaches its own token in full (the upstream Triton backend).
+
+    Attributes:
+        loss_scale: what the loss is multiplied with before the backward; the bound grows with it.
     """
 
     bound: float
     mode: Literal["total", "carried"]
+    loss_scale: float = 1.0
+
+    @property
+    def limit(self) -> float:
+        """Bound on the entries as they are in the backward."""
+        return self.bound * self.loss_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +60,7 @@ class Plan:
 
     def bound(self, mode: str) -> float | None:
         """The gradient bound if `mode` is the one that applies."""
-        return self.clip.bound if self.clip is not None and self.clip.mode == mode else None
+        return self.clip.limit if self.clip is not None and self.clip.mode == mode else None
 
     def new_finals(self, h_NBKV: Tensor) -> Tensor | None:
         """Room for the final states; how many sequences there are is a value on the device."""

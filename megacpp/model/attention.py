@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megacpp.config import AttentionConfig, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.attention import attend, causal_attention
+from megacpp.model.attention_logits import LogitRecorder, recomputing
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
@@ -22,7 +23,11 @@ from megacpp.model.rope import rotary_table, rotary_table_at, rotate, softmax_sc
 
 
 class CoreAttention(nn.Module):
-    """softmax(cap(scale q k^T)) v within documents: the part that context parallelism wraps."""
+    """softmax(cap(scale q k^T)) v within documents: the part that context parallelism wraps.
+
+    Attributes:
+        recorder: keeps how large the logits of training forwards get; None: nobody asks.
+    """
 
     def __init__(self, head_dim: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -32,10 +37,24 @@ class CoreAttention(nn.Module):
             )
         self.scale = softmax_scale(head_dim, config)
         self.softcap = config.softcap
+        self.recorder: LogitRecorder | None = None
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents) -> Tensor:
         """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K)."""
+        self.observe(q_BTNH, k_BTKH, docs, docs)
         return causal_attention(q_BTNH, k_BTKH, v_BTKV, docs, self.scale, self.softcap)
+
+    def observe(
+        self,
+        q_BTNH: Tensor,
+        k_BSKH: Tensor,
+        queries: Documents,
+        keys: Documents,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Shows the recorder what a training forward attends to; see `LogitRecorder.record`."""
+        if self.recorder is not None and self.training and not recomputing():
+            self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
     def decode(self, q_B1NH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor) -> Tensor:
         """One query that sees every cached token: `[B, 1, N, V]`."""

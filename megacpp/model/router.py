@@ -6,7 +6,7 @@ token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
+
+TERMS = ("balance", "sequence", "z")  # auxiliary losses
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,18 @@ class Router(Fp32Contract):
             ranks that hold different tokens before that.
         aux_scale: set before the forward of a step to 1 / tokens that the step routes (all ranks,
             all microbatches): the gradient of every auxiliary loss, which are sums over tokens.
-        losses: the auxiliary losses of the last training forward, coefficient * mean over tokens,
-            detached, for the record.
+        loss_sums: for the record, coefficient * loss * T of each of TERMS.
+        gradient_squares: for the record, the squared norms of the gradients of the logits by what
+            comes after the router, and by the auxiliary losses.
+            Both are sums over the tokens of all microbatches since the last `update_bias`, so
+            that sums over ranks are those of one process.
     """
 
     expert_bias: Tensor
     tokens_per_expert: Tensor
     aux_scale: Tensor
+    loss_sums: Tensor
+    gradient_squares: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -63,36 +70,57 @@ class Router(Fp32Contract):
         counts_E = torch.empty(num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts_E, persistent=False)
         self.register_buffer("aux_scale", torch.empty(()), persistent=False)
-        self.losses: dict[str, Tensor] = {}
+        self.register_buffer("loss_sums", torch.empty(len(TERMS)), persistent=False)
+        self.register_buffer("gradient_squares", torch.empty(2), persistent=False)
 
     def forward(
         self, x_BTD: Tensor, docs: Documents | None = None, decoding: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Weights and experts `[T, K]` of all tokens; in training also counts and losses."""
-        routing = self.route(x_BTD.flatten(0, -2))
-        weights_TK = routing.weights_TK
-        if self.training and not decoding:
+        logits_TE = self.logits(x_BTD.flatten(0, -2))
+        learns = self.training and not decoding
+        if not learns or not torch.is_grad_enabled() or not self.auxiliary:
+            routing = self.choose(logits_TE)
+            weights_TK = routing.weights_TK
+        else:
+            logits_TE, own_TE = Fork.apply(logits_TE, self.gradient_squares)
+            routing = self.choose(logits_TE)
+            own = replace(routing, logits_TE=own_TE, scores_TE=self.scores(own_TE))
+            losses = self.auxiliary_losses(own, documents_of(x_BTD, docs))
+            self.record(losses)
+            total = torch.stack(list(losses.values())).sum()
+            weights_TK = AttachLoss.apply(routing.weights_TK, total, self.aux_scale)
+        if learns:
             self.count(routing.indices_TK)
-            if torch.is_grad_enabled():
-                losses = self.auxiliary_losses(routing, documents_of(x_BTD, docs))
-                tokens = max(1, len(weights_TK))
-                self.losses = {k: v.detach() / tokens for k, v in losses.items()}
-                if losses:
-                    total = torch.stack(list(losses.values())).sum()
-                    weights_TK = AttachLoss.apply(weights_TK, total, self.aux_scale)
         return weights_TK, routing.indices_TK
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """Those of TERMS that are on."""
+        return tuple(term for term in TERMS if getattr(self.moe, f"{term}_loss"))
 
     def route(self, x_TD: Tensor) -> Routing:
         """Scores, choices and weights: a function of the tokens and the bias, no side effect."""
+        return self.choose(self.logits(x_TD))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """`[T, E]`, in the dtype of the weight."""
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
+            return F.linear(x_TD.to(self.weight.dtype), self.weight)
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Sigmoid or softmax."""
+        return logits_TE.sigmoid() if self.moe.score == "sigmoid" else logits_TE.softmax(1)
+
+    def choose(self, logits_TE: Tensor) -> Routing:
+        """The K experts of each token and what they weigh."""
+        with torch.autocast(logits_TE.device.type, enabled=False):
+            scores_TE = self.scores(logits_TE)
             if self.moe.score == "sigmoid":
-                scores_TE = logits_TE.sigmoid()
                 indices_TK = self._choose(scores_TE.detach() + self.expert_bias)
                 weights_TK = scores_TE.gather(1, indices_TK)
                 weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
             else:
-                scores_TE = logits_TE.softmax(1)
                 indices_TK = self._choose(scores_TE.detach())
                 if self.moe.softmax_order == "pre":
                     weights_TK = scores_TE.gather(1, indices_TK)
@@ -101,8 +129,14 @@ class Router(Fp32Contract):
         return Routing(logits_TE, scores_TE, indices_TK, weights_TK * self.moe.route_scale)
 
     @torch.no_grad()
+    def record(self, losses: dict[str, Tensor]) -> None:
+        """Adds to `loss_sums`; a recomputed forward must not call it again, nor `count`."""
+        for term, loss in losses.items():
+            self.loss_sums[TERMS.index(term)] += loss
+
+    @torch.no_grad()
     def count(self, indices_TK: Tensor) -> None:
-        """Adds choices to `tokens_per_expert`; a recomputed forward must not call it again."""
+        """Adds choices to `tokens_per_expert`."""
         chosen_N = indices_TK.flatten()
         self.tokens_per_expert.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
@@ -117,7 +151,13 @@ class Router(Fp32Contract):
         if self.moe.score == "sigmoid":
             direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
             self.expert_bias.add_(direction_E, alpha=self.moe.bias_update_rate)
-        counts_E.zero_()
+        self.forget()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drops what was counted and recorded."""
+        for buffer in (self.tokens_per_expert, self.loss_sums, self.gradient_squares):
+            buffer.zero_()
 
     def auxiliary_losses(self, routing: Routing, docs: Documents) -> dict[str, Tensor]:
         """coefficient * loss * T of every auxiliary loss that is on (sums over tokens)."""
@@ -150,7 +190,13 @@ class Router(Fp32Contract):
         return document_load(self._one_hot(chosen_TK), docs)
 
     def init_rules(self) -> dict[str, Rule]:
-        zeros = ("expert_bias", "tokens_per_expert", "aux_scale")
+        zeros = (
+            "expert_bias",
+            "tokens_per_expert",
+            "aux_scale",
+            "loss_sums",
+            "gradient_squares",
+        )
         return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
 
     def _one_hot(self, chosen_TK: Tensor) -> Tensor:
@@ -188,6 +234,24 @@ class AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
         return grads[0], scale.to(ctx.loss_dtype), None
+
+
+class Fork(torch.autograd.Function):
+    """The same tensor twice; in backward the squared norm of each gradient is added to `squares`.
+
+    So the share of the auxiliary losses in what moves a router is known without a second backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.squares = squares
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        for slot, grad in enumerate(grads):
+            ctx.squares[slot] += torch.linalg.vector_norm(grad).square()
+        return grads[0] + grads[1], None
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:

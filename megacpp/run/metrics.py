@@ -8,8 +8,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,7 +26,8 @@ class StepRecord:
     """What one optimizer step did; floats keep full precision in metrics.jsonl.
 
     `tokens` and `valid_tokens` count this step over all ranks; `loss` is nats per valid token;
-    `peak_bytes` is this rank's peak memory since the start.
+    `peak_bytes` is this rank's peak memory since the start; `nonfinite` counts gradient values of
+    all ranks; `more` are further figures by name, of which those that are None aren't stored.
     """
 
     step: int
@@ -39,8 +40,11 @@ class StepRecord:
     tokens_per_s: float
     step_s: float
     peak_bytes: int
+    grad_accum: int
+    nonfinite: int
     skipped: bool
     mfu: float | None = None
+    more: Mapping[str, float | None] = field(default_factory=dict)
 
 
 class MetricsLog:
@@ -69,7 +73,9 @@ class MetricsLog:
         """Stores one record and prints its line, every `run.log_every` steps and at the end."""
         if not self.active or self._file is None:
             return
-        values = {k: v for k, v in asdict(record).items() if v is not None}
+        values = asdict(record)
+        values |= values.pop("more")
+        values = {k: v for k, v in values.items() if v is not None}
         self._file.write(_strict_json(values) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -78,6 +84,11 @@ class MetricsLog:
                     self._board.add_scalar(f"train/{name}", value, record.step)
         if (record.step + 1) % self.log_every == 0 or record.step + 1 == self.steps:
             print(self.line(record), flush=True)
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Prints lines that a person should see, between those of the steps."""
+        for line in lines if self.active else ():
+            print(line, flush=True)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         """Stores validation figures in TensorBoard and evaluations.jsonl beside the metrics."""
@@ -98,12 +109,14 @@ class MetricsLog:
         left_s = (time.perf_counter() - self.began) / max(1, done) * (self.steps - record.step - 1)
         width = len(str(self.steps))
         mfu = f"  mfu {record.mfu:.1%}" if record.mfu is not None else ""
-        skipped = "  SKIPPED (non-finite)" if record.skipped else ""
+        odd = f"{record.nonfinite:,} gradient values" if record.nonfinite else "norm or loss"
+        what = "SKIPPED" if record.skipped else "SANITIZED"
+        note = f"  {what} ({odd} not finite)" if record.skipped or record.nonfinite else ""
         return (
             f"step {record.step + 1:{width}}/{self.steps}  loss {record.loss:.4f}  "
             f"bpb {record.bits_per_byte:.4f}  gnorm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
             f"{record.tokens_per_s:,.0f} tok/s  {record.step_s:.2f} s  "
-            f"{record.peak_bytes / 2**20:,.0f} MiB{mfu}  eta {duration(left_s)}{skipped}"
+            f"{record.peak_bytes / 2**20:,.0f} MiB{mfu}  eta {duration(left_s)}{note}"
         )
 
     def close(self) -> None:

@@ -18,12 +18,20 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if able else torch.float32
-    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[config.dtype]
+    return {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }[config.dtype]
 
 
 def check_precision(config: PrecisionConfig, device: torch.device) -> None:
-    """Raises ConfigError for a run in bf16 on a CPU, which would be slow and is never meant."""
-    if config.dtype == "bf16" and device.type == "cpu":
+    """Raises ConfigError for a narrow run on a CPU, which would be slow and is never meant."""
+    if config.dtype in ("bf16", "fp16") and device.type == "cpu":
         raise config_error(
-            "precision.dtype", "bf16", "a run on a CPU computes in fp32 or fp64", "use fp32 or auto"
+            "precision.dtype",
+            config.dtype,
+            "a run on a CPU computes in fp32 or fp64",
+            "use fp32 or auto",
         )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megacpp.config import Config
+from megacpp.config import Config, OptimConfig, PrecisionConfig, TrainConfig
 from megacpp.errors import CheckpointError, config_error
 from megacpp.state.checkpoint import (
     latest_checkpoint,
@@ -21,7 +21,11 @@ from megacpp.state.rng import set_rng_state
 from megacpp.state.tensors import model_tensors
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
-KEPT = ("model", "data", "optim", "precision")
+KEPT = ("model", "data", "train", "optim", "precision")
+# Of these, what a resumed run may have otherwise: it says so in its header, and goes on.
+MAY_CHANGE = {"train": TrainConfig(), "optim": OptimConfig(), "precision": PrecisionConfig()}
+# How a step is cut into pieces and computed; tokens_per_step, which decides, has a line of its own.
+CUTS = ("train.device_batch_size", "train.tokens_per_step", "train.grad_accum", "train.device")
 
 
 class HasTensors(Protocol):
@@ -30,14 +34,38 @@ class HasTensors(Protocol):
     def state_tensors(self) -> Mapping[str, Tensor]: ...
 
 
+class HasPosition(Protocol):
+    """Where the data of a run stand, in global rows: a `Loader`."""
+
+    @property
+    def position(self) -> int: ...
+
+    def skip_to(self, rows: int) -> None: ...
+
+
+class HasState(Protocol):
+    """Counters of a run as JSON, the same on every rank: loss scale, running averages."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Any, /) -> None: ...
+
+
 class TrainingState:
     """Model, optimizer, counters and generators of a run, saved and resumed as one.
 
-    The data position is the step: batches are a pure function of (seed, step, row).
+    Rows are a pure function of (seed, global row), so the data position is one number: the rows
+    read so far. Other tokens a step then only mean that the same rows are grouped otherwise.
+
+    Args:
+        loader: is asked for the position and set to it; without one the step stands for it, and
+            other tokens a step are refused.
+        others: further counters, by the name that they are saved under.
 
     Attributes:
         step: optimizer steps behind us, skipped ones included.
         updates: steps that moved the parameters; the learning rate follows these.
+        skips: skipped steps since the last one that moved them.
         changed: what a resumed run does differently, for its header.
     """
 
@@ -48,27 +76,35 @@ class TrainingState:
         optimizers: HasTensors,
         config: Config,
         data_fingerprint: str,
+        loader: HasPosition | None = None,
+        others: Mapping[str, HasState] | None = None,
     ) -> None:
         self.folder, self.model, self.optimizers = folder, model, optimizers
         self.config, self.data_fingerprint = config, data_fingerprint
-        self.step = self.updates = 0
+        self.loader, self.others = loader, dict(others or {})
+        self.step = self.updates = self.skips = 0
         self.changed: list[str] = []
 
     def advance(self, updated: bool) -> None:
         """Counts one step."""
         self.step += 1
         self.updates += updated
+        self.skips = 0 if updated else self.skips + 1
 
     def save(self, keep: int) -> Path:
         """Saves a checkpoint of this step; every rank calls it."""
         extra = {
             "step": self.step,
             "updates": self.updates,
+            "skips": self.skips,
+            "others": {name: counters.state() for name, counters in self.others.items()},
             "seed": self.config.run.seed,
             "data_fingerprint": self.data_fingerprint,
             "tokens_per_step": self.config.train.tokens_per_step,
             "config": {name: dataclasses.asdict(getattr(self.config, name)) for name in KEPT},
         }
+        if self.loader is not None:
+            extra["rows"] = self.loader.position
         return save_checkpoint(self.folder, self.step, self._tensors(), extra, keep)
 
     def resume(self, source: str) -> None:
@@ -76,7 +112,7 @@ class TrainingState:
 
         Raises:
             CheckpointError: nothing usable at `source`, or it belongs to other data, another
-                seed, batch or model.
+                seed, row length or model.
         """
         if source == "never":
             return
@@ -86,6 +122,12 @@ class TrainingState:
         self._check(path, read_extra(path))
         extra = load_checkpoint(path, self._tensors())
         self.step, self.updates = extra["step"], extra["updates"]
+        self.skips = extra.get("skips", 0)
+        if self.loader is not None:
+            self.loader.skip_to(_rows_read(extra))
+        for name, saved in extra.get("others", {}).items():
+            if name in self.others:
+                self.others[name].restore(saved)
         if extra["rng"] is not None:
             set_rng_state(extra["rng"])
 
@@ -112,16 +154,11 @@ class TrainingState:
         now = {
             "run.seed": (self.config.run.seed, extra["seed"]),
             "data.seq_len": (self.config.data.seq_len, extra["config"]["data"]["seq_len"]),
-            "train.tokens_per_step": (self.config.train.tokens_per_step, extra["tokens_per_step"]),
             "optim.name": (self.config.optim.name, extra["config"]["optim"]["name"]),
         }
-        optim = dataclasses.asdict(self.config.optim)
-        was = extra["config"]["optim"]
-        self.changed = [
-            f"optim.{key} changed from {was.get(key)} to {value} on resume"
-            for key, value in optim.items()
-            if value != was.get(key)
-        ]
+        if self.loader is None:  # the step alone can't tell which rows were read
+            tokens = self.config.train.tokens_per_step
+            now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])
         model, saved = dataclasses.asdict(self.config.model), extra["config"]["model"]
         now |= {f"model.{k}": (value, saved.get(k)) for k, value in model.items()}
         for key, (mine, theirs) in now.items():
@@ -130,3 +167,34 @@ class TrainingState:
                     f"{key}={mine}: {path} was saved with {theirs}. Fix: use that value, another "
                     "--run.dir, or --checkpoint.resume never."
                 )
+        self.changed = self._changes(path, extra)
+
+    def _changes(self, path: Path, extra: dict[str, Any]) -> list[str]:
+        """Lines for what the saved run did otherwise.
+
+        A setting that the checkpoint doesn't know had the effect of today's default.
+        """
+        lines = []
+        before, now = extra["tokens_per_step"], self.config.train.tokens_per_step
+        if before != now:
+            lines.append(
+                f"train.tokens_per_step changed from {before} to {now} on resume, "
+                f"data go on at row {_rows_read(extra)}"
+            )
+        for section, default in MAY_CHANGE.items():
+            was = dataclasses.asdict(default) | extra["config"].get(section, {})
+            for key, value in dataclasses.asdict(getattr(self.config, section)).items():
+                name = f"{section}.{key}"
+                if value != was[key] and name not in CUTS:
+                    lines.append(f"{name} changed from {was[key]} to {value} on resume")
+        saved = extra.get("others", {})
+        lines += [f"{n}: {path} has none, it starts anew" for n in self.others if n not in saved]
+        lines += [f"{n}: saved in {path}, of no use now" for n in saved if n not in self.others]
+        return lines
+
+
+def _rows_read(extra: Mapping[str, Any]) -> int:
+    """Global rows behind a checkpoint; the first ones hold no count, and took equal steps."""
+    if "rows" in extra:
+        return extra["rows"]
+    return extra["step"] * (extra["tokens_per_step"] // extra["config"]["data"]["seq_len"])

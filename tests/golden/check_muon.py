@@ -5,22 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from optim.muon import Muon, muon_update
-from optim.newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_plain, update_scale
+from optim.muon import Width, muon_update
+from optim.muon_adamw import MuonAdamW
+from optim.newton_schulz import QUINTIC, newton_schulz, newton_schulz_plain, update_scale
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("muon*.safetensors",)
 
 
 def check(golden: GoldenFile) -> None:
-    assert tuple(golden.config["coeffs"]) == COEFFICIENTS
-    assert golden.config["scale"] == "max(1,rows/cols)^0.5"  # "keller" here
+    assert tuple(golden.config["coeffs"]) == QUINTIC
+    assert golden.config["scale"] == "max(1,rows/cols)^0.5"  # "spectral" here
     numbers = [name[1:] for name in golden.names("W") if "_" not in name]
     assert numbers
     narrow = max(check_newton_schulz(golden, i) for i in numbers)
     for i in numbers:
         check_reference(golden, i)
-        weights = check_optimizer(golden, i, golden.input(f"W{i}"), None)
+        weight = golden.input(f"W{i}")
+        widths: tuple[Width, Width] = ("auto", "auto" if weight.dtype == torch.float64 else "fp32")
+        weights = check_optimizer(golden, i, weight, widths)
         for number, (weight, momentum) in enumerate(weights, start=1):
             golden.expect(f"W{i}_step{number}", weight)
             golden.expect(f"buf{i}_step{number}", momentum)
@@ -59,13 +62,13 @@ def check_reference(golden: GoldenFile, i: str) -> None:
 
 
 def check_optimizer(
-    golden: GoldenFile, i: str, weight: Tensor, dtype: torch.dtype | None
+    golden: GoldenFile, i: str, weight: Tensor, widths: tuple[Width, Width]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Weight and momentum after each step of the optimizer."""
+    """Weight and momentum after each step of the optimizer; widths of iteration and momentum."""
     c, p = golden.config, nn.Parameter(weight)
-    optimizer = Muon(
-        [p], c["lr"], c["momentum"], c["nesterov"], c["weight_decay"], c["ns_steps"], dtype=dtype
-    )
+    settings = {name: c[name] for name in ("lr", "momentum", "nesterov", "weight_decay")}
+    group = {"params": [p], "algorithm": "muon", "steps": c["ns_steps"], **settings}
+    optimizer = MuonAdamW([group], muon_width=widths[0], momentum_width=widths[1])
     after = []
     for grad in gradients(golden, i):
         p.grad = grad.to(p.dtype)
@@ -80,8 +83,8 @@ def check_as_shipped(golden: GoldenFile, i: str, narrow: float) -> None:
     Upstream also rounds the scale into bf16: one last place, 2^-8, of an update of at most 1.2.
     """
     weight = golden.input(f"W{i}").float()
-    (_, _), (got, _) = check_optimizer(golden, i, weight, torch.bfloat16)
-    scale = update_scale("keller", *weight.shape)
+    (_, _), (got, _) = check_optimizer(golden, i, weight, ("bf16", "fp32"))
+    scale = update_scale("spectral", *weight.shape)
     limit = 2 * golden.config["lr"] * scale * (2 * narrow + 1.2 * 2.0**-8)
     golden.expect_within(f"W{i}_step2_upstream_fp32_bf16ns", got, limit)
 

@@ -61,7 +61,9 @@ CHANGED = {
 }
 # The scan applies the weight of the out norm itself; `check_scan` looks at that one.
 INSIDE_THE_SCAN = {"blocks.1.mixer.norm.weight"}
-WIDE_BUFFERS = {"mixer.router.expert_bias", "mixer.router.aux_scale"}
+WIDE_BUFFERS = {
+    f"mixer.router.{name}" for name in ("expert_bias", "aux_scale", "loss_sums", "gradient_squares")
+}
 
 
 def contract_names(model: nn.Module) -> set[str]:

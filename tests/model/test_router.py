@@ -13,7 +13,7 @@ from torch import Tensor
 from megacpp.config import ModelConfig, MoEConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.model.router import AttachLoss, Router, document_load, switch_loss, z_loss
+from megacpp.model.router import TERMS, AttachLoss, Router, document_load, switch_loss, z_loss
 
 FP64 = 1e-12
 MOE = MoEConfig(num_experts=8, top_k=3, route_scale=1.5)
@@ -122,10 +122,13 @@ def test_counts_in_training_only() -> None:
     router(x_BTD[:, 0], decoding=True)
     router.eval()
     router(x_BTD)
-    assert not router.tokens_per_expert.any() and not router.losses
+    assert not router.tokens_per_expert.any() and not router.loss_sums.any()
     router.train()
     router(x_BTD)
-    assert router.tokens_per_expert.sum() == 2 * 5 * 3 and set(router.losses) == {"z", "sequence"}
+    assert router.tokens_per_expert.sum() == 2 * 5 * 3
+    assert router.loss_sums.ne(0).tolist() == [term in ("z", "sequence") for term in TERMS]
+    router.update_bias()
+    assert not router.tokens_per_expert.any() and not router.loss_sums.any()
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "softmax"])
@@ -157,9 +160,10 @@ def test_losses_by_loops(score: str) -> None:
     assert set(got) == set(want)
     for name, value in got.items():
         assert abs(value.item() - want[name]) < FP64 * 12, name
-    router(x_BTD, docs)
-    for name, value in router.losses.items():
-        assert abs(value.item() - want[name] / 12) < FP64 and not value.requires_grad
+    for rounds in (1, 2):
+        router(x_BTD, docs)
+        for name, value in zip(TERMS, router.loss_sums.tolist(), strict=True):
+            assert abs(value - rounds * want[name]) < FP64 * 12, name
 
 
 def test_even_load_costs_one_per_token() -> None:
@@ -209,6 +213,25 @@ def test_microbatches_do_not_change_the_losses() -> None:
     losses = router.auxiliary_losses(router.route(x_BTD.flatten(0, 1)), docs)
     mean = (losses["z"] + losses["sequence"]) / (4 * 7)
     assert (torch.autograd.grad(mean, router.weight)[0] - want).abs().max() < FP64
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_gradients_of_the_logits_are_measured_apart(score: str) -> None:
+    """What pulls at the logits from behind the router, and what the auxiliary losses pull."""
+    router, x_BTD = router_of(replace(LOSSES, score=score)), randn(2, 6, 6)
+    docs, pull_TK = Documents.from_ids(torch.zeros(2, 6, dtype=torch.int64)), randn(12, 3, seed=4)
+    router.aux_scale.fill_(0.3)
+    for _ in range(2):
+        (router(x_BTD, docs)[0] * pull_TK).sum().backward()
+    logits_TE = router.logits(x_BTD.flatten(0, 1)).detach().requires_grad_()
+    routing = router.choose(logits_TE)
+    main = torch.autograd.grad((routing.weights_TK * pull_TK).sum(), logits_TE, retain_graph=True)
+    own = 0.3 * torch.stack(list(router.auxiliary_losses(routing, docs).values())).sum()
+    for found, (grad_TE,) in zip(
+        router.gradient_squares.tolist(), (main, torch.autograd.grad(own, logits_TE)), strict=True
+    ):
+        want = 2 * grad_TE.square().sum().item()
+        assert want > 1e-6 and abs(found - want) < FP64 * want
 
 
 @pytest.mark.parametrize("how", ["module", "autocast"])

@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from megacpp.config import AttentionConfig, M2RNNConfig, Mamba3Config, ModelConfig, MoEConfig
+from megacpp.config import (
+    AttentionConfig,
+    M2RNNConfig,
+    Mamba3Config,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+)
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from megacpp.presets import PRESETS
-from optim.groups import TABLE, Assignment, Row, assign, table_lines
+from optim.build import groups
+from optim.groups import TABLE, Assignment, Row, _place, assign, table_lines
 from optim.ownership import MatrixView
 
 SMALL = ModelConfig(
@@ -52,12 +60,37 @@ def assignments(config: ModelConfig) -> dict[str, Assignment]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_covered(name: str) -> None:
-    model = meta(PRESETS[name]().model)
+    """Exactly one row per parameter, a view that fits it, a positive rate, and one group."""
+    config = PRESETS[name]()
+    model = meta(config.model)
     found = assign(model, "muon_adamw")
-    assert [a.name for a in found] == [name for name, _ in model.named_parameters()]
-    for a in found:  # every view fits its parameter
+    names = [name for name, _ in model.named_parameters()]
+    assert [a.name for a in found] == names
+    for a in found:
+        letter, _, short = _place(model, a.name)
+        assert [row for row in TABLE if row.matches(letter, short)] == [a.row]
+        assert a.lr(config.optim) > 0
         if a.algorithm == "muon":
             a.view.heights(a.parameter.shape)
+    grouped = [name for group in groups(found, config.optim) for name, _ in group["params"]]
+    assert sorted(grouped) == sorted(names)
+
+
+def test_rates_by_hand() -> None:
+    """Zero means `lr`, a row's factor multiplies, and without Muon its rows have `lr`."""
+    found = assignments(SMALL)
+    config = OptimConfig(lr=0.5, muon_lr=0.25, vector_lr=0.125, embed_lr=1.0)
+    rates = {name: a.lr(config) for name, a in found.items()}
+    assert rates["embed.weight"] == 1.0 and rates["head.weight"] == 0.5
+    assert rates["blocks.0.mixer.wq.weight"] == rates["blocks.2.mixer.experts.w1"] == 0.25
+    assert rates["blocks.2.mixer.router.weight"] == rates["blocks.1.mixer.mimo_x"] == 0.5
+    vectors = {name for name, rate in rates.items() if rate == 0.125}
+    assert {"norm.weight", "blocks.1.mixer.dt_bias", "blocks.3.mixer.D"} <= vectors
+    assert all(found[name].decay(config) == 0 for name in vectors)
+    row = replace(found["blocks.0.mixer.wq.weight"].row, lr_factor=0.5)
+    assert replace(found["blocks.0.mixer.wq.weight"], row=row).lr(config) == 0.125
+    alone = {a.name: a.lr(config) for a in assign(meta(SMALL), "adamw")}
+    assert alone["blocks.0.mixer.wq.weight"] == 0.5
 
 
 def test_every_row_is_used() -> None:
@@ -136,8 +169,13 @@ def test_a_row_of_another_letter_does_not_match() -> None:
 
 def test_the_printed_table_accounts_for_every_parameter() -> None:
     found = assign(meta(SMALL), "muon_adamw")
-    lines = table_lines(found)
-    tensors = sum(int(line.split()[2]) for line in lines)
-    numel = sum(int(line.split()[4].replace(",", "")) for line in lines)
+    lines = table_lines(found, OptimConfig(lr=0.5, muon_lr=0.25, vector_lr=0.125))
+    tensors = sum(int(line.split()[4]) for line in lines)
+    numel = sum(int(line.split()[6].replace(",", "")) for line in lines)
+    assert {(line.split()[0], line.split()[2]) for line in lines} == {
+        ("muon", "0.25"),
+        ("adamw", "0.5"),
+        ("adamw", "0.125"),
+    }
     assert tensors == len(found) and numel == sum(a.parameter.numel() for a in found)
     assert any(line.endswith("R: in_v.weight  [rows 4 x 6]") for line in lines)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacpp.config import MeshConfig
-from optim.adamw import AdamW
 from optim.clip import clip_gradients
 from optim.local import local_part
-from optim.muon import Muon
+from optim.muon import Width
+from optim.muon_adamw import MuonAdamW
+from optim.newton_schulz import Coefficients
 from optim.ownership import MatrixView
 from parallel.mesh import World, join
-from tests.collectives import CollectiveCounter
-from tests.livebytes import LiveBytes
+from tests.collectives import Collective, CollectiveCounter
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -74,21 +75,44 @@ CASES = {
     "norm": Case((9,), None, dim=None),
     "bias": Case((6,), None),
 }
-# Mesh, and exchange groups of Muon: parameters on one set of ranks share two all-to-alls a step.
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Numeric types, and how much of the matrices a rank may send at once."""
+
+    dtype: torch.dtype = torch.float64
+    wire: Width = "auto"
+    momentum: Width = "auto"
+    bucket_bytes: int = 1 << 20  # all matrices are one wave
+    nesterov: bool = True
+    cautious: bool = False
+    coefficients: Coefficients = "quintic"
+
+
+SETTINGS = {
+    "fp64": Setting(),
+    "fp32, bf16 momentum, waves": Setting(torch.float32, "fp32", "bf16", 160),
+    "bf16 wire, waves": Setting(torch.float32, "bf16", "bf16", 80, cautious=True),
+    "bf16 wire, fp32 momentum": Setting(
+        torch.float32, "bf16", "fp32", 1 << 20, nesterov=False, coefficients="polar_express"
+    ),
+}
+# Mesh, and exchange groups of Muon: parameters on one set of ranks share two all-to-alls a wave.
 MESHES = {
     "tp2": (MeshConfig(dp_shard=1, tp=2), 1),
     "fsdp4": (MeshConfig(dp_shard=4), 1),
     "hsdp2x2": (MeshConfig(dp_replicate=2, dp_shard=2), 1),
-    "ddp2_tp2": (MeshConfig(dp_replicate=2, dp_shard=1, tp=2), 3),
-    "fsdp2_tp2": (MeshConfig(dp_shard=2, tp=2), 2),
-    "cp2_tp2": (MeshConfig(dp_shard=1, cp=2, tp=2), 2),
+    "ddp2_tp2": (MeshConfig(dp_replicate=2, dp_shard=1, tp=2), 1),
+    "fsdp2_tp2": (MeshConfig(dp_shard=2, tp=2), 1),
+    "cp2_tp2": (MeshConfig(dp_shard=1, cp=2, tp=2), 1),
     "ep2_efsdp2": (MeshConfig(dp_shard=4, ep=2), 1),
     "ep4": (MeshConfig(dp_shard=4, ep=4), 1),
-    "fsdp2_tp2_ep2": (MeshConfig(dp_shard=2, tp=2, ep=2), 2),
-    "fsdp4_tp2_ep2": (MeshConfig(dp_shard=4, tp=2, ep=2), 2),
-    "fsdp2_tp4_ep8": (MeshConfig(dp_shard=2, tp=4, ep=8), 2),
-    "hsdp2x2_tp2": (MeshConfig(dp_replicate=2, dp_shard=2, tp=2), 2),
-    "hsdp2x2_tp2_ep2": (MeshConfig(dp_replicate=2, dp_shard=2, tp=2, ep=2), 2),
+    "fsdp2_tp2_ep2": (MeshConfig(dp_shard=2, tp=2, ep=2), 1),
+    "fsdp4_tp2_ep2": (MeshConfig(dp_shard=4, tp=2, ep=2), 1),
+    "fsdp2_tp4_ep8": (MeshConfig(dp_shard=2, tp=4, ep=8), 1),
+    "hsdp2x2_tp2": (MeshConfig(dp_replicate=2, dp_shard=2, tp=2), 1),
+    "hsdp2x2_tp2_ep2": (MeshConfig(dp_replicate=2, dp_shard=2, tp=2, ep=2), 1),
 }
 
 
@@ -105,20 +129,20 @@ def values(name: str, step: int) -> Tensor:
 class Params(nn.Module):
     """Parameters that hold the number of each cell."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
         super().__init__()
         for name in names:
             shape = CASES[name].shape
-            cells = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+            cells = torch.arange(math.prod(shape), dtype=dtype).view(shape)
             self.register_parameter(name, nn.Parameter(cells))
 
 
 class Model(nn.Module):
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
         super().__init__()
         names = list(names)
-        self.dense = Params(name for name in names if not CASES[name].routed)
-        self.experts = Params(name for name in names if CASES[name].routed)
+        self.dense = Params((name for name in names if not CASES[name].routed), dtype)
+        self.experts = Params((name for name in names if CASES[name].routed), dtype)
 
     def named(self) -> dict[str, nn.Parameter]:
         return {name.rpartition(".")[2]: p for name, p in self.named_parameters()}
@@ -160,8 +184,14 @@ def like(p: nn.Parameter, local: Tensor) -> Tensor:
 class Training:
     """A model with known gradients; `cells` are the numbers of the cells that are here."""
 
-    def __init__(self, names: Iterable[str], place: Callable[[Model], None] | None = None) -> None:
-        self.model = Model(names)
+    def __init__(
+        self,
+        names: Iterable[str],
+        place: Callable[[Model], None] | None = None,
+        setting: Setting = Setting(),
+    ) -> None:
+        self.setting = setting
+        self.model = Model(names, setting.dtype)
         if place is not None:
             place(self.model)
         self.params = self.model.named()
@@ -170,42 +200,42 @@ class Training:
             local_part(p.detach()).copy_(self.here(name, -1))
 
     def here(self, name: str, step: int) -> Tensor:
-        return values(name, step).flatten()[self.cells[name]]
+        return values(name, step).flatten()[self.cells[name]].to(self.setting.dtype)
 
     def give_gradients(self, step: int) -> None:
         for name, p in self.params.items():
             p.grad = like(p, self.here(name, step))
 
-    def optimizers(self, *process_groups: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
-        muon = [
-            {"params": [p], "view": CASES[name].view, "lr": 0.02 + 0.01 * list(CASES).index(name)}
-            for name, p in self.params.items()
-            if CASES[name].view is not None
-        ]
-        adamw = [p for name, p in self.params.items() if CASES[name].view is None]
-        made: list[torch.optim.Optimizer] = []
-        if muon:
-            made.append(Muon(muon, weight_decay=0.1, process_groups=process_groups))
-        return [*made, AdamW(adamw)] if adamw else made
+    def optimizer(self, *process_groups: dist.ProcessGroup) -> MuonAdamW:
+        groups: list[dict[str, Any]] = []
+        x = self.setting
+        for name, p in self.params.items():
+            group = {"params": [(name, p)], "algorithm": "adamw", "cautious": x.cautious}
+            if CASES[name].view is not None:
+                lr = 0.02 + 0.01 * list(CASES).index(name)
+                more = {"view": CASES[name].view, "lr": lr, "weight_decay": 0.1}
+                more |= {"nesterov": x.nesterov, "coefficients": x.coefficients}
+                group |= {"algorithm": "muon", **more}
+            groups.append(group)
+        return MuonAdamW(groups, x.wire, x.momentum, x.bucket_bytes, process_groups=process_groups)
 
-    def train(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def train(self, optimizer: MuonAdamW) -> None:
         for step in range(STEPS):
             self.give_gradients(step)
-            for optimizer in optimizers:
-                optimizer.step()
+            optimizer.step()
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: local_part(p.grad) for name, p in self.params.items() if p.grad is not None}
 
-    def state(self, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    def state(self, optimizer: MuonAdamW) -> dict[str, Tensor]:
         """Parameters and everything that is cut as they are."""
         found = {name: local_part(p.detach()) for name, p in self.params.items()}
-        for name, p in self.params.items():
-            for key, t in next(o.state[p] for o in optimizers if p in o.state).items():
-                if key != "step":
-                    assert type(t) is type(p.data) and t.shape == p.shape
-                    assert getattr(t, "placements", None) == getattr(p, "placements", None)
-                    found[f"{name}.{key}"] = local_part(t)
+        for key, t in optimizer.state_tensors().items():
+            p = self.params[key.split(".")[0]]
+            if not key.endswith(".step"):
+                assert type(t) is type(p.data) and t.shape == p.shape
+                assert getattr(t, "placements", None) == getattr(p, "placements", None)
+                found[key] = local_part(t)
         return found
 
 
@@ -215,7 +245,8 @@ class Trace:
 
     cells: dict[str, Tensor]
     state: dict[str, Tensor]
-    collectives: list[str]  # of all steps
+    collectives: list[Collective]  # of all steps
+    waves: int
     norm: float
     gradients: dict[str, Tensor]
     clip_collectives: list[tuple[str, int]]  # kind and numbers
@@ -226,18 +257,20 @@ def trace(
     world: World | None = None,
     groups: Iterable[dist.ProcessGroup] = (),
     copies: Iterable[str] = (),
+    setting: Setting = Setting(),
 ) -> Trace:
-    run = Training(names, None if world is None else lambda model: shard(model, world))
-    optimizers = run.optimizers(*groups)
+    run = Training(names, None if world is None else lambda model: shard(model, world), setting)
+    optimizer = run.optimizer(*groups)
     with CollectiveCounter() as stepping:
-        run.train(optimizers)
-    state = run.state(optimizers)
+        run.train(optimizer)
+    state = run.state(optimizer)
     with CollectiveCounter() as clipping:
         norm = clip_gradients(run.model, MAX_NORM, copies=[run.params[name] for name in copies])
     return Trace(
         run.cells,
         state,
-        [call.kind for call in stepping.calls],
+        stepping.calls,
+        sum(len(exchange.waves) for exchange in optimizer.plan().exchanges),
         norm.item(),
         run.gradients(),
         [(call.kind, call.numel) for call in clipping.calls],
@@ -245,16 +278,24 @@ def trace(
 
 
 @pytest.fixture(scope="module")
-def one_process() -> dict[str, Tensor]:
-    return trace(CASES).state
+def one_process() -> dict[str, dict[str, Tensor]]:
+    """By setting."""
+    return {name: trace(CASES, setting=setting).state for name, setting in SETTINGS.items()}
+
+
+Ran = tuple[str, list[dict[str, Trace]]]  # name of the mesh; by setting, of every rank
 
 
 @pytest.fixture(scope="module", params=MESHES)
-def ran(request: pytest.FixtureRequest) -> tuple[str, list[Trace]]:
+def ran(request: pytest.FixtureRequest) -> Ran:
     config, _ = MESHES[request.param]
 
-    def body(rank: int, world: int) -> Trace:
-        return trace(fitting(config), join(config, CPU), [replica_group(config)])
+    def body(rank: int, world: int) -> dict[str, Trace]:
+        joined, groups = join(config, CPU), [replica_group(config)]
+        return {
+            name: trace(fitting(config), joined, groups, setting=setting)
+            for name, setting in SETTINGS.items()
+        }
 
     return request.param, run_ranks(body, ranks_of(config))
 
@@ -279,9 +320,10 @@ def check_state(traces: list[Trace], want: dict[str, Tensor]) -> None:
         for key, got in one.state.items():
             name = key.split(".")[0]
             ours = want[key].flatten()[one.cells[name]]
-            assert got.shape == ours.shape
+            assert got.shape == ours.shape and got.dtype == ours.dtype
             if CASES[name].view is None:
-                assert got.numel() == 0 or (got - ours).abs().max() <= 1e-15, key
+                most = 1e-15 if got.dtype == torch.float64 else 1e-6
+                assert got.numel() == 0 or (got - ours).abs().max() <= most, key
             else:
                 assert torch.equal(got, ours), key
 
@@ -298,26 +340,35 @@ def check_clipped(traces: list[Trace], names: Iterable[str]) -> None:
             assert got.numel() == 0 or (got - ours).abs().max() <= 1e-12 * ours.abs().max()
 
 
-def test_every_cell_is_on_some_rank(ran: tuple[str, list[Trace]]) -> None:
+def test_every_cell_is_on_some_rank(ran: Ran) -> None:
     name, traces = ran
     for case in fitting(MESHES[name][0]):
-        here = torch.cat([one.cells[case].flatten() for one in traces]).unique()
+        here = torch.cat([one["fp64"].cells[case].flatten() for one in traces]).unique()
         assert torch.equal(here, torch.arange(math.prod(CASES[case].shape))), case
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_parameters_and_state_equal_one_process(
-    ran: tuple[str, list[Trace]], one_process: dict[str, Tensor]
+    ran: Ran, one_process: dict[str, dict[str, Tensor]], setting: str
 ) -> None:
-    check_state(ran[1], one_process)
+    check_state([one[setting] for one in ran[1]], one_process[setting])
 
 
-def test_two_exchanges_per_set_of_ranks_and_step(ran: tuple[str, list[Trace]]) -> None:
-    for one in ran[1]:
-        assert one.collectives == ["all_to_all"] * (2 * MESHES[ran[0]][1] * STEPS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_exchanges_per_wave_set_of_ranks_and_step(ran: Ran, setting: str) -> None:
+    x = SETTINGS[setting]
+    for one in (ranks[setting] for ranks in ran[1]):
+        expected = "all_to_all", torch.bfloat16 if x.wire == "bf16" else x.dtype
+        found = [(call.kind, call.dtype) for call in one.collectives]
+        assert found == [expected] * (2 * one.waves * STEPS)
+        if x.bucket_bytes == 1 << 20:
+            assert one.waves == MESHES[ran[0]][1]
+        else:
+            assert one.waves >= 4
 
 
-def test_norm_and_clipping_equal_one_process(ran: tuple[str, list[Trace]]) -> None:
-    check_clipped(ran[1], fitting(MESHES[ran[0]][0]))
+def test_norm_and_clipping_equal_one_process(ran: Ran) -> None:
+    check_clipped([one["fp64"] for one in ran[1]], fitting(MESHES[ran[0]][0]))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +380,7 @@ def test_norm_and_clipping_equal_one_process(ran: tuple[str, list[Trace]]) -> No
     ],
     ids=["pp2_fsdp2", "pp2_fsdp2_tp2", "pp2_ddp2_tp2_ep2"],
 )
-def test_pipeline_stages(config: MeshConfig, one_process: dict[str, Tensor]) -> None:
+def test_pipeline_stages(config: MeshConfig, one_process: dict[str, dict[str, Tensor]]) -> None:
     """Ranks hold different parameters, and the second stage a copy of the first one's embedding."""
     names = fitting(config)
     others = [name for name in names if name != "embed"]
@@ -341,7 +392,7 @@ def test_pipeline_stages(config: MeshConfig, one_process: dict[str, Tensor]) -> 
         return trace(stages[stage], joined, groups, ["embed"] * stage)
 
     traces = run_ranks(body, ranks_of(config))
-    check_state(traces, one_process)
+    check_state(traces, one_process["fp64"])
     check_clipped(traces, names)
 
 
@@ -360,33 +411,3 @@ def test_a_non_finite_gradient_on_one_rank_stops_all() -> None:
         return not norm.isfinite() and all(torch.equal(after[n], g) for n, g in before.items())
 
     assert all(run_ranks(body, 4))
-
-
-def test_bytes_and_memory_of_a_step() -> None:
-    """Of large matrices that all move: one share each way, four at the peak, none afterwards."""
-    config, shape, count = MeshConfig(dp_shard=2, tp=2), (128, 256), 8
-
-    def body(rank: int, world: int) -> tuple[list[int], int, int]:
-        joined, params = join(config, CPU), []
-        for _ in range(count):
-            module = nn.Module()
-            weight = distribute_tensor(torch.zeros(shape), joined.meshes["tp"], [Shard(0)])
-            module.register_parameter("w", nn.Parameter(weight))
-            fully_shard(module, mesh=joined.meshes["shard"])
-            params += module.parameters()
-        optimizer = Muon(params)
-        for p in params:
-            p.grad = like(p, torch.randn_like(local_part(p.detach())))
-        with CollectiveCounter() as seen:
-            optimizer.step()
-        # Gloo's threads let go of buffers when they please, which has no place in a count.
-        dist.all_to_all_single = lambda output, *args: output.zero_()
-        with LiveBytes() as live:
-            optimizer.step()
-        return [call.bytes for call in seen.calls], live.peak, live.now
-
-    share = 4 * math.prod(shape) * count // 4
-    for sent, peak, now in run_ranks(body, 4):
-        assert sent == [share, share]
-        assert peak <= 4.05 * share
-        assert now == 0

@@ -1,11 +1,8 @@
-"""Muon on shards equals Muon on one device, bit for bit; the plan by hand (forked gloo ranks)."""
+"""Muon on shards equals Muon on one device, bit for bit (forked gloo ranks)."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from optim.boxes import Box, Layout, cutting_order, shard_bounds
 from optim.local import local_part
-from optim.muon import Muon
-from optim.newton_schulz import newton_schulz_flops
-from optim.ownership import Item, MatrixView, Ownership, choose_owners, items_of
+from optim.muon import Width
+from optim.muon_adamw import MuonAdamW
+from optim.ownership import MatrixView
 from tests.ranks import run_ranks
 
 # Even and uneven cuts, ranks without a row, blocks across borders, more and fewer experts than
@@ -46,18 +45,23 @@ def values(kind: str, number: int, dtype: torch.dtype, step: int = 0) -> Tensor:
     return torch.randn(MATRICES[number][0], generator=g, dtype=torch.float64).to(dtype)
 
 
+def muon(params: list[nn.Parameter], **settings: Any) -> dict[str, Any]:
+    return {"params": params, "algorithm": "muon", **settings}
+
+
 def train(
     dtype: torch.dtype,
     place: Callable[[Tensor], Tensor],
-    iteration_dtype: torch.dtype | None = None,
+    wire: Width = "auto",
+    bucket_bytes: int = 1 << 20,
 ) -> list[Tensor]:
     """Parameters and momenta after a few steps, this rank's part."""
     params = [nn.Parameter(place(values("w", i, dtype))) for i in range(len(MATRICES))]
     groups = [
-        {"params": [p], "view": view, "lr": 0.02 + 0.01 * i}
+        muon([p], view=view, lr=0.02 + 0.01 * i, weight_decay=0.1)
         for i, (p, (_, view)) in enumerate(zip(params, MATRICES, strict=True))
     ]
-    optimizer = Muon(groups, weight_decay=0.1, dtype=iteration_dtype)
+    optimizer = MuonAdamW(groups, muon_width=wire, bucket_bytes=bucket_bytes)
     for step in range(STEPS):
         for i, p in enumerate(params):
             p.grad = place(values("grad", i, dtype, step))
@@ -67,19 +71,32 @@ def train(
     return [t.detach() for t in (*params, *momenta)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_equals_one_device_bit_for_bit(world: int, dtype: torch.dtype) -> None:
-    def body(rank: int, world: int) -> list[Tensor]:
-        mesh = init_device_mesh("cpu", (world,))
-        placed = train(dtype, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
-        return [t.full_tensor() for t in placed if isinstance(t, DTensor)]
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equals_one_device_bit_for_bit(world: int) -> None:
+    """Rows over all ranks, in one wave and in many."""
+    settings = [
+        (dtype, wire, bucket)
+        for dtype, wire in (
+            (torch.float64, "auto"),
+            (torch.float32, "fp32"),
+            (torch.float32, "bf16"),
+        )
+        for bucket in (1 << 20, 64)
+    ]
 
-    want = train(dtype, lambda t: t)
-    for got in run_ranks(body, world):
-        assert len(got) == len(want)
-        for g, w in zip(got, want, strict=True):
-            assert torch.equal(g, w)
+    def body(rank: int, world: int) -> list[list[Tensor]]:
+        mesh = init_device_mesh("cpu", (world,))
+        found = []
+        for dtype, wire, bucket in settings:
+            placed = train(dtype, lambda t: distribute_tensor(t, mesh, [Shard(0)]), wire, bucket)
+            found.append([t.full_tensor() for t in placed if isinstance(t, DTensor)])
+        return found
+
+    want = [train(dtype, lambda t: t, wire) for dtype, wire, _ in settings]
+    for of_rank in run_ranks(body, world):
+        for got, wanted in zip(of_rank, want, strict=True):
+            for g, w in zip(got, wanted, strict=True):
+                assert torch.equal(g, w)
 
 
 def test_bf16_iterations_travel_in_bf16_and_are_equal_too() -> None:
@@ -96,12 +113,12 @@ def test_bf16_iterations_travel_in_bf16_and_are_equal_too() -> None:
         placed = train(
             torch.float32,
             lambda t: distribute_tensor(t, mesh, [Shard(0)]),
-            torch.bfloat16,
+            "bf16",
         )
         assert sent == [torch.bfloat16] * (2 * STEPS), "two exchanges a step, narrow"
         return [t.full_tensor() for t in placed if isinstance(t, DTensor)]
 
-    want = train(torch.float32, lambda t: t, torch.bfloat16)
+    want = train(torch.float32, lambda t: t, "bf16")
     for got in run_ranks(body, 2):
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g, w)
@@ -134,7 +151,7 @@ def test_a_model_under_fully_shard() -> None:
         return nn.Sequential(*layers).double()
 
     def run(model: nn.Module, x_BD: Tensor) -> None:
-        optimizer = Muon(model.parameters(), view=MatrixView())
+        optimizer = MuonAdamW([muon(list(model.parameters()))])
         for _ in range(STEPS):
             model(x_BD).square().sum().backward()
             optimizer.step()
@@ -157,21 +174,60 @@ def test_a_model_under_fully_shard() -> None:
             assert torch.equal(g, w)
 
 
+def test_a_model_under_parallelize_module_and_fully_shard() -> None:
+    """torch's own column and row parallelism, then FSDP2: rows are cut twice, by strided shards."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        layers = [nn.Linear(6, 12, bias=False), nn.Tanh(), nn.Linear(12, 10, bias=False)]
+        return nn.Sequential(*layers).double()
+
+    def step(model: nn.Module, place: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        """Gradients by hand: how torch sums them over meshes is not what this is about."""
+        view = MatrixView((5, 4, 3))  # of the first; heads lie across the borders
+        optimizer = MuonAdamW(
+            [muon(list(model.parameters()), views=[view, MatrixView()], weight_decay=0.1)]
+        )
+        g = torch.Generator().manual_seed(5)
+        for _ in range(STEPS):
+            for p in model.parameters():
+                p.grad = place(torch.randn(p.shape, generator=g, dtype=p.dtype), p)
+            optimizer.step()
+
+    def body(rank: int, world: int) -> tuple[list[str], list[Tensor]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        model = build()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh["fsdp"])
+        step(model, lambda g, p: distribute_tensor(g, p.device_mesh, p.placements))  # type: ignore[attr-defined]
+        params = list(model.parameters())
+        kinds = [str(p.placements) for p in params]  # type: ignore[attr-defined]
+        return kinds, [p.full_tensor() for p in params]  # type: ignore[attr-defined]
+
+    model = build()
+    step(model, lambda g, p: g)
+    for kinds, got in run_ranks(body, 4):
+        assert "_StridedShard" in kinds[0] and "dim=1" in kinds[1], kinds
+        for g, w in zip(got, model.parameters(), strict=True):
+            assert torch.equal(g, w)
+
+
 def test_no_exchange_where_every_matrix_lies_on_one_rank() -> None:
     def body(rank: int, world: int) -> None:
         mesh = init_device_mesh("cpu", (world,))
         stack = nn.Parameter(distribute_tensor(torch.randn(4, 3, 5), mesh, [Shard(0)]))
         heads = nn.Parameter(distribute_tensor(torch.randn(8, 5), mesh, [Shard(0)]))
-        optimizer = Muon(
-            [
-                {"params": [stack], "view": MatrixView(batched=True)},
-                {"params": [heads], "view": MatrixView((4, 4))},
-            ]
+        optimizer = MuonAdamW(
+            [muon([stack, heads], views=[MatrixView(batched=True), MatrixView((4, 4))])]
         )
         for p in (stack, heads):
             p.grad = torch.ones_like(p)
+        before = heads.to_local().clone()
         dist.all_to_all_single = None  # calling it would raise
         optimizer.step()
+        assert not torch.equal(heads.to_local(), before)
 
     run_ranks(body, 2)
 
@@ -187,136 +243,61 @@ def test_unreduced_parameters_and_missing_groups_are_refused() -> None:
         first = 4 * (rank // 4)
         message = rf"the process group of \['fsdp', 'tp'\]: ranks \[{first}, .*{first + 3}\]"
         with pytest.raises(AssertionError, match=message):
-            Muon([p]).step()
+            MuonAdamW([muon([p])])
         partial = DTensor.from_local(torch.ones(4, 6), inner, [Partial(), Replicate()])
         p = nn.Parameter(partial)
         p.grad = torch.ones_like(p)
         with pytest.raises(AssertionError, match="Partial"):
-            Muon([p]).step()
+            MuonAdamW([muon([p])])
 
     run_ranks(body, 8)
 
 
-def rows_on(bounds: Sequence[tuple[int, int]], cols: int) -> tuple[Box, ...]:
-    return tuple(Box((0, low, 0), (1, high, cols)) for low, high in bounds)
+def test_ranks_that_disagree_are_told_at_once() -> None:
+    """Different parameters, orders or settings would make ranks wait for each other."""
+
+    def body(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (world,))
+        shapes = [(4, 6), (8, 6)]
+        for mine, settings in (
+            (shapes if rank else shapes[::-1], {}),
+            (shapes[: 1 + rank], {}),
+            (shapes, {"bucket_bytes": 64 + rank}),
+        ):
+            halves = [torch.randn(rows // world, cols) for rows, cols in mine]
+            params = [nn.Parameter(DTensor.from_local(t, mesh, [Shard(0)])) for t in halves]
+            with pytest.raises(AssertionError, match=r"ranks \[0, 1\] made different plans"):
+                MuonAdamW([muon(params)], **settings)
+
+    run_ranks(body, 2)
 
 
-def blocks(heights: tuple[int, ...], cols: int) -> list[Box]:
-    return MatrixView(heights).matrices((sum(heights), cols))
+def test_a_gradient_that_only_some_ranks_have_hangs_nobody() -> None:
+    """That matrix is orthogonalised with zeros in the missing places; others don't notice."""
 
+    def body(rank: int, world: int) -> tuple[list[bool], list[Tensor]]:
+        mesh = init_device_mesh("cpu", (world,))
+        params = [nn.Parameter(distribute_tensor(w.clone(), mesh, [Shard(0)])) for w in weights]
+        optimizer = MuonAdamW([muon(params, weight_decay=0.1)])
+        for p, g in zip(params, grads, strict=True):
+            p.grad = distribute_tensor(g, mesh, [Shard(0)])
+        if rank == 1:
+            params[1].grad = None
+        before = [local_part(p.detach()).clone() for p in params]
+        optimizer.step()
+        after = [local_part(p.detach()) for p in params]
+        moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+        return moved, [t.full_tensor() for t in params]  # type: ignore[attr-defined]
 
-def test_items_by_hand() -> None:
-    """Rows 0-9 on two ranks (5 each): blocks 2 2 | 4 (across) | 1 1."""
-    items = items_of(7, blocks((2, 2, 4, 1, 1), 3), rows_on(((0, 5), (5, 10)), 3))
-    assert items == [
-        Item(7, Box((0, 0, 0), (1, 4, 3)), 2, 2, 3, holders=(0,), owner=0),
-        Item(7, Box((0, 4, 0), (1, 8, 3)), 1, 4, 3, holders=(0, 1), owner=0),
-        Item(7, Box((0, 8, 0), (1, 10, 3)), 2, 1, 3, holders=(1,), owner=1),
-    ]
-    assert [item.moves for item in items] == [False, True, False]
-    assert items[0].cost == 2 * newton_schulz_flops(2, 3)
-
-
-def test_experts_by_hand() -> None:
-    """Five experts of 4 x 2, three and two apart, their rows on two ranks each: runs are shared."""
-    boxes = [
-        Box((first, low, 0), (past, low + 2, 2))
-        for low in (0, 2)
-        for first, past in ((0, 3), (3, 5))
-    ]
-    items = items_of(0, MatrixView(batched=True).matrices((5, 4, 2)), boxes)
-    found = [(item.box.low[0], item.count, item.holders) for item in items]
-    assert found == [(0, 2, (0, 2)), (2, 1, (0, 2)), (3, 1, (1, 3)), (4, 1, (1, 3))]
-    assert [item.owner for item in choose_owners(items, 4)] == [0, 2, 1, 3]
-
-
-def test_owners_by_hand() -> None:
-    """Costs 100 (fixed on rank 0), then 60, 50, 30, 20 to move: ranks end at 130 and 130."""
-
-    def item(number: int, sides: int, holders: tuple[int, ...]) -> Item:
-        box = Box((0, 0, 0), (1, sides, 1))
-        return Item(number, box, sides, 1, 1, holders, holders[0])  # cost: sides * flops(1, 1)
-
-    items = [item(0, 10, (0,))]
-    items += [item(i, n, (0, 1)) for i, n in enumerate((6, 3, 5, 2), start=1)]
-    owned = choose_owners(items, 2)
-    assert [i.owner for i in owned] == [0, 1, 0, 1, 1]
-    assert [replace(i, owner=0) for i in owned] == [replace(i, owner=0) for i in items]
-    # Holders first, while their load stays within the mean; then whoever has the least.
-    owned = choose_owners([item(i, 2, (0, 1)) for i in range(4)], 4)
-    assert [i.owner for i in owned] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("axes", [(2,), (4,), (8,), (4, 2)])
-def test_the_work_is_spread_evenly(axes: tuple[int, ...]) -> None:
-    """Rows over the first axis, columns over the second."""
-    shapes = [(768, 768)] * 24 + [(3072, 768)] * 12 + [(768, 3072)] * 12 + [(1000, 640)] * 5
-    order = [(0, 0), (1, 1)][: len(axes)]
-    coordinates = list(product(*map(range, axes)))
-    items: list[Item] = []
-    for i, shape in enumerate(shapes):
-        bounds = [shard_bounds(shape, order, axes, at) for at in coordinates]
-        boxes = [Box((0, *low), (1, *high)) for low, high in bounds]
-        items += items_of(i, MatrixView().matrices(shape), boxes)
-    load = [0] * len(coordinates)
-    for item in choose_owners(items, len(load)):
-        load[item.owner] += item.cost
-    assert max(load) < 1.06 * sum(load) / len(load)
-
-
-def test_every_element_is_sent_to_one_owner_and_comes_back() -> None:
-    """Sizes of both exchanges agree between any two ranks, for uneven bounds."""
-    boxes = rows_on(((0, 5), (5, 6), (6, 6), (6, 17)), 3)
-    items = items_of(0, blocks((4, 3, 9, 1), 3), boxes)
-    plans = [Ownership(items, {0: Layout(boxes, rank)}) for rank in range(4)]
-    sizes = [[sum(piece.box.size for piece in pieces) for pieces in plan.sent] for plan in plans]
-    assert sizes == [
-        [sum(piece.box.size for piece in plans[to].received[rank]) for to in range(4)]
-        for rank in range(4)
-    ]
-    staying = sum(item.box.size for plan in plans for item in plan.staying)
-    assert sum(map(sum, sizes)) == 3 * 17 - staying
-
-
-@pytest.mark.parametrize(
-    "placements, sizes, order",
-    [
-        ([Shard(0)], [4], [(0, 0)]),
-        ([Replicate(), Shard(0), Shard(1)], [2, 2, 2], [(1, 0), (2, 1)]),
-        ([Shard(0), Shard(0)], [2, 2], [(0, 0), (1, 0)]),
-        ([_StridedShard(0, split_factor=2), Shard(0)], [3, 2], [(1, 0), (0, 0)]),
-        ([_StridedShard(0, split_factor=2), Shard(0)], [1, 2], [(1, 0)]),
-        (
-            [_StridedShard(0, split_factor=6), Shard(0), Shard(0)],
-            [2, 2, 3],
-            [(1, 0), (2, 0), (0, 0)],
-        ),
-    ],
-)
-def test_order_of_cuts_by_hand(placements: Any, sizes: list[int], order: Any) -> None:
-    assert cutting_order(placements, sizes) == tuple(order)
-
-
-def test_boxes_tile_any_parameter() -> None:
-    """Random shapes and meshes, even or not: every cell lies in exactly one box."""
-    g = random.Random(7)
-    for _ in range(200):
-        shape = [g.randint(1, 9) for _ in range(3)]
-        sizes = [g.randint(1, 4) for _ in range(g.randint(1, 3))]
-        order = [(axis, g.randrange(3)) for axis in g.sample(range(len(sizes)), len(sizes))]
-        seen = torch.zeros(shape, dtype=torch.int64)
-        for at in product(*map(range, sizes)):
-            low, high = shard_bounds(shape, order, sizes, at)
-            seen[tuple(map(slice, low, high))] += 1
-        assert (seen == 1).all(), (shape, sizes, order)
-
-
-def test_torch_still_misplaces_shards_that_are_uneven_twice() -> None:
-    """Why `shard_bounds` exists: rows 0-4 | 5-8 over tp, then over four; the last has none of 0-4.
-
-    FSDP2 makes these shards (tests/optim/test_meshes.py); once torch agrees, its function will do.
-    """
-    placements, sizes, last = [_StridedShard(0, split_factor=2), Shard(0)], (4, 2), [3, 0]
-    order = cutting_order(placements, sizes)
-    assert shard_bounds((9,), order, sizes, last) == ([5], [5])
-    assert _compute_local_shape_and_global_offset((9,), sizes, last, placements) == ((1,), (8,))
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.randn(4, 6, generator=g) for _ in range(2)]
+    grads = [torch.randn(4, 6, generator=g) for _ in range(2)]
+    zeroed = torch.cat([grads[1][:2], torch.zeros(2, 6)])
+    params = [nn.Parameter(w.clone()) for w in weights]
+    for p, grad in zip(params, (grads[0], zeroed), strict=True):
+        p.grad = grad
+    MuonAdamW([muon(params, weight_decay=0.1)]).step()
+    (moved0, got0), (moved1, _) = run_ranks(body, 2)
+    assert moved0 == [True, True] and moved1 == [True, False]
+    assert torch.equal(got0[0], params[0]) and torch.equal(got0[1][:2], params[1][:2])
+    assert torch.equal(got0[1][2:], weights[1][2:])

@@ -1,14 +1,17 @@
-"""Learning-rate multipliers at the points where they turn, by hand."""
+"""Learning-rate multipliers at the points where they turn, by hand, and the scheduler of them."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 
 from megacpp.config import OptimConfig
 from optim.schedule import (
+    build_scheduler,
     lr_multiplier,
     warmup_constant,
     warmup_cosine,
@@ -62,3 +65,35 @@ def test_a_configuration_picks_its_schedule(
     for step, want in zip((0, 2, 50, 100), expected, strict=True):
         got = lr_multiplier(step, 100, config)
         assert 0.1 < got < 0.6 if want is None else got == pytest.approx(want, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_scheduler_resumes_to_the_bit(name: Any, tensor: bool) -> None:
+    """Built after k updates it gives the rate of k steps, and goes on in the same way."""
+    config = OptimConfig(schedule=name, warmup_steps=4)
+
+    def optimizer() -> torch.optim.Optimizer:
+        rates = [torch.tensor(r, dtype=torch.float64) if tensor else r for r in (0.3, 0.02)]
+        groups = [{"params": [torch.zeros(1)], "lr": rate} for rate in rates]
+        return torch.optim.SGD(groups)
+
+    def lrs(of: torch.optim.Optimizer) -> list[float]:
+        return [float(group["lr"]) for group in of.param_groups]
+
+    straight = optimizer()
+    scheduler = build_scheduler(straight, config, 20)
+    for k in range(25):
+        factor = lr_multiplier(k, 20, config)
+        assert lrs(straight) == [0.3 * factor, 0.02 * factor]
+        resumed = optimizer()
+        again = build_scheduler(resumed, config, 20, updates_done=k)
+        assert lrs(resumed) == lrs(straight)
+        straight.step()
+        scheduler.step()
+        resumed.step()
+        again.step()
+        assert lrs(resumed) == lrs(straight)
+        # A loaded optimizer brings the rate of then, but also its peak.
+        build_scheduler(resumed, config, 20, updates_done=3)
+        assert lrs(resumed) == [lr * lr_multiplier(3, 20, config) for lr in (0.3, 0.02)]

@@ -19,12 +19,19 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig, PrecisionConfig
+from megacpp.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice
 from megacpp.model.router import Router
-from optim.build import build_optimizers
+from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
@@ -53,6 +60,7 @@ class Run:
     dtype: Dtype = "fp64"
     optimizer: Literal["adamw", "muon_adamw"] = "adamw"
     evaluate: bool = False
+    sync: Literal["defer", "each", "resident"] = "defer"
 
     @property
     def world(self) -> int:
@@ -66,13 +74,14 @@ class Run:
     @property
     def reference(self) -> Run:
         """The same on one process, with the same microbatches."""
-        return dataclasses.replace(self, mesh=MeshConfig(dp_shard=1))
+        return dataclasses.replace(self, mesh=MeshConfig(dp_shard=1), sync="defer")
 
     def __str__(self) -> str:
         axes = {k: v for k, v in vars(self.mesh).items() if v != getattr(MeshConfig(), k)}
         mesh = " ".join(f"{k}={v}" for k, v in axes.items() if (k, v) != ("dp_shard", 1))
         muon = " muon" if self.optimizer == "muon_adamw" else ""
-        return f"{self.model} {self.dtype}{muon} {mesh or 'one'} x{self.accum}"
+        sync = "" if self.sync == "defer" else f" {self.sync}"
+        return f"{self.model} {self.dtype}{muon} {mesh or 'one'} x{self.accum}{sync}"
 
 
 @dataclass
@@ -83,6 +92,7 @@ class Trace:
     valid: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
+    auxiliary: list[dict[str, float]] = field(default_factory=list)  # losses and `ratio`
     start: Slices = field(default_factory=dict)  # parameters before the first step
     gradients: Slices = field(default_factory=dict)  # of the first step
     parameters: Slices = field(default_factory=dict)  # after the last
@@ -136,8 +146,15 @@ def config_of(run: Run) -> Config:
     return Config(
         model=models()[run.model],
         mesh=run.mesh,
+        train=TrainConfig(gradient_sync=run.sync),
         precision=PrecisionConfig(run.dtype),
-        optim=OptimConfig(name=run.optimizer, lr=1e-2, clip_norm=1.0),
+        # A momentum in bf16 goes up or down by its last bit where two runs differ in theirs.
+        optim=OptimConfig(
+            name=run.optimizer,
+            lr=1e-2,
+            clip_norm=1.0,
+            muon_momentum_dtype="fp32" if run.dtype == "fp32" else "auto",
+        ),
     )
 
 
@@ -173,7 +190,7 @@ def train(rank: int, run: Run) -> Trace:
     model = build_model(config, world)
     boundary, optimizers = (
         AccumulationBoundary(model, world, config),
-        build_optimizers(model, config, world.holders),
+        build_optimizer(model, config, world.holders),
     )
     trace.start = slices(dict(model.named_parameters()))
     for step in range(STEPS):
@@ -188,12 +205,16 @@ def train(rank: int, run: Run) -> Trace:
             routers = [m for m in model.modules() if isinstance(m, Router)]
             counts = [r.tokens_per_expert.clone() for r in routers]
             trace.counts = [world.sum(c, "stage") for c in counts]
-        trace.norms.append(
-            clip_gradients(model, config.optim.clip_norm, copies=boundary.copies).item()
+        norm = clip_gradients(
+            model, config.optim.clip_norm, copies=boundary.copies, along=sums.along
         )
+        verdict = boundary.judge(sums, norm)
+        assert verdict.healthy and not verdict.nonfinite
+        trace.norms.append(verdict.grad_norm)
+        trace.auxiliary.append(verdict.auxiliary | {"ratio": verdict.auxiliary_ratio or 0.0})
         optimizers.step()
         optimizers.zero_grad()
-        boundary.update_routers()
+        boundary.conclude(verdict.healthy)
         if run.evaluate:
             size, rank_of = world.degree("batch"), world.coordinate("batch")
             rows = [row for row in HELD_OUT if row % size == rank_of]
@@ -250,7 +271,7 @@ def check(found: list[Trace], expected: Trace, dtype: Dtype) -> None:
     """Weights at the start, loss and norm of 5 steps, gradients, expert counts, parameters.
 
     AdamW divides by the root of the squared gradient, so it magnifies the rounding of small
-    gradients; parameters get a hundredfold allowance for that.
+    gradients; in fp32 parameters get a hundredfold allowance for that.
     """
     tolerance = TOLERANCE[dtype]
     assert len(set(expected.valid)) > 1, "steps with different numbers of labels"
@@ -266,8 +287,11 @@ def check(found: list[Trace], expected: Trace, dtype: Dtype) -> None:
         for losses, others in ((trace.losses, expected.losses), (trace.norms, expected.norms)):
             for a, b in zip(losses, others, strict=True):
                 assert abs(a / b - 1) <= tolerance, (losses, others)
+        for terms, others in zip(trace.auxiliary, expected.auxiliary, strict=True):
+            for term, value in others.items():
+                assert abs(terms[term] - value) <= tolerance * abs(value), (terms, others)
         worst = error(trace.parameters, expected.parameters)
-        assert worst[0] <= 100 * tolerance, worst
+        assert worst[0] <= (tolerance if dtype == "fp64" else 100 * tolerance), worst
         for key, bias in trace.router_bias.items():
             assert torch.equal(bias, expected.router_bias[key]), key
 

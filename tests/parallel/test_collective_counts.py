@@ -28,6 +28,7 @@ from megacpp.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from megacpp.memory.accumulation import travelling
 from megacpp.rules import check, resolve
 from parallel.dry_run import dry_run
 
@@ -41,18 +42,25 @@ BF16, FP32 = 2, 4
 Figures = dict[tuple[str, str, str], tuple[int, int]]  # axis, kind, dtype -> calls, bytes
 
 
-def sent(size: int, n: int, reshard: Literal["always", "never", "resident"]) -> Figures:
+# Blocks are gathered for forward and backward of every microbatch, kept from the one to the other,
+# or kept for the step; or gradients are reduced after every microbatch as well.
+Mode = Literal["always", "never", "resident", "each"]
+
+
+def sent(size: int, n: int, mode: Mode, layers: int = L) -> Figures:
+    reshard = "never" if mode == "never" else "always"
+    sync = mode if mode in ("resident", "each") else "defer"
     config = Config(
         model=ModelConfig(
             dim=D,
-            depth=L,
+            depth=layers,
             pattern="AF",
             vocab_size=V,
             attention=AttentionConfig(num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD),
             mlp=MLPConfig(hidden_dim=HIDDEN),
         ),
         data=DataConfig(seq_len=T),
-        train=TrainConfig(device_batch_size=B, grad_accum=n),
+        train=TrainConfig(device_batch_size=B, grad_accum=n, gradient_sync=sync),
         mesh=MeshConfig(
             tp=MESHES[size].tp, dp_replicate=MESHES[size].dp_replicate, reshard=reshard
         ),
@@ -67,7 +75,7 @@ def sent(size: int, n: int, reshard: Literal["always", "never", "resident"]) -> 
     }
 
 
-def by_hand(size: int, n: int, reshard: Literal["always", "never", "resident"]) -> Figures:
+def by_hand(size: int, n: int, mode: Mode) -> Figures:
     tp, replicas = MESHES[size].tp, MESHES[size].dp_replicate
     shards = size // tp // replicas
 
@@ -96,8 +104,10 @@ def by_hand(size: int, n: int, reshard: Literal["always", "never", "resident"]) 
         "always": (n * (2 * L + 2), n * (2 * blocks + ends)),  # blocks again for their backward
         "never": (n * (L + 2), n * (blocks + ends)),
         "resident": (L + 2, blocks + ends),
-    }[reshard]
+        "each": (n * (2 * L + 2), n * (2 * blocks + ends)),
+    }[mode]
     reduced = blocks + ends + root
+    times = n if mode == "each" else 1
     found: Figures = {
         ("tp", "all_gather", "bfloat16"): (moves, moves * U),
         ("tp", "reduce_scatter", "bfloat16"): (moves, moves * U),
@@ -105,24 +115,51 @@ def by_hand(size: int, n: int, reshard: Literal["always", "never", "resident"]) 
         ("tp", "all_reduce", "float32"): (1, norms),
         ("fsdp", "all_gather", "bfloat16"): (gathers, gathered * BF16),
         ("fsdp", "all_gather", "float32"): (1, root * FP32),
-        ("fsdp", "reduce_scatter", "float32"): (L + 3, reduced * FP32),
-        # What the host knows: three counts before, two losses after, the squared norm.
+        ("fsdp", "reduce_scatter", "float32"): (times * (L + 3), times * reduced * FP32),
+        # What the host knows: three counts before, two losses after, then the squared norm, values
+        # that aren't finite, three auxiliary losses, two gradients.
         ("batch", "all_reduce", "int64"): (1, 3 * 8),
         ("loss", "all_reduce", "float64"): (1, 2 * 8),
-        ("world", "all_reduce", "float64"): (1, 8),
+        ("world", "all_reduce", "float64"): (1, 7 * 8),
     }
     if replicas > 1:  # HSDP: each rank's shard of the sums, once more over the replicas
         found["dp_replicate", "all_reduce", "float32"] = (L + 3, reduced * FP32 // shards)
     return found
 
 
-@pytest.mark.parametrize("reshard", ["always", "never", "resident"])
+@pytest.mark.parametrize("mode", ["always", "never", "resident", "each"])
 @pytest.mark.parametrize("n", [1, 4, 8])
 @pytest.mark.parametrize("size", MESHES)
-def test_dense_blocks_by_hand(
-    size: int, n: int, reshard: Literal["always", "never", "resident"]
-) -> None:
-    assert sent(size, n, reshard) == by_hand(size, n, reshard)
+def test_dense_blocks_by_hand(size: int, n: int, mode: Mode) -> None:
+    assert sent(size, n, mode) == by_hand(size, n, mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bytes_a_parameter"), [("always", 36), ("never", 20), ("each", 64), ("resident", 6)]
+)
+@pytest.mark.parametrize("size", [8, 1024])
+def test_bytes_a_parameter_and_step(size: int, mode: Mode, bytes_a_parameter: int) -> None:
+    """Of the matrices of a block in 8 microbatches: bf16 gathers, one fp32 reduction or eight.
+
+    What a pair of blocks more adds to the traffic, over the elements of its gathered matrices.
+    """
+    long, short = sent(size, 8, mode, L + 2), sent(size, 8, mode, L)
+    tp, shards = MESHES[size].tp, size // MESHES[size].tp // MESHES[size].dp_replicate
+
+    def rows(total: int) -> int:
+        return -(-total // shards) * shards
+
+    attention = 3 * rows(HEADS * HEAD // tp) * D + rows(D) * HEADS * HEAD // tp
+    pair = attention + 2 * rows(HIDDEN // tp) * D + rows(D) * HIDDEN // tp
+    norms = 2 * rows(D) * FP32 * (8 if mode == "each" else 1)  # reduced with the root, in fp32
+    added = {
+        key: long[key][1] - short[key][1]
+        for key in (("fsdp", "all_gather", "bfloat16"), ("fsdp", "reduce_scatter", "float32"))
+    }
+    assert sum(added.values()) - norms == bytes_a_parameter * pair
+    sync = mode if mode in ("resident", "each") else "defer"
+    formula = travelling(sync, 8, gathered_again=mode != "never")
+    assert formula.total == bytes_a_parameter
 
 
 def test_a_pair_of_dense_blocks_moves_8_U() -> None:

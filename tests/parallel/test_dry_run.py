@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.main import main
-from megacpp.config import Config, MeshConfig, TrainConfig
+from megacpp.config import Config, MeshConfig
 from megacpp.model.init import initialise
 from megacpp.presets import nam56r
 from megacpp.rules import check, resolve
@@ -37,7 +37,8 @@ RUNS = [
     Run("plain", MeshConfig(dp_shard=4), accum=2, optimizer="muon_adamw"),
     Run("options", MeshConfig(dp_replicate=2, dp_shard=2), accum=2),
     Run("plain", MeshConfig(dp_shard=2, tp=2, reshard="never"), accum=4, dtype="fp32"),
-    Run("tied", MeshConfig(dp_shard=2, tp=2, ep=2, reshard="resident"), accum=4),
+    Run("tied", MeshConfig(dp_shard=2, tp=2, ep=2), accum=4, sync="resident"),
+    Run("plain", MeshConfig(dp_shard=2, tp=2, ep=2), accum=2, sync="each"),
     Run("plain", MeshConfig(dp_shard=2, tp=2, ep=4, reshard="always"), 4, "fp32", "muon_adamw"),
     Run("plain", MeshConfig(dp_shard=1, tp=2, cp=2, ep=2, reshard="always"), accum=4),
     Run("plain", MeshConfig(dp_shard=2, cp=2, cp_m2rnn="serial", cp_attention="ring"), accum=4),
@@ -47,8 +48,10 @@ RUNS = [
 
 
 def config_for(run: Run) -> Config:
-    train = TrainConfig(device_batch_size=run.device_batch, grad_accum=run.accum, device="cpu")
     config = config_of(run)
+    train = dataclasses.replace(
+        config.train, device_batch_size=run.device_batch, grad_accum=run.accum, device="cpu"
+    )
     return dataclasses.replace(
         config, train=train, data=dataclasses.replace(config.data, seq_len=T)
     )
@@ -76,12 +79,12 @@ def _real_step(run: Run) -> dict[str, Any]:
     for step in range(2):
         log = CollectiveLog(world.meshes)
         with log:
-            boundary.accumulate(batches_of(step, world, run))
-            rooms().clip(model, config, boundary.copies)
+            sums = boundary.accumulate(batches_of(step, world, run))
+            rooms().clip(model, config, boundary.copies, sums.along)
             optimizers.step()
             grads = {name: p.grad for name, p in model.named_parameters()}
             optimizers.zero_grad()
-            boundary.update_routers()
+            boundary.conclude()
         gradients = by_class(model, grads)
     return {
         "traffic": Counter((c.axis, c.kind, c.dtype, c.bytes) for c in log.calls),

@@ -41,7 +41,10 @@ RUNS = [
     Run("plain", SHARDED, accum=1),
     Run("plain", SHARDED, accum=4),
     Run("plain", SHARDED, accum=1, dtype="fp32"),
-    Run("plain", MeshConfig(dp_shard=2, reshard="resident"), accum=4),
+    Run("plain", SHARDED, accum=4, sync="resident"),
+    Run("plain", SHARDED, accum=4, sync="each"),
+    Run("options", HSDP, accum=2, sync="each"),
+    Run("plain", HSDP, accum=2, sync="resident"),
     Run("tied", SHARDED, accum=1, evaluate=True),
     Run("tied", MeshConfig(dp_shard=2, reshard="always"), accum=4),
     Run("options", SHARDED),
@@ -93,14 +96,15 @@ def test_collectives_of_a_step(run: Run) -> None:
         calls = trace.collectives
         assert {call.kind for call in calls} == {"reduce_scatter", "all_gather", "all_reduce"}
         scatters = [c.numel for c in calls if c.kind == "reduce_scatter"]
-        assert len(scatters) == units and sum(scatters) >= numel, "every gradient, once"
+        times = run.accum if run.sync == "each" else 1
+        assert len(scatters) == times * units, "of every unit"
+        assert sum(scatters) >= times * numel, "of every gradient"
         gathers = [c.numel for c in calls if c.kind == "all_gather"]
         assert units <= len(gathers) <= 1 + 2 * (units - 1) * run.accum
-        if run.mesh.reshard == "resident":
+        if run.sync == "resident":
             assert len(gathers) == units
-        sums = [c.numel for c in calls if c.kind == "all_reduce" and c.numel <= 3]
-        reduced = [c.numel for c in calls if c.kind == "all_reduce" and c.numel > 3]
-        assert len(sums) == 2, "numbers of tokens before, loss sums after"
+        counts, *reduced, losses = [c.numel for c in calls if c.kind == "all_reduce"]
+        assert (counts, losses) == (3, 2), "of tokens before, sums after"
         assert len(reduced) == (units if run.mesh.dp_replicate > 1 < run.mesh.dp_shard else 0)
 
 

@@ -208,7 +208,7 @@ def piped(rank: int, case: Case) -> Trace:
         tokens, valid = (int(world.sum(n, "batch")) for n in (counts, valid))
         for router in routers:
             router.aux_scale.fill_(1 / tokens)
-        loss, _ = pipeline.accumulate(batches, valid)
+        loss, _ = pipeline.accumulate(batches, [max(1, valid)] * len(batches))
         trace.losses.append(world.sum(loss, "loss").item() / max(1, valid))
         trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
         trace.norms.append(norm(model, world))
@@ -252,7 +252,7 @@ def reference(case: Case) -> Trace:
         trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
         trace.norms.append(norm(model, world))
         optimizer = step_of(model, optimizer)
-        boundary.update_routers()
+        boundary.conclude()
         if step == 1:
             held_out = boundary.evaluate([ragged_batch([row], T) for row in HELD_OUT])
             trace.held_out = [held_out.loss_sum.item(), held_out.nll_sum.item()]

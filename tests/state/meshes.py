@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig, PrecisionConfig
 from megacpp.model.init import Normal, Slice, initialise, tensor_key, uniform, whole
 from megacpp.state.tensors import model_tensors
-from optim.build import build_optimizers
+from optim.build import build_optimizer
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
@@ -58,7 +58,7 @@ def state_of(config: Config, world: World) -> dict[str, Tensor]:
     """Model and optimizer by the names under which a run saves them."""
     model = build_model(config, world)
     tensors = {f"model.{name}": t for name, t in model_tensors(model).items()}
-    state = build_optimizers(model, config).state_tensors()
+    state = build_optimizer(model, config).state_tensors()
     return tensors | {f"optim.{name}": t for name, t in state.items()}
 
 

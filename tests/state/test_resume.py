@@ -8,7 +8,7 @@ resumed steps are the same to the last bit. On another one, sums are made in ano
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,22 @@ import torch
 from torch import Tensor
 
 from megacpp.config import MeshConfig
+from megacpp.data.batches import Batch
+from megacpp.data.loader import Loader
 from megacpp.model.init import Slice
+from megacpp.run.health import Health
 from megacpp.state.tensors import model_tensors
 from megacpp.state.training import TrainingState
-from optim.build import build_optimizers
+from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from tests.parallel.parity import Run, Slices, batches_of, config_of, covered, error, world_of
+from tests.parallel.parity import ROWS, Run, Slices, config_of, covered, error, models, world_of
+from tests.parallel.parity import T as SEQ_LEN
 from tests.parallel.parity import slices as slices_of
 from tests.ranks import run_ranks
 from tests.state.meshes import digests, fill, merged
+from tests.synthetic import ragged_batch
 
 BEFORE, AFTER = 3, 6  # steps
 
@@ -74,40 +79,60 @@ class Trace:
     digests: dict[str, str] = field(default_factory=dict)  # of whole tensors, at the checkpoint
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # read from the checkpoint on
+    health: dict[str, Any] = field(default_factory=dict)  # at the end
     tensors: Slices = field(default_factory=dict)  # at the end
+
+
+class Rows:
+    """Ragged rows by global number."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def train_batch(self, rows: Sequence[int], /) -> Batch:
+        return ragged_batch(rows, SEQ_LEN, self.vocab_size)
 
 
 def train(rank: int, run: Run, folder: Path, source: Path | None) -> Trace:
     """Six steps as `train.py` makes them with a checkpoint after the third, or the last three."""
     trace, world, config = Trace(), world_of(rank, run), config_of(run)
     model = build_model(config, world)
-    boundary, optimizers = (
+    boundary, optimizer = (
         AccumulationBoundary(model, world, config),
-        build_optimizers(model, config),
+        build_optimizer(model, config, world.holders),
     )
-    state = TrainingState(folder, model, optimizers, config, "corpus")
+    place, places = world.coordinate("batch"), world.degree("batch")
+    loader = Loader(Rows(models()[run.model].vocab_size), place, places, run.device_batch)
+    health = Health()
+    state = TrainingState(folder, model, optimizer, config, "corpus", loader, {"health": health})
 
     def tensors() -> dict[str, Tensor]:
         own = {f"model.{name}": t for name, t in model_tensors(model).items()}
-        return own | {f"optim.{name}": t for name, t in optimizers.state_tensors().items()}
+        return own | {f"optim.{name}": t for name, t in optimizer.state_tensors().items()}
 
     if source is not None:
         fill(tensors(), seed=7)
         state.resume(str(source))
         trace.digests = digests(tensors())
     while state.step < AFTER:
-        sums = boundary.accumulate(batches_of(state.step, world, run))
+        batches = list(loader.take(run.accum))
+        sums = boundary.accumulate(batches)
         norm = clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
-        optimizers.step()
-        optimizers.zero_grad()
-        boundary.update_routers()
+        optimizer.step()
+        optimizer.zero_grad()
+        boundary.conclude()
+        loss = sums.loss_sum.item() / sums.valid_tokens
+        health.observe(state.step, loss, norm.item())
         state.advance(updated=True)
         if state.step > BEFORE:
-            trace.losses.append(sums.loss_sum.item() / sums.valid_tokens)
+            trace.losses.append(loss)
             trace.norms.append(norm.item())
+            trace.rows += [row for batch in batches for row in batch.rows]
         elif state.step == BEFORE:
             state.save(keep=1)
             trace.digests = digests(tensors())
+    trace.health = health.state()
     trace.tensors = slices_of({name: t for name, t in tensors().items() if t.dim()})
     return trace
 
@@ -155,6 +180,7 @@ def test_on_the_same_mesh_to_the_last_bit(
     for found, expected in zip(resumed[name, name], straight[name], strict=True):
         assert found.digests == expected.digests
         assert found.losses == expected.losses and found.norms == expected.norms
+        assert found.rows == expected.rows and found.health == expected.health
         assert found.tensors.keys() == expected.tensors.keys()
         for key, part in found.tensors.items():
             assert part.local.equal(expected.tensors[key].local), key
@@ -172,6 +198,14 @@ def test_on_another_mesh(
     for key in ("losses", "norms"):
         for found in loaded:
             assert getattr(found, key) == pytest.approx(getattr(saved[0], key), rel=1e-12)
+    after = set(range(BEFORE * ROWS, AFTER * ROWS))
+    for traces in (loaded, saved):
+        assert {row for trace in traces for row in trace.rows} == after
+    for found in loaded:
+        figures, of_saved = found.health, saved[0].health
+        assert figures["weight"] == of_saved["weight"]
+        assert figures["average"] == pytest.approx(of_saved["average"], rel=1e-12)
+        assert figures["losses"] == pytest.approx(of_saved["losses"], rel=1e-12)
     whole = wholes([t.tensors for t in saved])
     covered([t.tensors for t in loaded], whole)
     for found in loaded:

@@ -1,0 +1,122 @@
+"""How many microbatches each optimizer step takes, and which rows those are; no torch import here.
+
+    step      0  1  2  3  4  5  6        grad_accum 8 after a warmup of 4 steps
+    accum     1  3  4  6  8  8  8        round(1 + (8 - 1) * step / 4), halves to the even number
+    rows      0- 1- 4- 8-14-22-30-38     times rows_per_microbatch
+
+A batch warmup changes how often a microbatch is run, never its shape. Everything here is a pure
+function of the step, so a resumed run needs no more than its number.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from megacpp.config import Config
+from megacpp.mesh_rules import batch_ranks
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Microbatches, rows and tokens of every optimizer step (the first is 0).
+
+    Attributes:
+        rows_per_microbatch: rows of one microbatch over all data ranks.
+        grad_accum: microbatches of a step once the warmup is over.
+        warmup_steps: steps before that; 0: every step takes `grad_accum`.
+    """
+
+    rows_per_microbatch: int
+    grad_accum: int
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.rows_per_microbatch >= 1 and self.grad_accum >= 1 and self.warmup_steps >= 0
+
+    @property
+    def start(self) -> int:
+        """Microbatches of the first step of a warmup: an eighth of the full number, at least 1."""
+        return max(1, self.grad_accum // 8)
+
+    def accum(self, step: int) -> int:
+        """Microbatches of a step: linear from `start` to `grad_accum`, then rounded."""
+        assert step >= 0
+        if step >= self.warmup_steps:
+            return self.grad_accum
+        # As a fraction: in floats 0.5 may come out on either side of the half, by platform.
+        grown = Fraction((self.grad_accum - self.start) * step, self.warmup_steps)
+        return max(self.start, round(self.start + grown))
+
+    def rows_before(self, step: int) -> int:
+        """Global rows of all earlier steps."""
+        return self._microbatches_before(step) * self.rows_per_microbatch
+
+    def rows(self, step: int) -> range:
+        """Global rows of a step; the next step goes on where this one ends."""
+        return range(self.rows_before(step), self.rows_before(step + 1))
+
+    def tokens_before(self, step: int, seq_len: int) -> int:
+        """Tokens of all earlier steps."""
+        return self.rows_before(step) * seq_len
+
+    def steps_for_tokens(self, tokens: int, seq_len: int) -> int:
+        """The smallest number of steps that together take at least so many tokens."""
+        micro = -(-tokens // (self.rows_per_microbatch * seq_len))
+        before = self._warmup_microbatches
+        if micro <= before[-1]:
+            return bisect_left(before, micro)
+        return self.warmup_steps - (before[-1] - micro) // self.grad_accum
+
+    def step_at_tokens(self, tokens: int, seq_len: int) -> int:
+        """The step that runs once so many tokens have been taken (their last one, within it)."""
+        micro = tokens // (self.rows_per_microbatch * seq_len)
+        before = self._warmup_microbatches
+        if micro < before[-1]:
+            return bisect_right(before, micro) - 1
+        return self.warmup_steps + (micro - before[-1]) // self.grad_accum
+
+    def distinct_accums(self) -> tuple[int, ...]:
+        """Every number of microbatches that a step can have, ascending."""
+        return tuple(sorted({self.accum(step) for step in range(self.warmup_steps + 1)}))
+
+    def describe(self) -> str:
+        """`16 microbatches`, or what a warmup makes of them."""
+        if not self.warmup_steps:
+            return f"{self.grad_accum} microbatches"
+        return f"{self.start} to {self.grad_accum} microbatches over {self.warmup_steps} steps"
+
+    def _microbatches_before(self, step: int) -> int:
+        assert step >= 0
+        full = max(0, step - self.warmup_steps)
+        return self._warmup_microbatches[step - full] + full * self.grad_accum
+
+    @functools.cached_property
+    def _warmup_microbatches(self) -> list[int]:
+        """Microbatches before each step of the warmup and before the first full one."""
+        return list(accumulate(map(self.accum, range(self.warmup_steps)), initial=0))
+
+
+def batch_schedule(
+    config: Config, world_size: int, static_shapes: bool = False
+) -> tuple[BatchSchedule, str]:
+    """The schedule of a resolved configuration, and why its warmup is left out ("": it isn't).
+
+    Args:
+        static_shapes: a whole step is one compiled graph (as on XLA), which another number of
+            microbatches would compile anew; the warmup is then 0.
+    """
+    train = config.train
+    assert train.grad_accum >= 1, "a resolved configuration"
+    rows = train.device_batch_size * batch_ranks(config.mesh, world_size)
+    warmup, reason = train.batch_warmup_steps, ""
+    if static_shapes and warmup:
+        reason = (
+            f"train.batch_warmup_steps={warmup} is taken as 0: a step compiled as one graph "
+            f"needs the same {train.grad_accum} microbatches from the first one on"
+        )
+        warmup = 0
+    return BatchSchedule(rows, train.grad_accum, warmup), reason

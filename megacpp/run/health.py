@@ -1,0 +1,126 @@
+"""Warnings about gradient norms and losses that leave the range of the steps before them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 sums alone
+
+
+class Health:
+    """Watches the steps that updated the weights; it warns and changes nothing.
+
+    A gradient norm is compared with its exponential average over the steps before, and only then
+    enters it. A loss is compared with mean and standard deviation of the losses before it. What
+    isn't finite is a matter of the guard: it enters neither and is no spike.
+
+    A young average would lean towards its start at 0. Here each step x has the weight that it
+    would have in `a <- (1 - alpha) a + alpha x`, over the sum of the weights so far (the bias
+    correction of Adam, arXiv 1412.6980, section 3): after one step the average is that step.
+
+    Others: OLMo-core leaves out steps whose loss or norm is 6 sigma above the last 128 and lets
+    NaN into that window, where it silences the rule until it leaves; the spike score of OLMo 2
+    (arXiv 2501.00656) counts values 7 sigma off the last 1,000. Spikes do enter the window here,
+    or a loss that stays on a higher level would be reported for ever.
+
+    Args:
+        alpha: weight of the newest gradient norm.
+        warn, critical: gradient norms that many times their average are reported.
+        sigmas: standard deviations above the mean that make a loss a spike.
+        window: losses that mean and deviation are taken over.
+        least: losses before anything is called a spike.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.01,
+        warn: float = 10.0,
+        critical: float = 100.0,
+        sigmas: float = 6.0,
+        window: int = 128,
+        least: int = 32,
+    ) -> None:
+        assert 0 < alpha <= 1 and 1 < warn <= critical and 2 <= least <= window
+        self.alpha, self.warn, self.critical = alpha, warn, critical
+        self.sigmas, self.least = sigmas, least
+        self._average = self._weight = 0.0  # of gradient norms; sum of their weights
+        self._losses: deque[float] = deque(maxlen=window)
+        self._ratio: float | None = None
+        self._sigma: float | None = None
+
+    def observe(self, step: int, loss: float, grad_norm: float) -> list[str]:
+        """Takes in one step that was not skipped.
+
+        Args:
+            step: as in a step record, the first is 0; shown counted from 1.
+            loss: of the step over all ranks, nats per valid token.
+            grad_norm: global, before clipping.
+
+        Returns:
+            What is out of range, a line each.
+        """
+        found = [self._check_norm(grad_norm), self._check_loss(loss)]
+        return [f"step {step + 1}: {line}" for line in found if line]
+
+    def figures(self) -> dict[str, float | None]:
+        """Of the last observed step, for its record; None where there was nothing to compare with.
+
+        `grad_norm_ratio`: gradient norm over its average. `loss_sigma`: standard deviations of
+        the loss above the mean.
+        """
+        return {"grad_norm_ratio": self._ratio, "loss_sigma": self._sigma}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs; JSON keeps these floats to the last bit."""
+        return {"average": self._average, "weight": self._weight, "losses": list(self._losses)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state()`; of a longer window the newest losses are kept."""
+        self._average, self._weight = state["average"], state["weight"]
+        self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
+        self._ratio = self._sigma = None
+
+    def _check_norm(self, norm: float) -> str:
+        self._ratio = None
+        if not math.isfinite(norm):
+            return ""
+        before = self._average
+        if before > 0:
+            self._ratio = norm / before
+        self._weight += self.alpha * (1 - self._weight)
+        self._average += self.alpha / self._weight * (norm - before)
+        if self._ratio is None or self._ratio < self.warn:
+            return ""
+        word, limit = "warning", self.warn
+        if self._ratio >= self.critical:
+            word, limit = "CRITICAL", self.critical
+        return (
+            f"{word}: gradient norm {norm:.4g} is {self._ratio:.1f} times its average "
+            f"{before:.4g} (limit {limit:g})"
+        )
+
+    def _check_loss(self, loss: float) -> str:
+        self._sigma = None
+        if not math.isfinite(loss):
+            return ""
+        line, seen = "", len(self._losses)
+        if seen >= self.least:
+            mean, deviation = self._spread()
+            self._sigma = (loss - mean) / deviation if deviation else None
+            if self._sigma is not None and self._sigma >= self.sigmas:
+                line = (
+                    f"warning: loss {loss:.4f} is {self._sigma:.1f} sigma above the mean "
+                    f"{mean:.4f} of the last {seen} steps (limit {self.sigmas:g})"
+                )
+        self._losses.append(loss)
+        return line
+
+    def _spread(self) -> tuple[float, float]:
+        """Mean and sample standard deviation of the window, never below what rounding makes."""
+        n = len(self._losses)
+        mean = math.fsum(x / n for x in self._losses)  # no sum of large losses overflows
+        squares = sum((x - mean) * (x - mean) / (n - 1) for x in self._losses)
+        return mean, max(math.sqrt(squares), ROUNDING * abs(mean))

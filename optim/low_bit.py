@@ -1,0 +1,175 @@
+"""Moments of AdamW in 8 or 4 bits an entry, by torchao's state tensors (the `lowp` extra).
+
+Blocks of a rank's own part share an fp32 scale: of 256 entries in 8 bits (Dettmers et al.,
+2110.02861), of 128 in 4 bits (Li et al., 2309.01507). An update unpacks one parameter's moments,
+runs the kernel of the fp32 ones, and packs them again; nothing of it needs torch.compile.
+
+What is saved are plain tensors of the parameter's shape: `plain` unpacks, `write` packs. A block
+that was saved is found again to the bit, so saving what was just loaded gives the same file. On
+another mesh blocks are cut elsewhere, and packing rounds once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from megacpp.dtensor import is_dtensor
+from megacpp.errors import config_error
+from optim.adamw_kernels import adamw_kernel
+from optim.local import local_part
+
+Bits = Literal["8bit", "4bit"]
+BLOCKS: dict[Bits, int] = {"8bit": 256, "4bit": 128}
+# Of one rank's part of a parameter; smaller ones keep wide moments, as those that no whole number
+# of blocks fits do. Norms, biases and other vectors are among them.
+MIN_ENTRIES = 4096
+PIECE = 1 << 22  # entries that are unpacked at a time; packing takes some 40 bytes for each
+FLOOR = 1e-12  # torchao's smallest scale
+
+
+def new_low_bit_state(parameter: Tensor, bits: Bits) -> dict[str, Tensor]:
+    """Zero moments `exp_avg` and `exp_avg_sq`, packed where the local part is large enough.
+
+    Raises:
+        ConfigError: torchao can't be imported.
+    """
+    packed = _packed_class(bits)
+    local = local_part(parameter)
+    if local.numel() < MIN_ENTRIES or local.numel() % BLOCKS[bits]:
+        return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return {
+        name: like(
+            parameter,
+            packed.zeros(local.shape, signed, BLOCKS[bits], local.device, dtype=parameter.dtype),
+        )
+        for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
+    }
+
+
+def is_packed(entry: Tensor) -> bool:
+    """Whether an entry of state is stored in blocks."""
+    local = local_part(entry)
+    return type(local) is not Tensor and hasattr(local, "codes")
+
+
+@torch.no_grad()
+def low_bit_update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    """`adamw_update` of parameters with packed moments, piece by piece to unpack few of them."""
+    for p, state in zip(params, states, strict=True):
+        assert p.grad is not None
+        weights = local_part(p).view(-1).split(PIECE)
+        grads = local_part(p.grad).reshape(-1).split(PIECE)
+        firsts, seconds = (_pieces(local_part(state[n])) for n in ("exp_avg", "exp_avg_sq"))
+        for weight, grad, first, second in zip(weights, grads, firsts, seconds, strict=True):
+            wide = [_values(packed).to(weight.dtype) for packed in (first, second)]
+            assert weight.shape == grad.shape == wide[0].shape == wide[1].shape
+            adamw_kernel(group, [weight], [grad], [wide[0]], [wide[1]], [state["step"]])
+            first.copy_(wide[0].float())
+            second.copy_(wide[1].float())
+            _lift_zeros(second, wide[1])
+
+
+@torch.no_grad()
+def plain(entry: Tensor) -> Tensor:
+    """An entry of state for a checkpoint: unpacked into a new fp32 tensor, others as they are."""
+    return like(entry, _values(local_part(entry))) if is_packed(entry) else entry
+
+
+@torch.no_grad()
+def write(entry: Tensor, value: Tensor) -> None:
+    """Copies a plain tensor of the same shape and sharding into an entry of state.
+
+    torchao takes the largest magnitude of a block as its scale, but packing may already have
+    rounded that: the table's ends are 1 and, say, -0.9930. So the few scales from which the block
+    can have come are tried, and one that reproduces all of it is taken.
+    """
+    own, new = local_part(entry), local_part(value)
+    if not is_packed(entry):
+        own.copy_(new)
+        return
+    new = new.to(own.device, torch.float32)
+    own.copy_(new)
+    state = cast(Any, own)
+    if not state.signed:
+        _lift_zeros(own, new)
+    num_blocks = len(state.scale)
+    value_Nb = new.reshape(num_blocks, -1)  # N blocks of b entries
+    codes_Nb = state.codes.view(num_blocks, -1)  # two of them in a byte in 4 bits
+    middles = (state.qmap[1:] + state.qmap[:-1]) / 2
+    for scale_N in _possible_scales(value_Nb, float(state.qmap[0]), state.signed):
+        tried_Nb = torch.bucketize(value_Nb / scale_N.clamp(min=1e-38)[:, None], middles)
+        exact_N = (state.qmap[tried_Nb] * scale_N[:, None] == value_Nb).all(dim=1)
+        if codes_Nb.shape != tried_Nb.shape:
+            tried_Nb = (tried_Nb[:, ::2] << 4) | tried_Nb[:, 1::2]
+        codes_Nb[exact_N] = tried_Nb[exact_N].to(torch.uint8)
+        state.scale[exact_N] = scale_N[exact_N]
+
+
+def like(whole: Tensor, local: Tensor) -> Tensor:
+    """`local` as the local part of a tensor of `whole`'s shape and sharding, on its own device."""
+    if not is_dtensor(whole):
+        return local
+    return type(whole)(local, whole._spec, requires_grad=False)
+
+
+def _packed_class(bits: Bits) -> Any:
+    try:
+        from torchao.optim.subclass_4bit import OptimState4bit
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise config_error(
+            "optim.adamw_state",
+            bits,
+            f"torchao can't be imported ({error})",
+            "pip install 'torchao>=0.12' (the lowp extra), or --optim.adamw_state fp32",
+        ) from error
+    return {"8bit": OptimState8bit, "4bit": OptimState4bit}[bits]
+
+
+def _pieces(packed: Tensor) -> list[Tensor]:
+    """Flat parts of a packed tensor, sharing its memory."""
+    state = cast(Any, packed)
+    num_blocks = max(1, PIECE // state.block_size)
+    scales = state.scale.split(num_blocks)
+    num_codes = state.codes.numel() // len(state.scale) * num_blocks
+    codes = state.codes.view(-1).split(num_codes)
+    make, entries = type(state), [len(scale) * state.block_size for scale in scales]
+    shapes = [()] * len(codes) if codes[0].numel() == entries[0] else [((n,),) for n in entries]
+    return [
+        make(code, scale, state.qmap, state.signed, *shape, dtype=state.dtype)
+        for code, scale, shape in zip(codes, scales, shapes, strict=True)
+    ]
+
+
+def _values(local: Tensor) -> Tensor:
+    """Unpacked into a new fp32 tensor; adding zero makes -0 of an empty block 0."""
+    return cast(Any, local).dequantize().add_(0.0)
+
+
+def _lift_zeros(packed: Tensor, second_moment: Tensor) -> None:
+    """A second moment above zero must not become zero: the next update would be divided by eps.
+
+    The 4-bit table has no zero for that reason; in 8 bits the smallest entry above it is taken.
+    """
+    state = cast(Any, packed)
+    if state.codes.shape == second_moment.shape:
+        state.codes.masked_fill_((state.codes == 0) & (second_moment > 0), 1)
+
+
+def _possible_scales(value_Nb: Tensor, lowest: float, signed: bool) -> list[Tensor]:
+    """Scales that blocks of unpacked values can have had: [N] each."""
+    largest_N = value_Nb.abs().amax(dim=1)
+    candidates = [torch.zeros_like(largest_N), largest_N]
+    if signed:  # the largest magnitude was negative: the lowest of the table times the scale
+        guess_N = largest_N / -lowest
+        candidates.append(guess_N)
+        for direction in (float("inf"), -float("inf")):
+            towards = torch.full_like(guess_N, direction)
+            near_N = torch.nextafter(guess_N, towards)
+            candidates += [near_N, torch.nextafter(near_N, towards)]
+    return [*candidates, torch.full_like(largest_N, FLOOR)]

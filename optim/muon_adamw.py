@@ -1,0 +1,258 @@
+"""One optimizer for a whole model: Muon moves its hidden matrices, AdamW everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacpp.dtensor import is_dtensor
+from megacpp.errors import CheckpointError
+from optim.adamw import StateKind, adamw_update, new_state
+from optim.local import local_part
+from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
+from optim.muon_plan import Matrix, MuonPlan
+from optim.ownership import MatrixView
+
+MUON: dict[str, Any] = {
+    "lr": 2e-2,
+    "weight_decay": 0.0,
+    "cautious": False,
+    "momentum": 0.95,
+    "nesterov": True,
+    "steps": 5,
+    "coefficients": "quintic",
+    "scale": "spectral",
+}
+ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "cautious": False,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+}
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon and AdamW by parameter group, on plain parameters and on DTensors of any mesh.
+
+    A group is tagged `algorithm="muon"` or `"adamw"`; what it doesn't set is as in `MUON` or
+    `ADAMW`. `lr` is read at every step: a float or a 0-d tensor, to be moved by any scheduler of
+    `torch.optim.lr_scheduler`. Groups of `muon` also take `view` (a `MatrixView`: which matrices
+    their parameters are), or `views` with one for each parameter; the optimizer keeps these to
+    itself, and `param_groups` remain plain data.
+
+        muon:  w <- (1 - lr * weight_decay) w - lr * scale * orthogonalised(momentum)
+        adamw: torch.optim.AdamW, the fused kernel
+
+    State exists from the start, of the parameters' shapes and shardings: `momentum` (bf16 unless
+    `momentum_width` says otherwise), or `exp_avg`, `exp_avg_sq` and `step`. Nothing is kept by
+    who orthogonalises what, so state moves between meshes like parameters do.
+
+    All ranks must construct it with the same parameters and groups, in one order; that is checked
+    once, when the plan is made: here, and at the first step after `add_param_group`. A parameter
+    without a gradient is left alone, weight, decay and state. Ranks must agree which these are, as
+    they do under FSDP2; where some don't, nobody waits for ever, but those matrices are
+    orthogonalised with zeros in the missing places.
+
+    Args:
+        params: groups, of parameters or of (name, parameter).
+        muon_width: of Newton-Schulz and of what travels (`wire_dtype`).
+        momentum_width: see `momentum_dtype`.
+        bucket_bytes: most that a rank sends, or receives, at once.
+        adamw_state: how AdamW keeps its moments; see `new_state`.
+        process_groups: of ranks that share parameters cut along several mesh axes, or cut along
+            some and repeated along others (`World.holders`). Not needed along one axis, nor where
+            these ranks are all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        muon_width: Width = "auto",
+        momentum_width: Width = "auto",
+        bucket_bytes: int = 32 << 20,
+        adamw_state: StateKind = "fp32",
+        process_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self._widths = muon_width, momentum_width
+        self._bucket_bytes = bucket_bytes
+        self._adamw_state: StateKind = adamw_state
+        self._process_groups = process_groups
+        self._views: dict[Tensor, MatrixView] = {}
+        self._steps: dict[int, Tensor] = {}  # of AdamW's groups; each `step` is an element
+        self._plan: MuonPlan | None = None
+        super().__init__(params, {})
+        self.plan()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        algorithm = param_group.get("algorithm")
+        assert algorithm in ("muon", "adamw"), f"a group's algorithm is muon or adamw: {algorithm}"
+        views = param_group.pop("views", None)
+        view = param_group.pop("view", MatrixView())
+        known = {"params", "algorithm", "param_names", "initial_lr"}
+        defaults = MUON if algorithm == "muon" else ADAMW
+        strange = param_group.keys() - defaults.keys() - known
+        assert not strange, f"{algorithm} has no {sorted(strange)}"
+        super().add_param_group({**defaults, **param_group})
+        params = self.param_groups[-1]["params"]
+        if algorithm == "muon":
+            for p, of_it in zip(params, views or [view] * len(params), strict=True):
+                of_it.heights(p.shape)  # a view that doesn't fit fails here
+                self._views[p] = of_it
+                dtype = momentum_dtype(p, self._widths[1])
+                self.state[p]["momentum"] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+        else:
+            for p in params:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.state[p] = {"step": step, **new_state(p, self._adamw_state)}
+        self._link_steps()
+        self._plan = None
+
+    def plan(self) -> MuonPlan:
+        """Who orthogonalises what; made once for the groups as they are, by all ranks together."""
+        if self._plan is None:
+            matrices = [
+                Matrix(
+                    p,
+                    number,
+                    self._views[p],
+                    wire_dtype(p, self._widths[0]),
+                    (group["steps"], group["coefficients"]),
+                )
+                for number, group in self._of("muon")
+                for p in group["params"]
+            ]
+            self._plan = MuonPlan(matrices, self._bucket_bytes, self._process_groups)
+        return self._plan
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self.plan()
+        momenta = [self.state[m.parameter]["momentum"] for m in plan.matrices]
+        muon = MuonStep(plan, self.param_groups, momenta)
+        muon.here()
+        for number, group in self._of("adamw"):
+            params = [p for p in group["params"] if p.grad is not None]
+            if len(params) == len(group["params"]):
+                self._steps[number].add_(1)
+            else:
+                for p in params:
+                    self.state[p]["step"].add_(1)
+            if params:
+                adamw_update(group, params, [self.state[p] for p in params])
+        muon.finish()
+        # Only local parts were written to, which autograd sees on plain parameters alone.
+        torch.autograd.graph.increment_version(
+            [p for group in self.param_groups for p in group["params"] if is_dtensor(p)]
+        )
+        return loss
+
+    def transient_bytes(self) -> int:
+        """Most bytes alive at once in Muon's half of a step; see `MuonPlan.transient_bytes`."""
+        plan = self.plan()
+        momenta = [self.state[m.parameter]["momentum"] for m in plan.matrices]
+        return plan.transient_bytes(self.param_groups, momenta)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All state as `<parameter>.<entry>`: the live tensors, to be saved or written into.
+
+        It knows nothing of the order of parameters, of groups, or of the mesh.
+        """
+        return {
+            f"{name}.{key}": value
+            for group in self.param_groups
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+            for key, value in self.state[p].items()
+        }
+
+    @torch.no_grad()
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Copies state of the names and shapes of `state_tensors`, sharded as here.
+
+        Raises:
+            CheckpointError: an entry is missing, unknown or of another shape; it is named.
+        """
+        own = self.state_tensors()
+        for wrong, what in ((own.keys() - state, "missing"), (state.keys() - own, "unknown")):
+            if wrong:
+                raise CheckpointError(
+                    f"optimizer state {min(wrong)!r} is {what} ({len(wrong)} such). "
+                    "Fix: resume with the model and optim.name it was saved with."
+                )
+        for name, value in state.items():
+            _write(name, own[name], value)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The standard form; state is copied into what is here, and keeps its dtype and place.
+
+        Raises:
+            CheckpointError: an entry is missing, unknown or of another shape.
+        """
+        handle = self.register_load_state_dict_pre_hook(_take_state)  # behind those of others
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kept = self.__dict__.get("state", {})
+        super().__setstate__(state)
+        for parameter, entries in kept.items():
+            self.state.setdefault(parameter, entries)
+
+    def _of(self, algorithm: str) -> list[tuple[int, dict[str, Any]]]:
+        """Groups of an algorithm with their numbers; empty ones are left out."""
+        groups = enumerate(self.param_groups)
+        return [(i, g) for i, g in groups if g["algorithm"] == algorithm and g["params"]]
+
+    def _link_steps(self) -> None:
+        """Step counters become elements of one tensor per group: one operation counts them all."""
+        for number, group in self._of("adamw"):
+            if number not in self._steps:
+                states = [self.state[p] for p in group["params"]]
+                self._steps[number] = torch.stack([state["step"] for state in states])
+                for state, step in zip(states, self._steps[number].unbind(), strict=True):
+                    state["step"] = step
+
+
+def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    """Copies the state of a `state_dict` into the optimizer's; what is left for torch are groups.
+
+    torch would make copies of its own, in the parameters' dtype and on their device.
+    """
+    saved = [key for group in given["param_groups"] for key in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(saved) != len(params):
+        return given  # torch says so
+    both = zip(saved, params, strict=True)
+    entries = [(key, optimizer.state[p], given["state"].get(key, {})) for key, p in both]
+    for key, own, new in entries:
+        if own.keys() != new.keys():
+            raise CheckpointError(
+                f"optimizer state of parameter {key} has {sorted(new)}, not {sorted(own)}. "
+                "Fix: load what state_dict() returned, for a model with the same groups."
+            )
+    for key, own, new in entries:
+        for entry, value in new.items():
+            _write(f"{key}.{entry}", own[entry], value)
+    return {**given, "state": {}}
+
+
+def _write(name: str, own: Tensor, value: Tensor) -> None:
+    """Copies one entry of state into what is here; same shape, sharded as here."""
+    if value.shape != own.shape:
+        raise CheckpointError(
+            f"optimizer state {name!r} has shape {tuple(value.shape)}, not {tuple(own.shape)}. "
+            "Fix: resume with the model it was saved with."
+        )
+    local_part(own).copy_(local_part(value))

@@ -1,0 +1,217 @@
+"""The plan of Muon's step: who orthogonalises what, made once from shapes and placements alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacpp.memory.muon import (
+    BLOCK_CELLS,
+    WaveBytes,
+    newton_schulz_bytes,
+    packing_bytes,
+    step_peak_bytes,
+)
+from optim.boxes import Layout, layout_of
+from optim.exchange import Batch, Kind, Piece, Rank, Stay, Wave, flat, sizes
+from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients
+from optim.ownership import Item, MatrixView, choose_owners, fingerprint, items_of, loads, waves_of
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A parameter that Muon moves.
+
+    Attributes:
+        group: the number of its parameter group, for settings that are read at every step.
+        solver: steps and coefficients of Newton-Schulz.
+    """
+
+    parameter: Tensor
+    group: int
+    view: MatrixView
+    wire: torch.dtype
+    solver: tuple[int, Coefficients] = (5, "quintic")
+
+    @property
+    def kind(self) -> Kind:
+        return Kind((self.group, self.parameter.dtype), self.solver)
+
+
+class Exchange:
+    """The plan of one set of ranks: which matrices stay, which travel, and in which waves."""
+
+    def __init__(
+        self,
+        matrices: dict[int, Matrix],
+        layouts: dict[int, Layout],
+        wire: torch.dtype,
+        bucket: int,
+    ) -> None:
+        """All numbered parameters have cells on the same ranks; `bucket` in bytes."""
+        some, parameter = next(iter(layouts.values())), next(iter(matrices.values())).parameter
+        assert all((x.rank, x.ranks) == (some.rank, some.ranks) for x in layouts.values())
+        self.wire, self.group, self.num_ranks = wire, some.group, len(some.boxes)
+        batch = batch_cells(parameter, wire)
+        kinds = {number: matrix.kind for number, matrix in matrices.items()}
+        rank = Rank(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS)
+        most = max(1, bucket // wire.itemsize)
+        alike: dict[Any, list[Item]] = {}  # many parameters are cut in the same way
+        items: list[Item] = []
+        for number, matrix in matrices.items():
+            layout, shape = layouts[number], matrix.parameter.shape
+            key = (id(layout), tuple(shape), matrix.view)
+            if key not in alike:
+                boxes = matrix.view.matrices(shape)
+                alike[key] = items_of(number, boxes, layout, min(batch, most))
+            items += [item.of(number) for item in alike[key]]
+        self.items = choose_owners(items, self.num_ranks)
+        here = [i for i in self.items if not i.moves and some.rank in i.holders]
+        moving = [item for item in self.items if item.moves]
+        dealt = waves_of(moving, layouts, self.num_ranks, most)
+        self.waves = [Wave(wave, rank) for wave in dealt]
+        self.staying = [Stay(part, rank) for part in _portions(here, most)]
+        self.fingerprint = fingerprint((wire, bucket, some.ranks, self.items, dealt))
+
+    @property
+    def loads(self) -> list[int]:
+        """Multiplications and additions of Newton-Schulz of each rank."""
+        return loads(self.items, self.num_ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean; with few matrices for many ranks some idle."""
+        return max(self.loads) * self.num_ranks / sum(self.loads)
+
+
+def batch_cells(parameter: Tensor, wire: torch.dtype) -> int:
+    """Most cells of matrices that Newton-Schulz takes together, where one isn't larger already."""
+    if parameter.is_cuda:
+        return CUDA_BATCH_BYTES // wire.itemsize
+    return 1 if wire == torch.float64 else CPU_BATCH_BYTES // wire.itemsize
+
+
+def _portions(items: Sequence[Item], most_cells: int) -> list[list[Item]]:
+    """Items by shape, in lists of at most `most_cells`, or of one item."""
+    portions: list[list[Item]] = []
+    cells = 0
+    for item in sorted(items, key=lambda item: (item.rows, item.cols)):
+        cells += item.box.size
+        if not portions or cells > most_cells:
+            portions.append([])
+            cells = item.box.size
+        portions[-1].append(item)
+    return portions
+
+
+def _agree(exchange: Exchange, of: int, device: torch.device) -> None:
+    """Asserts that all ranks made the same plan; otherwise they would wait for each other.
+
+    `of`: the number of exchanges of this rank.
+    """
+    group = exchange.group
+    if group is None or dist.get_backend(group) == "fake":
+        return
+    number = fingerprint((exchange.fingerprint, of))
+    both = torch.tensor([number, -number], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    most, least = both.tolist()
+    assert most == -least == number, (
+        f"ranks {dist.get_process_group_ranks(group)} made different plans of who orthogonalises "
+        "what: their optimizers hold different parameters, settings, or orders of these"
+    )
+
+
+class MuonPlan:
+    """Of all matrices of an optimizer; parameters that the same ranks hold share their waves.
+
+    Args:
+        matrices: in an order on which all ranks agree.
+        bucket_bytes: most that a rank sends, or receives, at once.
+        process_groups: of ranks that share parameters cut along several mesh axes, or repeated
+            along some; see `layout_of`.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        bucket_bytes: int = 32 << 20,
+        process_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        self.matrices = list(matrices)
+        known: dict[Any, Layout] = {}
+        alike: dict[Any, dict[int, Layout]] = {}
+        for number, matrix in enumerate(self.matrices):
+            p = matrix.parameter
+            matrix.view.heights(p.shape)  # a view that doesn't fit fails here
+            key = (tuple(p.shape), getattr(p, "placements", ()), getattr(p, "device_mesh", None))
+            if key not in known:
+                known[key] = layout_of(p, process_groups)
+            layout = known[key]
+            alike.setdefault((layout.ranks, matrix.wire), {})[number] = layout
+        self.exchanges = [
+            Exchange({n: self.matrices[n] for n in some}, some, wire, bucket_bytes)
+            for (_, wire), some in alike.items()
+        ]
+        for exchange in self.exchanges:
+            _agree(exchange, len(self.exchanges), self.matrices[0].parameter.device)
+
+    def transient_bytes(self, groups: Sequence[dict[str, Any]], momenta: Sequence[Tensor]) -> int:
+        """Most bytes alive at once in a step of this rank, beside parameters, gradients and state.
+
+        For gradients of the parameters' dtype, and without cautious decay, which needs up to three
+        times the largest piece for a moment.
+        """
+        cuda = any(matrix.parameter.is_cuda for matrix in self.matrices)
+        waves = [
+            WaveBytes(
+                sum(sizes(w.sent)) * e.wire.itemsize,
+                sum(sizes(w.received)) * e.wire.itemsize,
+                sum(sizes(w.returned)) * e.wire.itemsize,
+                sum(sizes(w.arriving)) * e.wire.itemsize,
+                self._packing_bytes(flat(w.sent), w.blocks, groups, momenta),
+                max((_solving_bytes(b, c, e.wire, cuda) for b, c in w.copied), default=0),
+                self._packing_bytes(w.aside, w.aside_blocks, groups, momenta, update=False),
+            )
+            for e in self.exchanges
+            for w in e.waves
+        ]
+        staying = [
+            WaveBytes(
+                stay.cells * e.wire.itemsize,
+                packing=self._packing_bytes(stay.pieces, stay.blocks, groups, momenta),
+                solving=max(_solving_bytes(b, 0, e.wire, cuda) for b in stay.batches),
+            )
+            for e in self.exchanges
+            for stay in e.staying
+        ]
+        return step_peak_bytes(waves, staying)
+
+    def _packing_bytes(
+        self,
+        pieces: Sequence[Piece],
+        blocks: Sequence[range],
+        groups: Sequence[dict[str, Any]],
+        momenta: Sequence[Tensor],
+        update: bool = True,
+    ) -> int:
+        found = [0]
+        for block in blocks:
+            number = pieces[block[0]].item.parameter
+            matrix = self.matrices[number]
+            cells = sum(pieces[i].box.size for i in block)
+            widths = momenta[number].itemsize, matrix.parameter.itemsize
+            found.append(packing_bytes(cells, *widths, groups[matrix.group]["nesterov"] and update))
+        return max(found)
+
+
+def _solving_bytes(batch: Batch, copied: int, wire: torch.dtype, cuda: bool) -> int:
+    """Of one batch, `copied` cells of which are put together first."""
+    widened = wire.itemsize == 2 and not cuda and min(batch.rows, batch.cols) <= 16
+    work = newton_schulz_bytes(batch.count, batch.rows, batch.cols, wire.itemsize, widened)
+    return copied * wire.itemsize + work

@@ -1,0 +1,90 @@
+"""AdamW whose moments live in the memory of the host, for parameters on a GPU.
+
+At a step gradients and weights go to the host, the CPU's fused kernel moves them, and new weights
+come back: 12 bytes a parameter over the bus, for 8 bytes a parameter less on the device. The host
+holds 16 bytes a parameter meanwhile. Weights are fetched rather than kept there, because others
+write to them too: whoever loads a checkpoint, for one.
+
+Muon has no such form: its momentum is read where matrices are orthogonalised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp.errors import config_error
+from optim.adamw_kernels import adamw_kernel
+from optim.local import local_part
+from optim.low_bit import like
+
+
+def new_offloaded_state(parameter: Tensor, force: bool = False) -> dict[str, Tensor]:
+    """Zero moments `exp_avg` and `exp_avg_sq` in pinned memory of the host, sharded alike.
+
+    Args:
+        force: also for parameters on the host.
+
+    Raises:
+        ConfigError: the parameter is on the host already.
+    """
+    local = local_part(parameter)
+    if local.device.type == "cpu" and not force:
+        raise config_error(
+            "optim.adamw_state",
+            "cpu_offload",
+            "parameters are in the memory of the host already, so nothing can be offloaded",
+            "--optim.adamw_state fp32, or --train.device cuda",
+        )
+    return {
+        name: like(parameter, _host_buffer(local).zero_()) for name in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def is_offloaded(parameter: Tensor, entry: Tensor) -> bool:
+    """Whether an entry of the parameter's state lives on another device than the parameter."""
+    return local_part(entry).device != local_part(parameter).device
+
+
+@torch.no_grad()
+def offloaded_update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    """`adamw_update` on the host; the CPU works while the copies of later parameters arrive."""
+    if not params:
+        return
+    lr = group["lr"]
+    group = {**group, "lr": lr.cpu() if isinstance(lr, Tensor) else lr}
+    arriving = []
+    for p in params:
+        assert p.grad is not None
+        here = _to_host(local_part(p)), _to_host(local_part(p.grad))
+        arriving.append((*here, _mark(local_part(p))))
+    steps = torch.stack([state["step"] for state in states]).cpu().unbind()
+    for p, state, step, copies in zip(params, states, steps, arriving, strict=True):
+        weight, grad, arrived = copies
+        if arrived is not None:
+            arrived.synchronize()
+        moments = [local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        adamw_kernel(group, [weight], [grad], [moments[0]], [moments[1]], [step])
+        # Memory of `weight` isn't reused before the copy is done: torch's allocator sees to that.
+        local_part(p).copy_(weight, non_blocking=True)
+
+
+def _host_buffer(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
+
+
+def _to_host(t: Tensor) -> Tensor:
+    return _host_buffer(t).copy_(t, non_blocking=True)
+
+
+def _mark(t: Tensor) -> torch.cuda.Event | None:
+    """The end of what is queued so far on the tensor's device."""
+    if not t.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(t.device))
+    return event

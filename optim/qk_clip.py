@@ -1,0 +1,213 @@
+"""QK-clip of MuonClip: attention heads with too large logits get smaller query and key weights.
+
+Kimi K2 (arXiv 2507.20534, algorithm 1): a head whose largest logit S of the step is above tau has
+its logits scaled by gamma = tau / S, half of it on the side of the queries and half on that of the
+keys. It changes weights alone, after the optimizer's step; the next forward sees smaller logits.
+
+Legend: L attention layers, N query heads, K key/value heads, P parts of a head dim, X heads of one
+kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.config import AttentionConfig
+from megacpp.dtensor import is_dtensor
+from megacpp.model.attention import GroupedQueryAttention
+from megacpp.model.attention_logits import LogitRecorder, Statistic
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.mla import MultiHeadLatentAttention
+from megacpp.model.rope import softmax_scale
+from optim.boxes import cutting_order, shard_bounds
+from optim.local import local_part
+
+Attention = GroupedQueryAttention | MultiHeadLatentAttention
+
+
+@dataclass(frozen=True)
+class ClipReport:
+    """What a clip found, over all layers of all ranks that took part in `reduce_max`.
+
+    Attributes:
+        max_logit: the largest logit of the step, or the largest bound.
+        clipped_heads: how many heads were above tau, int64.
+        heads: of the model.
+    """
+
+    max_logit: Tensor
+    clipped_heads: Tensor
+    heads: int
+
+    def figures(self) -> dict[str, float]:
+        """For the log; the host waits once."""
+        max_logit, clipped = torch.stack((self.max_logit, self.clipped_heads)).tolist()
+        return {"max_logit": max_logit, "n_clipped": clipped, "n_total": float(self.heads)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer of this rank; weights as the optimizer holds them."""
+
+    index: int  # among the attention layers of the whole model
+    recorder: LogitRecorder
+    w_q: nn.Parameter
+    w_k: nn.Parameter
+
+
+class QKClip:
+    """Records attention logits of training forwards, and scales weights by them once a step.
+
+    Build it when the model is (and sharded): from then on every attention layer records. After the
+    optimizer's step call `clip`; for a step that was left out, `reset`.
+
+    With RMSNorm on queries and keys (attention.qk_norm) scaled weights would change no logit.
+
+    Args:
+        tau: logits up to it are left alone; 100 in the paper.
+        reduce_max: the elementwise maximum of a tensor over all ranks that hold a part of the
+            model, stages of a pipeline included: one call a step, of the same shape everywhere.
+        statistic: what counts as a head's logit (megacpp/model/attention_logits.py): `bound` is at
+            least the true one, so it clips earlier, never later.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        tau: float,
+        reduce_max: Callable[[Tensor], Tensor],
+        statistic: Statistic = "bound",
+    ) -> None:
+        self.tau, self.reduce_max, self.config = tau, reduce_max, model.config.attention
+        assert tau > 0, "0 is off: make no QKClip"
+        assert not self.config.qk_norm, "the norm would undo any scaling"
+        parts = head_parts(self.config)
+        scale = softmax_scale(sum(parts), self.config)
+        self.recorder = LogitRecorder(scale, parts, statistic)  # of no layer: only its rules
+        self.layers: list[Layer] = []
+        numbers = [i for i, letter in enumerate(model.letters) if letter == "A"]
+        assert numbers, "a model without attention"
+        self.num_layers, self.like = len(numbers), next(model.parameters())
+        for index, number in enumerate(numbers):
+            if str(number) in model.blocks:
+                mixer = model.get_submodule(f"blocks.{number}.mixer")
+                assert isinstance(mixer, GroupedQueryAttention | MultiHeadLatentAttention)
+                mixer.inner.recorder = LogitRecorder(scale, parts, statistic)
+                self.layers.append(Layer(index, mixer.inner.recorder, *query_and_key(mixer)))
+
+    @torch.no_grad()
+    def clip(self) -> ClipReport:
+        """Scales the weights of heads above tau, in place, and forgets what was recorded.
+
+        Every rank scales what it stores. A head that isn't above keeps its bits, except that key
+        heads are scaled for the worst of the query heads that share them. A logit that isn't
+        finite scales nothing.
+        """
+        logits_LN = self._logits()
+        above_LN = (logits_LN > self.tau) & logits_LN.isfinite()
+        gamma_LN = torch.where(above_LN, self.tau / logits_LN, 1.0)
+        for layer in self.layers:
+            rows_q, rows_k = row_factors(gamma_LN[layer.index], self.config)
+            scale_rows(layer.w_q, rows_q)
+            scale_rows(layer.w_k, rows_k)
+        self.reset()
+        return ClipReport(logits_LN.max(), above_LN.sum(), logits_LN.numel())
+
+    def reset(self) -> None:
+        """Forgets what was recorded, for a step that changed nothing."""
+        for layer in self.layers:
+            layer.recorder.reset()
+
+    def _logits(self) -> Tensor:
+        """Of every head of every layer of the model, `[L, N]`: one reduction over ranks."""
+        config, rule = self.config, self.recorder
+        num_kv_heads = config.num_kv_heads if config.kind == "gqa" else config.num_heads
+        dtype, device = torch.promote_types(self.like.dtype, torch.float32), self.like.device
+        all_LPX = [
+            torch.full((self.num_layers, *shape), rule.least, dtype=dtype, device=device)
+            for shape in rule.rows(config.num_heads, num_kv_heads)
+        ]
+        for layer in self.layers:
+            for all_of_kind, own_PX in zip(all_LPX, layer.recorder.maxima, strict=False):
+                own = own_heads(layer.w_q, own_PX.shape[1], all_of_kind.shape[2])
+                all_of_kind[layer.index, :, own] = own_PX
+        flat = self.reduce_max(torch.cat([x.flatten() for x in all_LPX]))
+        reduced = flat.split([x.numel() for x in all_LPX])
+        return rule.logits(*(x.view_as(y) for x, y in zip(reduced, all_LPX, strict=True)))
+
+
+def head_parts(config: AttentionConfig) -> tuple[int, ...]:
+    """Sizes of the parts of a query/key head that are scaled differently."""
+    if config.kind == "gqa":
+        return (config.head_dim,)
+    return config.qk_nope_head_dim, config.qk_rope_head_dim
+
+
+def query_and_key(mixer: Attention) -> tuple[nn.Parameter, nn.Parameter]:
+    """The matrices whose rows are query heads, and key heads (MLA: keys and values)."""
+    if isinstance(mixer, GroupedQueryAttention):
+        modules = mixer.wq, mixer.wk
+    else:
+        low_rank = mixer.config.attention.q_lora_rank > 0
+        modules = mixer.wq_b if low_rank else mixer.wq, mixer.wkv_b
+    # Not `.weight`: on the axis tp that reads a local part (parallel/tensor.py).
+    w_q, w_k = (module._parameters["weight"] for module in modules)
+    assert w_q is not None and w_k is not None
+    return w_q, w_k
+
+
+def row_factors(gamma_N: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """What every row of the query and of the key matrix is multiplied by, 1-D.
+
+    GQA: sqrt(gamma) of the query head, and of the worst of the query heads that share a key head.
+    MLA: sqrt(gamma) on both sides where there is no position. The rotary key belongs to all heads,
+    so there the queries take all of gamma. Values keep their rows.
+    """
+    root_N = gamma_N.sqrt()
+    if config.kind == "gqa":
+        root_K = gamma_N.unflatten(0, (config.num_kv_heads, -1)).amin(1).sqrt()
+        return root_N.repeat_interleave(config.head_dim), root_K.repeat_interleave(config.head_dim)
+
+    def rows(nope_N: Tensor, other_N: Tensor, other_dim: int) -> Tensor:
+        nope = nope_N[:, None].expand(-1, config.qk_nope_head_dim)
+        return torch.cat((nope, other_N[:, None].expand(-1, other_dim)), dim=1).flatten()
+
+    values = rows(root_N, torch.ones_like(root_N), config.v_head_dim)
+    return rows(root_N, gamma_N, config.qk_rope_head_dim), values
+
+
+def scale_rows(parameter: Tensor, factor_R: Tensor) -> None:
+    """Multiplies every row `[R, C]` of which this rank stores something; 1 changes no bit."""
+    local = local_part(parameter)
+    if local.numel():
+        local.mul_(factor_R[_stored_rows(parameter), None])
+
+
+def own_heads(parameter: Tensor, heads: int, num_heads: int) -> slice:
+    """Which of `num_heads` a module works on that was given so many of them.
+
+    Tensor parallelism cuts heads before FSDP2 cuts what is left: the first cut of the rows.
+    """
+    if heads == num_heads:
+        return slice(num_heads)
+    assert is_dtensor(parameter), f"{heads} of {num_heads} heads of a matrix that isn't cut"
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    axis, dim = cutting_order(parameter.placements, mesh.shape)[0]
+    assert at is not None and dim == 0 and mesh.shape[axis] * heads == num_heads, (
+        parameter.placements
+    )
+    return slice(at[axis] * heads, (at[axis] + 1) * heads)
+
+
+def _stored_rows(parameter: Tensor) -> slice:
+    if not is_dtensor(parameter):
+        return slice(len(parameter))
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert at is not None, f"this rank is not in {mesh}"
+    order = cutting_order(parameter.placements, mesh.shape)
+    low, high = shard_bounds(parameter.shape, order, mesh.shape, at)
+    return slice(low[0], high[0])

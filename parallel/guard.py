@@ -1,0 +1,134 @@
+"""Gradient values that aren't finite: counted, then zeroed, before ranks add up their gradients.
+
+A sum over ranks spreads one NaN to all of them and hides where it came from. So each rank looks at
+what it is about to give: the flat buffer of every reduce-scatter of FSDP2, and, where a unit has no
+such reduction (one shard, one process), the gradients themselves. Counts stay on the device; they
+travel with the gradient norm, so that nothing waits that wouldn't wait anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacpp.dtensor import is_dtensor
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.moe import Experts
+from parallel.mesh import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+REST = "norms, routers and scalars"  # what the root unit owns
+
+
+class NonFiniteGuard:
+    """Watches all gradients of what this rank has of a model.
+
+    Attributes:
+        names: of what is watched: units of FSDP2, then parameters that no reduction sees.
+        counts: int64, values of each that weren't finite since `reset`, on this rank.
+    """
+
+    def __init__(self, model: HybridLM, world: World, stages: Sequence[nn.Module] = ()) -> None:
+        """`stages`: of this rank, where a pipeline has some; these are then the roots of FSDP2."""
+        units, unseen = _units(model, world, stages)
+        self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
+        self.names = [name for name, _ in (*units, *self.loose)]
+        self.counts = torch.zeros(len(self.names), dtype=torch.int64, device=world.device)
+        for number, (_, unit) in enumerate(units):
+            unit.set_custom_reduce_scatter(_guarded(self, number))
+
+    @property
+    def total(self) -> Tensor:
+        """Values that weren't finite on this rank since `reset`, as an fp64 number."""
+        return self.counts.sum(dtype=torch.float64)
+
+    @torch.no_grad()
+    def clean(self, number: int, values: Tensor) -> None:
+        """Counts what isn't finite in `values` and puts zeros there.
+
+        A CPU looks first whether there is any, which costs less than to count; a GPU would have to
+        wait for the answer.
+        """
+        if not values.numel():
+            return
+        looks = values.device.type == "cpu"
+        if looks and math.isfinite(torch.linalg.vector_norm(values, torch.inf).item()):
+            return
+        self.counts[number] += values.numel() - values.isfinite().sum()
+        torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def clean_unreduced(self) -> None:
+        """The same for gradients that no reduce-scatter has seen; call it after the last backward.
+
+        No other rank has been given any part of these yet.
+        """
+        first = len(self.names) - len(self.loose)
+        for number, (_, p) in enumerate(self.loose, first):
+            if p.grad is not None:
+                self.clean(number, p.grad.to_local() if is_dtensor(p.grad) else p.grad)
+
+    def reset(self) -> None:
+        """Forgets all counts."""
+        self.counts.zero_()
+
+    def found(self) -> dict[str, int]:
+        """Counts by name, without the zeros; waits for the device."""
+        return {n: c for n, c in zip(self.names, self.counts.tolist(), strict=True) if c}
+
+
+def _units(
+    model: HybridLM, world: World, stages: Sequence[nn.Module]
+) -> tuple[list[tuple[str, FSDPModule]], Callable[[str], bool]]:
+    """Units that FSDP2 reduce-scatters, with names, and whether a parameter is in none of them.
+
+    FSDP2 never calls the reduction of a mesh with one shard.
+    """
+    if not world.parallel:  # and never imports FSDP2
+        return [], lambda name: True
+    from parallel.fsdp import fsdp_units
+
+    scatters = {mesh: world.meshes[mesh].size(-1) > 1 for mesh in ("shard", "expert_shard")}
+    names = {id(module): name for name, module in model.named_modules() if name}
+    units: list[tuple[str, FSDPModule]] = []
+    apart: list[str] = []  # routed experts that are units of their own
+    for root in stages or [model]:
+        for unit in fsdp_units(root):
+            name = names.get(id(unit), REST)  # a root may be a stage, no module of the model
+            if isinstance(unit, Experts):
+                apart.append(f"{name}.")
+            if scatters["expert_shard" if isinstance(unit, Experts) else "shard"]:
+                units.append((name, unit))
+
+    def unseen(name: str) -> bool:
+        return not scatters["expert_shard" if name.startswith(tuple(apart)) else "shard"]
+
+    return units, unseen
+
+
+def _guarded(guard: NonFiniteGuard, number: int) -> Any:
+    """A reduce-scatter for `set_custom_reduce_scatter` that cleans its flat input first.
+
+    The input is in the dtype of the reduction and belongs to FSDP2, which drops it afterwards.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class Guarded(DefaultReduceScatter):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> Any:
+            guard.clean(number, input_tensor)
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+    return Guarded()

@@ -1,0 +1,38 @@
+"""What the loss is multiplied with, so that fp16 gradients neither vanish nor overflow."""
+
+from __future__ import annotations
+
+from megacpp.config import PrecisionConfig
+
+
+class LossScale:
+    """Dynamic for fp16: halved by a step that was left out, doubled after so many good ones.
+
+    Any other precision has the exponents of fp32 and needs no scale: 1 forever. Powers of two, so
+    that scaling a gradient there and back is exact (Micikevicius et al., arXiv 1710.03740).
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self.dynamic = config.dtype == "fp16"
+        self.value = config.loss_scale if self.dynamic else 1.0
+        self.growth_interval = config.loss_scale_growth
+        self.good_steps = 0  # in a row since the scale last changed
+
+    def update(self, stepped: bool) -> None:
+        """Once per optimizer step, after it was taken or left out."""
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if stepped else 0
+        if not stepped:
+            self.value *= 0.5
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2.0, 0
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """As it was; a run whose precision changed starts with its own scale."""
+        if self.dynamic and state["value"] != 1.0:
+            self.value, self.good_steps = state["value"], int(state["good_steps"])

@@ -1,0 +1,259 @@
+"""A gradient that isn't finite on one rank: seen before ranks add up, agreed on, costs one step.
+
+Forked gloo ranks and tests/parallel/parity.py. Something is poisoned in one microbatch of one step
+on one rank; a run from which that step is left out must then be the same run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacpp.config import MeshConfig
+from megacpp.errors import NonFiniteError
+from megacpp.model.hybrid import HybridLM
+from optim.build import build_optimizer
+from optim.clip import clip_gradients
+from optim.local import local_part
+from parallel.boundary import AccumulationBoundary, StepSums, Verdict
+from parallel.build import build_model
+from parallel.mesh import World
+from tests.parallel.parity import Run, batches_of, config_of, world_of
+from tests.ranks import run_ranks
+
+BAD, STEPS = 1, 3  # of three steps the second
+Where = Literal["loss", "activation", "expert", "shard"]
+Policy = Literal["skip", "sanitize", "raise"]
+
+ONE, FSDP = MeshConfig(dp_shard=1), MeshConfig(dp_shard=2)
+MESHES = {
+    "one process": ONE,
+    "fsdp2": FSDP,
+    "dp_replicate2": MeshConfig(dp_replicate=2, dp_shard=1),
+    "tp2": MeshConfig(dp_shard=1, tp=2),
+    "cp2": MeshConfig(dp_shard=1, cp=2),
+    "ep2": MeshConfig(dp_shard=2, ep=2),  # one shard of each expert: FSDP2 has nothing to reduce
+    "pp2": MeshConfig(dp_shard=1, pp=2),
+    "hsdp2x2": MeshConfig(dp_replicate=2, dp_shard=2),
+    "fsdp2 tp2 ep2": MeshConfig(dp_shard=2, tp=2, ep=2),
+    "pp2 fsdp2": MeshConfig(dp_shard=2, pp=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of three steps, of which one may be poisoned on the last rank, or left out."""
+
+    mesh: str
+    where: Where | None = "activation"
+    value: Literal["nan", "inf", "-inf"] = "nan"  # nan is no key of a dictionary: it isn't itself
+    policy: Policy = "skip"
+    without: bool = False  # leave the bad step out
+    sync: Literal["defer", "each", "resident"] = "defer"
+
+    @property
+    def run(self) -> Run:
+        return Run("plain", MESHES[self.mesh], accum=2, optimizer="muon_adamw", sync=self.sync)
+
+    def __str__(self) -> str:
+        return f"{self.mesh} {self.where} {self.value} {self.policy} {self.sync}"
+
+
+@dataclass
+class Seen:
+    """What a rank saw: verdicts, states between steps, what was raised."""
+
+    verdicts: list[Verdict]
+    states: list[dict[str, Tensor]]
+    raised: str = ""
+    where: str = ""
+
+
+def poisoned(value: float) -> Callable[[Tensor], Tensor]:
+    """A gradient hook that spoils three entries."""
+
+    def hook(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[:3] = value
+        return grad
+
+    return hook
+
+
+def poison(model: HybridLM, case: Case) -> list[Any]:
+    """Hooks on this rank's model that spoil the first backward that passes."""
+    left, value = [1], float(case.value)
+    hook = _times(value) if case.where == "loss" else poisoned(value)
+
+    def once(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def first(grad: Tensor) -> Tensor:
+            left[0] -= 1
+            return hook(grad) if left[0] >= 0 else grad
+
+        return first
+
+    def on_output(module: nn.Module, args: Any, out: Any) -> None:
+        t = out.loss_sum if case.where == "loss" else out
+        t.register_hook(once(hook))
+
+    if case.where == "shard":  # after the reduction, as if the sum itself had overflowed
+        p = next(p for name, p in model.named_parameters() if name.endswith("w2"))
+
+        def spoil(p: Tensor) -> None:
+            left[0] -= 1
+            if left[0] >= 0 and p.grad is not None:
+                local_part(p.grad).view(-1)[:3] = value
+
+        return [p.register_post_accumulate_grad_hook(spoil)]
+    blocks = model.blocks
+    module: nn.Module = {
+        "loss": lambda: model.head,
+        "activation": lambda: next(iter(blocks.values())),
+        "expert": lambda: next(m for n, m in model.named_modules() if n.endswith("mixer.experts")),
+    }[case.where or "activation"]()
+    return [module.register_forward_hook(on_output)]
+
+
+def _times(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda grad: grad * value
+
+
+def state_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
+    """Bits of everything that a step may change, on this rank."""
+    found = dict(model.named_parameters()) | optimizers.state_tensors()
+    found |= {n: b for n, b in model.named_buffers() if n.endswith("_bias")}
+    return {name: local_part(t).detach().clone() for name, t in found.items()}
+
+
+def play(rank: int, case: Case) -> Seen:
+    """The run of a case on one rank, as train.py runs it."""
+    world: World = world_of(rank, case.run)
+    config = config_of(case.run)
+    train = dataclasses.replace(config.train, nonfinite=case.policy)
+    config = dataclasses.replace(config, train=train)
+    model = build_model(config, world)
+    boundary = AccumulationBoundary(model, world, config)
+    optimizers = build_optimizer(model, config, world.holders)
+    seen = Seen([], [state_of(model, optimizers)])
+    for step in range(STEPS):
+        if case.without and step == BAD:
+            continue
+        bad = step == BAD and case.where is not None and rank == world.size - 1
+        hooks = poison(model, case) if bad else []
+        sums: StepSums = boundary.accumulate(batches_of(step, world, case.run))
+        for hook in hooks:
+            hook.remove()
+        norm = clip_gradients(model, 1.0, copies=boundary.copies, along=sums.along)
+        try:
+            verdict = boundary.judge(sums, norm)
+        except NonFiniteError as error:
+            seen.raised = str(error)
+            return seen
+        seen.verdicts.append(verdict)
+        if step == BAD and not case.without:
+            seen.where = boundary.where()
+        if verdict.healthy:
+            optimizers.step()
+        optimizers.zero_grad()
+        boundary.conclude(verdict.healthy)
+        seen.states.append(state_of(model, optimizers))
+    return seen
+
+
+def cases() -> list[Case]:
+    found = [Case(mesh) for mesh in MESHES]
+    found += [
+        Case("fsdp2", "loss"),
+        Case("pp2 fsdp2", "loss", "inf"),
+        Case("one process", "expert", "-inf"),
+        Case("fsdp2 tp2 ep2", "expert", "inf"),
+        Case("hsdp2x2", "expert"),
+        Case("fsdp2", "shard"),
+        Case("ep2", "shard", "inf"),
+        Case("fsdp2", sync="each"),
+        Case("hsdp2x2", sync="resident"),
+    ]
+    policies = ("one process", "fsdp2", "ep2", "hsdp2x2")
+    found += [Case(mesh, policy="sanitize") for mesh in policies]
+    found += [Case(mesh, policy="raise") for mesh in policies]
+    found += [Case("fsdp2", "shard", policy="sanitize"), Case("fsdp2", "shard", policy="raise")]
+    return found
+
+
+def without(case: Case) -> Case:
+    """The run that never makes the bad step."""
+    return Case(case.mesh, None, without=True, sync=case.sync)
+
+
+def _all(rank: int, _world: int, jobs: list[Case]) -> dict[Case, Seen]:
+    return {case: play(rank, case) for case in jobs}
+
+
+@functools.cache
+def results() -> dict[Case, list[Seen]]:
+    jobs = list(dict.fromkeys([*cases(), *map(without, cases())]))
+    found: dict[Case, list[Seen]] = {}
+    for size in sorted({case.run.world for case in jobs}):
+        same = [case for case in jobs if case.run.world == size]
+        job = functools.partial(_all, jobs=same)
+        of_ranks = [job(0, 1)] if size == 1 else run_ranks(job, size, timeout_s=240)
+        found |= {case: [of_rank[case] for of_rank in of_ranks] for case in same}
+    return found
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.policy == "skip"], ids=str)
+def test_one_bad_rank_costs_one_step(case: Case) -> None:
+    """Nothing moves in the bad step, on any rank; afterwards it is as if it had never been."""
+    for seen, other in zip(results()[case], results()[without(case)], strict=True):
+        assert [v.healthy for v in seen.verdicts] == [True, False, True]
+        before, after = seen.states[BAD], seen.states[BAD + 1]
+        assert equal(before, after) and not equal(after, seen.states[BAD + 2])
+        assert equal(seen.states[-1], other.states[-1])
+        assert len({v.nonfinite for s in results()[case] for v in s.verdicts[BAD : BAD + 1]}) == 1
+        if case.where == "shard":  # after a reduction nobody could have seen it before
+            assert seen.verdicts[BAD].nonfinite == (3 if case.mesh == "ep2" else 0)
+        else:
+            assert seen.verdicts[BAD].nonfinite > 0
+            assert torch.isfinite(torch.tensor(seen.verdicts[BAD].grad_norm))
+            last = case.run.world - 1
+            assert f"rank {last}: " in seen.where
+        assert all(v.nonfinite == 0 for i, v in enumerate(seen.verdicts) if i != BAD)
+
+
+def test_where_it_was() -> None:
+    """Only the rank that was poisoned is named where only its own gradients are touched."""
+    for mesh in ("fsdp2", "hsdp2x2"):
+        first, *_, last = (s.where for s in results()[Case(mesh)])
+        assert first == last and first.startswith(f"rank {Case(mesh).run.world - 1}: ")
+        assert "; rank" not in first and "blocks.0" in first
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.policy == "sanitize"], ids=str)
+def test_training_on_what_is_left(case: Case) -> None:
+    """The step is taken with zeros in place of what wasn't finite; a sum that overflows is not."""
+    for seen in results()[case]:
+        taken = case.where != "shard"
+        assert [v.healthy for v in seen.verdicts] == [True, taken, True]
+        assert (seen.verdicts[BAD].nonfinite > 0) == taken
+        moved = not equal(seen.states[BAD], seen.states[BAD + 1])
+        assert moved == taken
+        assert all(t.isfinite().all() for state in seen.states for t in state.values())
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.policy == "raise"], ids=str)
+def test_raising_names_the_rank(case: Case) -> None:
+    for seen in results()[case]:
+        assert len(seen.verdicts) == BAD and "Fix:" in seen.raised
+        if case.where != "shard":
+            assert f"rank {case.run.world - 1}: " in seen.raised
