@@ -15,22 +15,22 @@ from pathlib import Path
 from megacpp.data.batches import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
-from megacpp.errors import NonFiniteError
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.failure import guarded
 from megacpp.run.final import export_final, write_sample
-from megacpp.run.health import Health
+from megacpp.run.health import Health, budget_spent
 from megacpp.run.launch import announce, check_corpus, set_aside
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
-from megacpp.run.precision import check_precision
+from megacpp.run.precision import check_device
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer, describe
 from optim.clip import clip_gradients
-from optim.qk_clip import ClipReport, QKClip
+from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
-from parallel.boundary import AccumulationBoundary, Verdict
+from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import pick_device, start
+from parallel.verdict import Verdict
 
 
 def main(resolved: Resolved) -> None:
@@ -42,7 +42,7 @@ def main(resolved: Resolved) -> None:
 
     # ---- mesh, model (meta device, shard, materialise), optimizer --------------------------------
     device = pick_device(config.train.device)
-    check_precision(config.precision, device)
+    check_device(config, device)
     world = start(config.mesh, device)
     if world.is_main:
         set_aside(config)
@@ -78,7 +78,7 @@ def main(resolved: Resolved) -> None:
     # ---- the loop --------------------------------------------------------------------------------
     for step in range(state.step, config.run.steps):
         began = time.perf_counter()
-        grad_accum = batches.accum(step)
+        grad_accum, scale = batches.accum(step), boundary.loss_scale.value
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
         sums = boundary.accumulate(loader.take(grad_accum))
         norm = clip_gradients(
@@ -86,7 +86,7 @@ def main(resolved: Resolved) -> None:
             config.optim.clip_norm,
             copies=boundary.copies,
             along=sums.along,
-            loss_scale=boundary.loss_scale.value,
+            loss_scale=scale,
         )
         verdict, logits = boundary.judge(sums, norm), None
         if verdict.healthy:
@@ -96,21 +96,23 @@ def main(resolved: Resolved) -> None:
         elif qk_clip:
             qk_clip.reset()
         optimizer.zero_grad()
-        boundary.conclude(verdict.healthy)
-        state.advance(updated=verdict.healthy)
+        boundary.conclude(verdict)
+        state.advance(verdict.healthy, good=verdict.healthy and verdict.clean)
 
-        loss, step_s = verdict.nll_sum / max(1, sums.valid_tokens), time.perf_counter() - began
-        log.warn(health.observe(step, loss, verdict.grad_norm) if verdict.healthy else [])
-        if verdict.nonfinite:
-            log.warn([f"step {step + 1}: not finite: {boundary.where()}"])
+        step_s = time.perf_counter() - began
+        if verdict.healthy:
+            log.warn(health.observe(step, verdict.loss, verdict.grad_norm))
+        if verdict.trouble:
+            left = "left out" if not verdict.healthy else "taken with zeros instead"
+            log.warn([f"step {step + 1}: {left}: {verdict.trouble}: {boundary.where()}"])
         record = StepRecord(
             step=step,
-            loss=loss,
-            bits_per_byte=bits_per_byte(verdict.nll_sum, sums.target_bytes),
+            loss=verdict.loss,
+            bits_per_byte=bits_per_byte(verdict.nll_sum, verdict.target_bytes),
             grad_norm=verdict.grad_norm,
             lr=lr,
             tokens=sums.tokens,
-            valid_tokens=sums.valid_tokens,
+            valid_tokens=verdict.valid_tokens,
             tokens_per_s=sums.tokens / step_s,
             step_s=step_s,
             peak_bytes=peak_memory_bytes(world.device),
@@ -118,17 +120,15 @@ def main(resolved: Resolved) -> None:
             nonfinite=verdict.nonfinite,
             skipped=not verdict.healthy,
             mfu=mfu(sums.tokens / step_s),
-            more=further_figures(verdict, health, boundary, logits),
+            more=further_figures(verdict, health, scale if boundary.loss_scale.dynamic else None)
+            | (logits.figures() if logits else {}),
         )
         log.write(record)
-        if state.skips == config.train.max_skips:
-            raise NonFiniteError(
-                f"train.max_skips={config.train.max_skips}: so many steps in a row had no finite "
-                f"gradient (optim.lr={config.optim.lr}). Fix: lower it, or raise "
-                "optim.warmup_steps; the weights are those of the last good step."
-            )
-        if due(config.checkpoint.every, step) or step + 1 == config.run.steps:
-            state.save(config.checkpoint.keep)
+        if state.bad_steps >= config.train.max_skips:
+            raise budget_spent(config, state.saved)
+        last = step + 1 == config.run.steps
+        if last or (due(config.checkpoint.every, step) and not state.bad_steps):
+            state.save(config.checkpoint.keep if not state.bad_steps else 0)  # 0: drops no older
         if due(config.run.eval_every, step) and step + 1 < config.run.steps:
             log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus))
 
@@ -143,16 +143,19 @@ def main(resolved: Resolved) -> None:
 
 
 def further_figures(
-    verdict: Verdict, health: Health, boundary: AccumulationBoundary, logits: ClipReport | None
+    verdict: Verdict, health: Health, loss_scale: float | None
 ) -> dict[str, float | None]:
     """What a record holds beside the figures of every run, for metrics.jsonl and TensorBoard."""
-    figures = {f"aux_{term}": value for term, value in verdict.auxiliary.items()}
-    found = figures | {"aux_gradient_ratio": verdict.auxiliary_ratio}
-    if verdict.healthy:
-        found |= health.figures()
-    if boundary.loss_scale.dynamic:
-        found["loss_scale"] = boundary.loss_scale.value
-    return found | (logits.figures() if logits else {})
+    found = {f"aux_{term}": value for term, value in verdict.auxiliary.items()}
+    compared = health.figures() if verdict.healthy else {}
+    return (
+        found
+        | compared
+        | {
+            "aux_gradient_ratio": verdict.auxiliary_ratio,
+            "loss_scale": loss_scale,
+        }
+    )
 
 
 def due(every: int, step: int) -> bool:

@@ -151,7 +151,8 @@ def nam56r() -> Config:
     Pattern AEMEAEMEAEMR to depth 52: 13 A, 22 E, 13 M, 4 R. Readings: R is M2RNN (some sources
     list an n-gram head); routed experts are two-matrix relu² of 896, top-4 of 16, with one gated
     shared expert of 1024; M carries the short conv that the activation articles recompute
-    (author Mamba-3 has none); A is plain GQA 56/8. Counting M *and* R as Mamba-2 style mixers
+    (author Mamba-3 has none); A is plain GQA 56/8; QK-clip at 100 is on (one source calls it a
+    switch that is off by default). Counting M *and* R as Mamba-2 style mixers
     instead gives 4.74B / 3.04B, the published 4.73B / 3.03B to 0.4 % (`megacpp show nam56r`
     prints both).
     """
@@ -177,7 +178,7 @@ def nam56r() -> Config:
         run=RunConfig(steps=50_000),
         data=DataConfig(path="data/corpus", seq_len=4096),
         train=TrainConfig(device_batch_size=2, tokens_per_step=1_048_576),
-        optim=OptimConfig(lr=3e-4, muon_lr=1e-2),
+        optim=OptimConfig(lr=3e-4, muon_lr=1e-2, muon_coefficients="polar_express", qk_clip=100.0),
     )
 
 
@@ -230,7 +231,7 @@ def nam52_deep() -> Config:
         run=RunConfig(steps=50_000),
         data=DataConfig(path="data/corpus", seq_len=4096),
         train=TrainConfig(device_batch_size=1, tokens_per_step=524_288),
-        optim=OptimConfig(lr=3e-4, muon_lr=1e-2),
+        optim=OptimConfig(lr=3e-4, muon_lr=1e-2, muon_coefficients="polar_express", qk_clip=100.0),
     )
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 0,
     "precision.loss_scale_growth": 1,
 }
+MOST_WARMUP = 1_000_000  # steps
 ABOVE_ZERO = (
     "model.norm_eps",
     "model.logit_softcap",
@@ -123,6 +125,7 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from _schedule(config)
     yield from _precision(config)
     yield from _optimizer(config)
+    yield from _adamw_state(config)
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -204,9 +207,8 @@ def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
             f"the schedule of a pipeline (mesh.pp={config.mesh.pp}) reduces once a step",
             "use train.gradient_sync=defer",
         )
-    if not config.train.batch_warmup_steps or any(
-        pipeline_rules(config, resolved.train.grad_accum)
-    ):
+    warmup = config.train.batch_warmup_steps
+    if not 0 < warmup <= MOST_WARMUP or any(pipeline_rules(config, resolved.train.grad_accum)):
         return
     for accum in batch_schedule(resolved, world_size)[0].distinct_accums():
         if not enough_microbatches(config.mesh.pp_schedule, config.mesh.pp, accum):
@@ -230,6 +232,13 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
             f"must not exceed run.steps ({config.run.steps})",
             f"use {config.run.steps} or less",
         )
+    if config.train.batch_warmup_steps > MOST_WARMUP:
+        yield config_error(
+            "train.batch_warmup_steps",
+            config.train.batch_warmup_steps,
+            f"must be at most {MOST_WARMUP}, every step of it is counted",
+            f"use {MOST_WARMUP} or less",
+        )
     if config.optim.lr == 0 and (config.optim.name == "adamw" or config.optim.muon_lr == 0):
         yield config_error("optim.lr", 0, "nothing would be learned", "give a positive rate")
 
@@ -250,11 +259,12 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             "fp16 finds its loss scale by leaving out steps that overflow",
             "use train.nonfinite=skip",
         )
-    if precision.loss_scale > 0 and math.frexp(precision.loss_scale)[0] != 0.5:
+    scale = precision.loss_scale
+    if scale > 0 and (math.frexp(scale)[0] != 0.5 or not 2**-16 <= scale <= 2**32):
         yield config_error(
             "precision.loss_scale",
-            precision.loss_scale,
-            "must be a power of two, so that dividing by it is exact",
+            scale,
+            "must be a power of two, so that dividing by it is exact, from 2^-16 to 2^32",
             "use 65536",
         )
 
@@ -276,6 +286,25 @@ def _optimizer(config: Config) -> Iterator[ConfigError]:
             optim.qk_clip,
             "does nothing to normalised queries and keys (model.attention.qk_norm=True)",
             "use optim.qk_clip=0, or model.attention.qk_norm=False",
+        )
+
+
+def _adamw_state(config: Config) -> Iterator[ConfigError]:
+    """Where moments can be kept; on which device an `auto` run is, the optimizer finds out."""
+    state = config.optim.adamw_state
+    if state == "cpu_offload" and config.train.device == "cpu":
+        yield config_error(
+            "optim.adamw_state",
+            state,
+            "train.device=cpu has everything in the memory of the host already",
+            "use optim.adamw_state=fp32, or train.device=cuda",
+        )
+    if state in ("8bit", "4bit") and importlib.util.find_spec("torchao") is None:
+        yield config_error(
+            "optim.adamw_state",
+            state,
+            "needs torchao, which isn't installed",
+            "pip install torchao, or use optim.adamw_state=fp32",
         )
 
 

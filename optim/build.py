@@ -61,7 +61,7 @@ def describe(model: HybridLM, config: Config) -> list[str]:
         )
     lines.append(
         f"adamw: lr {c.lr:g}, betas {c.beta1:g} {c.beta2:g}, eps {c.eps:g}, "
-        f"weight decay {c.weight_decay:g}"
+        f"weight decay {c.weight_decay:g}, moments {c.adamw_state}"
     )
     return lines + table_lines(assignments, c)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -72,10 +73,11 @@ def gradient_norm(
 ) -> Tensor:
     """2-norm over all elements of all gradients, each counted once however often it is stored.
 
-    A DTensor's local part counts unless a replica of it does: on coordinate 0 of every axis of its
-    own mesh that doesn't shard it. So meshes may differ between gradients, and between ranks. A
-    plain tensor is taken to be on all ranks of `group`, and counts on the first. Norms of single
-    tensors are made in fp32 or wider, their squares and sums in fp64.
+    What several ranks hold alike counts on each of them, by its share: so a value that isn't finite
+    is seen wherever it is. A DTensor is held alike along every axis of its own mesh that doesn't
+    shard it; meshes may differ between gradients, and between ranks. A plain tensor is taken to be
+    on all ranks of `group`. Norms of single tensors are made in fp32 or wider, their squares and
+    sums in fp64.
 
     Args:
         group: whose ranks take part, in one all-reduce; None: this process alone.
@@ -83,35 +85,31 @@ def gradient_norm(
         along: other fp64 numbers that the same all-reduce sums, in place.
     """
     assert group is not None or not any(is_dtensor(g) for g in grads), "shards need a group"
-    first = group is None or dist.get_rank(group) == 0
-    counted = [local_part(g) for g in grads if (_counts(g) if is_dtensor(g) else first)]
-    norms = []
-    for dtype in _dtypes(counted):
+    ranks = 1 if group is None else dist.get_world_size(group)
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for g in grads:
+        copies = _copies(g) if is_dtensor(g) else ranks
+        alike.setdefault((copies, g.dtype), []).append(local_part(g))
+    square = torch.zeros(1, dtype=torch.float64, device=grads[0].device if grads else device)
+    for (copies, dtype), same in alike.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        same = [g for g in counted if g.dtype == dtype]
-        norms += torch._foreach_norm(same, 2, dtype=wide)
-    device = grads[0].device if grads else device
-    stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    norm = torch.linalg.vector_norm(stacked, dtype=torch.float64)
-    if group is not None:
-        numbers = norm.square_().view(1)
-        if along is not None:
-            numbers = torch.cat([numbers, along])
-        dist.all_reduce(numbers, group=group)
-        norm = numbers[0].sqrt()
-        if along is not None:
-            along.copy_(numbers[1:])
-    return norm
+        norms = torch.stack(torch._foreach_norm(same, 2, dtype=wide)).double()
+        square += norms.square().sum() / copies
+    if group is None:
+        return square[0].sqrt()
+    numbers = square if along is None else torch.cat([square, along])
+    dist.all_reduce(numbers, group=group)
+    if along is not None:
+        along.copy_(numbers[1:])
+    return numbers[0].sqrt()
 
 
-def _counts(g: DTensor) -> bool:
-    """This rank holds the first copy of its part of `g`."""
+def _copies(g: DTensor) -> int:
+    """Ranks of its mesh that hold the same part of `g`, this one included."""
     mesh, placements = g.device_mesh, g.placements
     assert not any(p.is_partial() for p in placements), f"an unreduced gradient: {placements}"
     # `is_shard` says no to the strided shards that FSDP2 makes over tp.
-    return all(
-        not p.is_replicate() or mesh.get_local_rank(i) == 0 for i, p in enumerate(placements)
-    )
+    return math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> list[torch.dtype]:

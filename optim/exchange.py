@@ -15,11 +15,10 @@ Legend: K matrices of a batch, R rows, C columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,33 +29,74 @@ Where = tuple[slice, ...]
 
 
 class Piece(NamedTuple):
-    """Cells of an item that one rank holds."""
+    """Cells of an item that one rank holds.
+
+    Attributes:
+        where: among what it is cut from (a rank's part, or the item); None: all of it.
+        shape: of what is cut out; a part of a parameter `[R, C]` has no leading 1.
+        size: number of cells.
+    """
 
     item: Item
     box: Box
-    where: Where | None  # among what it is cut from (a rank's part, or the item); None: all of it
+    where: Where | None
+    shape: tuple[int, ...]
+    size: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These cells of what the piece is cut from."""
+        return whole if self.where is None else whole[self.where]
 
 
-class Batch(NamedTuple):
-    """Items of one shape that are solved together."""
+class Strip:
+    """Pieces that lie one after the other in a flat buffer.
 
-    items: tuple[Item, ...]
-    rows: int
-    cols: int
-    solver: Any
+    Attributes:
+        start: the first cell.
+        cells: of all pieces.
+    """
 
-    @property
-    def count(self) -> int:
-        return sum(item.count for item in self.items)
+    def __init__(self, pieces: Sequence[Piece], start: int = 0) -> None:
+        self.pieces, self.start = list(pieces), start
+        self._sizes = [piece.size for piece in pieces]
+        self.cells = sum(self._sizes)
 
-    @property
-    def cells(self) -> int:
-        return self.count * self.rows * self.cols
+    def of(self, buffer: Tensor) -> Tensor:
+        """What of a buffer these pieces are."""
+        return buffer[self.start : self.start + self.cells]
 
-    def views(self, x_KRC: Tensor) -> list[Tensor]:
-        """Each item's matrices, in the shape of its box."""
-        parts = x_KRC.split([item.count for item in self.items])
-        return [x.reshape(i.box.shape) for i, x in zip(self.items, parts, strict=True)]
+    def views(self, cells: Tensor) -> list[Tensor]:
+        """Every piece, of a flat tensor that holds these pieces alone."""
+        if not self.pieces:
+            return []
+        parts = cells.split(self._sizes)
+        return [x.view(piece.shape) for x, piece in zip(parts, self.pieces, strict=True)]
+
+
+class Regions(Strip):
+    """Pieces for, or from, every rank.
+
+    Attributes:
+        splits: cells of each rank.
+    """
+
+    def __init__(self, by_rank: Sequence[Sequence[Piece]]) -> None:
+        super().__init__([piece for some in by_rank for piece in some])
+        self.splits = [sum(piece.size for piece in some) for some in by_rank]
+
+
+class Batch:
+    """Items of one shape that are solved together.
+
+    Attributes:
+        counts: matrices of each item.
+    """
+
+    def __init__(self, items: Sequence[Item], rows: int, cols: int, solver: Any) -> None:
+        self.items, self.rows, self.cols, self.solver = tuple(items), rows, cols, solver
+        self.counts = [item.count for item in items]
+        self.count = sum(self.counts)
+        self.cells = self.count * rows * cols
 
 
 @dataclass(frozen=True)
@@ -80,7 +120,7 @@ def batches_of(items: Sequence[Item], kinds: Mapping[int, Kind], most_cells: int
         if groups[-1] and sum(i.box.size for i in groups[-1]) + item.box.size > most_cells:
             groups.append([])
         groups[-1].append(item)
-    return [Batch(tuple(group), *key) for key, groups in alike.items() for group in groups]
+    return [Batch(group, *key) for key, groups in alike.items() for group in groups]
 
 
 @dataclass(frozen=True)
@@ -90,6 +130,7 @@ class Rank:
     Attributes:
         batch_cells: most of a batch, unless it is one item.
         block_cells: most of a block, unless it is one piece: whose momenta move together.
+        dims: 2 for a parameter `[R, C]`; others are `[E, R, C]`.
     """
 
     number: int
@@ -98,22 +139,37 @@ class Rank:
     kinds: Mapping[int, Kind]
     batch_cells: int
     block_cells: int
+    dims: Mapping[int, int] = field(default_factory=dict)
 
-    def blocks(self, pieces: Sequence[Piece]) -> list[range]:
+    def blocks(self, pieces: Sequence[Piece]) -> list[Strip]:
         """Runs of pieces of one kind."""
         kinds = [self.kinds[piece.item.parameter].pack for piece in pieces]
-        edges, cells = [0], 0
+        blocks: list[list[Piece]] = []
+        cells = 0
         for i, piece in enumerate(pieces):
-            cells += piece.box.size
-            if i and (cells > self.block_cells or kinds[i] != kinds[i - 1]):
-                edges.append(i)
-                cells = piece.box.size
-        return [range(a, b) for a, b in pairwise([*edges, len(pieces)]) if a < b]
+            cells += piece.size
+            if not i or cells > self.block_cells or kinds[i] != kinds[i - 1]:
+                blocks.append([])
+                cells = piece.size
+            blocks[-1].append(piece)
+        sizes = [sum(piece.size for piece in block) for block in blocks]
+        starts = accumulate(sizes, initial=0)
+        return [Strip(block, start) for block, start in zip(blocks, starts, strict=False)]
+
+    def alike(self, pieces: Sequence[Piece]) -> list[list[int]]:
+        """Numbers of the pieces whose weights get updates of one size."""
+        found: dict[Any, list[int]] = {}
+        for i, (item, *_) in enumerate(pieces):
+            key = (self.kinds[item.parameter].pack, item.rows, item.cols)
+            found.setdefault(key, []).append(i)
+        return list(found.values())
 
     def here(self, item: Item, box: Box) -> Piece:
         """Cells of this rank's part of a parameter."""
         part = self.layouts[item.parameter].boxes[self.number]
-        return Piece(item, box, None if part == box else box.within(part))
+        first = 3 - self.dims.get(item.parameter, 3)
+        where = None if part == box else box.within(part)[first:]
+        return Piece(item, box, where, box.shape[first:], box.size)
 
     def held(self, items: Sequence[Item], rank: int) -> list[tuple[Item, Box]]:
         """The cells of `items` that `rank` holds, in order; items without any are left out."""
@@ -127,19 +183,30 @@ class Rank:
 
 
 class Stay:
-    """Matrices that are whole on this rank, in the order in which they lie in a buffer."""
+    """Matrices that are whole on this rank, in the order in which they lie in a buffer.
+
+    Attributes:
+        alike: see `Rank.alike`.
+    """
 
     def __init__(self, items: Sequence[Item], rank: Rank) -> None:
         self.batches = batches_of(items, rank.kinds, rank.batch_cells)
-        self.pieces = [rank.here(i, i.box) for batch in self.batches for i in batch.items]
+        self._strips: list[Strip] = []
+        for batch in self.batches:
+            start = self._strips[-1].start + self._strips[-1].cells if self._strips else 0
+            self._strips.append(Strip([rank.here(i, i.box) for i in batch.items], start))
+        self.pieces = [piece for strip in self._strips for piece in strip.pieces]
         self.blocks = rank.blocks(self.pieces)
+        self.alike = [rank.alike(strip.pieces) for strip in self._strips]
         self.cells = sum(batch.cells for batch in self.batches)
 
-    def matrices(self, packed: Tensor) -> Iterator[tuple[Batch, Tensor]]:
-        """Every batch as `[K, R, C]`, sharing memory with `packed`."""
-        parts = packed.split([batch.cells for batch in self.batches])
-        for batch, part in zip(self.batches, parts, strict=True):
-            yield batch, part.view(batch.count, batch.rows, batch.cols)
+    def solve(
+        self, packed: Tensor, function: Callable[[Batch, Tensor], Tensor]
+    ) -> Iterator[tuple[Strip, list[list[int]], list[Tensor]]]:
+        """Of every batch: its pieces, which of them are alike, and `function` of each."""
+        for batch, strip, alike in zip(self.batches, self._strips, self.alike, strict=True):
+            o_KRC = function(batch, strip.of(packed).view(batch.count, batch.rows, batch.cols))
+            yield strip, alike, strip.views(o_KRC.reshape(-1))
 
 
 class Wave:
@@ -150,6 +217,7 @@ class Wave:
         received: each rank's cells of the matrices owned here.
         returned: the same, of every replica.
         arriving: this rank's cells of the matrices of each owner, all.
+        alike: of these; see `Rank.alike`.
         batches: the matrices owned here.
         blocks: of the pieces that are sent.
         aside: this rank's cells that another replica sends.
@@ -157,77 +225,110 @@ class Wave:
 
     def __init__(self, items: Sequence[Item], rank: Rank) -> None:
         ranks, me = range(rank.size), rank.number
-        owned: list[list[Item]] = [[] for _ in ranks]
+        dealt: list[list[Item]] = [[] for _ in ranks]
         for item in items:
-            owned[item.owner].append(item)
-        mine = owned[me]
-        self.arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
-        self.sent = [[p for p in some if rank.supplies(p.item, me)] for some in self.arriving]
-        self.returned = [[_inside(*p) for p in rank.held(mine, r)] for r in ranks]
-        self.received = [
-            [p for p in some if rank.supplies(p.item, r)] for r, some in enumerate(self.returned)
+            dealt[item.owner].append(item)
+        # Items of a batch lie side by side in every buffer: one copy moves what ranks hold of them.
+        batches = [batches_of(some, rank.kinds, rank.batch_cells) for some in dealt]
+        owned = [[item for batch in some for item in batch.items] for some in batches]
+        arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
+        sent = [[p for p in some if rank.supplies(p.item, me)] for some in arriving]
+        returned = [[_inside(*p) for p in rank.held(owned[me], r)] for r in ranks]
+        received = [
+            [p for p in some if rank.supplies(p.item, r)] for r, some in enumerate(returned)
         ]
-        self.batches = batches_of(mine, rank.kinds, rank.batch_cells)
-        self.blocks = rank.blocks(flat(self.sent))
-        self.aside = [p for p in flat(self.arriving) if not rank.supplies(p.item, me)]
-        self.aside_blocks = rank.blocks(self.aside)
-        received, returned = by_item(flat(self.received)), by_item(flat(self.returned))
-        self._sources = [_places(batch, received) for batch in self.batches]
-        self._targets = [_places(batch, returned) for batch in self.batches]
+        self.sent, self.received = Regions(sent), Regions(received)
+        self.returned, self.arriving = Regions(returned), Regions(arriving)
+        self.batches, self.alike = batches[me], rank.alike(self.arriving.pieces)
+        self.blocks = rank.blocks(self.sent.pieces)
+        self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.item, me)])
+        self._sources = runs_of(self.batches, self.received)
+        self._targets = runs_of(self.batches, self.returned)
 
     @property
     def copied(self) -> list[tuple[Batch, int]]:
         """The batches, and how many cells of each are put together first."""
         both = zip(self.batches, self._sources, strict=True)
-        return [(batch, batch.cells if len(places) > 1 else 0) for batch, places in both]
+        return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
 
     def solve(self, arrived: Tensor, function: Callable[[Batch, Tensor], Tensor]) -> Tensor:
         """What goes back: `function` of each batch of matrices, in regions by rank."""
-        back = arrived.new_empty(sum(sizes(self.returned)))
-        sources = unpacked(arrived, flat(self.received))
-        targets = unpacked(back, flat(self.returned))
+        back = arrived.new_empty(self.returned.cells)
         for batch, arriving, leaving in zip(
             self.batches, self._sources, self._targets, strict=True
         ):
-            o_KRC = function(batch, _assembled(batch, arriving, sources))
-            views = batch.views(o_KRC)
-            torch._foreach_copy_(
-                [targets[place.number] for place in leaving],
-                [place.of(views[place.item]) for place in leaving],
-            )
-            del o_KRC, views  # not to be alive while the next batch is solved
+            o_KRC = function(batch, _assembled(batch, arriving, arrived))
+            for run in leaving:
+                run.there(back).copy_(run.here(o_KRC))
+            del o_KRC  # not to be alive while the next batch is solved
         return back
 
 
-class Place(NamedTuple):
-    """A region of a batch: number of its piece, and of its item in the batch."""
+class Run(NamedTuple):
+    """Equal regions of consecutive items of a batch that lie side by side in a buffer.
 
-    number: int
-    item: int
+    Attributes:
+        start, past: cells of the buffer.
+        first, last: matrices of the batch, from `first` to before `last`.
+        items: shape of one item.
+        where: in each item; None: all.
+        shape: of one region.
+    """
+
+    start: int
+    past: int
+    first: int
+    last: int
+    items: tuple[int, ...]
     where: Where | None
+    shape: tuple[int, ...]
 
-    def of(self, item: Tensor) -> Tensor:
-        return item if self.where is None else item[self.where]
+    def there(self, buffer: Tensor) -> Tensor:
+        """The regions in the buffer, one after the other."""
+        return buffer[self.start : self.past].view(-1, *self.shape)
+
+    def here(self, x_KRC: Tensor) -> Tensor:
+        """The regions in the batch, likewise."""
+        items = x_KRC[self.first : self.last].reshape(-1, *self.items)
+        return items if self.where is None else items[(slice(None), *self.where)]
+
+    def with_next(self, other: Run) -> Run | None:
+        """Both as one, if the other comes next on either side and is alike."""
+        beside = (self.past, self.last, *self[4:]) == (other.start, other.first, *other[4:])
+        return self._replace(past=other.past, last=other.last) if beside else None
 
 
-def _places(batch: Batch, numbers: dict[int, list[tuple[int, Piece]]]) -> list[Place]:
-    return [
-        Place(number, i, piece.where)
-        for i, item in enumerate(batch.items)
-        for number, piece in numbers[id(item)]
-    ]
+def runs_of(batches: Sequence[Batch], regions: Regions) -> list[list[Run]]:
+    """Where the regions of each batch's matrices are in a buffer, in as few runs as can be."""
+    places: dict[int, tuple[int, int]] = {}  # of items, by id: their batch, and the first matrix
+    for number, batch in enumerate(batches):
+        firsts = accumulate(batch.counts, initial=0)
+        places |= {id(item): (number, a) for item, a in zip(batch.items, firsts, strict=False)}
+    found: list[list[Run]] = [[] for _ in batches]
+    past = 0
+    for item, _, where, shape, size in regions.pieces:
+        number, first = places[id(item)]
+        start, past = past, past + size
+        run, runs = (
+            Run(start, past, first, first + item.count, item.box.shape, where, shape),
+            found[number],
+        )
+        joined = runs[-1].with_next(run) if runs else None
+        if joined:
+            runs[-1] = joined
+        else:
+            runs.append(run)
+    return found
 
 
-def _assembled(batch: Batch, places: Sequence[Place], parts: Sequence[Tensor]) -> Tensor:
-    """The matrices of a batch from their regions, `[K, R, C]`; no copy of a single region."""
-    if len(places) == 1:
-        return parts[places[0].number].view(batch.count, batch.rows, batch.cols)
-    x_KRC = parts[places[0].number].new_empty(batch.count, batch.rows, batch.cols)
-    views = batch.views(x_KRC)
-    torch._foreach_copy_(
-        [place.of(views[place.item]) for place in places],
-        [parts[place.number] for place in places],
-    )
+def _assembled(batch: Batch, runs: Sequence[Run], arrived: Tensor) -> Tensor:
+    """The matrices of a batch from their regions, `[K, R, C]`; no copy of a single run."""
+    shape = batch.count, batch.rows, batch.cols
+    if len(runs) == 1:
+        return runs[0].there(arrived).view(shape)
+    x_KRC = arrived.new_empty(shape)
+    for run in runs:
+        run.here(x_KRC).copy_(run.there(arrived))
     return x_KRC
 
 
@@ -237,15 +338,14 @@ class Flight:
     def __init__(
         self,
         packed: Tensor,
-        leaving: Sequence[Sequence[Piece]],
-        arriving: Sequence[Sequence[Piece]],
+        leaving: Regions,
+        arriving: Regions,
         group: dist.ProcessGroup | None,
     ) -> None:
-        back = sizes(arriving)
         self._packed: Tensor | None = packed
-        self._arrived: Tensor | None = packed.new_empty(sum(back))
+        self._arrived: Tensor | None = packed.new_empty(arriving.cells)
         self._work = dist.all_to_all_single(
-            self._arrived, packed, back, sizes(leaving), group, async_op=True
+            self._arrived, packed, arriving.splits, leaving.splits, group, async_op=True
         )
 
     def wait(self) -> Tensor:
@@ -256,32 +356,7 @@ class Flight:
         return arrived
 
 
-def sizes(pieces: Sequence[Sequence[Piece]]) -> list[int]:
-    """Cells for, or from, each rank."""
-    return [sum(piece.box.size for piece in some) for some in pieces]
-
-
-def flat(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Pieces by rank, as they lie in a buffer."""
-    return [piece for some in pieces for piece in some]
-
-
-def unpacked(buffer: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The pieces that lie one after the other in a flat buffer, as views."""
-    if not pieces:
-        return []
-    parts = buffer.split([piece.box.size for piece in pieces])
-    return [part.view(piece.box.shape) for part, piece in zip(parts, pieces, strict=True)]
-
-
 def _inside(item: Item, box: Box) -> Piece:
     """Cells of an item, placed within it."""
-    return Piece(item, box, None if box == item.box else box.within(item.box))
-
-
-def by_item(pieces: Sequence[Piece]) -> dict[int, list[tuple[int, Piece]]]:
-    """The pieces of each item, by its id, with their numbers."""
-    found: dict[int, list[tuple[int, Piece]]] = {}
-    for number, piece in enumerate(pieces):
-        found.setdefault(id(piece.item), []).append((number, piece))
-    return found
+    where = None if box == item.box else box.within(item.box)
+    return Piece(item, box, where, box.shape, box.size)

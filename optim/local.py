@@ -12,4 +12,4 @@ def local_part(t: Tensor) -> Tensor:
 
     Call it without gradients and at every step: FSDP2 may replace a parameter's storage.
     """
-    return t.to_local() if is_dtensor(t) else t
+    return t._local_tensor if is_dtensor(t) else t  # `to_local` makes a view of a parameter

@@ -6,11 +6,15 @@ runs the kernel of the fp32 ones, and packs them again; nothing of it needs torc
 
 What is saved are plain tensors of the parameter's shape: `plain` unpacks, `write` packs. A block
 that was saved is found again to the bit, so saving what was just loaded gives the same file. On
-another mesh blocks are cut elsewhere, and packing rounds once more.
+another mesh blocks may be cut elsewhere; those are rounded once more.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -76,8 +80,12 @@ def low_bit_update(
 
 @torch.no_grad()
 def plain(entry: Tensor) -> Tensor:
-    """An entry of state for a checkpoint: unpacked into a new fp32 tensor, others as they are."""
-    return like(entry, _values(local_part(entry))) if is_packed(entry) else entry
+    """An entry of state for a checkpoint: unpacked fp32 on the host, or as it is if not packed.
+
+    All entries of a model are unpacked before the first is saved; the device that moments were
+    packed for may have no room for that.
+    """
+    return like(entry, _values(local_part(entry)).cpu()) if is_packed(entry) else entry
 
 
 @torch.no_grad()
@@ -92,7 +100,34 @@ def write(entry: Tensor, value: Tensor) -> None:
     if not is_packed(entry):
         own.copy_(new)
         return
-    new = new.to(own.device, torch.float32)
+    for piece, values in zip(_pieces(own), new.reshape(-1).split(PIECE), strict=True):
+        _pack(piece, values.to(own.device, torch.float32))
+
+
+def like(whole: Tensor, local: Tensor) -> Tensor:
+    """`local` as the local part of a tensor of `whole`'s shape and sharding, on its own device."""
+    if not is_dtensor(whole):
+        return local
+    return type(whole)(local, whole._spec, requires_grad=False)
+
+
+def _packed_class(bits: Bits) -> Any:
+    try:
+        with _quiet_import():
+            from torchao.optim.subclass_4bit import OptimState4bit
+            from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise config_error(
+            "optim.adamw_state",
+            bits,
+            f"torchao can't be imported ({error})",
+            "pip install torchao (the lowp extra), or use optim.adamw_state=fp32",
+        ) from error
+    return {"8bit": OptimState8bit, "4bit": OptimState4bit}[bits]
+
+
+def _pack(own: Tensor, new: Tensor) -> None:
+    """`write` of a flat packed tensor and fp32 values on its device."""
     own.copy_(new)
     state = cast(Any, own)
     if not state.signed:
@@ -110,25 +145,19 @@ def write(entry: Tensor, value: Tensor) -> None:
         state.scale[exact_N] = scale_N[exact_N]
 
 
-def like(whole: Tensor, local: Tensor) -> Tensor:
-    """`local` as the local part of a tensor of `whole`'s shape and sharding, on its own device."""
-    if not is_dtensor(whole):
-        return local
-    return type(whole)(local, whole._spec, requires_grad=False)
-
-
-def _packed_class(bits: Bits) -> Any:
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """torchao warns of GPU extensions that don't load here, and makes torch warn; we use none."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        from torchao.optim.subclass_4bit import OptimState4bit
-        from torchao.optim.subclass_8bit import OptimState8bit
-    except ImportError as error:
-        raise config_error(
-            "optim.adamw_state",
-            bits,
-            f"torchao can't be imported ({error})",
-            "pip install 'torchao>=0.12' (the lowp extra), or --optim.adamw_state fp32",
-        ) from error
-    return {"8bit": OptimState8bit, "4bit": OptimState4bit}[bits]
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _pieces(packed: Tensor) -> list[Tensor]:

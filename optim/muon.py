@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim.boxes import stack_view
-from optim.exchange import Batch, Flight, Piece, Stay, Wave, flat, unpacked
+from optim.exchange import Batch, Flight, Piece, Stay, Strip, Wave
 from optim.local import local_part
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
@@ -48,7 +47,7 @@ def muon_update(
     """
     wide_RC = momentum_RC.to(grad_RC.dtype).lerp(grad_RC, 1 - momentum)
     wide_RC = momentum_RC.copy_(wide_RC).to(grad_RC.dtype)
-    u_RC = torch.lerp(grad_RC, wide_RC, momentum) if nesterov else wide_RC
+    u_RC = wide_RC.lerp(grad_RC, 1 - momentum) if nesterov else wide_RC
     o_RC = newton_schulz_plain(u_RC, steps, dtype, coefficients)
     return o_RC.to(grad_RC.dtype) * update_scale(scale, *grad_RC.shape)
 
@@ -83,11 +82,12 @@ class MuonStep:
         self, plan: MuonPlan, groups: Sequence[dict[str, Any]], momenta: Sequence[Tensor]
     ) -> None:
         self.groups, self.plan = groups, plan
-        self.rates = {m.group: float(groups[m.group]["lr"]) for m in plan.matrices}
+        # A rate on a GPU is waited for, once a group: factors of foreach operations are numbers.
+        self.rates = {n: float(groups[n]["lr"]) for n in {m.group for m in plan.matrices}}
         grads = [m.parameter.grad for m in plan.matrices]
-        self.grads = [None if g is None else stack_view(local_part(g)) for g in grads]
-        self.weights = [stack_view(local_part(m.parameter)) for m in plan.matrices]
-        self.momenta = [stack_view(local_part(m)) for m in momenta]
+        self.grads = [None if g is None else local_part(g) for g in grads]
+        self.weights = [local_part(m.parameter) for m in plan.matrices]
+        self.momenta = [local_part(m) for m in momenta]
         self._decay()
         self.waves = [(e, wave) for e in plan.exchanges for wave in e.waves]
         self.flying = self._send(0)
@@ -117,20 +117,18 @@ class MuonStep:
         if k == len(self.waves):
             return None
         exchange, wave = self.waves[k]
-        packed = self._pack(flat(wave.sent), wave.blocks, exchange.wire)
+        packed = self._pack(wave.sent.cells, wave.blocks, exchange.wire)
         flight = Flight(packed, wave.sent, wave.received, exchange.group)
-        for block in wave.aside_blocks:
-            self._move([wave.aside[i] for i in block])
+        for block in wave.aside:
+            self._move(block)
         return flight
 
     def _solve_here(self, exchange: Exchange, stay: Stay) -> None:
         """Matrices that are whole here."""
-        packed = self._pack(stay.pieces, stay.blocks, exchange.wire)
-        first = 0
-        for batch, x_KRC in stay.matrices(packed):
-            past = first + len(batch.items)
-            self._apply(stay.pieces[first:past], batch.views(self._solve(batch, x_KRC)))
-            first = past
+        packed = self._pack(stay.cells, stay.blocks, exchange.wire)
+        for strip, alike, updates in stay.solve(packed, self._solve):
+            self._apply(strip.pieces, alike, updates)
+            del updates  # not to be alive while the next batch is solved
 
     def _solve(self, batch: Batch, x_KRC: Tensor) -> Tensor:
         steps, coefficients = batch.solver
@@ -140,8 +138,8 @@ class MuonStep:
         """Takes the results of a wave."""
         if flown is not None:
             wave, flight = flown
-            pieces = flat(wave.arriving)
-            self._apply(pieces, unpacked(flight.wait(), pieces))
+            strip = wave.arriving
+            self._apply(strip.pieces, wave.alike, strip.views(flight.wait()))
 
     def _decay(self) -> None:
         """Decoupled weight decay of everything that has a gradient."""
@@ -152,77 +150,72 @@ class MuonStep:
                 if weights:
                     torch._foreach_mul_(weights, 1 - self.rates[number] * group["weight_decay"])
 
-    def _pack(self, pieces: Sequence[Piece], blocks: Sequence[range], wire: torch.dtype) -> Tensor:
-        """Moves the momenta of pieces; what is to be orthogonalised, one after the other.
-
-        Without a gradient a momentum stays, and zeros take the place of the update: others may
-        wait for it.
-        """
-        cells = sum(piece.box.size for piece in pieces)
+    def _pack(self, cells: int, blocks: Sequence[Strip], wire: torch.dtype) -> Tensor:
+        """Moves the momenta of pieces; what is to be orthogonalised, one after the other."""
         packed = torch.empty(cells, dtype=wire, device=self.weights[0].device)
-        targets = unpacked(packed, pieces)
         for block in blocks:
-            self._pack_block([pieces[i] for i in block], [targets[i] for i in block])
+            self._move(block, block.of(packed))
         return packed
 
-    def _pack_block(self, pieces: Sequence[Piece], targets: list[Tensor]) -> None:
-        """Of one kind."""
-        updates = self._move(pieces, update=True)
-        if len(updates) < len(targets):
-            torch._foreach_zero_(targets)
-            targets = [t for t, p in zip(targets, pieces, strict=True) if not self._lacks(p)]
-        if targets:
-            torch._foreach_copy_(targets, updates)
+    def _move(self, block: Strip, target: Tensor | None = None) -> None:
+        """m <- lerp(m, g, 1 - mu), rounded; the update is m or, under Nesterov, the same once more.
+
+        All in the gradient's dtype, element by element: how they are cut changes no bit. Without a
+        gradient a momentum stays, and zeros take the place of the update: others may wait for it.
+        """
+        pieces = [p for p in block.pieces if not self._lacks(p)]
+        if not pieces:
+            if target is not None:
+                target.zero_()
+            return
+        group = self.groups[self.plan.matrices[pieces[0].item.parameter].group]
+        grads = [p.of(g) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
+        momenta = [p.of(self.momenta[p.item.parameter]) for p in pieces]
+        wide, whole = grads[0].new_empty(block.cells), len(pieces) == len(block.pieces)
+
+        def views(cells: Tensor) -> list[Tensor]:
+            """Of the pieces that have a gradient."""
+            found = block.views(cells)
+            pairs = zip(found, block.pieces, strict=True)
+            return found if whole else [view for view, p in pairs if not self._lacks(p)]
+
+        if not whole:
+            wide.zero_()
+        moving, weight = views(wide), 1 - group["momentum"]
+        torch._foreach_copy_(moving, momenta)
+        torch._foreach_lerp_(moving, grads, weight)
+        rounded = wide.to(momenta[0].dtype)
+        torch._foreach_copy_(momenta, views(rounded))
+        if target is None:
+            return
+        if group["nesterov"]:
+            if rounded is not wide:
+                wide.copy_(rounded)
+                del rounded
+            torch._foreach_lerp_(moving, grads, weight)
+            target.copy_(wide)
+        else:
+            target.copy_(rounded)
 
     def _lacks(self, piece: Piece) -> bool:
         """Its parameter has no gradient."""
         return self.grads[piece.item.parameter] is None
 
-    def _move(self, pieces: Sequence[Piece], update: bool = False) -> list[Tensor]:
-        """m <- lerp(m, g, 1 - mu), rounded; the update is lerp(g, m, mu), or m without Nesterov.
-
-        All in the gradient's dtype, element by element: how they are cut changes no bit. Pieces are
-        of one kind; those without a gradient are left out.
-        """
-        pieces = [piece for piece in pieces if not self._lacks(piece)]
-        if not pieces:
-            return []
-        group = self.groups[self.plan.matrices[pieces[0].item.parameter].group]
-        grads = [_cut(g, p) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
-        momenta = [_cut(self.momenta[p.item.parameter], p) for p in pieces]
-        mu, wide = group["momentum"], momenta
-        if momenta[0].dtype == grads[0].dtype:
-            torch._foreach_lerp_(momenta, grads, 1 - mu)
-        else:
-            wide = [m.to(grads[0].dtype) for m in momenta]
-            torch._foreach_lerp_(wide, grads, 1 - mu)
-            torch._foreach_copy_(momenta, wide)
-        if not update or not group["nesterov"]:
-            return momenta
-        if wide is not momenta:
-            torch._foreach_copy_(wide, momenta)
-        return list(torch._foreach_lerp(grads, wide, mu))
-
-    def _apply(self, pieces: Sequence[Piece], updates: Sequence[Tensor]) -> None:
+    def _apply(
+        self, pieces: Sequence[Piece], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
+    ) -> None:
         """w <- w - lr * scale * update, and cautious decay, of pieces that have a gradient."""
-        alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for piece, update in zip(pieces, updates, strict=True):
-            item = piece.item
-            if not self._lacks(piece):
-                key = (self.plan.matrices[item.parameter].group, item.rows, item.cols)
-                weights, some = alike.setdefault(key, ([], []))
-                weights.append(_cut(self.weights[item.parameter], piece))
-                some.append(update)
-        for (number, rows, cols), (weights, some) in alike.items():
+        for numbers in alike:
+            members = [i for i in numbers if not self._lacks(pieces[i])]
+            if not members:
+                continue
+            item, some = pieces[members[0]].item, [updates[i] for i in members]
+            weights = [pieces[i].of(self.weights[pieces[i].item.parameter]) for i in members]
+            number = self.plan.matrices[item.parameter].group
             group, lr = self.groups[number], self.rates[number]
             if group["weight_decay"] and group["cautious"]:
                 keep = 1 - lr * group["weight_decay"]
                 for w, u in zip(weights, some, strict=True):
                     w.copy_(torch.where(u * w >= 0, w * keep, w))
-            factor = -lr * update_scale(group["scale"], rows, cols)
+            factor = -lr * update_scale(group["scale"], item.rows, item.cols)
             torch._foreach_add_(weights, some, alpha=factor)
-
-
-def _cut(part: Tensor, piece: Piece) -> Tensor:
-    """The cells of a piece in this rank's part of its parameter."""
-    return part if piece.where is None else part[piece.where]

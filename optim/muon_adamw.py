@@ -12,7 +12,7 @@ from torch import Tensor
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from optim.adamw import StateKind, adamw_update, new_state
-from optim.local import local_part
+from optim.low_bit import plain, write
 from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
 from optim.muon_plan import Matrix, MuonPlan
 from optim.ownership import MatrixView
@@ -160,28 +160,24 @@ class MuonAdamW(torch.optim.Optimizer):
         """Most bytes alive at once in Muon's half of a step; see `MuonPlan.transient_bytes`."""
         plan = self.plan()
         momenta = [self.state[m.parameter]["momentum"] for m in plan.matrices]
-        return plan.transient_bytes(self.param_groups, momenta)
+        return plan.transient_bytes(momenta)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state as `<parameter>.<entry>`: the live tensors, to be saved or written into.
+        """All state as `<parameter>.<entry>`, to be saved, or filled for `load_state_tensors`.
 
-        It knows nothing of the order of parameters, of groups, or of the mesh.
+        It knows nothing of the order of parameters, of groups, or of the mesh. Moments in 8 or 4
+        bits are unpacked copies in the memory of the host; all others are the live tensors.
         """
-        return {
-            f"{name}.{key}": value
-            for group in self.param_groups
-            for name, p in zip(group["param_names"], group["params"], strict=True)
-            for key, value in self.state[p].items()
-        }
+        return {name: plain(value) for name, value in self._entries().items()}
 
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Copies state of the names and shapes of `state_tensors`, sharded as here.
+        """Takes over state of the names and shapes of `state_tensors`, sharded as here.
 
         Raises:
             CheckpointError: an entry is missing, unknown or of another shape; it is named.
         """
-        own = self.state_tensors()
+        own = self._entries()
         for wrong, what in ((own.keys() - state, "missing"), (state.keys() - own, "unknown")):
             if wrong:
                 raise CheckpointError(
@@ -190,6 +186,15 @@ class MuonAdamW(torch.optim.Optimizer):
                 )
         for name, value in state.items():
             _write(name, own[name], value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The standard form; moments in 8 or 4 bits are unpacked as in `state_tensors`."""
+        found = super().state_dict()
+        state = {
+            key: {entry: plain(value) for entry, value in entries.items()}
+            for key, entries in found["state"].items()
+        }
+        return {**found, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -214,6 +219,15 @@ class MuonAdamW(torch.optim.Optimizer):
         """Groups of an algorithm with their numbers; empty ones are left out."""
         groups = enumerate(self.param_groups)
         return [(i, g) for i, g in groups if g["algorithm"] == algorithm and g["params"]]
+
+    def _entries(self) -> dict[str, Tensor]:
+        """All state as it is stored, by the names of `state_tensors`."""
+        return {
+            f"{name}.{key}": value
+            for group in self.param_groups
+            for name, p in zip(group["param_names"], group["params"], strict=True)
+            for key, value in self.state[p].items()
+        }
 
     def _link_steps(self) -> None:
         """Step counters become elements of one tensor per group: one operation counts them all."""
@@ -250,9 +264,11 @@ def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict
 
 def _write(name: str, own: Tensor, value: Tensor) -> None:
     """Copies one entry of state into what is here; same shape, sharded as here."""
+    if value is own:
+        return
     if value.shape != own.shape:
         raise CheckpointError(
             f"optimizer state {name!r} has shape {tuple(value.shape)}, not {tuple(own.shape)}. "
             "Fix: resume with the model it was saved with."
         )
-    local_part(own).copy_(local_part(value))
+    write(own, value)

@@ -18,8 +18,8 @@ from megacpp.memory.muon import (
     step_peak_bytes,
 )
 from optim.boxes import Layout, layout_of
-from optim.exchange import Batch, Kind, Piece, Rank, Stay, Wave, flat, sizes
-from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients
+from optim.exchange import Batch, Kind, Rank, Stay, Strip, Wave
+from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients, least_batch
 from optim.ownership import Item, MatrixView, choose_owners, fingerprint, items_of, loads, waves_of
 
 
@@ -59,7 +59,8 @@ class Exchange:
         self.wire, self.group, self.num_ranks = wire, some.group, len(some.boxes)
         batch = batch_cells(parameter, wire)
         kinds = {number: matrix.kind for number, matrix in matrices.items()}
-        rank = Rank(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS)
+        dims = {number: matrix.parameter.dim() for number, matrix in matrices.items()}
+        rank = Rank(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
         most = max(1, bucket // wire.itemsize)
         alike: dict[Any, list[Item]] = {}  # many parameters are cut in the same way
         items: list[Item] = []
@@ -75,8 +76,11 @@ class Exchange:
         moving = [item for item in self.items if item.moves]
         dealt = waves_of(moving, layouts, self.num_ranks, most)
         self.waves = [Wave(wave, rank) for wave in dealt]
-        self.staying = [Stay(part, rank) for part in _portions(here, most)]
-        self.fingerprint = fingerprint((wire, bucket, some.ranks, self.items, dealt))
+        # What needn't travel is packed a few batches at a time, to be in caches when it is solved.
+        portions = _portions(here, min(most, max(batch, BLOCK_CELLS)))
+        self.staying = [Stay(part, rank) for part in portions]
+        solvers = [kind.solve for kind in kinds.values()]  # order matrices within a wave
+        self.fingerprint = fingerprint((wire, bucket, some.ranks, self.items, dealt, solvers))
 
     @property
     def loads(self) -> list[int]:
@@ -161,22 +165,26 @@ class MuonPlan:
         for exchange in self.exchanges:
             _agree(exchange, len(self.exchanges), self.matrices[0].parameter.device)
 
-    def transient_bytes(self, groups: Sequence[dict[str, Any]], momenta: Sequence[Tensor]) -> int:
+    def transient_bytes(self, momenta: Sequence[Tensor]) -> int:
         """Most bytes alive at once in a step of this rank, beside parameters, gradients and state.
 
         For gradients of the parameters' dtype, and without cautious decay, which needs up to three
         times the largest piece for a moment.
         """
         cuda = any(matrix.parameter.is_cuda for matrix in self.matrices)
+
+        def packing(blocks: Sequence[Strip]) -> int:
+            return max((self._packing_bytes(b, momenta) for b in blocks), default=0)
+
         waves = [
             WaveBytes(
-                sum(sizes(w.sent)) * e.wire.itemsize,
-                sum(sizes(w.received)) * e.wire.itemsize,
-                sum(sizes(w.returned)) * e.wire.itemsize,
-                sum(sizes(w.arriving)) * e.wire.itemsize,
-                self._packing_bytes(flat(w.sent), w.blocks, groups, momenta),
+                w.sent.cells * e.wire.itemsize,
+                w.received.cells * e.wire.itemsize,
+                w.returned.cells * e.wire.itemsize,
+                w.arriving.cells * e.wire.itemsize,
+                packing(w.blocks),
                 max((_solving_bytes(b, c, e.wire, cuda) for b, c in w.copied), default=0),
-                self._packing_bytes(w.aside, w.aside_blocks, groups, momenta, update=False),
+                packing(w.aside),
             )
             for e in self.exchanges
             for w in e.waves
@@ -184,7 +192,7 @@ class MuonPlan:
         staying = [
             WaveBytes(
                 stay.cells * e.wire.itemsize,
-                packing=self._packing_bytes(stay.pieces, stay.blocks, groups, momenta),
+                packing=packing(stay.blocks),
                 solving=max(_solving_bytes(b, 0, e.wire, cuda) for b in stay.batches),
             )
             for e in self.exchanges
@@ -192,26 +200,15 @@ class MuonPlan:
         ]
         return step_peak_bytes(waves, staying)
 
-    def _packing_bytes(
-        self,
-        pieces: Sequence[Piece],
-        blocks: Sequence[range],
-        groups: Sequence[dict[str, Any]],
-        momenta: Sequence[Tensor],
-        update: bool = True,
-    ) -> int:
-        found = [0]
-        for block in blocks:
-            number = pieces[block[0]].item.parameter
-            matrix = self.matrices[number]
-            cells = sum(pieces[i].box.size for i in block)
-            widths = momenta[number].itemsize, matrix.parameter.itemsize
-            found.append(packing_bytes(cells, *widths, groups[matrix.group]["nesterov"] and update))
-        return max(found)
+    def _packing_bytes(self, block: Strip, momenta: Sequence[Tensor]) -> int:
+        number = block.pieces[0].item.parameter
+        widths = momenta[number].itemsize, self.matrices[number].parameter.itemsize
+        return packing_bytes(block.cells, *widths)
 
 
 def _solving_bytes(batch: Batch, copied: int, wire: torch.dtype, cuda: bool) -> int:
     """Of one batch, `copied` cells of which are put together first."""
-    widened = wire.itemsize == 2 and not cuda and min(batch.rows, batch.cols) <= 16
-    work = newton_schulz_bytes(batch.count, batch.rows, batch.cols, wire.itemsize, widened)
+    least = 1 if cuda else least_batch(min(batch.rows, batch.cols), wire.itemsize)
+    count = max(least, batch.count)
+    work = newton_schulz_bytes(count, batch.rows, batch.cols, wire.itemsize)
     return copied * wire.itemsize + work

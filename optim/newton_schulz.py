@@ -39,6 +39,10 @@ POLAR_EXPRESS_SAFETY = 1.02
 EPS = 1e-7  # added to the norm, as upstream does
 CPU_BATCH_BYTES = 1 << 20  # of matrices that share a product: what caches hold, with the products
 CUDA_BATCH_BYTES = 1 << 26  # chosen for memory, not measured
+# torch gives products of bf16 on a CPU to oneDNN if they have more multiplications than this, over
+# the whole batch, and to other kernels if not (mkldnn_gemm_min_size).
+ONEDNN_PRODUCT = 16**3
+FLIPPED_CELLS = 1 << 16  # from here on torch's transposition of one matrix beats that of a batch
 
 
 def newton_schulz(
@@ -49,7 +53,7 @@ def newton_schulz(
 ) -> Tensor:
     """Orthogonalises each matrix of `g` `[..., R, C]`; the argument is never written to.
 
-    Each matrix is first scaled by a power of two, so that huge and tiny ones are as good as any.
+    Huge and tiny matrices are first scaled by a power of two, so that they are as good as any.
     On a CPU the other matrices of the batch don't change a bit of a result.
 
     Args:
@@ -66,9 +70,12 @@ def newton_schulz(
     safety = POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1.0
     rows = coefficient_rows(coefficients, steps)
     parts = x_Ksl.split(_matrices_per_call(x_Ksl, dtype))
-    done = [_iterate(_normalised(part, dtype, safety), rows)[:, :short, :long] for part in parts]
+    done = [
+        _iterate(_normalised(part, dtype, safety), rows)[: len(part), :short, :long]
+        for part in parts
+    ]
     out = (done[0] if len(done) == 1 else torch.cat(done)).reshape(wide.shape)
-    return out.mT if tall else out
+    return _contiguous(out.mT) if tall else out
 
 
 def newton_schulz_plain(
@@ -150,6 +157,15 @@ def newton_schulz_flops(rows: int, cols: int, steps: int = 5) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
+def least_batch(short: int, itemsize: int) -> int:
+    """Matrices that share a product on a CPU, zeros among them; more than 1 for small ones of bf16.
+
+    By the size of the whole batch torch gives the smallest of the products, that of two s x s, to
+    one library or another, and these round differently.
+    """
+    return 1 if itemsize != 2 else ONEDNN_PRODUCT // (short + -short % 8) ** 3 + 1
+
+
 def _matrices_per_call(x_Ksl: Tensor, dtype: torch.dtype) -> int:
     """How many matrices share a product; more bytes a call than these gain nothing.
 
@@ -165,38 +181,56 @@ def _matrices_per_call(x_Ksl: Tensor, dtype: torch.dtype) -> int:
 def _normalised(x_Ksl: Tensor, dtype: torch.dtype, safety: float) -> Tensor:
     """x / (safety ‖x‖ + eps) in a new contiguous tensor, without overflow or underflow of the norm.
 
-    The power of two that brings the largest entry to about 1 is exact, so this is upstream's
-    formula, except that eps stops growing once all entries are below 2^-20: a tiny gradient still
-    has a direction. The norm is taken in fp32 at least.
+    The norm is taken in fp32 at least, and divides rounded to the iteration's dtype. This is
+    upstream's formula, except that eps stops growing, relative to x, once all entries are below
+    2^-20: a tiny gradient still has a direction.
 
     Both sides are padded to multiples of 8 with zeros, which stay zero. Without that a matrix's
-    address, and with it how MKL rounds, would depend on its place in the batch.
+    address, and with it how MKL rounds, would depend on its place in the batch. So are batches, to
+    `least_batch`.
     """
+    norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    y_Ksl = _contiguous(x_Ksl.to(dtype))
+    norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
+    usual, eps = (norm >= 2.0**-20) & (norm <= 2.0**60), EPS
+    if x_Ksl.is_cuda or not usual.all():  # a GPU isn't waited for
+        del y_Ksl
+        power = torch.where(usual, 1.0, _power(x_Ksl))
+        y_Ksl = _contiguous((x_Ksl * power.to(x_Ksl.dtype)).to(dtype))
+        norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
+        eps = EPS * power.to(norm_dtype).clamp(max=2.0**20)
+    length = (norm * safety + eps).to(dtype)  # of another dtype it would take twenty times as long
+    y_Ksl = y_Ksl / length if y_Ksl is x_Ksl else y_Ksl.div_(length)
+    count, short, long = x_Ksl.shape
+    rows, cols = -short % 8, -long % 8
+    more = 0 if x_Ksl.is_cuda else max(0, least_batch(short, dtype.itemsize) - count)
+    padded = rows or cols or more
+    return torch.nn.functional.pad(y_Ksl, (0, cols, 0, rows, 0, more)) if padded else y_Ksl
+
+
+def _power(x_Ksl: Tensor) -> Tensor:
+    """The power of two that brings each matrix's largest entry to about 1, [K, 1, 1]."""
     largest = x_Ksl.abs().amax(dim=(-2, -1), keepdim=True)
     limit = 1000 if x_Ksl.dtype == torch.float64 else 120
     working = torch.float64 if x_Ksl.dtype == torch.float64 else torch.float32
     exponent = torch.frexp(largest.to(working)).exponent.clamp(-limit, limit)
-    power = torch.exp2(-exponent.to(working))
-    y_Ksl = (x_Ksl * power.to(x_Ksl.dtype)).to(dtype).contiguous()
-    norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
-    y_Ksl.div_(norm * safety + (EPS * power.clamp(max=2.0**20)).to(norm_dtype))
-    rows, cols = (-side % 8 for side in x_Ksl.shape[1:])
-    return torch.nn.functional.pad(y_Ksl, (0, cols, 0, rows)) if rows or cols else y_Ksl
+    return torch.exp2(-exponent.to(working))
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """A contiguous copy of transposed matrices; `x` itself if it is contiguous."""
+    if x.is_contiguous() or x.is_cuda or x.shape[-2] * x.shape[-1] < FLIPPED_CELLS:
+        return x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    matrices = (t.reshape(-1, *x.shape[-2:]).unbind() for t in (out, x))
+    for to, of in zip(*matrices, strict=True):
+        to.copy_(of)
+    return out
 
 
 def _iterate(x_Ksl: Tensor, rows: list[tuple[float, float, float]]) -> Tensor:
-    narrow = x_Ksl.dtype
-    # torch gives small products of bf16 to one library or another by the size of the whole batch.
-    # In fp32, rounded after each product, the batch doesn't matter; sums are in fp32 either way.
-    small = narrow.itemsize == 2 and not x_Ksl.is_cuda and x_Ksl.shape[1] <= 16
-
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(narrow).float() if small else t
-
-    x_Ksl = x_Ksl.float() if small else x_Ksl
     for a, b, c in rows:
-        gram_Kss = rounded(torch.bmm(x_Ksl, x_Ksl.mT))
-        polynomial_Kss = rounded(torch.baddbmm(gram_Kss, gram_Kss, gram_Kss, beta=b, alpha=c))
-        x_Ksl = rounded(torch.baddbmm(x_Ksl, polynomial_Kss, x_Ksl, beta=a))
-    return x_Ksl.to(narrow)
+        gram_Kss = torch.bmm(x_Ksl, x_Ksl.mT)
+        polynomial_Kss = torch.baddbmm(gram_Kss, gram_Kss, gram_Kss, beta=b, alpha=c)
+        x_Ksl = torch.baddbmm(x_Ksl, polynomial_Kss, x_Ksl, beta=a)
+    return x_Ksl

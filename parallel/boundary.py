@@ -6,7 +6,7 @@ losses, watches for gradients that aren't finite, and says with all ranks what b
     sums = boundary.accumulate(microbatches)      # .grad of every parameter: the step's gradient
     norm = clip_gradients(..., along=sums.along)  # the one all-reduce that all ranks take part in
     verdict = boundary.judge(sums, norm)          # the one wait for the device
-    boundary.conclude(verdict.healthy)            # selection bias of routers, loss scale
+    boundary.conclude(verdict)                    # selection bias of routers, loss scale
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,78 +32,12 @@ from parallel.context_layout import ContextLayout
 from parallel.guard import NonFiniteGuard
 from parallel.loss_scale import LossScale
 from parallel.mesh import World
+from parallel.verdict import StepSums, Totals, Verdict
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from parallel.pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a step is made of, over all ranks: known before its first forward.
-
-    Attributes:
-        valid: labels that count, of each microbatch or, where that is enough, of all.
-    """
-
-    tokens: int
-    target_bytes: int
-    valid: tuple[int, ...]
-    microbatches: int
-
-    def divisors(self, rule: str) -> list[int]:
-        """What the loss sum of each microbatch is divided by; never 0.
-
-        `tokens`: the valid tokens of the step, so that the loss is their mean. `microbatches`: each
-        microbatch is the mean of its own valid tokens, and the step the mean of microbatches, those
-        without a valid token included (`grad_accum_steps x num_chunks` of them). Both are the same
-        number where microbatches have equally many.
-        """
-        if rule == "tokens":
-            return [max(1, sum(self.valid))] * self.microbatches
-        assert len(self.valid) == self.microbatches
-        return [self.microbatches * max(1, valid) for valid in self.valid]
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """Sums of one step over all ranks and microbatches; still tensors, so nothing waits.
-
-    Attributes:
-        along: fp64 numbers of this rank that wait to be summed over all ranks together with the
-            gradient norm: values that weren't finite, auxiliary losses, gradients of routers.
-    """
-
-    loss_sum: Tensor  # what was differentiated: cross entropy and z-loss
-    nll_sum: Tensor  # cross entropy alone, nats
-    valid_tokens: int
-    tokens: int
-    target_bytes: int
-    along: Tensor
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks know of a step, as numbers of the host; the same on every rank.
-
-    Attributes:
-        grad_norm: before clipping, of gradients in which what wasn't finite is zero.
-        nonfinite: gradient values that weren't finite, over all ranks, before ranks summed theirs.
-        healthy: the step may be taken.
-        auxiliary: coefficient * mean over tokens of each auxiliary loss that is on, summed over
-            layers.
-        auxiliary_ratio: norm of the gradient of the auxiliary losses over that of the main loss,
-            both of the logits of all routers; None without the one or the other.
-    """
-
-    grad_norm: float
-    loss_sum: float
-    nll_sum: float
-    nonfinite: int
-    healthy: bool
-    auxiliary: dict[str, float]
-    auxiliary_ratio: float | None
 
 
 class AccumulationBoundary:
@@ -152,9 +85,9 @@ class AccumulationBoundary:
                 They are all taken before the first is run.
         """
         batches = list(microbatches)
+        assert batches, "a step of no microbatch"
         totals = self._totals(batches)
-        scale = self.loss_scale.value
-        divisors = [divisor / scale for divisor in totals.divisors(self.train.divisor)]
+        divisors = totals.divisors(self.train.divisor) / self.loss_scale.value
         self._set_scales(totals.tokens)
         self.guard.reset()
         if self.pipeline is not None:
@@ -164,22 +97,19 @@ class AccumulationBoundary:
             for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True)):
                 self._sync_gradients(last=number == len(batches) - 1)
                 out = self._forward(batch)
-                (out.loss_sum / divisor).backward()
+                (out.loss_sum / divisor.to(out.loss_sum.dtype)).backward()
                 sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
         self.guard.clean_unreduced()
         self._complete_gradients()
+        if self.pipeline is not None:
+            self.pipeline.sync_tied_gradients()
         self.world.sum(sums, "loss")
-        return StepSums(
-            sums[0],
-            sums[1],
-            sum(totals.valid),
-            totals.tokens,
-            totals.target_bytes,
-            self._numbers_along(),
-        )
+        return StepSums(sums[0], sums[1], totals, self._numbers_along(sums))
 
     def judge(self, sums: StepSums, norm: Tensor) -> Verdict:
         """What becomes of a step whose gradient norm is known; the one wait for the device.
+
+        Only numbers that all ranks agreed on decide.
 
         Args:
             norm: from `clip_gradients`, which has summed `sums.along` over all ranks.
@@ -187,32 +117,55 @@ class AccumulationBoundary:
         Raises:
             NonFiniteError: with `train.nonfinite=raise`, saying which ranks and blocks it was.
         """
-        losses = torch.stack([sums.loss_sum, sums.nll_sum]).double()
-        numbers = torch.cat([norm.double().view(1), losses, sums.along]).tolist()
-        (grad_norm, loss_sum, nll_sum, nonfinite), terms = numbers[:4], numbers[4:-2]
-        main, own = (math.sqrt(square) if square >= 0 else math.nan for square in numbers[-2:])
-        finite = math.isfinite(grad_norm) and math.isfinite(loss_sum)
-        clean = finite and not nonfinite
-        if not clean and self.train.nonfinite == "raise":
-            raise NonFiniteError(
-                f"train.nonfinite=raise: gradient norm {grad_norm:g}, loss sum {loss_sum:g}, "
-                f"values that are not finite {nonfinite:,.0f}: {self.where() or 'none on a rank'}. "
-                "Fix: lower optim.lr, or leave such steps out with train.nonfinite=skip."
-            )
+        totals = sums.totals
+        counts = torch.stack([totals.valid.sum(), totals.target_bytes]).double()
+        numbers = torch.cat([norm.double().view(1), sums.nll_sum.view(1), counts, sums.along])
+        grad_norm, nll_sum, valid, target_bytes, nonfinite, losses, *rest = numbers.tolist()
+        main, own = (math.sqrt(square) if square >= 0 else math.nan for square in rest[-2:])
         on = {term for router in self.routers for term in router.auxiliary}
-        return Verdict(
+        finite = math.isfinite(grad_norm) and not losses
+        sanitizes = self.train.nonfinite == "sanitize"
+        verdict = Verdict(
             grad_norm=grad_norm,
-            loss_sum=loss_sum,
+            loss=nll_sum / valid if valid else math.nan,
             nll_sum=nll_sum,
+            valid_tokens=int(valid),
+            target_bytes=int(target_bytes),
             nonfinite=int(nonfinite),
-            healthy=finite if self.train.nonfinite == "sanitize" else clean,
+            finite=finite,
+            healthy=bool(valid) and finite and (sanitizes or not nonfinite),
             auxiliary={
-                term: value / sums.tokens
-                for term, value in zip(TERMS, terms, strict=True)
+                term: value / totals.tokens
+                for term, value in zip(TERMS, rest[:-2], strict=True)
                 if value or term in on
             },
             auxiliary_ratio=own / main if main > 0 and own > 0 else None,
         )
+        if not verdict.clean and self.train.nonfinite == "raise":
+            raise NonFiniteError(
+                f"train.nonfinite=raise: {verdict.trouble}: {self.where() or 'after the sum'}. "
+                "Fix: lower optim.lr, or leave such steps out with train.nonfinite=skip."
+            )
+        return verdict
+
+    @torch.no_grad()
+    def conclude(self, verdict: Verdict | None = None) -> None:
+        """The end of a step, taken (or not judged) or left out.
+
+        The loss scale moves, and the selection bias of every router by the step's counts over all
+        ranks; a step that was left out is forgotten.
+        """
+        if verdict is None or not verdict.clean or verdict.healthy:
+            self.loss_scale.update(verdict is None or verdict.clean)
+        if not self.routers or (verdict is not None and not verdict.healthy):
+            for router in self.routers:
+                router.forget()
+            return
+        counts = torch.stack([router.tokens_per_expert for router in self.routers])
+        self.world.sum(counts, "stage")
+        for router, count in zip(self.routers, counts, strict=True):
+            router.tokens_per_expert.copy_(count)
+            router.update_bias()
 
     def where(self) -> str:
         """Which ranks had values that weren't finite in which part of the model, for a message.
@@ -247,25 +200,7 @@ class AccumulationBoundary:
         self.model.train(training)
         for unit in self.units:  # no backward follows that would: parameters are shards again
             unit.reshard()
-        valid, nothing = sum(totals.valid), sums.new_zeros(0)
-        return StepSums(sums[0], sums[1], valid, totals.tokens, totals.target_bytes, nothing)
-
-    @torch.no_grad()
-    def conclude(self, updated: bool = True) -> None:
-        """The end of a step, taken or left out: loss scale, and selection bias of every router.
-
-        The bias moves by the step's counts over all ranks; a step that was left out is forgotten.
-        """
-        self.loss_scale.update(updated)
-        if not self.routers or not updated:
-            for router in self.routers:
-                router.forget()
-            return
-        counts = torch.stack([router.tokens_per_expert for router in self.routers])
-        self.world.sum(counts, "stage")
-        for router, count in zip(self.routers, counts, strict=True):
-            router.tokens_per_expert.copy_(count)
-            router.update_bias()
+        return StepSums(sums[0], sums[1], totals, sums.new_zeros(0))
 
     def _forward(self, batch: Batch) -> LossSum:
         if self.layout.degree > 1:
@@ -280,15 +215,15 @@ class AccumulationBoundary:
         return torch.autocast(self.world.device.type, self.autocast)
 
     def _totals(self, batches: Sequence[Batch]) -> Totals:
-        """Counts over all ranks: one small all-reduce."""
-        tokens = sum(batch.ids_BT.numel() for batch in batches)
-        target_bytes = sum(batch.target_bytes for batch in batches)
+        """Counts over all ranks: one small all-reduce, and nobody waits for it."""
+        tokens = sum(batch.ids_BT.numel() for batch in batches) * self.world.degree("batch")
         valid = [batch.num_targets for batch in batches]
         if self.train.divisor == "tokens":
             valid = [sum(valid)]
-        counts = torch.tensor([tokens, target_bytes, *valid], device=self.world.device)
-        total = self.world.sum(counts, "batch").tolist()
-        return Totals(total[0], total[1], tuple(total[2:]), len(batches))
+        target_bytes = sum(batch.target_bytes for batch in batches)
+        counts = torch.tensor([target_bytes, *valid]).to(self.world.device, non_blocking=True)
+        self.world.sum(counts, "batch")
+        return Totals(tokens, counts[0], counts[1:], len(batches))
 
     def _sync_gradients(self, last: bool) -> None:
         """What FSDP2 does in the backward of a microbatch; a pipeline's schedule does it itself.
@@ -333,12 +268,13 @@ class AccumulationBoundary:
             clip.loss_scale = self.loss_scale.value
 
     @torch.no_grad()
-    def _numbers_along(self) -> Tensor:
+    def _numbers_along(self, sums: Tensor) -> Tensor:
         """What is summed over all ranks with the norm; each token's router is on one rank alone."""
-        numbers = torch.zeros(1 + len(TERMS) + 2, dtype=torch.float64, device=self.world.device)
+        numbers = torch.zeros(2 + len(TERMS) + 2, dtype=torch.float64, device=self.world.device)
         numbers[0] = self.guard.total
+        numbers[1] = (~sums.isfinite()).sum()  # ranks of tp may differ in what they see
         for router in self.routers:
-            numbers[1:-2] += router.loss_sums
+            numbers[2:-2] += router.loss_sums
             numbers[-2:] += router.gradient_squares
         return numbers
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megacpp.config import Config
 from megacpp.dtensor import is_dtensor
@@ -42,9 +43,10 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
+    @property
+    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]: ...
     def step(self) -> Any: ...
     def zero_grad(self) -> None: ...
-    def state_tensors(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -213,14 +215,13 @@ class _Step:
 
     def state(self) -> dict[str, Bytes]:
         """Bytes of optimizer state by algorithm and class."""
-        groups = self.optimizer.param_groups
-        algorithms = {name: g["algorithm"] for g in groups for name in g["param_names"]}
         found: dict[str, Bytes] = {}
-        for key, value in self.optimizer.state_tensors().items():
-            name = key.rpartition(".")[0]
-            of_class = found.setdefault(algorithms[name], {})
-            kind = class_of(self.model, name, self.model.get_parameter(name))
-            of_class[kind] = of_class.get(kind, 0) + _local_bytes(value)
+        for group in self.optimizer.param_groups:
+            of_class = found.setdefault(group["algorithm"], {})
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                kind = class_of(self.model, name, p)
+                held = sum(map(_local_bytes, self.optimizer.state[p].values()))
+                of_class[kind] = of_class.get(kind, 0) + held
         return found
 
 
@@ -235,6 +236,9 @@ def _by_class(model: HybridLM, tensors: Mapping[str, Tensor]) -> Bytes:
 
 def _local_bytes(t: Tensor) -> int:
     local = t.to_local() if is_dtensor(t) else t
+    if is_traceable_wrapper_subclass(local):  # packed moments: codes and what they stand for
+        names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        return sum(_local_bytes(getattr(local, name)) for name in names)
     return local.numel() * local.itemsize
 
 

@@ -8,7 +8,7 @@ no values. Everything that a mesh does to a model can be seen on them, for any n
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from megacpp.config import Config
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from parallel.boundary import AccumulationBoundary, Totals
+from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
 from parallel.mesh import World, join
 from parallel.stand_ins import stand_ins
@@ -64,10 +64,15 @@ def fake_tensors() -> Iterator[None]:
 
 
 def as_trained(config: Config) -> Config:
-    """`auto` precision means bf16, as on a GPU, unless the run is to be on a CPU."""
-    if config.precision.dtype != "auto" or config.train.device == "cpu":
+    """`auto` means bf16, as on a GPU, in compute and in Muon, unless the run is to be on a CPU."""
+    if config.train.device == "cpu":
         return config
-    return replace(config, precision=replace(config.precision, dtype="bf16"))
+    precision, optim = config.precision, config.optim
+    if precision.dtype == "auto":
+        precision = replace(precision, dtype="bf16")
+    if optim.muon_dtype == "auto" and precision.dtype != "fp64":
+        optim = replace(optim, muon_dtype="bf16")
+    return replace(config, precision=precision, optim=optim)
 
 
 def whole_model(config: Config) -> HybridLM:
@@ -92,26 +97,19 @@ def fake_batch(config: Config) -> Batch:
 
 
 class FakeBoundary(AccumulationBoundary):
-    """The boundary without peers to agree with.
-
-    Its counts of tokens are real tensors: the host reads them to divide by.
-    """
+    """The boundary without peers to agree with."""
 
     def __init__(self, model: HybridLM, world: World, config: Config) -> None:
         super().__init__(model, world, config)
         if self.pipeline is not None:
             self.pipeline.dry = True
 
-    def _totals(self, batches: Sequence[Batch]) -> Totals:
-        with unset_fake_temporarily():
-            return super()._totals(batches)
-
 
 class _RealStaysReal(TorchDispatchMode):
-    """Real tensors (ranks of a mesh) keep their values; fractions that the host reads are 1.0.
+    """Real tensors (ranks of a mesh) keep their values; what the host reads of others is made up.
 
-    A whole number must be real: it could be a size. Only fractions are made up, where the host
-    looks at a scale or a norm to see whether there is something to do.
+    A fraction is 1.0 and a truth value true: the host looks at a scale or a norm to see whether
+    there is something to do. A whole number must be real: it could be a size.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,8 +118,11 @@ class _RealStaysReal(TorchDispatchMode):
         if FakeTensor in types:
             if func is torch.ops.prim.device.default:
                 return args[0].fake_device  # more than half of all calls, so the short way
-            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-                return 1.0
+            if func is torch.ops.aten._local_scalar_dense.default:
+                if args[0].is_floating_point():
+                    return 1.0
+                if args[0].dtype == torch.bool:
+                    return True
             return func(*args, **(kwargs or {}))
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not tensors or any(t.is_meta for t in tensors):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
@@ -23,6 +23,8 @@ from parallel.mesh import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from parallel.stages import Stage
 
 REST = "norms, routers and scalars"  # what the root unit owns
 
@@ -35,7 +37,7 @@ class NonFiniteGuard:
         counts: int64, values of each that weren't finite since `reset`, on this rank.
     """
 
-    def __init__(self, model: HybridLM, world: World, stages: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, model: HybridLM, world: World, stages: Sequence[Stage] = ()) -> None:
         """`stages`: of this rank, where a pipeline has some; these are then the roots of FSDP2."""
         units, unseen = _units(model, world, stages)
         self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
@@ -84,7 +86,7 @@ class NonFiniteGuard:
 
 
 def _units(
-    model: HybridLM, world: World, stages: Sequence[nn.Module]
+    model: HybridLM, world: World, stages: Sequence[Stage]
 ) -> tuple[list[tuple[str, FSDPModule]], Callable[[str], bool]]:
     """Units that FSDP2 reduce-scatters, with names, and whether a parameter is in none of them.
 
@@ -101,6 +103,8 @@ def _units(
     for root in stages or [model]:
         for unit in fsdp_units(root):
             name = names.get(id(unit), REST)  # a root may be a stage, no module of the model
+            if unit is root and len(stages) > 1:
+                name = f"{REST} of stage {root.part.index}"
             if isinstance(unit, Experts):
                 apart.append(f"{name}.")
             if scatters["expert_shard" if isinstance(unit, Experts) else "shard"]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megacpp.config import PrecisionConfig
 
+LEAST, MOST = 2.0**-16, 2.0**32  # beyond these no step's gradients tell anything
+
 
 class LossScale:
     """Dynamic for fp16: halved by a step that was left out, doubled after so many good ones.
@@ -24,15 +26,15 @@ class LossScale:
             return
         self.good_steps = self.good_steps + 1 if stepped else 0
         if not stepped:
-            self.value *= 0.5
-        elif self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2.0, 0
+            self.value = max(LEAST, self.value * 0.5)
+        elif self.good_steps >= self.growth_interval:
+            self.value, self.good_steps = min(MOST, self.value * 2.0), 0
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, float | bool]:
         """What a resumed run needs."""
-        return {"value": self.value, "good_steps": self.good_steps}
+        return {"dynamic": self.dynamic, "value": self.value, "good_steps": self.good_steps}
 
-    def restore(self, state: dict[str, float]) -> None:
+    def restore(self, state: dict[str, float | bool]) -> None:
         """As it was; a run whose precision changed starts with its own scale."""
-        if self.dynamic and state["value"] != 1.0:
-            self.value, self.good_steps = state["value"], int(state["good_steps"])
+        if self.dynamic and state["dynamic"]:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

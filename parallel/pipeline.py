@@ -70,17 +70,17 @@ class Pipeline:
             for unit in self.units():
                 unit.set_reshard_after_forward(False)
 
-    def accumulate(
-        self, microbatches: Sequence[Batch], divisors: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
+    def accumulate(self, microbatches: Sequence[Batch], divisors: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward over all microbatches; `.grad` then holds reduced gradients.
+
+        A tied weight still has those of this rank's end alone: `sync_tied_gradients`.
 
         Auxiliary losses are those of the routers' `aux_scale`, in every stage.
 
         Args:
             microbatches: whole rows, all of one shape; another number than in the step before
                 makes a new schedule.
-            divisors: what the loss sum of each is divided by.
+            divisors: what the loss sum of each is divided by, fp64.
 
         Returns:
             Loss sum and cross entropy sum of these microbatches, fp64, on every rank of `pp`.
@@ -89,11 +89,9 @@ class Pipeline:
         if self._built is None or self._built[0] != shape:
             self._built = shape, self._schedule(*shape)
         ids_Bt, kwargs = self._inputs(microbatches)
-        target = torch.tensor(divisors, dtype=torch.float64, device=self.world.device)
         args = (ids_Bt,) if self.stages[0].part.first else ()
         with _errors_of_stages():
-            self._built[1].step(*args, target=target, return_outputs=False, **kwargs)
-        self._sync_tied_gradients()
+            self._built[1].step(*args, target=divisors, return_outputs=False, **kwargs)
         return self._sums()
 
     @torch.no_grad()
@@ -208,7 +206,7 @@ class Pipeline:
         return sums[0], sums[1]
 
     @torch.no_grad()
-    def _sync_tied_gradients(self) -> None:
+    def sync_tied_gradients(self) -> None:
         """Adds up the gradients of a tied weight over the ranks of the first and the last stage.
 
         Both then hold the same gradient, so equal weights stay equal (`tied_copies` of

@@ -41,6 +41,17 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --optim.muon-bucket-mib 0", "optim.muon_bucket_mib=0", "at least 1"),
     ("tiny --optim.qk-clip 100", "optim.qk_clip=100.0", "qk_norm"),
     ("tiny --optim.qk-clip 100 --model.pattern MF", "optim.qk_clip=100.0", "no attention"),
+    ("tiny --optim.adamw-state 2bit", "optim.adamw_state=2bit", "fp32, 8bit, 4bit, cpu_offload"),
+    (
+        "tiny --optim.adamw-state cpu_offload --train.device cpu",
+        "optim.adamw_state=cpu_offload",
+        "in the memory of the host already",
+    ),
+    (
+        "tiny --train.batch-warmup-steps 1000000000",
+        "train.batch_warmup_steps=1000000000",
+        "at most 1000000",
+    ),
     ("tiny --train.max-skips 0", "train.max_skips=0", "at least 1"),
     ("tiny --train.nonfinite ignore", "train.nonfinite=ignore", "skip, sanitize, raise"),
     ("tiny --train.gradient-sync never", "train.gradient_sync=never", "defer, each, resident"),
@@ -139,6 +150,17 @@ def test_one_line_with_key_rule_and_fix(arguments: str, key: str, words: str) ->
     line = str(caught.value)
     assert line.startswith(key) and words in line and ". Fix: " in line and "\n" not in line
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("state", ["8bit", "4bit"])
+def test_low_bit_moments_need_torchao(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it weren't installed
+    wanted = ["tiny", "--optim.adamw-state", state]
+    with pytest.raises(ConfigError, match="Fix: pip install torchao") as caught:
+        parse_run(wanted, world_size=2)
+    assert str(caught.value).startswith(f"optim.adamw_state={state}: needs torchao")
+    assert caught.value.exit_code == 2
+    parse_run(["tiny", "--optim.adamw-state", "fp32"], world_size=2)
 
 
 def test_at_least_forty() -> None:

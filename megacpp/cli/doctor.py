@@ -28,14 +28,14 @@ class Finding:
 OPTIONAL = {
     "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
     "tilelang": ("the MIMO kernel and compiler checks", "our chunked torch form"),
-    "torchao": ("float8 training and low-bit optimizer state", "bf16 and fp32 state"),
+    "torchao": ("optim.adamw_state=8bit and 4bit", "moments of AdamW in fp32"),
     "transformer_engine": ("FP8 blocks and their checkpoint", "bf16 blocks"),
     "pyarrow": ("parquet sources", "folders and jsonl only"),
     "zstandard": (".jsonl.zst sources", "plain .jsonl"),
     "matplotlib": ("plots", "tables"),
 }
 
-UNUSED = ("mamba_ssm", "tilelang", "torchao", "transformer_engine")
+UNUSED = ("mamba_ssm", "tilelang", "transformer_engine")
 
 SELF_TEST = """
 import os, sys, torch, torch.distributed as dist

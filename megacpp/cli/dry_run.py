@@ -36,6 +36,13 @@ def dry_run(argv: Sequence[str]) -> int:
     as_json = take_flag(arguments, "--json")
     size, rank = take_world(arguments)
     config = parse_run(arguments, size).config
+    if config.optim.adamw_state == "cpu_offload":
+        raise config_error(
+            "optim.adamw_state",
+            "cpu_offload",
+            "a dry run knows one memory only, not a device and its host",
+            "use optim.adamw_state=fp32: the host would hold what is then shown as adamw state",
+        )
     from parallel import dry_run as step
 
     found = step.dry_run(config, size, rank, rooms())

@@ -81,6 +81,9 @@ class BatchSchedule:
 
     def distinct_accums(self) -> tuple[int, ...]:
         """Every number of microbatches that a step can have, ascending."""
+        if self.warmup_steps >= self.grad_accum - self.start:  # a step adds 1 or nothing
+            first = self.start if self.warmup_steps else self.grad_accum
+            return tuple(range(first, self.grad_accum + 1))
         return tuple(sorted({self.accum(step) for step in range(self.warmup_steps + 1)}))
 
     def describe(self) -> str:

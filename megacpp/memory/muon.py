@@ -21,28 +21,21 @@ def muon_state_bytes(cells: int, momentum_itemsize: int = 2) -> int:
     return cells * momentum_itemsize
 
 
-def packing_bytes(
-    cells: int, momentum_itemsize: int, gradient_itemsize: int, nesterov: bool = True
-) -> int:
+def packing_bytes(cells: int, momentum_itemsize: int, gradient_itemsize: int) -> int:
     """Temporaries while the momentum of a block of `cells` moves and its update is packed.
 
-    The wide copy of a narrower momentum, and Nesterov's update, both in the gradient's dtype.
+    The momentum, then the update, in the gradient's dtype; and a narrower momentum, rounded.
     """
-    wide = cells * gradient_itemsize
-    return (wide if momentum_itemsize != gradient_itemsize else 0) + (wide if nesterov else 0)
+    narrow = momentum_itemsize if momentum_itemsize != gradient_itemsize else 0
+    return cells * (gradient_itemsize + narrow)
 
 
-def newton_schulz_bytes(
-    count: int, rows: int, cols: int, itemsize: int, widened: bool = False
-) -> int:
+def newton_schulz_bytes(count: int, rows: int, cols: int, itemsize: int) -> int:
     """Peak of a batch beyond its input, the result included: x, next x, and two products s x s.
 
-    Sides are padded to multiples of 8. Where `widened` (bf16 with a short side of at most 16 on a
-    CPU) these are fp32, and two roundings of the next x are alive at once.
+    Sides are padded to multiples of 8, and `count` is what `least_batch` asks for at least.
     """
     short, long = (side + -side % 8 for side in sorted((rows, cols)))
-    if widened:
-        return count * (14 * short * long + 8 * short * short)
     return itemsize * count * (2 * short * long + 2 * short * short)
 
 
@@ -114,7 +107,7 @@ def muon_transient_bytes(
 
     Three waves of a bucket, or of all there is, each coming in and going out; the temporaries of
     packing a block; and those of a batch of `batch_bytes` (1 MiB on a CPU) or a larger matrix. One
-    rank: the update of one bucket, packed.
+    rank: the update of a few batches, packed.
     """
     sides = list(matrices)
     if not sides:
@@ -125,7 +118,7 @@ def muon_transient_bytes(
     # A wave is at least one matrix: of that the owner gets all, a rank that cuts it sends its part.
     sent = min(max(bucket, -(-largest // ranks)), share)
     if ranks == 1:
-        buffers = sent
+        buffers = min(sent, max(batch_bytes // wire_itemsize, BLOCK_CELLS, largest))
     elif share <= bucket:
         buffers = 2 * share + largest  # one wave, of which an owner may have a matrix too many
     else:

@@ -5,9 +5,27 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from megacpp.config import Config
+from megacpp.errors import NonFiniteError
+
 ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 sums alone
+
+
+def budget_spent(config: Config, saved: Path | None) -> NonFiniteError:
+    """The end of a run of which `train.max_skips` steps in a row were bad.
+
+    Args:
+        saved: the newest checkpoint; none is made between the first of these steps and the end.
+    """
+    where = f"{saved} is from before them" if saved else "nothing was saved before them"
+    return NonFiniteError(
+        f"train.max_skips={config.train.max_skips}: so many steps in a row were left out or had "
+        f"values that are not finite; {where}. Fix: lower optim.lr ({config.optim.lr:g}) or raise "
+        "optim.warmup_steps, and resume from a checkpoint with sound weights."
+    )
 
 
 class Health:

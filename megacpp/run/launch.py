@@ -11,6 +11,7 @@ import torch
 from megacpp.arguments import Resolved, flatten
 from megacpp.config import Config
 from megacpp.data.batches import Corpus
+from megacpp.data.schedule import batch_schedule
 from megacpp.errors import config_error
 from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
@@ -102,6 +103,8 @@ def announce(
                     "batch",
                     [
                         tokens_formula(config.train, config.data.seq_len, rows),
+                        *_warmup_line(config, ranks),
+                        _gradient_line(config),
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
@@ -131,6 +134,32 @@ def _mesh_line(mesh: Mapping[str, int], device: torch.device) -> str:
     axes = " x ".join(f"{name} {n}" for name, n in mesh.items() if n > 1 and name != "ep")
     experts = f", experts on ep {mesh['ep']} of them" if mesh["ep"] > 1 else ""
     return f"{axes or 'one rank'}{experts}, FSDP2 over {backend}"
+
+
+def _warmup_line(config: Config, ranks: int) -> list[str]:
+    schedule, reason = batch_schedule(config, ranks)
+    warms_up = [f"batch warmup: {schedule.describe()}"] if schedule.warmup_steps else []
+    return [reason] if reason else warms_up
+
+
+def _gradient_line(config: Config) -> str:
+    """The accumulation boundary: divisor, when ranks add up, what a bad step costs."""
+    train = config.train
+    mean = {"tokens": "over the valid tokens of a step", "microbatches": "of microbatches' means"}
+    summed = {
+        "defer": "summed over ranks once a step",
+        "each": "summed over ranks after each microbatch",
+        "resident": "summed over ranks once a step, parameters gathered once as well",
+    }
+    bad = {
+        "skip": f"a step that is not finite is skipped ({train.max_skips} in a row end the run)",
+        "sanitize": "what is not finite is taken as zero",
+        "raise": "a step that is not finite ends the run",
+    }
+    return (
+        f"gradients: of the mean {mean[train.divisor]}, {summed[train.gradient_sync]}; "
+        f"{bad[train.nonfinite]}"
+    )
 
 
 def _precision_line(config: Config, device: torch.device) -> str:

@@ -109,9 +109,7 @@ class MetricsLog:
         left_s = (time.perf_counter() - self.began) / max(1, done) * (self.steps - record.step - 1)
         width = len(str(self.steps))
         mfu = f"  mfu {record.mfu:.1%}" if record.mfu is not None else ""
-        odd = f"{record.nonfinite:,} gradient values" if record.nonfinite else "norm or loss"
-        what = "SKIPPED" if record.skipped else "SANITIZED"
-        note = f"  {what} ({odd} not finite)" if record.skipped or record.nonfinite else ""
+        note = "  SKIPPED" if record.skipped else "  SANITIZED" if record.nonfinite else ""
         return (
             f"step {record.step + 1:{width}}/{self.steps}  loss {record.loss:.4f}  "
             f"bpb {record.bits_per_byte:.4f}  gnorm {record.grad_norm:.3f}  lr {record.lr:.2e}  "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megacpp.config import PrecisionConfig
+from megacpp.config import Config, PrecisionConfig
 from megacpp.errors import config_error
 
 
@@ -26,12 +26,21 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
     }[config.dtype]
 
 
-def check_precision(config: PrecisionConfig, device: torch.device) -> None:
-    """Raises ConfigError for a narrow run on a CPU, which would be slow and is never meant."""
-    if config.dtype in ("bf16", "fp16") and device.type == "cpu":
+def check_device(config: Config, device: torch.device) -> None:
+    """Raises ConfigError for what a run on this device would do slowly, or not at all."""
+    if device.type != "cpu":
+        return
+    if config.precision.dtype in ("bf16", "fp16"):
         raise config_error(
             "precision.dtype",
-            config.dtype,
+            config.precision.dtype,
             "a run on a CPU computes in fp32 or fp64",
             "use fp32 or auto",
+        )
+    if config.optim.adamw_state == "cpu_offload":
+        raise config_error(
+            "optim.adamw_state",
+            "cpu_offload",
+            "the moments of a run on a CPU are in its memory already",
+            "use fp32",
         )

@@ -29,9 +29,16 @@ CUTS = ("train.device_batch_size", "train.tokens_per_step", "train.grad_accum", 
 
 
 class HasTensors(Protocol):
-    """Optimizers whose whole state is tensors by name, sharded like the parameters."""
+    """Optimizers whose whole state is tensors by name, sharded like the parameters.
+
+    An entry of `state_tensors` is the live tensor, or a copy of what is stored in another form.
+    Either is filled in place on resume, and then all are handed back to `load_state_tensors`, which
+    has nothing to do for live ones.
+    """
 
     def state_tensors(self) -> Mapping[str, Tensor]: ...
+
+    def load_state_tensors(self, state: Mapping[str, Tensor], /) -> None: ...
 
 
 class HasPosition(Protocol):
@@ -65,7 +72,8 @@ class TrainingState:
     Attributes:
         step: optimizer steps behind us, skipped ones included.
         updates: steps that moved the parameters; the learning rate follows these.
-        skips: skipped steps since the last one that moved them.
+        bad_steps: steps in a row that were left out, or in which something wasn't finite.
+        saved: the newest checkpoint that this run made or started from.
         changed: what a resumed run does differently, for its header.
     """
 
@@ -82,21 +90,26 @@ class TrainingState:
         self.folder, self.model, self.optimizers = folder, model, optimizers
         self.config, self.data_fingerprint = config, data_fingerprint
         self.loader, self.others = loader, dict(others or {})
-        self.step = self.updates = self.skips = 0
+        self.step = self.updates = self.bad_steps = 0
+        self.saved: Path | None = None
         self.changed: list[str] = []
 
-    def advance(self, updated: bool) -> None:
-        """Counts one step."""
+    def advance(self, updated: bool, good: bool | None = None) -> None:
+        """Counts one step.
+
+        Args:
+            good: nothing was wrong with it; by default, that it moved the parameters.
+        """
         self.step += 1
         self.updates += updated
-        self.skips = 0 if updated else self.skips + 1
+        self.bad_steps = 0 if (updated if good is None else good) else self.bad_steps + 1
 
     def save(self, keep: int) -> Path:
         """Saves a checkpoint of this step; every rank calls it."""
         extra = {
             "step": self.step,
             "updates": self.updates,
-            "skips": self.skips,
+            "bad_steps": self.bad_steps,
             "others": {name: counters.state() for name, counters in self.others.items()},
             "seed": self.config.run.seed,
             "data_fingerprint": self.data_fingerprint,
@@ -105,7 +118,9 @@ class TrainingState:
         }
         if self.loader is not None:
             extra["rows"] = self.loader.position
-        return save_checkpoint(self.folder, self.step, self._tensors(), extra, keep)
+        state = self.optimizers.state_tensors()
+        self.saved = save_checkpoint(self.folder, self.step, self._tensors(state), extra, keep)
+        return self.saved
 
     def resume(self, source: str) -> None:
         """Loads the newest checkpoint (`auto`), none (`never`) or the folder `source`.
@@ -120,9 +135,12 @@ class TrainingState:
         if path is None:
             return
         self._check(path, read_extra(path))
-        extra = load_checkpoint(path, self._tensors())
+        state = self.optimizers.state_tensors()
+        extra = load_checkpoint(path, self._tensors(state))
+        self.optimizers.load_state_tensors(state)
         self.step, self.updates = extra["step"], extra["updates"]
-        self.skips = extra.get("skips", 0)
+        self.bad_steps = extra.get("bad_steps", 0)
+        self.saved = path
         if self.loader is not None:
             self.loader.skip_to(_rows_read(extra))
         for name, saved in extra.get("others", {}).items():
@@ -131,9 +149,9 @@ class TrainingState:
         if extra["rng"] is not None:
             set_rng_state(extra["rng"])
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Everything that is saved, by the names of a checkpoint."""
         tensors = {f"model.{name}": t for name, t in model_tensors(self.model).items()}
-        state = self.optimizers.state_tensors()
         return tensors | {f"optim.{name}": t for name, t in state.items()}
 
     def _check(self, path: Path, extra: dict[str, Any]) -> None:

@@ -144,7 +144,7 @@ def test_what_a_run_prints() -> None:
     assert lines[0] == (
         "muon:  lr 0.02, momentum 0.95, 5 steps (quintic), scale spectral, weight decay 0.01"
     )
-    assert lines[1] == "adamw: lr 0.003, betas 0.9 0.95, eps 1e-08, weight decay 0.1"
+    assert lines[1] == "adamw: lr 0.003, betas 0.9 0.95, eps 1e-08, weight decay 0.1, moments fp32"
     assert lines[2].startswith("adamw lr 0.003   decay    1 tensors ")
     assert len(lines) > 10
     alone = describe(model, replace(CONFIG, optim=OptimConfig(name="adamw")))

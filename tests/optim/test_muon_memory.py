@@ -28,10 +28,9 @@ from megacpp.memory.muon import (
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.build import build_optimizer
-from optim.exchange import sizes
 from optim.muon import Width
 from optim.muon_adamw import MuonAdamW
-from optim.newton_schulz import CPU_BATCH_BYTES, newton_schulz, newton_schulz_flops
+from optim.newton_schulz import CPU_BATCH_BYTES, least_batch, newton_schulz, newton_schulz_flops
 from optim.ownership import MatrixView
 from tests.collectives import CollectiveCounter
 from tests.livebytes import LiveBytes
@@ -79,8 +78,8 @@ def test_newton_schulz_needs_what_the_formula_says(
     x = torch.randn(shape).to(dtype)
     with LiveBytes() as live:
         newton_schulz(x, dtype=dtype)
-    widened = dtype == torch.bfloat16 and min(shape[1:]) <= 16
-    assert live.peak == newton_schulz_bytes(*shape, dtype.itemsize, widened)
+    count = max(shape[0], least_batch(min(shape[1:]), dtype.itemsize))
+    assert live.peak == newton_schulz_bytes(count, *shape[1:], dtype.itemsize)
 
 
 MIXED: Shapes = [(64, 192), (192, 64), (96, 96), (8, 24, 40), (130, 70)] * 3
@@ -196,7 +195,7 @@ def test_bytes_and_collectives_of_many_ranks(
         own = other = 0
         for wave in exchange.waves:
             for pieces in (wave.sent, wave.arriving):
-                there = sizes(pieces)
+                there = pieces.splits
                 own += 2 * there[-1]
                 other += 2 * sum(there[:-1])
         total = 2 * rows * cols * count
@@ -204,7 +203,7 @@ def test_bytes_and_collectives_of_many_ranks(
         out, back = total // world, total // shards
         assert other == out * (shards - 1) // shards + back * (world - 1) // world
         assert sum(call.bytes for call in seen.calls) == sum(
-            2 * max(sum(sizes(a)), sum(sizes(b)))
+            2 * max(a.cells, b.cells)
             for wave in exchange.waves
             for a, b in ((wave.sent, wave.received), (wave.returned, wave.arriving))
         )

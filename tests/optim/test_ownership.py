@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from optim.boxes import Box, Layout, cutting_order, shard_bounds
-from optim.exchange import Kind, Rank, Wave, flat, sizes
+from optim.exchange import Kind, Rank, Wave
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import (
     Item,
@@ -63,10 +63,10 @@ def test_replicas_hold_the_same_and_work_once_by_hand() -> None:
     assert items[1].owner == 1
     assert loads(items, 4) == [four, 2 * two, four, two]
     waves = [Wave(items[1:2], Rank(r, 4, {0: layout}, {0: Kind(0, 5)}, 99, 99)) for r in range(4)]
-    assert [sizes(wave.sent) for wave in waves] == [[0, 3, 0, 0]] * 2 + [[0, 0, 0, 0]] * 2
-    assert [sizes(wave.arriving) for wave in waves] == [[0, 3, 0, 0]] * 4
-    assert [sum(p.box.size for p in wave.aside) for wave in waves] == [0, 0, 3, 3]
-    assert sizes(waves[1].received) == [3, 3, 0, 0] and sizes(waves[1].returned) == [3] * 4
+    assert [wave.sent.splits for wave in waves] == [[0, 3, 0, 0]] * 2 + [[0, 0, 0, 0]] * 2
+    assert [wave.arriving.splits for wave in waves] == [[0, 3, 0, 0]] * 4
+    assert [sum(block.cells for block in wave.aside) for wave in waves] == [0, 0, 3, 3]
+    assert waves[1].received.splits == [3, 3, 0, 0] and waves[1].returned.splits == [3] * 4
 
 
 def test_experts_by_hand() -> None:
@@ -154,8 +154,8 @@ def test_waves_give_owners_equal_work_and_stay_within_the_bucket(
         made = [Wave(wave, rank) for rank in of_rank]
         for one in made:
             ways = (one.sent, one.received, one.returned, one.arriving)
-            assert max(sum(sizes(way)) for way in ways) <= most
-            assert sum(sizes(one.sent)) <= sum(sizes(one.arriving))
+            assert max(way.cells for way in ways) <= most
+            assert one.sent.cells <= one.arriving.cells
         load = loads(wave, ranks)
         most_work = max(item.cost for item in wave)
         assert max(load) - min(load) <= most_work, "no owner is more than a matrix behind"
@@ -184,15 +184,15 @@ def test_every_element_is_sent_to_one_owner_and_comes_back() -> None:
     moving = [item for item in items if item.moves]
     waves = [Wave(moving, Rank(r, 8, {0: layout}, {0: Kind(0, 5)}, 9, 9)) for r in range(8)]
     for out, back in (("sent", "received"), ("returned", "arriving")):
-        found = [sizes(getattr(wave, out)) for wave in waves]
+        found = [getattr(wave, out).splits for wave in waves]
         assert found == [
-            [sizes(getattr(waves[to], back))[rank] for to in range(8)] for rank in range(8)
+            [getattr(waves[to], back).splits[rank] for to in range(8)] for rank in range(8)
         ]
     moved = sum(item.box.size for item in moving)
-    assert sum(sum(sizes(wave.sent)) for wave in waves) == moved
-    assert sum(sum(sizes(wave.arriving)) for wave in waves) == 2 * moved
+    assert sum(wave.sent.cells for wave in waves) == moved
+    assert sum(wave.arriving.cells for wave in waves) == 2 * moved
     for wave in waves:
-        mine = {id(p.item) for p in flat(wave.received)}
+        mine = {id(p.item) for p in wave.received.pieces}
         assert mine == {id(item) for batch in wave.batches for item in batch.items}
 
 

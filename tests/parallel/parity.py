@@ -214,7 +214,7 @@ def train(rank: int, run: Run) -> Trace:
         trace.auxiliary.append(verdict.auxiliary | {"ratio": verdict.auxiliary_ratio or 0.0})
         optimizers.step()
         optimizers.zero_grad()
-        boundary.conclude(verdict.healthy)
+        boundary.conclude(verdict)
         if run.evaluate:
             size, rank_of = world.degree("batch"), world.coordinate("batch")
             rows = [row for row in HELD_OUT if row % size == rank_of]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megacpp.config import MeshConfig
 from megacpp.data.batches import IGNORED, Batch
-from parallel.boundary import AccumulationBoundary, Totals
+from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import micro_rows
+from parallel.verdict import Totals
 from tests.parallel.parity import (
     ROWS,
     TOLERANCE,
@@ -221,10 +222,13 @@ def test_the_mean_of_microbatches(split: Split) -> None:
 
 
 def test_divisors() -> None:
-    totals = Totals(tokens=60, target_bytes=100, valid=(10, 0, 30), microbatches=3)
-    assert totals.divisors("tokens") == [40, 40, 40]
-    assert totals.divisors("microbatches") == [30, 3, 90]
-    assert Totals(60, 0, (0,), 2).divisors("tokens") == [1, 1]
+    def totals(*valid: int, microbatches: int = 3) -> Totals:
+        return Totals(60, torch.tensor(100), torch.tensor(valid), microbatches)
+
+    assert totals(10, 0, 30).divisors("tokens").tolist() == [40, 40, 40]
+    assert totals(40).divisors("tokens").tolist() == [40, 40, 40]
+    assert totals(10, 0, 30).divisors("microbatches").tolist() == [30, 3, 90]
+    assert totals(0).divisors("tokens").tolist() == [1, 1, 1]
 
 
 def test_loss_scale_is_invisible() -> None:

@@ -116,11 +116,11 @@ def by_hand(size: int, n: int, mode: Mode) -> Figures:
         ("fsdp", "all_gather", "bfloat16"): (gathers, gathered * BF16),
         ("fsdp", "all_gather", "float32"): (1, root * FP32),
         ("fsdp", "reduce_scatter", "float32"): (times * (L + 3), times * reduced * FP32),
-        # What the host knows: three counts before, two losses after, then the squared norm, values
-        # that aren't finite, three auxiliary losses, two gradients.
-        ("batch", "all_reduce", "int64"): (1, 3 * 8),
+        # Labels and bytes before; after, two losses, then the squared norm, values and losses that
+        # aren't finite, three auxiliary losses, two gradients of routers.
+        ("batch", "all_reduce", "int64"): (1, 2 * 8),
         ("loss", "all_reduce", "float64"): (1, 2 * 8),
-        ("world", "all_reduce", "float64"): (1, 7 * 8),
+        ("world", "all_reduce", "float64"): (1, 8 * 8),
     }
     if replicas > 1:  # HSDP: each rank's shard of the sums, once more over the replicas
         found["dp_replicate", "all_reduce", "float32"] = (L + 3, reduced * FP32 // shards)

@@ -15,8 +15,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.main import main
 from megacpp.config import Config, MeshConfig
@@ -29,7 +31,7 @@ from parallel.dry_run import Bytes, class_of, count_all, dry_run
 from parallel.fake import fake_world, planned_model
 from parallel.fsdp import shard_slice
 from parallel.local_shapes import own_shape
-from parallel.mesh import join
+from parallel.mesh import World, join
 from tests.parallel.parity import CPU, Run, T, batches_of, config_of
 from tests.ranks import run_ranks
 
@@ -91,7 +93,9 @@ def _real_step(run: Run) -> dict[str, Any]:
         "parameters": by_class(model, dict(model.named_parameters())),
         "gradients": gradients,
         "state": sum(
-            shard_slice(t).local.numel() * t.itemsize for t in optimizers.state_tensors().values()
+            shard_slice(t).local.numel() * t.itemsize
+            for entries in optimizers.state.values()
+            for t in entries.values()
         ),
     }
 
@@ -204,3 +208,32 @@ def test_what_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
             code, out, err = command(capsys, name, *words)
             assert (code, out) == (2, ""), (words, err)
             assert err.startswith(f"error: {key}") and "Fix: " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["fp32", "8bit", "4bit"])
+def test_bytes_of_packed_moments(kind: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Codes, scales and tables as a real optimizer keeps them, not what they unpack to."""
+    if kind != "fp32":
+        pytest.importorskip("torchao.optim", reason="torchao isn't installed (the lowp extra)")
+    words = [*SMALL, "--optim.adamw-state", kind]
+    config = parse_run(words, 1).config
+    model = planned_model(config, World(0, 1, CPU)).to_empty(device=CPU)
+    optimizer = rooms().optimizers(model, config, [])
+    kept = 0
+    for t in (t for entries in optimizer.state.values() for t in entries.values()):
+        packed: Any = t
+        parts = [packed.codes, packed.scale, packed.qmap] if type(t) is not Tensor else [t]
+        kept += sum(part.nbytes for part in parts)
+    found = dry_run(config, 1, 0, rooms())
+    assert sum(sum(of_class.values()) for of_class in found.state.values()) == kept
+    code, out, err = command(capsys, "dry-run", *words, "--world", "8", "--json")
+    assert code == 0 and not err
+    adamw = json.loads(out)["optimizer_state"]["adamw"]["dense"]
+    assert adamw < sum(found.state["adamw"].values()) / 7  # of eight ranks
+
+
+def test_a_dry_run_has_no_host_to_offload_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dry-run", *SMALL, "--world", "8", "--optim.adamw-state", "cpu_offload"]
+    code, out, err = command(capsys, *words)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error: optim.adamw_state=cpu_offload: ") and "Fix: " in err

@@ -22,14 +22,15 @@ from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.local import local_part
-from parallel.boundary import AccumulationBoundary, StepSums, Verdict
+from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import World
+from parallel.verdict import StepSums, Verdict
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import run_ranks
 
 BAD, STEPS = 1, 3  # of three steps the second
-Where = Literal["loss", "activation", "expert", "shard"]
+Where = Literal["loss", "activation", "expert", "shard", "value"]
 Policy = Literal["skip", "sanitize", "raise"]
 
 ONE, FSDP = MeshConfig(dp_shard=1), MeshConfig(dp_shard=2)
@@ -57,13 +58,15 @@ class Case:
     policy: Policy = "skip"
     without: bool = False  # leave the bad step out
     sync: Literal["defer", "each", "resident"] = "defer"
+    model: str = "plain"
+    guilty: int = -1  # the rank, from the end
 
     @property
     def run(self) -> Run:
-        return Run("plain", MESHES[self.mesh], accum=2, optimizer="muon_adamw", sync=self.sync)
+        return Run(self.model, MESHES[self.mesh], accum=2, optimizer="muon_adamw", sync=self.sync)
 
     def __str__(self) -> str:
-        return f"{self.mesh} {self.where} {self.value} {self.policy} {self.sync}"
+        return f"{self.mesh} {self.model} {self.where} {self.value} {self.policy} {self.sync}"
 
 
 @dataclass
@@ -99,9 +102,14 @@ def poison(model: HybridLM, case: Case) -> list[Any]:
 
         return first
 
-    def on_output(module: nn.Module, args: Any, out: Any) -> None:
+    def on_output(module: nn.Module, args: Any, out: Any) -> Any:
+        if case.where == "value":  # what is logged, not what is learned from
+            left[0] -= 1
+            wrong = value if left[0] >= 0 else 0.0
+            return dataclasses.replace(out, loss_sum=out.loss_sum + wrong)
         t = out.loss_sum if case.where == "loss" else out
         t.register_hook(once(hook))
+        return None
 
     if case.where == "shard":  # after the reduction, as if the sum itself had overflowed
         p = next(p for name, p in model.named_parameters() if name.endswith("w2"))
@@ -115,6 +123,7 @@ def poison(model: HybridLM, case: Case) -> list[Any]:
     blocks = model.blocks
     module: nn.Module = {
         "loss": lambda: model.head,
+        "value": lambda: model.head,
         "activation": lambda: next(iter(blocks.values())),
         "expert": lambda: next(m for n, m in model.named_modules() if n.endswith("mixer.experts")),
     }[case.where or "activation"]()
@@ -145,7 +154,7 @@ def play(rank: int, case: Case) -> Seen:
     for step in range(STEPS):
         if case.without and step == BAD:
             continue
-        bad = step == BAD and case.where is not None and rank == world.size - 1
+        bad = step == BAD and case.where is not None and rank == world.size + case.guilty
         hooks = poison(model, case) if bad else []
         sums: StepSums = boundary.accumulate(batches_of(step, world, case.run))
         for hook in hooks:
@@ -162,7 +171,7 @@ def play(rank: int, case: Case) -> Seen:
         if verdict.healthy:
             optimizers.step()
         optimizers.zero_grad()
-        boundary.conclude(verdict.healthy)
+        boundary.conclude(verdict)
         seen.states.append(state_of(model, optimizers))
     return seen
 
@@ -177,19 +186,27 @@ def cases() -> list[Case]:
         Case("hsdp2x2", "expert"),
         Case("fsdp2", "shard"),
         Case("ep2", "shard", "inf"),
+        Case("pp2", model="tied", guilty=-2),
+        Case("fsdp2", "value"),
+        Case("tp2", "value"),
+        Case("fsdp2 tp2 ep2", "value", "inf"),
         Case("fsdp2", sync="each"),
         Case("hsdp2x2", sync="resident"),
     ]
-    policies = ("one process", "fsdp2", "ep2", "hsdp2x2")
-    found += [Case(mesh, policy="sanitize") for mesh in policies]
-    found += [Case(mesh, policy="raise") for mesh in policies]
-    found += [Case("fsdp2", "shard", policy="sanitize"), Case("fsdp2", "shard", policy="raise")]
+    places: tuple[Where, ...] = ("loss", "activation", "expert", "shard")
+    policies: tuple[Policy, ...] = ("sanitize", "raise")
+    for policy in policies:
+        found += [
+            Case(mesh, where, policy=policy) for mesh in ("fsdp2", "hsdp2x2") for where in places
+        ]
+        found += [Case(mesh, policy=policy) for mesh in ("one process", "ep2")]
+        found += [Case("tp2", "value", policy=policy)]
     return found
 
 
 def without(case: Case) -> Case:
     """The run that never makes the bad step."""
-    return Case(case.mesh, None, without=True, sync=case.sync)
+    return Case(case.mesh, None, without=True, sync=case.sync, model=case.model)
 
 
 def _all(rank: int, _world: int, jobs: list[Case]) -> dict[Case, Seen]:
@@ -221,13 +238,12 @@ def test_one_bad_rank_costs_one_step(case: Case) -> None:
         assert equal(before, after) and not equal(after, seen.states[BAD + 2])
         assert equal(seen.states[-1], other.states[-1])
         assert len({v.nonfinite for s in results()[case] for v in s.verdicts[BAD : BAD + 1]}) == 1
-        if case.where == "shard":  # after a reduction nobody could have seen it before
+        if case.where in ("shard", "value"):  # after a reduction nobody could have seen it before
             assert seen.verdicts[BAD].nonfinite == (3 if case.mesh == "ep2" else 0)
         else:
             assert seen.verdicts[BAD].nonfinite > 0
             assert torch.isfinite(torch.tensor(seen.verdicts[BAD].grad_norm))
-            last = case.run.world - 1
-            assert f"rank {last}: " in seen.where
+            assert f"rank {case.run.world + case.guilty}: " in seen.where
         assert all(v.nonfinite == 0 for i, v in enumerate(seen.verdicts) if i != BAD)
 
 
@@ -239,11 +255,17 @@ def test_where_it_was() -> None:
         assert "; rank" not in first and "blocks.0" in first
 
 
+def test_a_tied_weight_is_looked_at_before_its_ends_add_up() -> None:
+    """Each end of the pipeline has a gradient of it; the first stage's own is bad."""
+    (first, *_) = results()[Case("pp2", model="tied", guilty=-2)]
+    assert first.where.startswith("rank 0: embed.weight") and "rank 1" not in first.where
+
+
 @pytest.mark.parametrize("case", [c for c in cases() if c.policy == "sanitize"], ids=str)
 def test_training_on_what_is_left(case: Case) -> None:
     """The step is taken with zeros in place of what wasn't finite; a sum that overflows is not."""
     for seen in results()[case]:
-        taken = case.where != "shard"
+        taken = case.where not in ("shard", "value")
         assert [v.healthy for v in seen.verdicts] == [True, taken, True]
         assert (seen.verdicts[BAD].nonfinite > 0) == taken
         moved = not equal(seen.states[BAD], seen.states[BAD + 1])
@@ -255,5 +277,5 @@ def test_training_on_what_is_left(case: Case) -> None:
 def test_raising_names_the_rank(case: Case) -> None:
     for seen in results()[case]:
         assert len(seen.verdicts) == BAD and "Fix:" in seen.raised
-        if case.where != "shard":
+        if case.where not in ("shard", "value"):
             assert f"rank {case.run.world - 1}: " in seen.raised

@@ -53,7 +53,7 @@ def play(rank: int, _world: int, precision: PrecisionConfig) -> dict[str, Seen]:
             if verdict.healthy:
                 optimizer.step()
             optimizer.zero_grad()
-            boundary.conclude(verdict.healthy)
+            boundary.conclude(verdict)
             seen.append((before, verdict.healthy, verdict.grad_norm))
         found[name] = seen
     return found

@@ -208,7 +208,8 @@ def piped(rank: int, case: Case) -> Trace:
         tokens, valid = (int(world.sum(n, "batch")) for n in (counts, valid))
         for router in routers:
             router.aux_scale.fill_(1 / tokens)
-        loss, _ = pipeline.accumulate(batches, [max(1, valid)] * len(batches))
+        loss, _ = pipeline.accumulate(batches, torch.full((len(batches),), max(1, valid)).double())
+        pipeline.sync_tied_gradients()
         trace.losses.append(world.sum(loss, "loss").item() / max(1, valid))
         trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
         trace.norms.append(norm(model, world))

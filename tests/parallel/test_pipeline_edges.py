@@ -89,7 +89,7 @@ def test_a_stage_that_raises_ends_every_rank(
             model.blocks["5"].register_forward_pre_hook(fails)
         pipeline = Pipeline(stages, world, config_of(case))
         try:
-            pipeline.accumulate(batches := batches_of(0, case), [1] * len(batches))
+            pipeline.accumulate(batches_of(0, case), torch.ones(case.microbatches).double())
         except Exception as error:
             (tmp_path / str(rank)).write_text(f"{type(error).__name__}: {error}")
             raise
@@ -161,8 +161,9 @@ def dry_step(schedule: Schedule, rank: int) -> tuple[Schedule, bool, set[int]]:
         block.register_forward_hook(lambda *_, key=key: forwards.update([key]))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=CPU)
-        Pipeline(stages, world, config, dry=True).accumulate(batches, [10] * len(batches))
+        divisors = torch.full((len(batches),), 10.0, dtype=torch.float64)
+        Pipeline(stages, world, config, dry=True).accumulate(batches, divisors)
         with pytest.raises(Exception, match="local_scalar_dense"):  # ranks vote without it
-            Pipeline(stages, world, config).accumulate(batches, [10] * len(batches))
+            Pipeline(stages, world, config).accumulate(batches, divisors)
     graded = all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     return schedule, graded, set(forwards.values())

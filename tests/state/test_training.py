@@ -37,6 +37,9 @@ class NoTensors:
     def state_tensors(self) -> Mapping[str, Tensor]:
         return {}
 
+    def load_state_tensors(self, state: Mapping[str, Tensor], /) -> None:
+        assert not state
+
 
 class Rows:
     """Ragged rows by global number; keeps which ones were read."""
@@ -174,10 +177,10 @@ def test_a_checkpoint_without_rows(tmp_path: Path) -> None:
     """Its steps were all equal: as many rows each as its tokens a step make."""
     run = make(tmp_path, config_of())
     run.steps(5)
-    without(run.state.save(keep=1), "rows", "skips", "others")
+    without(run.state.save(keep=1), "rows", "bad_steps", "others")
     again = make(tmp_path, config_of(), health=Health())
     again.state.resume("auto")
-    assert (again.state.step, again.loader.position, again.state.skips) == (5, 40, 0)
+    assert (again.state.step, again.loader.position, again.state.bad_steps) == (5, 40, 0)
     assert again.state.changed == [f"health: {tmp_path / 'step-000005'} has none, it starts anew"]
     other = make(tmp_path, config_of(device_batch=4, accum=4))
     other.state.resume("auto")
@@ -191,15 +194,15 @@ def test_a_streak_of_skipped_steps_goes_on(tmp_path: Path) -> None:
     run = make(tmp_path, config_of())
     run.steps(2)
     run.steps(3, updated=False)
-    assert (run.state.step, run.state.updates, run.state.skips) == (5, 2, 3)
+    assert (run.state.step, run.state.updates, run.state.bad_steps) == (5, 2, 3)
     run.state.save(keep=1)
     again = make(tmp_path, config_of())
     again.state.resume("auto")
-    assert (again.state.step, again.state.updates, again.state.skips) == (5, 2, 3)
+    assert (again.state.step, again.state.updates, again.state.bad_steps) == (5, 2, 3)
     again.steps(1, updated=False)
-    assert again.state.skips == 4
+    assert again.state.bad_steps == 4
     again.steps(1)
-    assert (again.state.skips, again.state.updates) == (0, 3)
+    assert (again.state.bad_steps, again.state.updates) == (0, 3)
 
 
 def test_counters_of_others(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""What a step is made of, what came out of it, and what all ranks know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a step is made of, over all ranks: known to the device before its first forward.
+
+    Attributes:
+        tokens: the same number of every rank, so nobody need ask.
+        target_bytes: int64, a number.
+        valid: int64, labels that count: of each microbatch or, where that is enough, of all.
+    """
+
+    tokens: int
+    target_bytes: Tensor
+    valid: Tensor
+    microbatches: int
+
+    def divisors(self, rule: str) -> Tensor:
+        """What the loss sum of each microbatch is divided by; never 0. fp64 `(microbatches,)`.
+
+        `tokens`: the valid tokens of the step, so that the loss is their mean. `microbatches`: each
+        microbatch is the mean of its own valid tokens, and the step the mean of microbatches, those
+        without a valid token included (`grad_accum_steps x num_chunks` of them). Both are the same
+        number where microbatches have equally many.
+        """
+        if rule == "tokens":
+            return self.valid.sum().clamp(min=1).double().expand(self.microbatches)
+        assert len(self.valid) == self.microbatches
+        return self.valid.clamp(min=1).double() * self.microbatches
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums of one step over all ranks and microbatches; still tensors, so nothing waits.
+
+    Attributes:
+        loss_sum: what was differentiated: cross entropy and z-loss.
+        nll_sum: cross entropy alone, nats.
+        totals: see there.
+        along: fp64 numbers of this rank that wait to be summed over all ranks together with the
+            gradient norm: values that weren't finite, losses that weren't, auxiliary losses,
+            gradients of routers.
+    """
+
+    loss_sum: Tensor
+    nll_sum: Tensor
+    totals: Totals
+    along: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.totals.tokens
+
+    @property
+    def valid_tokens(self) -> int:
+        """Waits for the device; so does `target_bytes`."""
+        return int(self.totals.valid.sum())
+
+    @property
+    def target_bytes(self) -> int:
+        return int(self.totals.target_bytes)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know of a step, as numbers of the host; the same on every rank.
+
+    Attributes:
+        grad_norm: before clipping, of gradients in which what wasn't finite is zero.
+        loss: cross entropy, nats per valid token; NaN without one.
+        nll_sum, target_bytes: nats of the step, and the bytes that they stand for.
+        nonfinite: gradient values that weren't finite, over all ranks, before ranks summed theirs.
+        finite: the norm and every rank's loss are.
+        healthy: the step may be taken. One without a valid token teaches nothing, and may not.
+        auxiliary: coefficient * mean over tokens of each auxiliary loss that is on, summed over
+            layers.
+        auxiliary_ratio: norm of the gradient of the auxiliary losses over that of the main loss,
+            both of the logits of all routers; None without the one or the other.
+    """
+
+    grad_norm: float
+    loss: float
+    nll_sum: float
+    valid_tokens: int
+    target_bytes: int
+    nonfinite: int
+    finite: bool
+    healthy: bool
+    auxiliary: dict[str, float]
+    auxiliary_ratio: float | None
+
+    @property
+    def clean(self) -> bool:
+        """Nothing in the step wasn't finite."""
+        return self.finite and not self.nonfinite
+
+    @property
+    def trouble(self) -> str:
+        """What is odd about the step, for a person; empty if nothing is."""
+        if self.nonfinite:
+            return f"{self.nonfinite:,} gradient values are not finite"
+        if not self.finite:
+            return f"gradient norm {self.grad_norm:g}, loss {self.loss:g}"
+        return "" if self.valid_tokens else "no label counts"

@@ -1,0 +1,127 @@
+"""Steps that go wrong, and steps that grow, through `train.py` in real processes.
+
+A run that learned for four steps is resumed with a learning rate that throws its weights to 1e30:
+from then on no gradient is finite.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacpp.state.checkpoint import latest_checkpoint
+from tests.test_run import ADAMW, ROOT, SMALL, corpus, records
+
+__all__ = ["corpus"]  # a fixture
+pytestmark = pytest.mark.slow
+
+FLAGS = [*SMALL, *ADAMW, "--run.eval-rows", "8", "--checkpoint.every", "1"]
+
+
+def run(corpus: Path, folder: Path, ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """What a person would type."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    batch = ["--train.device-batch-size", str(2 // ranks)]
+    return subprocess.run(
+        [
+            sys.executable,
+            *(start if ranks > 1 else []),
+            "train.py",
+            "tiny",
+            *FLAGS,
+            *paths,
+            *batch,
+            *flags,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def four(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four good steps."""
+    folder = tmp_path_factory.mktemp("four") / "run"
+    done = run(corpus, folder, 1, "--run.steps", "4")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_budget_of_bad_steps(corpus: Path, four: Path, tmp_path: Path) -> None:
+    """Three in a row end the run; what was saved before and what is saved now stays loadable."""
+    folder = tmp_path / "run"
+    shutil.copytree(four, folder)
+    flags = "--run.steps 20 --optim.lr 1e30 --train.max-skips 3 --checkpoint.keep 2".split()
+    done = run(corpus, folder, 1, *flags)
+    assert done.returncode == 5, done.stderr
+    assert "train.max_skips=3: " in done.stderr and done.stderr.count("\n") == 1
+    rows = records(folder)
+    assert [row["skipped"] for row in rows] == [False] * 5 + [True] * 3
+    assert all(row["nonfinite"] > 0 for row in rows[5:])
+    assert [row["lr"] for row in rows[5:]] == [rows[5]["lr"]] * 3, "the schedule waits"
+    assert "SKIPPED" in done.stdout and "left out: " in done.stdout and "rank 0: " in done.stdout
+    saved = latest_checkpoint(folder / "checkpoints")
+    assert saved is not None and saved.name == "step-000005", "none since the first bad step"
+    assert str(saved) in done.stderr, done.stderr.split(";")
+    assert {p.name for p in saved.parent.iterdir()} >= {"step-000004", "step-000005"}
+    again = run(corpus, folder, 1, *flags)
+    assert again.returncode == 5 and len(records(folder)) == 8, "three more tries"
+
+
+def test_sanitized_steps_have_a_budget_too(corpus: Path, four: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(four, folder)
+    flags = "--run.steps 20 --optim.lr 1e30 --train.max-skips 3 --train.nonfinite sanitize".split()
+    done = run(corpus, folder, 1, *flags)
+    assert done.returncode == 5 and "train.max_skips=3: " in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_raising_ends_every_rank(corpus: Path, four: Path, tmp_path: Path, ranks: int) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(four, folder)
+    flags = "--run.steps 20 --optim.lr 1e30 --train.nonfinite raise".split()
+    done = run(corpus, folder, ranks, *flags)
+    assert done.returncode == (5 if ranks == 1 else 1), done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1 and ours[0].startswith("error: train.nonfinite=raise: "), done.stderr
+    assert "rank 0: " in ours[0] and ". Fix: " in ours[0]
+    if ranks > 1:
+        assert "exitcode  : 5" in done.stderr
+    assert len(records(folder)) == 5
+
+
+def test_more_microbatches_as_it_goes(corpus: Path, tmp_path: Path) -> None:
+    """A batch warmup, stopped and resumed on other ranks; then another batch altogether."""
+    warmup = "--train.grad-accum 8 --train.batch-warmup-steps 4".split()
+    whole = tmp_path / "whole"
+    done = run(corpus, whole, 1, *warmup, "--run.steps", "6")
+    assert done.returncode == 0 and "1 to 8 microbatches over 4 steps" in done.stdout, done.stderr
+    expected = records(whole)
+    assert [row["grad_accum"] for row in expected] == [1, 3, 4, 6, 8, 8]
+    assert [row["tokens"] for row in expected] == [2 * 48 * n for n in (1, 3, 4, 6, 8, 8)]
+
+    parts = tmp_path / "parts"
+    steps = ["--optim.warmup-steps", "1", "--optim.schedule", "constant"]
+    for ranks, stop in ((1, "3"), (2, "6")):
+        done = run(corpus, parts, ranks, *warmup, *steps, "--run.steps", stop)
+        assert done.returncode == 0, done.stderr
+    constant = tmp_path / "constant"
+    assert run(corpus, constant, 1, *warmup, *steps, "--run.steps", "6").returncode == 0
+    for one, two in zip(records(constant), records(parts), strict=True):
+        assert one["grad_accum"] == two["grad_accum"]
+        for key in ("loss", "grad_norm", "aux_z", "aux_gradient_ratio"):
+            assert abs(one[key] - two[key]) <= 1e-12 * abs(one[key]), (key, one["step"])
+
+    done = run(corpus, parts, 1, "--train.grad-accum", "2", *steps, "--run.steps", "7")
+    assert done.returncode == 0, done.stderr
+    assert "data go on at row 60" in done.stdout  # 2 rows of 1 + 3 + 4 + 6 + 8 + 8 microbatches
