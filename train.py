@@ -103,8 +103,9 @@ def main(resolved: Resolved) -> None:
         if verdict.healthy:
             log.warn(health.observe(step, verdict.loss, verdict.grad_norm))
         if verdict.trouble:
-            left = "left out" if not verdict.healthy else "taken with zeros instead"
-            log.warn([f"step {step + 1}: {left}: {verdict.trouble}: {boundary.where()}"])
+            fate = "left out" if not verdict.healthy else "taken with zeros instead"
+            where = boundary.where() or "nobody's gradients before they were summed"
+            log.warn([f"step {step + 1}: {fate}: {verdict.trouble} ({where})"])
         record = StepRecord(
             step=step,
             loss=verdict.loss,
