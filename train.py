@@ -12,6 +12,8 @@ RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 import time
 from pathlib import Path
 
+from checkpointing.apply import Keeper
+from checkpointing.fp8 import check_fp8_device
 from megacpp.data.batches import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
@@ -43,10 +45,12 @@ def main(resolved: Resolved) -> None:
     # ---- mesh, model (meta device, shard, materialise), optimizer --------------------------------
     device = pick_device(config.train.device)
     check_device(config, device)
+    check_fp8_device(config, device)
     world = start(config.mesh, device)
     if world.is_main:
         set_aside(config)
-    model = build_model(config, world)
+    keeper = Keeper(config, device)
+    model = build_model(config, world, keeper)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config)
     tau, of_all = config.optim.qk_clip, lambda logits: world.max(logits, "world")
@@ -71,6 +75,7 @@ def main(resolved: Resolved) -> None:
         world.degrees,
         device,
         world.is_main,
+        keeper.compiled,
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)
     held_out = validation_share(corpus, config, *share)

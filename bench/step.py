@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.plain import PlainTrainer
 from bench.shapes import names, shape
+from checkpointing.apply import Keeper
 from megacpp.config import Config
 from megacpp.data.batches import Batch
 from megacpp.model.block import Block
@@ -44,18 +45,22 @@ from parallel.mesh import World, pick_device, start, world_size
 class Trainer:
     """The step of train.py without its corpus: accumulate, clip, step, zero."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: World, keeper: Keeper | None = None) -> None:
         self.config, self.world = config, world
-        self.model = build_model(config, world)
+        self.model = build_model(config, world, keeper or Keeper(config, world.device))
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
 
-    def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+    def accumulate(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+        """Forward and backward."""
         docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
         batch = Batch(
             ids_BT, labels_BT, docs, target_bytes=1, num_targets=ids_BT.numel(), rows=(0,)
         )
         self.boundary.accumulate([batch])
+
+    def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+        self.accumulate(ids_BT, labels_BT)
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -22,10 +22,10 @@ from typing import Any, Literal, TypeVar
 from megacpp.config import Config, YarnConfig
 from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean
 from megacpp.presets import PRESETS, preset
+from megacpp.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.rules import check, lookup, resolve
 
 Parsed = TypeVar("Parsed")
-TRUE, FALSE = ("true", "True", "1", "yes", "on"), ("false", "False", "0", "no", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Resolved:
 
     config: Config
     provenance: dict[str, str]  # dotted key -> default | preset | command line | derived
+    notes: tuple[str, ...] = ()  # flags that were read as others
 
 
 def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
@@ -45,11 +46,12 @@ def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
     arguments = list(argv)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
     base = preset(name)
+    arguments, notes = translate(arguments, compiles(arguments, base.train.compile != "off"))
     given = dict(read_flags(arguments))
     config = replace_keys(base, given)
     check(config, world_size)
     final = resolve(config, world_size)
-    return Resolved(final, _provenance(config, final, given))
+    return Resolved(final, _provenance(config, final, given), tuple(notes))
 
 
 def parse_or_exit(program: str) -> Resolved:

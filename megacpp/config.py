@@ -169,6 +169,8 @@ class TrainConfig:
     nonfinite: Literal["skip", "sanitize", "raise"] = "skip"
     max_skips: int = 10  # steps left out in a row before the run gives up
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Each block compiled by itself; then recompute.activation_memory_budget replaces the policy.
+    compile: Literal["off", "inductor", "aot_eager"] = "off"
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,46 @@ class PrecisionConfig:
     # Loss scale of fp16: halved by a step that overflows, doubled after so many good ones.
     loss_scale: float = 65536.0
     loss_scale_growth: int = 2000
+    # Matrix products of A and F blocks in FP8: by torchao, or by Transformer Engine.
+    fp8: Literal["off", "torchao", "te"] = "off"
+
+
+@dataclass(frozen=True)
+class CheckpointingPolicy:
+    """What the forward keeps for the backward, by block kind; everything else runs again.
+
+    (Activation memory. Saved training state is `CheckpointConfig`.) By default all is kept. The
+    last layer keeps all in any case: its backward comes at once. In a compiled block the compiler
+    follows `activation_memory_budget` alone. `megacpp activations` shows what each costs.
+    """
+
+    # selective: softmax(q k^T) v, and for MLA also the two below.
+    ablock: Literal["none", "selective", "full"] = "none"
+    # expert_gemm_only: rows and hidden units of the experts; nothing is routed or sent again.
+    eblock: Literal["none", "expert_gemm_only", "full"] = "none"
+    # conv_bc_only: convolution, norms, biases and rotations around the scan, never the scan.
+    mblock: Literal["none", "conv_bc_only"] = "none"
+    # recurrence: from the states where chunks start; full_plus_norms: that and all of the block.
+    rblock: Literal["none", "recurrence", "full_plus_norms"] = "recurrence"
+    fblock: Literal["none", "full"] = "none"
+    norms: bool = False  # of every block
+    core_attn: bool = False  # what ablock=selective does
+    mlp: bool = False  # hidden units of F blocks and shared experts
+    mla_q_upproj: bool = False  # MLA queries from what they are projected from
+    mla_kv: bool = False  # MLA keys and values from the latent
+    mtp: bool = True  # each depth of multi-token prediction
+    mhc_group_size: int = 0  # layers of hyper-connections that run again together (0: auto, -1: no)
+    last_layer: Literal["never"] = "never"
+    fp8_wrapper: Literal["te_checkpoint", "torchao"] = "te_checkpoint"
+    # To the memory of the host until the backward: inputs of blocks, or all that is kept.
+    offload: Literal["none", "block_inputs", "saved_tensors"] = "none"
+    offload_min_mib: float = 1.0  # smaller tensors stay
+    offload_host_gib: float = 64.0  # most that waits on the host; what doesn't fit stays
+    # Inputs of linear layers kept as random projections to this part of their width (0: whole).
+    compress: float = 0.0
+    compress_redraw: int = 200  # steps after which other projections are drawn (0: never)
+    # Of a compiled block: part of what it would keep by default (1: all, 0: its inputs).
+    activation_memory_budget: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -261,4 +303,5 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recompute: CheckpointingPolicy = field(default_factory=CheckpointingPolicy)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from megacpp.config import (
     AttentionConfig,
     CheckpointConfig,
+    CheckpointingPolicy,
     Config,
     DataConfig,
     M2RNNConfig,
@@ -25,6 +26,14 @@ from megacpp.config import (
 from megacpp.errors import ConfigError, did_you_mean
 
 NAM_PATTERN = "AEMEAEMEAEMR"
+# What saves most for the least work, by block kind (docs/21-activation-memory.md).
+PER_BLOCK = CheckpointingPolicy(
+    ablock="selective",
+    eblock="expert_gemm_only",
+    mblock="conv_bc_only",
+    rblock="full_plus_norms",
+    norms=True,
+)
 
 
 def tiny() -> Config:
@@ -57,6 +66,7 @@ def tiny() -> Config:
         data=DataConfig(path="data/torch-headers", seq_len=256),
         train=TrainConfig(device_batch_size=4),
         optim=OptimConfig(lr=3e-3, muon_lr=1e-2, schedule="wsd"),
+        recompute=PER_BLOCK,
     )
 
 
@@ -112,6 +122,7 @@ def moe_small() -> Config:
         data=DataConfig(path="data/corpus", seq_len=2048),
         train=TrainConfig(device_batch_size=8, tokens_per_step=262_144),
         optim=OptimConfig(lr=8e-4, muon_lr=1e-2),
+        recompute=CheckpointingPolicy(eblock="expert_gemm_only"),
     )
 
 
@@ -142,6 +153,7 @@ def hybrid_400m() -> Config:
         data=DataConfig(path="data/corpus", seq_len=4096),
         train=TrainConfig(device_batch_size=4, tokens_per_step=524_288),
         optim=OptimConfig(lr=6e-4, muon_lr=1e-2),
+        recompute=PER_BLOCK,
     )
 
 
@@ -179,6 +191,7 @@ def nam56r() -> Config:
         data=DataConfig(path="data/corpus", seq_len=4096),
         train=TrainConfig(device_batch_size=2, tokens_per_step=1_048_576),
         optim=OptimConfig(lr=3e-4, muon_lr=1e-2, muon_coefficients="polar_express", qk_clip=100.0),
+        recompute=PER_BLOCK,
     )
 
 
@@ -232,6 +245,7 @@ def nam52_deep() -> Config:
         data=DataConfig(path="data/corpus", seq_len=4096),
         train=TrainConfig(device_batch_size=1, tokens_per_step=524_288),
         optim=OptimConfig(lr=3e-4, muon_lr=1e-2, muon_coefficients="polar_express", qk_clip=100.0),
+        recompute=PER_BLOCK,
     )
 
 

@@ -18,6 +18,7 @@ from megacpp.errors import ConfigError, config_error
 from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.model.stages import enough_microbatches, pipeline_rules
 from megacpp.model_rules import model_rules
+from megacpp.recompute_rules import recompute_rules
 
 # Smallest legal value of numeric settings; None in an optional setting is always legal.
 AT_LEAST: dict[str, float] = {
@@ -88,6 +89,8 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
     "precision.loss_scale_growth": 1,
+    "recompute.offload_min_mib": 0,
+    "recompute.compress_redraw": 0,
 }
 MOST_WARMUP = 1_000_000  # steps
 ABOVE_ZERO = (
@@ -103,9 +106,15 @@ ABOVE_ZERO = (
     "model.mamba3.dt_init_floor",
     "optim.eps",
     "precision.loss_scale",
+    "recompute.offload_host_gib",
 )
-BELOW_ONE = ("optim.beta1", "optim.beta2", "optim.muon_momentum")
-FRACTIONS = ("optim.warmup_ratio", "optim.decay_ratio", "optim.final_lr_ratio")
+BELOW_ONE = ("optim.beta1", "optim.beta2", "optim.muon_momentum", "recompute.compress")
+FRACTIONS = (
+    "optim.warmup_ratio",
+    "optim.decay_ratio",
+    "optim.final_lr_ratio",
+    "recompute.activation_memory_budget",
+)
 
 
 def check(config: Config, world_size: int) -> None:
@@ -126,6 +135,7 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from _precision(config)
     yield from _optimizer(config)
     yield from _adamw_state(config)
+    yield from recompute_rules(config)
 
 
 def resolve(config: Config, world_size: int) -> Config:

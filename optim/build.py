@@ -32,21 +32,29 @@ def build_optimizer(
         bucket_bytes=c.muon_bucket_mib << 20,
         adamw_state=c.adamw_state,
         process_groups=process_groups,
+        redraw_every=config.recompute.compress_redraw,
     )
 
 
 def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameter groups: one per algorithm, learning rate and decay, with the parameters' names."""
+    """Parameter groups: one per algorithm, learning rate and decay, with the parameters' names.
+
+    Latents are a group of their own; the weights that move through them are in none.
+    """
     found: dict[Any, dict[str, Any]] = {}
     for a in assignments:
+        if a.algorithm == "fold":
+            continue
         lr, decay = a.lr(config), a.decay(config)
-        key = (a.algorithm, a.row.rate, lr, decay)
+        key = (a.algorithm, a.row.rate, lr, decay, a.fold is None)
         if key not in found:
             found[key] = {"params": [], "lr": lr, "weight_decay": decay, "algorithm": a.algorithm}
             found[key] |= _settings(a, config)
         found[key]["params"].append((a.name, a.parameter))
         if a.algorithm == "muon":
             found[key].setdefault("views", []).append(a.view)
+        if a.fold is not None:
+            found[key].setdefault("folds", []).append(a.fold)
     return list(found.values())
 
 

@@ -3,8 +3,10 @@
 Muon takes the matrices between hidden states; AdamW takes what is looked up (embedding, head), what
 is a vector or a scalar, filters, and the projections to a number per head (dt, A, trap, angles,
 forget): the update of a handful of rows orthogonalised alone is nearly their normalised gradient.
-Where one parameter holds several matrices, each is orthogonalised alone: one matrix for all would
-trade singular values between them. Projections that the model keeps apart are one matrix each.
+A weight that moves through a latent (optim/compressed.py) is in its row but has no state; the
+latent is AdamW's. Where one parameter holds several matrices, each is orthogonalised alone: one
+matrix for all would trade singular values between them. Projections that the model keeps apart are
+one matrix each.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.mla import MultiHeadLatentAttention
+from optim.compressed import Fold, has_latent
 from optim.ownership import MatrixView
 
-Algorithm = Literal["muon", "adamw"]
+Algorithm = Literal["muon", "adamw", "fold"]
 Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
 View = Callable[[nn.Module], MatrixView]
 
@@ -118,18 +121,25 @@ TABLE = (
     Row("R", ("state_weight",), "adamw", False),
     Row("MR", ("conv_?.weight",), "adamw", False),
     Row("F", ("w[123].weight",), "muon", True),
+    Row("AF", ("*.latent",), "adamw", True),
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """One parameter and what the table says about it."""
+    """One parameter and what the table says about it.
+
+    Attributes:
+        algorithm: `fold` for a weight that moves through its latent.
+        fold: of a latent: what its steps are added to.
+    """
 
     name: str
     parameter: nn.Parameter
     row: Row
     algorithm: Algorithm
     view: MatrixView
+    fold: Fold | None = None
 
     def lr(self, config: OptimConfig) -> float:
         """Peak learning rate."""
@@ -155,16 +165,16 @@ def assign(
 
 
 def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]:
-    """The table as it applies to a model, one line per row and shape of its matrices."""
+    """The table as it applies to a model, one line per row, algorithm and shape of its matrices."""
 
-    def key(a: Assignment) -> tuple[int, str]:
-        return rows[id(a.row)], str(a.view)
+    def key(a: Assignment) -> tuple[int, str, str]:
+        return rows[id(a.row)], a.algorithm, str(a.view)
 
     rows: dict[int, int] = {}
     for a in assignments:
         rows.setdefault(id(a.row), len(rows))
     lines = []
-    for (_, view), same in groupby(sorted(assignments, key=key), key):
+    for (_, _, view), same in groupby(sorted(assignments, key=key), key):
         members = list(same)
         row = members[0].row
         what = " ".join((f"{row.letters}:" if row.letters else "outside:", *row.names))
@@ -190,6 +200,14 @@ def _assignments(
                 f"optim.groups={name}: must match exactly one row of the table (matches {found}). "
                 "Fix: add it to a row of optim/groups.py, or narrow one."
             )
+        owner, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        if has_latent(layer):
+            is_latent = leaf == "latent"
+            of_it = Fold.of(layer) if is_latent else None
+            moved: Algorithm = "adamw" if is_latent else "fold"
+            yield Assignment(name, parameter, rows[0], moved, MatrixView(), of_it)
+            continue
         muon = algorithm == "muon_adamw" and rows[0].algorithm == "muon"
         view = rows[0].view(mixer) if muon else MatrixView()
         yield Assignment(name, parameter, rows[0], "muon" if muon else "adamw", view)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from optim.adamw import StateKind, adamw_update, new_state
+from optim.compressed import Fold, fold, redraw, resume
 from optim.low_bit import plain, write
 from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
 from optim.muon_plan import Matrix, MuonPlan
@@ -43,7 +44,8 @@ class MuonAdamW(torch.optim.Optimizer):
     `ADAMW`. `lr` is read at every step: a float or a 0-d tensor, to be moved by any scheduler of
     `torch.optim.lr_scheduler`. Groups of `muon` also take `view` (a `MatrixView`: which matrices
     their parameters are), or `views` with one for each parameter; the optimizer keeps these to
-    itself, and `param_groups` remain plain data.
+    itself, and `param_groups` remain plain data. A group of `adamw` may take `folds` in the same
+    way: its parameters are latents, each with the weight that moves through it.
 
         muon:  w <- (1 - lr * weight_decay) w - lr * scale * orthogonalised(momentum)
         adamw: torch.optim.AdamW, the fused kernel
@@ -67,6 +69,7 @@ class MuonAdamW(torch.optim.Optimizer):
         process_groups: of ranks that share parameters cut along several mesh axes, or cut along
             some and repeated along others (`World.holders`). Not needed along one axis, nor where
             these ranks are all ranks.
+        redraw_every: steps of a latent after which its projection is another one (0: never).
     """
 
     def __init__(
@@ -77,12 +80,15 @@ class MuonAdamW(torch.optim.Optimizer):
         bucket_bytes: int = 32 << 20,
         adamw_state: StateKind = "fp32",
         process_groups: Sequence[dist.ProcessGroup] = (),
+        redraw_every: int = 0,
     ) -> None:
         self._widths = muon_width, momentum_width
         self._bucket_bytes = bucket_bytes
         self._adamw_state: StateKind = adamw_state
         self._process_groups = process_groups
+        self._redraw_every = redraw_every
         self._views: dict[Tensor, MatrixView] = {}
+        self._folds: dict[Tensor, Fold] = {}
         self._steps: dict[int, Tensor] = {}  # of AdamW's groups; each `step` is an element
         self._plan: MuonPlan | None = None
         super().__init__(params, {})
@@ -93,6 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
         assert algorithm in ("muon", "adamw"), f"a group's algorithm is muon or adamw: {algorithm}"
         views = param_group.pop("views", None)
         view = param_group.pop("view", MatrixView())
+        folds: list[Fold] = param_group.pop("folds", [])
         known = {"params", "algorithm", "param_names", "initial_lr"}
         defaults = MUON if algorithm == "muon" else ADAMW
         strange = param_group.keys() - defaults.keys() - known
@@ -109,6 +116,7 @@ class MuonAdamW(torch.optim.Optimizer):
             for p in params:
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
                 self.state[p] = {"step": step, **new_state(p, self._adamw_state)}
+            self._folds |= {f.latent: f for f in folds}
         self._link_steps()
         self._plan = None
 
@@ -149,6 +157,10 @@ class MuonAdamW(torch.optim.Optimizer):
                     self.state[p]["step"].add_(1)
             if params:
                 adamw_update(group, params, [self.state[p] for p in params])
+            folds = [self._folds[p] for p in params if p in self._folds] if self._folds else []
+            if folds:
+                fold(group, folds)
+                redraw(folds, [self.state[f.latent] for f in folds], self._redraw_every)
         muon.finish()
         # Only local parts were written to, which autograd sees on plain parameters alone.
         torch.autograd.graph.increment_version(
@@ -182,10 +194,12 @@ class MuonAdamW(torch.optim.Optimizer):
             if wrong:
                 raise CheckpointError(
                     f"optimizer state {min(wrong)!r} is {what} ({len(wrong)} such). "
-                    "Fix: resume with the model and optim.name it was saved with."
+                    "Fix: resume with the model, optim.name and recompute.compress it was saved "
+                    "with."
                 )
         for name, value in state.items():
             _write(name, own[name], value)
+        self._resume_folds()
 
     def state_dict(self) -> dict[str, Any]:
         """The standard form; moments in 8 or 4 bits are unpacked as in `state_tensors`."""
@@ -208,6 +222,7 @@ class MuonAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        self._resume_folds()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = self.__dict__.get("state", {})
@@ -228,6 +243,11 @@ class MuonAdamW(torch.optim.Optimizer):
             for name, p in zip(group["param_names"], group["params"], strict=True)
             for key, value in self.state[p].items()
         }
+
+    def _resume_folds(self) -> None:
+        """Projections go on from the steps that loaded state has made."""
+        for latent, of_it in self._folds.items():
+            resume(of_it, self.state[latent], self._redraw_every)
 
     def _link_steps(self) -> None:
         """Step counters become elements of one tensor per group: one operation counts them all."""

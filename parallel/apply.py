@@ -4,10 +4,13 @@ pp      keep the layers of this rank's stages
 cp      what each mixer exchanges to see the tokens of other ranks
 tp      parameters and doors of the plan; routers whose tokens lie on several ranks
 ep      whole experts, and the way of tokens to them
+        here whoever builds prepares the blocks: recomputation, compilation
 fsdp    what is left of each parameter, by block
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
@@ -32,11 +35,16 @@ from parallel.tensor import Cut, cut_model
 
 
 def parallelize(
-    model: HybridLM, config: Config, world: World, balanced: bool = False
+    model: HybridLM,
+    config: Config,
+    world: World,
+    prepare: Callable[[HybridLM], object] | None = None,
+    balanced: bool = False,
 ) -> list[Stage]:
     """All axes of `world`, in place.
 
     Args:
+        prepare: called with the model when its blocks are cut, before they are sharded.
         balanced: experts are chosen evenly instead of by the router, so that no size depends on a
             value: for a run without peers or without values (parallel/dry_run.py).
 
@@ -57,6 +65,8 @@ def parallelize(
         parallelize_module(model, world.meshes["stage"], routers)  # type: ignore[arg-type]
     if degree("ep") > 1 or balanced:
         parallelize_module(model, world.meshes["ep"], expert_plan(model, mesh, balanced))
+    if prepare is not None:
+        prepare(model)
     stages = make_stages(model, parts)
     dtype = compute_dtype(config.precision, world.device)
     reshard = "never" if config.train.gradient_sync == "resident" else mesh.reshard

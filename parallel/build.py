@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from parallel.stages import Stage
 
 
-def build_model(config: Config, world: World) -> HybridLM:
-    """Meta device, cut, shard, materialise, initialise: in this order on any mesh.
+def build_model(
+    config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
+) -> HybridLM:
+    """Meta device, cut, prepare, shard, materialise, initialise: in this order on any mesh.
 
     Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
     starts from the same weights.
     """
-    model, part = plan_model(config, world), whole
+    model, part = plan_model(config, world, prepare), whole
     if world.parallel:
         from parallel.fsdp import shard_slice
 
@@ -32,10 +35,17 @@ def build_model(config: Config, world: World) -> HybridLM:
     return model.train()
 
 
-def plan_model(config: Config, world: World, balanced: bool = False) -> HybridLM:
+def plan_model(
+    config: Config,
+    world: World,
+    prepare: Callable[[HybridLM], object] | None = None,
+    balanced: bool = False,
+) -> HybridLM:
     """The model on the meta device, cut and sharded: shapes of what this rank will hold.
 
     Args:
+        prepare: what else is done to the blocks once they are cut, before they are sharded
+            (checkpointing/apply.py).
         balanced: see `parallelize` (parallel/apply.py).
     """
     with torch.device("meta"):
@@ -43,8 +53,10 @@ def plan_model(config: Config, world: World, balanced: bool = False) -> HybridLM
     if world.parallel:
         from parallel.apply import parallelize  # one process never imports FSDP2
 
-        stages = parallelize(model, config, world, balanced)
+        stages = parallelize(model, config, world, prepare, balanced)
         vars(model)["stages"] = stages  # not a submodule: their modules are the model's own
+    elif prepare is not None:
+        prepare(model)
     return model
 
 

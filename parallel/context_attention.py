@@ -133,7 +133,8 @@ def latent_gathered(
 ) -> Tensor:
     """Own queries on all latents: one all-gather of T (C + R) numbers a row, back one
     reduce-scatter of as many."""
-    k_BTNH, v_BTNV = mixer.expand_kv(*_of_all_ranks((c_BtC, k_pe_BtR), group))
+    latents = _of_all_ranks((c_BtC, k_pe_BtR), group)
+    k_BTNH, v_BTNV = mixer.seam("mla_kv", mixer.expand_kv, *latents)
     return _attend_gathered(mixer.inner, layout, q_BtNH, k_BTNH, v_BTNV, docs)
 
 
@@ -174,9 +175,13 @@ def latent_by_heads(
     row, num_heads = row_of(docs, layout), q_BtNH.shape[2]
     (q_BTnH,) = to_heads((q_BtNH,), layout, group)
     latent_BTC, k_pe_BTR = to_rows((c_BtC, k_pe_BtR), layout, group)
-    w_NXC = mixer.wkv_b.weight.unflatten(0, (num_heads, -1))
-    w_XC = w_NXC[own_heads(num_heads, layout)].flatten(0, 1)
-    k_BTnH, v_BTnV = mixer.expand_kv(latent_BTC, k_pe_BTR, w_XC)
+
+    def expand_own(c_BTC: Tensor, k_pe_BTR: Tensor) -> tuple[Tensor, Tensor]:
+        w_NXC = mixer.wkv_b.weight.unflatten(0, (num_heads, -1))
+        w_XC = w_NXC[own_heads(num_heads, layout)].flatten(0, 1)
+        return mixer.expand_kv(c_BTC, k_pe_BTR, w_XC)
+
+    k_BTnH, v_BTnV = mixer.seam("mla_kv", expand_own, latent_BTC, k_pe_BTR)
     o_BTnV = _attend_own_heads(mixer.inner, layout, q_BTnH, k_BTnH, v_BTnV, row)
     return from_heads(o_BTnV, layout, group)
 
@@ -193,7 +198,8 @@ def _attend_gathered(
     keys = chunk_documents(docs, layout, layout.gathered_chunks())
     inner.observe(q_BtNH, k_BTKH, docs, keys)
     mask_B1tT = attention_mask(docs, keys, q_BtNH.dtype, inner.softcap)
-    return attend(q_BtNH, k_BTKH, v_BTKV, inner.scale, inner.softcap, mask_B1tT)
+    settings = (inner.scale, inner.softcap, mask_B1tT)
+    return inner.seam("core_attn", attend, q_BtNH, k_BTKH, v_BTKV, *settings)
 
 
 def _attend_own_heads(
@@ -206,7 +212,8 @@ def _attend_own_heads(
 ) -> Tensor:
     """Whole rows of this rank's share of the heads, `[B, T, n, V]`."""
     inner.observe(q_BTnH, k_BTkH, row, row, share=(layout.rank, layout.degree))
-    return causal_attention(q_BTnH, k_BTkH, v_BTkV, row, inner.scale, inner.softcap)
+    settings = (row, inner.scale, inner.softcap)
+    return inner.seam("core_attn", causal_attention, q_BTnH, k_BTkH, v_BTkV, *settings)
 
 
 def _of_all_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:

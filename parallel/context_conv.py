@@ -7,6 +7,7 @@ segments, L chunks of a row, X channels, K taps; a suffix K1 is K - 1 past token
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.model.documents import Documents
+from megacpp.model.seam import Seam
 from parallel.collectives import gather
 from parallel.context_layout import ContextLayout
 from parallel.context_segments import cut, joined, linked, segment_documents
@@ -21,7 +23,14 @@ from parallel.context_segments import cut, joined, linked, segment_documents
 Convolve = Callable[[Tensor, Tensor, Documents], Tensor]
 
 
+class Mixer(Protocol):
+    """A mixer that convolves."""
+
+    seam: Seam
+
+
 def convolve_with_halo(
+    mixer: Mixer,
     convolve: Convolve,
     layout: ContextLayout,
     group: dist.ProcessGroup,
@@ -32,20 +41,24 @@ def convolve_with_halo(
     """What `convolve` makes of this rank's tokens of whole rows, `[B, t, X]`.
 
     One all-gather of the last K - 1 tokens of every chunk; its backward is one reduce-scatter. A
-    chunk must hold them: C >= K - 1.
+    chunk must hold them: C >= K - 1. What is gathered is kept; all that is made of it is a piece.
     """
     segments = segment_documents(docs, layout)
     num_past = weight_X1K.shape[-1] - 1
     x_SCX = cut(x_BtX, layout)
     assert x_SCX.shape[1] >= num_past, f"{num_past} past tokens from chunks of {x_SCX.shape[1]}"
+
+    def convolved(x_SCX: Tensor, past_SK1X: Tensor, weight_X1K: Tensor) -> Tensor:
+        y_SCX = convolve(torch.cat([past_SK1X, x_SCX], 1), weight_X1K, with_past)
+        return joined(y_SCX[:, num_past:], layout)
+
     if num_past == 0:
         return joined(convolve(x_SCX, weight_X1K, segments), layout)
     ends_JBK1X = x_SCX[:, -num_past:].unflatten(0, (-1, layout.per_rank)).transpose(0, 1)
     ends_LBK1X = gather(ends_JBK1X.contiguous(), 0, group)
-    past_SK1X = _in_front(ends_LBK1X, layout)
     with_past = segments.memo(("past", num_past), lambda: _with_past(segments, num_past))
-    y_SCX = convolve(torch.cat([past_SK1X, x_SCX], 1), weight_X1K, with_past)
-    return linked(joined(y_SCX[:, num_past:], layout), ends_LBK1X)
+    past_SK1X = _in_front(ends_LBK1X, layout)
+    return linked(mixer.seam("conv_bc", convolved, x_SCX, past_SK1X, weight_X1K), ends_LBK1X)
 
 
 def _in_front(ends_LBK1X: Tensor, layout: ContextLayout) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.kernels.m2rnn import StateClip, m2rnn_carried
+from megacpp.kernels.m2rnn import m2rnn_carried
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.m2rnn import M2RNN
@@ -60,10 +60,10 @@ class ContextM2RNN(ParallelStyle):
         if self.kind == "heads":
             scan = partial(scan_by_heads, module.scan, layout, group)
         else:
-            scan = partial(scan_serially, module.clip, module.chunk_size, layout, group)
+            scan = partial(scan_serially, module, layout, group)
         module.scan = scan  # type: ignore[method-assign]
         module.convolve = partial(  # type: ignore[method-assign]
-            convolve_with_halo, module.convolve, layout, group
+            convolve_with_halo, module, module.convolve, layout, group
         )
         return module
 
@@ -99,8 +99,7 @@ def scan_by_heads(
 
 
 def scan_serially(
-    clip: StateClip | None,
-    chunk_size: int,
+    mixer: M2RNN,
     layout: ContextLayout,
     group: dist.ProcessGroup,
     q_BtNK: Tensor,
@@ -130,7 +129,12 @@ def scan_serially(
             h_BNKV = receive(chain, h_BNKV, before, group)
         h_BNKV = torch.where(continues(segment)[:, None, None, None], h_BNKV, 0.0)
         q, k, v, f = (x[:, j] for x in parts)
-        y_BCNV, h_BNKV = m2rnn_carried(q, k, v, f, w_NVV, segment, h_BNKV, clip, chunk_size)
+        y_BCNV, h_BNKV = m2rnn_carried(
+            *(q, k, v, f, w_NVV, segment, h_BNKV),
+            mixer.clip,
+            mixer.chunk_size,
+            mixer.keep_states,
+        )
         if after is not None and after != layout.rank:
             chain = send(h_BNKV, after, group)
         ys_BCNV.append(y_BCNV)

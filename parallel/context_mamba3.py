@@ -65,7 +65,7 @@ class ContextMamba3(ParallelStyle):
             scan = partial(scan_by_heads, module.scan, layout, group)
         module.scan = scan  # type: ignore[method-assign]
         module.convolve = partial(  # type: ignore[method-assign]
-            convolve_with_halo, module.convolve, layout, group
+            convolve_with_halo, module, module.convolve, layout, group
         )
         return module
 

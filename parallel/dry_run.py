@@ -57,10 +57,12 @@ class Rooms:
         optimizers: of a materialised model, its configuration and `World.holders`.
         clip: scales its gradients by their norm over all ranks, in which some don't count; other
             numbers travel along with it.
+        prepare: what is done to the blocks of a model before they are sharded.
     """
 
     optimizers: Callable[[HybridLM, Config, Sequence[dist.ProcessGroup]], Optimizer]
     clip: Callable[[HybridLM, Config, Sequence[nn.Parameter], Tensor], Any]
+    prepare: Callable[[Config], Callable[[HybridLM], object]]
 
 
 class Kind(NamedTuple):
@@ -123,7 +125,7 @@ def dry_run(config: Config, size: int, rank: int, rooms: Rooms, full: bool = Fal
     total = config.train.grad_accum
     few = (total,) if full else few_microbatches(config)
     with fake_world(config, size, rank) as world:
-        model = planned_model(config, world)
+        model = planned_model(config, world, rooms.prepare(config))
         for p in model.parameters():
             local = p.to_local() if is_dtensor(p) else p
             assert local.shape == own_shape(p), f"{local.shape} of {p.shape}"

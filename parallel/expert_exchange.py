@@ -5,11 +5,14 @@
              that one row comes back; the token's rank sums over ranks
     slots    every expert takes a fixed number of rows of every rank: equal splits, nothing counted
 
-Every `send_*` returns what the experts of this rank want (rows in expert order, slots per expert)
-and the trip, whose `back` returns the tokens' outputs. Rows travel in the dtype of the tokens, gate
-weights in fp32 (or fp64). Against one process in bf16, `tokens` rounds once more: each rank's
-partial sum of a token, and each rank's part of its gradient, to 2^-9 of that part; the others
-round nothing more.
+Every `send_*` returns what the experts of this rank want (the rows that came, and the slots that
+hold copies of them) and the trip, whose `back` returns the tokens' outputs. Rows travel in the
+dtype of the tokens, gate weights in fp32 (or fp64). Against one process in bf16, `tokens` rounds
+once more: each rank's partial sum of a token, and each rank's part of its gradient, to 2^-9 of that
+part; the others round nothing more.
+
+For the backward the experts' rank keeps the rows that came; the token's rank keeps those that came
+back where it weighs them (`copies`, `slots`), for the gradient of the weights.
 
 The sizes of `copies` and `tokens` depend on what the routers chose. The ranks tell each other how
 much comes in one small all-to-all, and the host waits for the figures once: splits and groups
@@ -41,9 +44,8 @@ from megacpp.kernels.expert_rows import (
     spread_rows,
     sum_rows,
 )
+from megacpp.model.moe import Arrived
 from parallel.collectives import send_rows, send_rows_plain
-
-Arrived = tuple[Tensor, "list[int] | None"]  # rows in expert order, slots of each expert
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,10 @@ class Tokens:
     arriving: list[int]
     at_source: Groups
     at_experts: Groups
-    weights_RL: Tensor
 
     def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """As `Copies.back`; the weights have travelled already."""
-        part_RD = gather_rows(rows_SD, self.weights_RL, self.at_experts).to(rows_SD.dtype)
+        """As `Copies.back`; rows are weighed already."""
+        part_RD = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype)
         part_SD = send_rows(part_RD, self.arriving, self.leaving, self.owners.group)
         return sum_rows(part_SD, self.at_source)
 
@@ -104,13 +105,13 @@ class Slots:
 
     owners: Owners
     at_source: Groups
+    at_experts: Groups
 
     def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
         """As `Copies.back`; a token gets nothing from an expert that had no slot for it."""
-        owners = self.owners
-        each = [len(rows_SD) // owners.ranks] * owners.ranks
-        rows_SD = _regroup(rows_SD, owners.each, owners.ranks)
-        rows_SD = send_rows(rows_SD, each, each, owners.group)
+        each = [len(rows_SD) // self.owners.ranks] * self.owners.ranks
+        rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
+        rows_SD = send_rows(rows_RD, each, each, self.owners.group)
         return gather_rows(rows_SD, weights_TK, self.at_source)
 
 
@@ -183,7 +184,7 @@ def send_copies(
     expert_R = expert_R.repeat_interleave(sizes_R, output_size=len(rows_RD))
     at_experts = group_rows_of_sizes(expert_R[:, None], _columns(from_We), multiple)
     trip = Copies(owners, leaving, arriving, at_source, at_experts)
-    return _arrived(rows_RD, at_experts), trip
+    return Arrived(rows_RD, at_experts), trip
 
 
 def send_tokens(
@@ -218,8 +219,8 @@ def send_tokens(
     weights_RL, expert_RL = send_rows(labels, leaving, arriving, owners.group).chunk(2, 1)
     expert_RL = expert_RL.detach().to(torch.int64)
     at_experts = group_rows_of_sizes(expert_RL, _columns(from_Wn)[1:], multiple)
-    trip = Tokens(owners, leaving, arriving, at_source, at_experts, weights_RL)
-    return _arrived(rows_RD, at_experts), trip
+    trip = Tokens(owners, leaving, arriving, at_source, at_experts)
+    return Arrived(rows_RD, at_experts, weights_RL), trip
 
 
 def send_slots(
@@ -232,19 +233,19 @@ def send_slots(
     at_source = group_rows_to_capacity(indices_TK, owners.num_experts, capacity)
     rows_SD = spread_rows(x_TD, at_source)
     each = [len(rows_SD) // owners.ranks] * owners.ranks
-    rows_SD = send_rows(rows_SD, each, each, owners.group)
-    return (_regroup(rows_SD, owners.ranks, owners.each), None), Slots(owners, at_source)
+    rows_RD = send_rows(rows_SD, each, each, owners.group)
+    at_experts = _regrouped(len(rows_RD), owners.ranks, owners.each, x_TD.device)
+    return Arrived(rows_RD, at_experts), Slots(owners, at_source, at_experts)
 
 
-def _regroup(rows_SD: Tensor, outer: int, inner: int) -> Tensor:
-    """Equal groups that lie by `outer`, then `inner`, put by `inner`, then `outer`."""
-    each = len(rows_SD) // (outer * inner)
-    return rows_SD.unflatten(0, (outer, inner, each)).transpose(0, 1).flatten(0, 2)
-
-
-def _arrived(rows_RD: Tensor, groups: Groups) -> Arrived:
-    assert isinstance(groups.counts_E, list)
-    return spread_rows(rows_RD, groups), groups.counts_E
+def _regrouped(rows: int, outer: int, inner: int, device: torch.device) -> Groups:
+    """Slots of rows that lie in equal groups by `outer`, then `inner`: by `inner`, then `outer`."""
+    place_R = torch.arange(rows, device=device)
+    row_S, slot_R = (
+        place_R.view(a, b, -1).transpose(0, 1).flatten()
+        for a, b in ((outer, inner), (inner, outer))
+    )
+    return Groups(slot_R[None], row_S, None)
 
 
 def _label(expert_TK: Tensor, weights_TK: Tensor, groups: Groups, each: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from megacpp.kernels.grouped_mm import row_multiple
-from megacpp.model.moe import MixtureOfExperts, expert_capacity
+from megacpp.model.moe import Arrived, MixtureOfExperts, expert_capacity
 from parallel.expert_exchange import (
     EvenRouting,
     Owners,
@@ -52,24 +52,17 @@ class ExpertParallel(ParallelStyle):
         even = EvenRouting(moe.num_experts, moe.top_k) if self.balanced else None
 
         def dispatch(
-            x_TD: Tensor,
-            indices_TK: Tensor,
-            weights_TK: Tensor | None = None,
-            decoding: bool = False,
-        ) -> tuple[Tensor, list[int] | None, Trip]:
+            x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
+        ) -> tuple[Arrived, Trip]:
             if even is not None:
                 indices_TK = even.indices(len(x_TD), x_TD.device)
             if moe.capacity_factor is not None and not decoding:
                 slots = expert_capacity(len(x_TD), moe)
-                arrived, trip = send_slots(x_TD, indices_TK, owners, slots)
-                return *arrived, trip
+                return send_slots(x_TD, indices_TK, owners, slots)
             multiple = 1 if decoding else row_multiple(x_TD.device)
             if self.kind == "per_expert":
-                arrived, trip = send_copies(x_TD, indices_TK, owners, multiple, even)
-            else:
-                assert weights_TK is not None
-                arrived, trip = send_tokens(x_TD, indices_TK, weights_TK, owners, multiple, even)
-            return *arrived, trip
+                return send_copies(x_TD, indices_TK, owners, multiple, even)
+            return send_tokens(x_TD, indices_TK, weights_TK, owners, multiple, even)
 
         def combine(rows_SD: Tensor, weights_TK: Tensor, trip: Trip) -> Tensor:
             return trip.back(rows_SD, weights_TK)

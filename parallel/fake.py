@@ -8,7 +8,7 @@ no values. Everything that a mesh does to a model can be seen on them, for any n
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
 from parallel.mesh import World, join
-from parallel.stand_ins import stand_ins
+from parallel.stand_ins import memory_stand_ins, stand_ins
 
 CPU = torch.device("cpu")
 
@@ -57,9 +57,14 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors made inside of the block have no values; local work is replaced by its shape."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _RealStaysReal(), stand_ins():
+def fake_tensors(memory: bool = False) -> Iterator[None]:
+    """Tensors made inside of the block have no values; local work is replaced by its shape.
+
+    Args:
+        memory: replace only what keeps and computes the same (parallel/stand_ins.py).
+    """
+    instead = memory_stand_ins() if memory else stand_ins()
+    with FakeTensorMode(allow_non_fake_inputs=True), _RealStaysReal(), instead:
         yield
 
 
@@ -80,12 +85,14 @@ def whole_model(config: Config) -> HybridLM:
     return plan_model(config, World(0, 1, CPU))
 
 
-def planned_model(config: Config, world: World) -> HybridLM:
+def planned_model(
+    config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
+) -> HybridLM:
     """The model on the meta device, cut and sharded: what `build_model` then materialises.
 
     Where experts lie on several ranks they are chosen evenly: sizes can't depend on values here.
     """
-    return plan_model(config, world, balanced=config.mesh.ep > 1)
+    return plan_model(config, world, prepare, balanced=config.mesh.ep > 1)
 
 
 def fake_batch(config: Config) -> Batch:

@@ -8,7 +8,7 @@ written here.
 
 Letters: V vocabulary, D model, Q and K query and key/value heads x head dim, W heads x head dim, H
 heads, L latent, F hidden, S groups x state, R MIMO rank, N state, P head dim, A angles, E experts,
-I hidden of an expert, O one, J taps, B rows, T tokens.
+I hidden of an expert, Z random projection, O one, J taps, B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ PARAMETERS = (
     Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "[N]"),
     Row("A", ("wq_a.weight", "wkv_a.weight"), "[L, D]"),
     Row("A", ("wq_b.weight", "wkv_b.weight"), "[Q_tp, L]"),
+    # latents of compressed layers (checkpointing/compress.py) lie as the weights' rows do
+    Row("A", ("wq.latent",), "[Q_tp, Z]"),
+    Row("A", ("wk.latent", "wv.latent"), "[K_tp, Z]"),
+    Row("A", ("wq_a.latent", "wkv_a.latent"), "[L, Z]"),
+    Row("F", ("w1.latent", "w3.latent"), "[F_tp, Z]"),
     # F and the shared expert: hidden units are cut
     Row("F", ("w1.weight", "w3.weight"), "[F_tp, D]"),
     Row("F", ("w2.weight",), "[D, F_tp]"),

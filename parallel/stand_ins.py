@@ -1,10 +1,15 @@
-"""Local work that a dry run only needs the shape of.
+"""Local work that a run without values only needs the shape of.
 
 A recurrence runs token by token and experts run group by group: under fake tensors that is minutes
 of Python for results without values. None of the functions below calls a collective, so a dry run
 puts outputs of the right shape and type in their place, joined to the same inputs in autograd's
 graph. tests/parallel/test_dry_run.py holds that real ranks, which compute everything, issue the
 same collectives.
+
+Who asks what a forward keeps gets `memory_stand_ins` instead: nothing is left out but the loop over
+tokens inside the chunks of M2RNN, a product of as many FLOPs in its place, and the number of rows
+that each expert gets. tests/checkpointing/test_meter.py holds that real tensors are the same, byte
+by byte.
 """
 
 from __future__ import annotations
@@ -12,11 +17,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacpp.kernels import m2rnn_chunks
 from megacpp.kernels.expert_rows import Groups, group_rows
 from megacpp.kernels.grouped_mm import grouped_linear
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan
@@ -24,6 +31,7 @@ from megacpp.kernels.mamba3_chunks import mamba3_chunked
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+from megacpp.model.seam import PLAIN, Seam
 
 Shape = tuple[Sequence[int], torch.dtype]
 
@@ -31,12 +39,25 @@ Shape = tuple[Sequence[int], torch.dtype]
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Puts the stand-ins wherever a module of the project has imported an original."""
-    instead: list[tuple[Any, Any]] = [
+    with _instead(
         (mamba3_chunked, scan),
         (Chunked, Recurrence),
         (grouped_linear, experts_linear),
         (group_rows, balanced_rows),
-    ]
+    ):
+        yield
+
+
+@contextmanager
+def memory_stand_ins() -> Iterator[None]:
+    """The same for fewer originals: what is kept and computed is as it always is."""
+    with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce)):
+        yield
+
+
+@contextmanager
+def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
+    """Puts the second of each pair wherever a module of the project has imported the first."""
     changed: list[tuple[Any, str, Any]] = []
     modules = [m for name, m in sys.modules.items() if name.startswith(("megacpp.", "parallel."))]
     for module in modules:
@@ -59,6 +80,8 @@ def scan(
     pairing: Pairing,
     chunk_size: int,
     initial: Mamba3State | None = None,
+    *,
+    seam: Seam = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
     """In place of `mamba3_chunked`."""
     (B, _, H, P), dtype, state_dtype = inputs.V.shape, inputs.V.dtype, wide(inputs.V[:0]).dtype
@@ -111,8 +134,41 @@ def balanced_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Gro
     (T, K), new = expert_TK.shape, expert_TK.new_zeros
     sizes = [(T * K + e) // num_experts for e in range(num_experts)]
     padded = [-(-size // multiple) * multiple for size in sizes]
-    counts_E = torch.tensor(padded, device=expert_TK.device)
-    return Groups(new(K, T), new(sum(padded)), counts_E)
+    return Groups(new(K, T), new(sum(padded)), new(num_experts))
+
+
+class ChunkAtOnce(m2rnn_chunks._Chunk):
+    """In place of `m2rnn_chunks._Chunk`: the tokens of a chunk meet W in one product.
+
+    It is as large as theirs are together. Every token could start a document, for all that tensors
+    without values say; none is taken to.
+    """
+
+    def __init__(self, plan: Plan, span: slice, *rest: Any) -> None:
+        super().__init__(replace(plan, seqs=replace(plan.seqs, entries=())), span, *rest)
+
+    def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
+        before_CNBKV = states_C1NBKV[:-1]
+        _by_head(self.z_CNBKV).baddbmm_(_by_head(before_CNBKV), self.w_NVV)
+        return {}
+
+    def state_gradients(
+        self,
+        dy_CNBV: Tensor,
+        dh_NBKV: Tensor,
+        dinitial_SNKV: Tensor | None,
+        dfinal_SNKV: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dafter_CNBKV = self.q_CNBK[..., :, None] * dy_CNBV[..., None, :]
+        dx_CNBKV = (1 - self.z_CNBKV.square()).mul_(1 - self.f_CNB11)
+        w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
+        _by_head(dafter_CNBKV).baddbmm_(_by_head(dx_CNBKV), w_back_NVV)
+        return dafter_CNBKV, dx_CNBKV, dh_NBKV
+
+
+def _by_head(x_CNBKV: Tensor) -> Tensor:
+    """The memory of `[C, N, B, K, V]` as rows of N matrices; without values their order is free."""
+    return x_CNBKV.view(x_CNBKV.shape[1], -1, x_CNBKV.shape[-1])
 
 
 def shaped(outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:

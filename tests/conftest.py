@@ -1,4 +1,8 @@
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -6,6 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,3 +18,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="rewrite the printed figures of the chapters"
     )
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some sixty headers of the installed torch, 400 ids."""
+    source = tmp_path_factory.mktemp("headers")
+    folder = Path(torch.__file__).parent / "include/ATen/core"
+    for header in sorted(folder.glob("*.h"))[:60]:
+        shutil.copy(header, source)
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    command = ["data", "prepare", str(source), "--out", str(out), "--vocab-size", "400"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp", *command, "--validation-fraction", "0.1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("parallel", "optim")
+ROOMS = ("parallel", "optim", "checkpointing")
 COMPOSERS = ("megacpp/cli",)
 FILES = sorted(
     path
@@ -31,11 +31,17 @@ NO_TORCH = (
     "rules.py",
     "model_rules.py",
     "mesh_rules.py",
+    "recompute_flags.py",
+    "recompute_rules.py",
+    "fp8_rules.py",
     "model/sizes.py",
     "model/stages.py",
+    "model/pieces.py",
     "data/schedule.py",
     "memory/accumulation.py",
     "memory/muon.py",
+    "memory/offload.py",
+    "memory/compress.py",
     "arguments.py",
     "cli/main.py",
 )

@@ -23,23 +23,37 @@ def test_results_come_back_in_rank_order() -> None:
     assert all(torch.equal(x, 3 * torch.arange(4.0)) for _, x in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_travel_as_they_are(dtype: torch.dtype) -> None:
+    """Values, shapes and types; views, scalars, empty ones and parameters too."""
+    whole = torch.arange(12.0).reshape(3, 4).to(dtype)
+    sent = [whole, whole.t(), whole[1:, ::2], whole[:1, 1], whole[0, 0], whole[:0]]
+    (found,) = run_ranks(lambda rank, world: (sent, torch.nn.Parameter(torch.ones(2))), 1)
+    for x, y in zip(found[0], sent, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+        assert x.is_contiguous()
+    found[0][0].zero_()  # writable, and each tensor has memory of its own
+    assert torch.equal(found[0][1], sent[1])
+    assert isinstance(found[1], torch.nn.Parameter) and found[1].requires_grad
+
+
 def test_an_error_names_the_rank_that_raised_and_ends_the_others() -> None:
     def body(rank: int, world: int) -> None:
         if rank == 1:
             raise ValueError("seventeen")
-        time.sleep(60)  # in a collective it would race with its own "connection reset"
+        time.sleep(600)  # in a collective it would race with its own "connection reset"
 
     began = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2:.*seventeen"):
         run_ranks(body, 2)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
 
 
 def test_a_rank_that_dies_is_an_error() -> None:
     def body(rank: int, world: int) -> None:
         if rank == 0:
             os._exit(9)
-        time.sleep(30)
+        time.sleep(600)
 
     with pytest.raises(RankError, match="rank 0 of 2: ended without a result, exit code 9"):
         run_ranks(body, 2)
@@ -47,7 +61,7 @@ def test_a_rank_that_dies_is_an_error() -> None:
 
 def test_a_hang_shows_where_every_rank_was() -> None:
     def stuck(rank: int, world: int) -> None:
-        time.sleep(30)
+        time.sleep(600)
 
     with pytest.raises(RankTimeoutError, match=r"(?s)ranks \[0, 1\] of 2 .* in stuck"):
-        run_ranks(stuck, 2, timeout_s=1.0)
+        run_ranks(stuck, 2, timeout_s=5.0)

@@ -1,22 +1,24 @@
 """The whole run in real processes: train, record, evaluate, save, resume, sample, on 1 and 2 ranks.
 
-Everything happens on a small corpus of real C++ headers and a model with every letter.
+Everything happens on a small corpus of real C++ headers and a model with every letter. One run on
+one rank and one on two are started as a person would; those that are compared with them are forked
+(tests/launch.py).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megacpp.run.record import versions
+from tests.launch import ROOT, Done, forked, started
 
-ROOT = Path(__file__).parents[1]
 SMALL = (
     "--model.dim 32 --model.depth 5 --model.pattern AMERF --model.vocab-size 400"
     " --model.attention.num-heads 2 --model.attention.num-kv-heads 1"
@@ -33,40 +35,13 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some sixty headers of the installed torch, 400 ids."""
-    source = tmp_path_factory.mktemp("headers")
-    import torch
-
-    folder = Path(torch.__file__).parent / "include/ATen/core"
-    for header in sorted(folder.glob("*.h"))[:60]:
-        shutil.copy(header, source)
-    out = tmp_path_factory.mktemp("data") / "corpus"
-    command = ["data", "prepare", str(source), "--out", str(out), "--vocab-size", "400"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megacpp", *command, "--validation-fraction", "0.1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-def train(corpus: Path, folder: Path, ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs train.py as a person would, on one process or under torchrun."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(start if ranks > 1 else []), "train.py", "tiny", *SMALL]
+def train(
+    corpus: Path, folder: Path, ranks: int, *flags: str, run: Callable[..., Done] = forked
+) -> Done:
+    """A run of `SMALL` that ends well."""
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
-    done = subprocess.run(
-        [*command, *paths, "--train.device-batch-size", str(4 // ranks), *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    batch = ["--train.device-batch-size", str(4 // ranks)]
+    done = run("tiny", *SMALL, *paths, *batch, *flags, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -86,7 +61,7 @@ def assert_same_run(a: list[dict], b: list[dict], limit: float) -> None:
 def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Twenty AdamW steps in fp64 on one process without a process group."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    done = train(corpus, folder, 1, *ADAMW)
+    done = train(corpus, folder, 1, *ADAMW, run=started)
     return folder, done.stdout
 
 
@@ -94,7 +69,7 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def double(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same on two FSDP2 ranks over gloo."""
     folder = tmp_path_factory.mktemp("double") / "run"
-    train(corpus, folder, 2, *ADAMW)
+    train(corpus, folder, 2, *ADAMW, run=started)
     return folder
 
 
@@ -210,11 +185,8 @@ def test_wrong_data_or_checkpoint_is_one_line(
     shutil.copytree(single[0], folder)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "train.py", "tiny", *SMALL, *paths, *ADAMW,
-         "--train.device-batch-size", "4", *flags],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    batch = ["--train.device-batch-size", "4"]
+    done = forked("tiny", *SMALL, *paths, *ADAMW, *batch, *flags)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == code and len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ") and words in lines[0] and "Fix: " in lines[0]
@@ -232,11 +204,8 @@ def test_a_finished_run_refuses_fewer_steps_and_says_when_nothing_is_left(
     assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 1
     assert (folder / "launch-000020.json").exists() and (folder / "launch.json").exists()
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "train.py", "tiny", *SMALL, *paths, *ADAMW,
-         "--train.device-batch-size", "4", "--run.steps", "5", "--optim.warmup-steps", "0"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    fewer = "--train.device-batch-size 4 --run.steps 5 --optim.warmup-steps 0".split()
+    done = forked("tiny", *SMALL, *paths, *ADAMW, *fewer)
     assert done.returncode == 2 and "run.steps=5" in done.stderr
 
 
@@ -255,11 +224,9 @@ def test_starting_over_moves_the_earlier_run_aside(
 
 def test_non_finite_steps_are_skipped_then_end_the_run(corpus: Path, tmp_path: Path) -> None:
     """Weights that overflow: no step moves them, ten in a row end with exit code 5."""
-    command = [sys.executable, "train.py", "tiny", *SMALL, "--train.device-batch-size", "4"]
     paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, *paths, "--model.init-std", "1e30"], cwd=ROOT, capture_output=True, text=True
-    )
+    flags = "--train.device-batch-size 4 --model.init-std 1e30".split()
+    done = forked("tiny", *SMALL, *paths, *flags)
     assert done.returncode == 5, done.stderr
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and "train.max_skips=10" in lines[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -28,14 +29,23 @@ class Finding:
 OPTIONAL = {
     "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
     "tilelang": ("the MIMO kernel and compiler checks", "our chunked torch form"),
-    "torchao": ("optim.adamw_state=8bit and 4bit", "moments of AdamW in fp32"),
-    "transformer_engine": ("FP8 blocks and their checkpoint", "bf16 blocks"),
+    "torchao": (
+        "precision.fp8=torchao, optim.adamw_state=8bit and 4bit",
+        "bf16 blocks, moments of AdamW in fp32",
+    ),
+    "transformer_engine": (
+        "precision.fp8=te and the one recomputation that its FP8 blocks may run under",
+        "bf16 blocks, or precision.fp8=torchao",
+    ),
     "pyarrow": ("parquet sources", "folders and jsonl only"),
     "zstandard": (".jsonl.zst sources", "plain .jsonl"),
     "matplotlib": ("plots", "tables"),
 }
 
-UNUSED = ("mamba_ssm", "tilelang", "transformer_engine")
+UNUSED = ("mamba_ssm", "tilelang")
+
+# Installed in parts: the one that is used may be missing.
+PARTS = {"transformer_engine": "transformer_engine.pytorch"}
 
 SELF_TEST = """
 import os, sys, torch, torch.distributed as dist
@@ -59,7 +69,7 @@ def doctor(argv: Sequence[str]) -> int:
         return 0
     as_json, skip = take_flag(arguments, "--json"), take_flag(arguments, "--no-self-test")
     refuse_rest(arguments)
-    findings = [*_versions(), *_devices(), *_optional()]
+    findings = [*_versions(), *_devices(), _fp8(), *_optional()]
     if not skip:
         findings.append(_gloo())
     if as_json:
@@ -108,10 +118,39 @@ def _optional() -> list[Finding]:
     for name, (gives, instead) in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
             found.append(Finding(name, None, f"for {gives}; without it: {instead}"))
+        elif name in PARTS and (why := _import_trouble(PARTS[name])):
+            detail = f"installed, but {PARTS[name]} can't be imported ({why})"
+            found.append(Finding(name, None, f"{detail}; for {gives}; without it: {instead}"))
         else:
             later = f"found; {gives}: not used by this version yet" if name in UNUSED else gives
             found.append(Finding(name, True, later))
     return found
+
+
+def _import_trouble(module: str) -> str:
+    """Why a module can't be imported; nothing: it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # packages with compiled parts raise what they like
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return ""
+
+
+def _fp8() -> Finding:
+    """Whether matrices can be multiplied in FP8 here."""
+    import torch
+
+    from checkpointing.fp8 import FP8_CAPABILITY
+
+    need = "compute capability {}.{}".format(*FP8_CAPABILITY)
+    if not torch.cuda.is_available():
+        without = "precision.fp8=torchao is emulated (same rounding, slow), te is refused"
+        return Finding("fp8", None, f"no GPU; {without}")
+    capability = torch.cuda.get_device_capability()
+    if capability < FP8_CAPABILITY:
+        has = "{}.{}".format(*capability)
+        return Finding("fp8", None, f"needs {need}, this GPU has {has}; bf16 blocks only")
+    return Finding("fp8", True, f"matrix products in hardware ({need} or more)")
 
 
 def _gloo() -> Finding:

@@ -65,6 +65,7 @@ def take_world(arguments: list[str]) -> tuple[int, int]:
 
 def rooms() -> Rooms:
     """The optimizer and the clipping of every run."""
+    from checkpointing.apply import Keeper
     from optim.build import build_optimizer
     from optim.clip import clip_gradients
     from parallel.dry_run import Rooms
@@ -74,6 +75,7 @@ def rooms() -> Rooms:
         clip=lambda model, config, copies, along: clip_gradients(
             model, config.optim.clip_norm, copies=copies, along=along
         ),
+        prepare=Keeper,
     )
 
 

@@ -28,6 +28,9 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("validate", "validate", "check a configuration without starting anything"),
     "explain": Command("explain", "explain", "where every parameter lies on a mesh, what moves"),
     "dry-run": Command("dry_run", "dry_run", "a step of any mesh: bytes stored, bytes sent"),
+    "activations": Command(
+        "activations", "activations", "what the forward keeps for the backward, by block and tensor"
+    ),
     "doctor": Command("doctor", "doctor", "what this machine has, what is missing, why it matters"),
     "data prepare": Command(
         "data", "prepare", "make a corpus: deduplicate, split, tokenize, pack", "PrepareArgs"

@@ -29,8 +29,7 @@ def causal_conv(
     """
     num_taps = weight_C1K.shape[-1]
     keep = None if docs is None or docs.whole else _keep(docs, num_taps)
-    y_BTC: Tensor = _CausalConv.apply(x_BTC, weight_C1K[:, 0].t(), keep)  # type: ignore[assignment]
-    return _activate(y_BTC, activation)
+    return _CausalConv.apply(x_BTC, weight_C1K, keep, activation)  # type: ignore[return-value]
 
 
 def causal_conv_step(
@@ -61,33 +60,53 @@ def causal_conv_sequential(
 
 
 class _CausalConv(torch.autograd.Function):
-    """K shifted multiply-adds. By hand, because autograd would keep every masked shift of x."""
+    """K shifted multiply-adds. By hand, because autograd would keep every masked shift of x, and
+    what the activation is taken of: backward adds that up again."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None) -> Tensor:
-        ctx.save_for_backward(x_BTC, weight_KC)
-        ctx.keep = keep
-        weight_KC = wide(weight_KC).to(wide(x_BTC[:0]).dtype)
-        y_BTC = x_BTC * weight_KC[-1]
-        for j in range(1, _reach(x_BTC, weight_KC)):
-            past_BTC = _masked(x_BTC[:, :-j], keep, j)
-            y_BTC[:, j:].addcmul_(past_BTC, weight_KC[-1 - j])
-        return y_BTC.to(x_BTC.dtype)
+    def forward(
+        ctx: Any,
+        x_BTC: Tensor,
+        weight_C1K: Tensor,
+        keep: list[Tensor] | None,
+        activation: Activation,
+    ) -> Tensor:
+        ctx.save_for_backward(x_BTC, weight_C1K)
+        ctx.keep, ctx.activation = keep, activation
+        y_BTC = _summed(x_BTC, _taps(weight_C1K, x_BTC), keep)
+        return y_BTC if activation is None else F.silu(y_BTC, inplace=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_BTC, weight_KC = ctx.saved_tensors
-        dy_BTC = grads[0]
-        wide_KC = wide(weight_KC).to(wide(x_BTC[:0]).dtype)
-        dx_BTC = dy_BTC * wide_KC[-1]
-        dweight_KC = torch.zeros_like(wide_KC)
-        dweight_KC[-1] = _sum(x_BTC, dy_BTC)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_BTC, weight_C1K = ctx.saved_tensors
+        weight_KC, dy_BTC = _taps(weight_C1K, x_BTC), grads[0]
+        if ctx.activation is not None:
+            y_BTC = _summed(x_BTC, weight_KC, ctx.keep)
+            dy_BTC = torch.ops.aten.silu_backward(dy_BTC, y_BTC)
+        dx_BTC = dy_BTC * weight_KC[-1]
+        dweight_KC = torch.zeros_like(weight_KC)
+        dweight_KC[-1] = _dot(x_BTC, dy_BTC)
         for j in range(1, _reach(x_BTC, weight_KC)):
             dlater_BTC = _masked(dy_BTC[:, j:], ctx.keep, j)
-            dx_BTC[:, :-j].addcmul_(dlater_BTC, wide_KC[-1 - j])
-            dweight_KC[-1 - j] = _sum(x_BTC[:, :-j], dlater_BTC)
-        return dx_BTC.to(x_BTC.dtype), dweight_KC.to(weight_KC.dtype), None
+            dx_BTC[:, :-j].addcmul_(dlater_BTC, weight_KC[-1 - j])
+            dweight_KC[-1 - j] = _dot(x_BTC[:, :-j], dlater_BTC)
+        dweight_C1K = dweight_KC.t()[:, None].to(weight_C1K.dtype)
+        return dx_BTC.to(x_BTC.dtype), dweight_C1K, None, None
+
+
+def _taps(weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
+    """The weight in the dtype of the sums, `[K, C]`: channels side by side, as they are in x."""
+    return weight_C1K[:, 0].t().to(wide(x_BTC[:0]).dtype).contiguous()
+
+
+def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None) -> Tensor:
+    """The convolution before its activation, in the dtype of `x_BTC`."""
+    y_BTC = x_BTC * weight_KC[-1]
+    for j in range(1, _reach(x_BTC, weight_KC)):
+        past_BTC = _masked(x_BTC[:, :-j], keep, j)
+        y_BTC[:, j:].addcmul_(past_BTC, weight_KC[-1 - j])
+    return y_BTC.to(x_BTC.dtype)
 
 
 def _keep(docs: Documents, num_taps: int) -> list[Tensor]:
@@ -108,7 +127,7 @@ def _reach(x_BTC: Tensor, weight_KC: Tensor) -> int:
     return min(weight_KC.shape[0], x_BTC.shape[1])
 
 
-def _sum(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:
+def _dot(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:
     return (wide(a_BTC) * b_BTC).sum((0, 1))
 
 

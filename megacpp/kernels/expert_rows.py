@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,17 @@ def gather_rows(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
     return _Gather.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
 
 
+def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
+    """The weight of the copy in each slot, `(S,)`; 0 in a padding slot."""
+    return _Weigh.apply(weights_TK, groups)  # type: ignore[return-value]
+
+
 def sum_rows(rows_SD: Tensor, groups: Groups) -> Tensor:
-    """Sum of each token's rows, `[T, D]` in at least fp32; groups without padding."""
+    """Sum of each token's rows, `[T, D]` in at least fp32; keeps no row.
+
+    A padding slot adds nothing, but its gradient is that of token 0: if there are any, whoever made
+    the rows must have weighed them with `weigh_slots`.
+    """
     return _Sum.apply(rows_SD, groups)  # type: ignore[return-value]
 
 
@@ -120,8 +130,8 @@ def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
     return back_N.view(expert_TK.shape).T.contiguous()
 
 
-def _sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
-    """What lies in each token's slots, added up in at least fp32."""
+def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
+    """What lies in each token's slots, added up in at least fp32; no gradient."""
     total_TD: Tensor | None = None
     for k, slot_T in enumerate(groups.slot_KT):
         part_TD = _at_least_fp32(rows_SD.index_select(0, slot_T))
@@ -130,6 +140,23 @@ def _sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
     assert total_TD is not None
     return total_TD
+
+
+def _weights_of_slots(weights_KT: Tensor, groups: Groups) -> Tensor:
+    """`(S,)`. Padding has weight 0; a dropped copy must not touch its slot 0."""
+    slots, slot_KT = len(groups.token_S), groups.slot_KT
+    if groups.kept_KT is not None:
+        slot_KT = torch.where(groups.kept_KT, slot_KT, slots)
+    w_S = weights_KT.new_zeros(slots + 1)
+    return w_S.scatter_(0, slot_KT.flatten(), weights_KT.flatten())[:-1]
+
+
+def _copies_of_slots(value_S: Tensor, groups: Groups) -> Tensor:
+    """What lies in the slot of each copy, `[K, T]`; 0 for a dropped one."""
+    value_KT = value_S.index_select(0, groups.slot_KT.flatten()).view_as(groups.slot_KT)
+    if groups.kept_KT is not None:
+        value_KT.masked_fill_(~groups.kept_KT, 0.0)
+    return value_KT
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -145,9 +172,10 @@ class _Spread(torch.autograd.Function):
         return x_TD.index_select(0, groups.token_S)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_SD,) = grads
-        return _sum_of_slots(grad_SD, ctx.groups).to(grad_SD.dtype), None
+        return sum_of_slots(grad_SD, ctx.groups).to(grad_SD.dtype), None
 
 
 class _Sum(torch.autograd.Function):
@@ -156,11 +184,26 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, groups: Groups) -> Tensor:
         ctx.groups, ctx.dtype = groups, rows_SD.dtype
-        return _sum_of_slots(rows_SD, groups)
+        return sum_of_slots(rows_SD, groups)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype).index_select(0, ctx.groups.token_S), None
+
+
+class _Weigh(torch.autograd.Function):
+    """Weights to slots and, in backward, the gradients back; none for a copy without a slot."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return _weights_of_slots(weights_TK.T, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _copies_of_slots(grads[0], ctx.groups).T, None
 
 
 class _Gather(torch.autograd.Function):
@@ -179,18 +222,12 @@ class _Gather(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad_TD,) = grads
         rows_SD, weights_KT = ctx.saved_tensors
         groups: Groups = ctx.groups
-        slot_N, kept_KT = groups.slot_KT.flatten(), groups.kept_KT
         grad_SD = grad_TD.index_select(0, groups.token_S)
-        grad_w_S = (rows_SD * grad_SD).sum(-1)
-        grad_w_KT = grad_w_S.index_select(0, slot_N).view_as(weights_KT)
-        # Weights back to slots. Padding has weight 0; a dropped copy must not touch its slot 0.
-        w_S = grad_w_S.new_zeros(len(grad_w_S) + 1)
-        if kept_KT is not None:
-            grad_w_KT.masked_fill_(~kept_KT, 0.0)
-            slot_N = torch.where(kept_KT.flatten(), slot_N, len(grad_w_S))
-        w_S.scatter_(0, slot_N, weights_KT.flatten())
-        return grad_SD.mul_(w_S[:-1, None]).to(rows_SD.dtype), grad_w_KT.T, None
+        grad_w_KT = _copies_of_slots((rows_SD * grad_SD).sum(-1), groups)
+        w_S = _weights_of_slots(weights_KT, groups)
+        return grad_SD.mul_(w_S[:, None]).to(rows_SD.dtype), grad_w_KT.T, None

@@ -12,6 +12,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from megacpp.kernels.wanted import wanted_gradients
+
+Counts = Tensor | Sequence[int] | None  # slots of each expert; None: all have as many
 
 # A CPU matrix product may round a row differently when the number of rows changes (another kernel,
 # another split of the sum) or when the row falls into a remainder of the tiles. Products of 48 rows
@@ -27,27 +33,51 @@ def row_multiple(device: torch.device) -> int:
     return CPU_ROWS if device.type == "cpu" else GPU_ROWS
 
 
-def grouped_linear(
-    x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor | Sequence[int] | None = None
-) -> Tensor:
+def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Counts = None) -> Tensor:
     """Rows `[S, F]`: each row of `x_SD` times the weight of the expert that owns its slot.
 
     `counts_E` slots belong to the experts in order and the last expert owns what is left over;
     without counts every expert has S / E slots, and one batched product does it. Counts in a tensor
     stay where they are as long as nothing needs them on the host.
     """
-    if torch.is_autocast_enabled(x_SD.device.type):
-        dtype = torch.get_autocast_dtype(x_SD.device.type)
-        x_SD, weight_EFD = x_SD.to(dtype), weight_EFD.to(dtype)
+    x_SD, weight_EFD = autocast(x_SD, weight_EFD)
+    return _Grouped.apply(x_SD, weight_EFD, counts_E)  # type: ignore[return-value]
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In the dtype of a running autocast, if there is one."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+
+
+def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
+    """`[S, F]`: each row times the matrix of its expert; no gradient."""
     if counts_E is None:
-        x_ECD = x_SD.unflatten(0, (len(weight_EFD), -1))
-        y_ECF = torch.bmm(x_ECD, weight_EFD.mT)
+        x_ECD = x_SD.unflatten(0, (len(weight_EDF), -1))
+        y_ECF = torch.bmm(x_ECD, weight_EDF)
         # No view of the product, which nobody else has: FSDP2 warns of units that return one.
         return torch.ops.aten._unsafe_view(y_ECF, (len(x_SD), y_ECF.shape[2]))
-    backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EFD.shape[1:])
+    backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EDF.shape[1:])
     if backend == "grouped_mm" and len(x_SD) > 0:
-        return F.grouped_mm(x_SD, weight_EFD.mT, offs=_ends(counts_E, x_SD))
-    return _Loop.apply(x_SD, weight_EFD, counts_E)  # type: ignore[return-value]
+        return F.grouped_mm(x_SD, weight_EDF, offs=_ends(counts_E, x_SD))
+    return _loop(x_SD, weight_EDF, *_either(counts_E))
+
+
+def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
+    """`[E, F, D]`: of each expert the sum over its slots of left times right; no gradient.
+
+    An expert without slots gets exact zeros.
+    """
+    if counts_E is None:
+        left_ECF, right_ECD = (x.unflatten(0, (experts, -1)) for x in (left_SF, right_SD))
+        return torch.bmm(left_ECF.mT, right_ECD)
+    sizes = right_SD.shape[1], left_SF.shape[1]
+    backend = grouped_backend(right_SD.device.type, right_SD.dtype, *sizes)
+    if backend == "grouped_mm" and len(right_SD) > 0:
+        return F.grouped_mm(left_SF.mT, right_SD, offs=_ends(counts_E, right_SD))
+    return _outer_loop(left_SF, right_SD, *_either(counts_E), experts)
 
 
 def grouped_backend(
@@ -79,43 +109,47 @@ def _ends(counts_E: Tensor | Sequence[int], x_SD: Tensor) -> Tensor:
     return end_E
 
 
+def _either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] | None]:
+    """An operator's schema has no type for a tensor or a list."""
+    return (counts_E, None) if isinstance(counts_E, Tensor) else (None, list(counts_E))
+
+
 def _sizes(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
     sizes = list(counts_E.tolist() if isinstance(counts_E, Tensor) else counts_E)
     sizes[-1] = slots - sum(sizes[:-1])
     return sizes
 
 
-class _Loop(torch.autograd.Function):
-    """The loop of `grouped_linear_reference` without its splits and concatenations."""
+class _Grouped(torch.autograd.Function):
+    """Keeps its two inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor | Sequence[int]
-    ) -> Tensor:
+    def forward(ctx: Any, x_SD: Tensor, weight_EFD: Tensor, counts_E: Counts) -> Tensor:
         ctx.save_for_backward(x_SD, weight_EFD)
-        ctx.sizes = _sizes(counts_E, len(x_SD))
-        return _loop(x_SD, weight_EFD.mT, ctx.sizes)
+        ctx.counts = counts_E
+        return products(x_SD, weight_EFD.mT, counts_E)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad_SF,) = grads
         x_SD, weight_EFD = ctx.saved_tensors
-        grad_SF, grad_x, grad_w = grad_SF.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = _loop(grad_SF, weight_EFD, ctx.sizes)
-        if ctx.needs_input_grad[1]:
-            grad_w = torch.empty_like(weight_EFD)
-            parts = zip(grad_SF.split(ctx.sizes), x_SD.split(ctx.sizes), grad_w, strict=True)
-            for grad, x, out_FD in parts:  # an expert without rows gets exact zeros
-                torch.mm(grad.T, x, out=out_FD)
+        grad_SF, counts_E, wanted = grads[0].contiguous(), ctx.counts, wanted_gradients(ctx)
+        grad_x = products(grad_SF, weight_EFD, counts_E) if wanted[0] else None
+        grad_w = outer_products(grad_SF, x_SD, counts_E, len(weight_EFD)) if wanted[1] else None
         return grad_x, grad_w, None
 
 
-def _loop(x_SD: Tensor, weight_EDF: Tensor, sizes: list[int]) -> Tensor:
+# Operators of their own, so that tensors without values pass, and so that a compiler need not look
+# inside: their shapes follow from those of the inputs, what they do from counts.
+@torch.library.custom_op("megacpp::expert_products", mutates_args=())
+def _loop(
+    x_SD: Tensor, weight_EDF: Tensor, counts_E: Tensor | None, sizes: Sequence[int] | None
+) -> Tensor:
     """`x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
     y_SF = x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
     most = CPU_ROWS if x_SD.device.type == "cpu" else max(1, len(x_SD))
-    cuts = [[min(most, size - i) for i in range(0, size, most)] for size in sizes]
+    groups = _sizes(_given(counts_E, sizes), len(x_SD))
+    cuts = [[min(most, size - i) for i in range(0, size, most)] for size in groups]
     flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
     for w_DF, cut in zip(weight_EDF, cuts, strict=True):
@@ -123,3 +157,46 @@ def _loop(x_SD: Tensor, weight_EDF: Tensor, sizes: list[int]) -> Tensor:
             x, y = next(parts)
             torch.mm(x, w_DF, out=y)
     return y_SF
+
+
+@torch.library.custom_op("megacpp::expert_outer_products", mutates_args=())
+def _outer_loop(
+    left_SF: Tensor,
+    right_SD: Tensor,
+    counts_E: Tensor | None,
+    sizes: Sequence[int] | None,
+    experts: int,
+) -> Tensor:
+    y_EFD = right_SD.new_empty(experts, left_SF.shape[1], right_SD.shape[1])
+    groups = _sizes(_given(counts_E, sizes), len(right_SD))
+    parts = zip(left_SF.split(groups), right_SD.split(groups), y_EFD, strict=True)
+    for left, right, out_FD in parts:
+        torch.mm(left.T, right, out=out_FD)
+    return y_EFD
+
+
+def _given(counts_E: Tensor | None, sizes: Sequence[int] | None) -> Tensor | Sequence[int]:
+    given = sizes if counts_E is None else counts_E
+    assert given is not None
+    return given
+
+
+@_loop.register_fake
+def _(x_SD: Tensor, weight_EDF: Tensor, *_: Any) -> Tensor:
+    return x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
+
+
+@_outer_loop.register_fake
+def _(left_SF: Tensor, right_SD: Tensor, _1: Any, _2: Any, experts: int) -> Tensor:
+    return right_SD.new_empty(experts, left_SF.shape[1], right_SD.shape[1])
+
+
+@register_flop_formula(torch.ops.megacpp.expert_products)
+def _loop_flops(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: Any) -> int:
+    """As of one product of all rows: FlopCounterMode doesn't see what an operator does inside."""
+    return 2 * x_SD[0] * weight_EDF[1] * weight_EDF[2]
+
+
+@register_flop_formula(torch.ops.megacpp.expert_outer_products)
+def _outer_loop_flops(left_SF: torch.Size, right_SD: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * left_SF[0] * left_SF[1] * right_SD[1]

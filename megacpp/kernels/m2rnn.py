@@ -101,14 +101,25 @@ def m2rnn_chunked(
     clip: StateClip | None = None,
     chunk_size: int = 64,
     final_states: bool = True,
+    keep_states: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`m2rnn_sequential` with a hand-derived backward and T / chunk_size kept states.
 
-    Keeps for backward its inputs and states `[T / chunk_size, N, B, K, V]`. `final_states=False`
-    returns None for them: with packed documents their number must be read from the device.
+    Keeps for backward its inputs and states `[T / chunk_size, N, B, K, V]`, from which backward
+    runs each chunk again; with `keep_states` states and tanh of every token instead, twice
+    `[T, N, B, K, V]`, and nothing runs again. `final_states=False` returns None for them: with
+    packed documents their number must be read from the device.
     """
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
-    plan = Plan(sequences_of(docs, v_BTNV), clip, chunk_size, num_heads, dtype, final_states)
+    plan = Plan(
+        sequences_of(docs, v_BTNV),
+        clip,
+        chunk_size,
+        num_heads,
+        dtype,
+        final_states,
+        keep_states=keep_states,
+    )
     initial_SNKV = initial_SNKV.to(dtype) if initial_SNKV is not None else None
     with no_autocast(v_BTNV):
         return Chunked.apply(  # type: ignore[return-value]
@@ -126,6 +137,7 @@ def m2rnn_carried(
     entering_BNKV: Tensor,
     clip: StateClip | None = None,
     chunk_size: int = 64,
+    keep_states: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`m2rnn_chunked` for a part of each row: a state enters on its left, one leaves on its right.
 
@@ -136,7 +148,7 @@ def m2rnn_carried(
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
     seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
     seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
-    plan = Plan(seqs, clip, chunk_size, num_heads, dtype, final_states=True, by_row=True)
+    plan = Plan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
     with no_autocast(v_BTNV):
         return Chunked.apply(  # type: ignore[return-value]
             q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan

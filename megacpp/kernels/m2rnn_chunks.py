@@ -52,6 +52,7 @@ class Plan:
     dtype: torch.dtype  # of states and of every computation
     final_states: bool
     by_row: bool = False  # one final state per row instead of one per sequence
+    keep_states: bool = False  # of every token, for a backward without another recurrence
 
     def spans(self) -> list[slice]:
         """The chunks of a row."""
@@ -88,8 +89,37 @@ class Plan:
         dx_BTND[:, span] = shared.permute(2, 0, 1, 3)
 
 
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Memory for what the recurrence makes of tokens, in front of them and of each.
+
+    Attributes:
+        states_C1NBKV: one more than tokens; the first is the one that enters.
+        z_CNBKV: tanh.
+        filled: by the same recurrence, earlier.
+    """
+
+    states_C1NBKV: Tensor
+    z_CNBKV: Tensor
+    filled: bool = False
+
+    @staticmethod
+    def of(tokens: int, h_NBKV: Tensor) -> Room:
+        """Empty."""
+        new, shape = h_NBKV.new_empty, h_NBKV.shape
+        return Room(new(tokens + 1, *shape), new(tokens, *shape))
+
+    def part(self, span: slice) -> Room:
+        """That of some tokens; a state in between belongs to those before and behind it."""
+        states_C1NBKV = self.states_C1NBKV[span.start : span.stop + 1]
+        return Room(states_C1NBKV, self.z_CNBKV[span], self.filled)
+
+
 class _Chunk:
-    """One chunk's inputs and states: runs the recurrence, three operations per token."""
+    """One chunk's inputs and states: runs the recurrence, three operations per token.
+
+    `room` is memory for the states, which are made nowhere else; if it is filled, nothing runs.
+    """
 
     def __init__(
         self,
@@ -99,27 +129,47 @@ class _Chunk:
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
         h_NBKV: Tensor,
+        room: Room | None = None,
     ) -> None:
         self.plan, self.first, self.w_NVV = plan, span.start, w_NVV
         self.q_CNBK, self.k_CNBK, self.v_CNBV, f_CNB1 = (plan.take(x, span) for x in inputs)
         self.f_CNB11 = f_CNB1[..., None]
-        self.z_CNBKV = self.k_CNBK[..., :, None] * self.v_CNBV[..., None, :]
-        states = h_NBKV.new_empty(len(self.z_CNBKV) + 1, *h_NBKV.shape)
-        states[0] = h_NBKV
-        restarted = {}  # by place in the chunk: the state that token sees instead
-        h, z, f = states.unbind(0), self.z_CNBKV.unbind(0), self.f_CNB11.unbind(0)
-        z_rows = _rows(self.z_CNBKV).unbind(0)
-        for c in range(len(z)):
-            before_NBKV = h[c]
-            if self.first + c in plan.seqs.entries:
-                before_NBKV = plan.seqs.enter(before_NBKV, initial_SNKV, self.first + c)
-                restarted[c] = before_NBKV
-            z_rows[c].baddbmm_(_rows(before_NBKV), w_NVV).tanh_()
-            torch.lerp(z[c], before_NBKV, f[c], out=h[c + 1])  # z + f (h - z)
+        room = Room.of(len(self.q_CNBK), h_NBKV) if room is None else room
+        states, self.z_CNBKV = room.states_C1NBKV, room.z_CNBKV
+        if room.filled:
+            restarted = {c: self._before(c, states[c], initial_SNKV) for c in self._restarts()}
+        else:
+            torch.mul(self.k_CNBK[..., :, None], self.v_CNBV[..., None, :], out=self.z_CNBKV)
+            states[0] = h_NBKV
+            restarted = self._run(initial_SNKV, states)
         self.after_CNBKV = states[1:]
         self.before_CNBKV = states[:-1].clone() if restarted else states[:-1]
         for c, before_NBKV in restarted.items():
             self.before_CNBKV[c] = before_NBKV
+
+    def _restarts(self) -> list[int]:
+        """Places in the chunk where a row may start a sequence."""
+        return [c for c in range(len(self.q_CNBK)) if self.first + c in self.plan.seqs.entries]
+
+    def _before(self, c: int, h_NBKV: Tensor, initial_SNKV: Tensor | None) -> Tensor:
+        """What the token at such a place sees instead of `h`."""
+        return self.plan.seqs.enter(h_NBKV, initial_SNKV, self.first + c)
+
+    def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
+        """From the state in front, and k v^T in the place of z, all states and z.
+
+        Returns by place what restarted tokens see in front of them.
+        """
+        restarted = dict.fromkeys(self._restarts(), states_C1NBKV)
+        h, z, f = states_C1NBKV.unbind(0), self.z_CNBKV.unbind(0), self.f_CNB11.unbind(0)
+        z_rows = _rows(self.z_CNBKV).unbind(0)
+        for c in range(len(z)):
+            before_NBKV = h[c]
+            if c in restarted:
+                before_NBKV = restarted[c] = self._before(c, before_NBKV, initial_SNKV)
+            z_rows[c].baddbmm_(_rows(before_NBKV), self.w_NVV).tanh_()
+            torch.lerp(z[c], before_NBKV, f[c], out=h[c + 1])  # z + f (h - z)
+        return restarted
 
     def outputs(self) -> Tensor:
         """y of every token, `[C, N, B, V]`."""
@@ -160,11 +210,11 @@ class _Chunk:
     def input_gradients(
         self, dy_CNBV: Tensor, dafter_CNBKV: Tensor, dx_CNBKV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of q, k, v and f. Call last: it reuses the memory of z."""
+        """Of q, k, v and f. Call last: it reuses the memory of dx."""
         dq_CNBK = (self.after_CNBKV @ dy_CNBV[..., None])[..., 0]
         dk_CNBK = (dx_CNBKV @ self.v_CNBV[..., None])[..., 0]
         dv_CNBV = (self.k_CNBK[..., None, :] @ dx_CNBKV)[..., 0, :]
-        gap_CNBKV = torch.sub(self.before_CNBKV, self.z_CNBKV, out=self.z_CNBKV)
+        gap_CNBKV = torch.sub(self.before_CNBKV, self.z_CNBKV, out=dx_CNBKV)
         df_CNB1 = gap_CNBKV.mul_(dafter_CNBKV).flatten(3).sum(-1, keepdim=True)
         return dq_CNBK, dk_CNBK, dv_CNBV, df_CNB1
 
@@ -174,7 +224,8 @@ class _Chunk:
 
 
 class Chunked(torch.autograd.Function):
-    """Forward: chunk by chunk. Backward: the same chunks again, from last to first."""
+    """Forward: chunk by chunk. Backward: the chunks from last to first, each run again from the
+    state in front of it, or with the states of every token as forward left them."""
 
     @staticmethod
     def forward(
@@ -193,17 +244,21 @@ class Chunked(torch.autograd.Function):
         h_NBKV = v_BTNV.new_zeros(N, B, K, V, dtype=plan.dtype)
         if initial_SNKV is not None:
             h_NBKV = seqs.enter(h_NBKV, initial_SNKV, 0)
-        kept_XNBKV = h_NBKV.new_empty(len(spans), N, B, K, V)
+        room = Room.of(T, h_NBKV) if plan.keep_states else None
+        fronts_XNBKV = h_NBKV.new_empty(0 if plan.keep_states else len(spans), N, B, K, V)
         y_BTNV, final_SNKV = v_BTNV.new_empty(B, T, N, V), plan.new_finals(h_NBKV)
         for i, span in enumerate(spans):
-            kept_XNBKV[i] = h_NBKV
-            chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV)
+            part = None if room is None else room.part(span)
+            if room is None:
+                fronts_XNBKV[i] = h_NBKV
+            chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV, part)
             y_BTNV[:, span] = chunk.outputs().permute(2, 0, 1, 3)
             h_NBKV = chunk.after_CNBKV[-1].clone()
             if final_SNKV is not None:
                 plan.keep_finals(final_SNKV, chunk.after_CNBKV, span)
             del chunk  # its memory serves the next one
-        ctx.save_for_backward(*inputs, w_NVV, initial_SNKV, kept_XNBKV)
+        kept = (fronts_XNBKV,) if room is None else (room.states_C1NBKV, room.z_CNBKV)
+        ctx.save_for_backward(*inputs, w_NVV, initial_SNKV, *kept)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # final states are rarely used
         return y_BTNV, final_SNKV
@@ -211,20 +266,24 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
-        *inputs, w_NVV, initial_SNKV, kept_XNBKV = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: what is rebuilt is rebuilt at each reading
+        *inputs, w_NVV, initial_SNKV = saved[:6]
         plan: Plan = ctx.plan
+        spans, kept = plan.spans(), saved[6:]
+        rooms = [Room(*kept, filled=True).part(s) if plan.keep_states else None for s in spans]
+        fronts = [kept[0][s.start if plan.keep_states else i] for i, s in enumerate(spans)]
         last_B, first_B = plan.seqs.index_BT[:, -1], plan.seqs.index_BT[:, 0]
         wide_NVV = repeat_heads(w_NVV.to(plan.dtype), plan.num_heads, 0)
         dinputs, dw_NVV = [torch.empty_like(x) for x in inputs], torch.zeros_like(wide_NVV)
         dinitial_SNKV = torch.zeros_like(initial_SNKV) if initial_SNKV is not None else None
         B, T, _, V = inputs[2].shape
         dy = inputs[2].new_zeros(B, T, plan.num_heads, V) if dy_BTNV is None else dy_BTNV
-        dh_NBKV = torch.zeros_like(kept_XNBKV[0])
+        dh_NBKV = torch.zeros_like(fronts[0])
         if dfinal_SNKV is not None:
             dh_NBKV.copy_(dfinal_SNKV[last_B].transpose(0, 1))
         with no_autocast(w_NVV):
-            for h_NBKV, span in zip(kept_XNBKV.unbind(0)[::-1], plan.spans()[::-1], strict=True):
-                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV)
+            for front, room, span in reversed(list(zip(fronts, rooms, spans, strict=True))):
+                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, front, room)
                 dy_CNBV = plan.take(dy, span)
                 dafter_CNBKV, dx_CNBKV, dh_NBKV = chunk.state_gradients(
                     dy_CNBV, dh_NBKV, dinitial_SNKV, dfinal_SNKV

@@ -12,6 +12,7 @@ the N axis is ordered so that pair i is rows i and i + N/2, whatever the pairing
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +31,14 @@ from megacpp.kernels.mamba3_ops import (
     Chunks,
     bias_and_rotate,
     carried_sum,
+    ranks,
     segmented_cumsum,
 )
 from megacpp.kernels.mamba3_product import chunk_scan
+from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+from megacpp.model.seam import PLAIN, Seam
 
 NOTHING = 1e-35  # a weight below it counts as this much, and its logarithm stays finite
 
@@ -46,94 +50,141 @@ def mamba3_chunked(
     pairing: Pairing,
     chunk_size: int,
     initial: Mamba3State | None = None,
+    *,
+    seam: Seam = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
     """Output `[B, T, H, P]` and the state after each row, by matrix products over chunks.
 
     Neither T nor documents have to be aligned to chunks. `initial` is what the first document of
-    each row continues from (None: each row starts afresh).
+    each row continues from (None: each row starts afresh). What lies in front of the scan proper
+    and behind it are pieces of `seam`; the scan itself, its states and its outputs never are.
     """
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
-        return _chunked(inputs, weights, docs, pairing, min(chunk_size, inputs.V.shape[1]), initial)
+        chunks = Chunks.of(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
+        return _chunked(inputs, weights, chunks, pairing, initial, seam)
 
 
 def _chunked(
     inputs: ScanInputs,
     weights: HeadWeights,
-    docs: Documents,
+    chunks: Chunks,
     pairing: Pairing,
-    chunk: int,
     initial: Mamba3State | None,
+    seam: Seam,
 ) -> tuple[Tensor, Mamba3State]:
-    T, dtype = inputs.V.shape[1], inputs.V.dtype
-    chunks = Chunks.of(docs, chunk, inputs.DT.dtype)
-    ADT_BHJC, DT_BHJC = _cut(inputs.ADT, chunk, -1), _cut(inputs.DT, chunk, -1)
-    Trap_BHJC = wide(_cut(inputs.Trap, chunk, -1))
-    gamma_BHJC = DT_BHJC * torch.sigmoid(Trap_BHJC)
-    beta_BHJC = DT_BHJC * torch.sigmoid(-Trap_BHJC)
-    ahead_BHJC = F.pad(beta_BHJC.flatten(2)[..., 1:], (0, 1)).view_as(beta_BHJC)
-
-    angle_BHJAC = _angles(inputs.Angles, DT_BHJC, chunks, initial)
-    G = inputs.Q.shape[3]
-    q_BHJNRC, k_BHJNRC = bias_and_rotate(
-        _time_last(inputs.Q, pairing, chunk),
-        _time_last(inputs.K, pairing, chunk),
-        to_halves(weights.Q_bias, pairing).mT.unflatten(0, (G, -1)),
-        to_halves(weights.K_bias, pairing).mT.unflatten(0, (G, -1)),
-        angle_BHJAC,
-        dtype,
+    q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = seam(
+        "conv_bc",
+        partial(_operands, chunks, pairing),
+        inputs.Q,
+        inputs.K,
+        inputs.V,
+        inputs.ADT,
+        inputs.DT,
+        inputs.Trap,
+        inputs.Angles,
+        weights.Q_bias,
+        weights.K_bias,
+        weights.mimo_x,
+        None if initial is None else initial.angle,
     )
-    v_BHJCP = _cut(inputs.V, chunk, 1).permute(0, 3, 1, 2, 4).contiguous()
     y_BHJRCP, last_BHNP = chunk_scan(
         q_BHJNRC,
         k_BHJNRC,
-        weights.ranks(v_BHJCP).to(dtype),
-        segmented_cumsum(ADT_BHJC[:, :, :, None], chunks).squeeze(3),
-        (gamma_BHJC + ahead_BHJC).clamp(min=NOTHING).log(),
+        v_BHJRCP,
+        sums_BHJC,
+        log_scale_BHJC,
         gamma_BHJC,
         weights.D,
-        _first(inputs, weights, initial, pairing, beta_BHJC[:, :, 0, 0]),
+        _first(inputs, weights, initial, pairing),
         chunks,
     )
-    y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)[:, :T]
+    T, chunk = inputs.V.shape[1], chunks.size
+    y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+    y_BTHP = seam(
+        "conv_bc",
+        partial(gated_ranks, norm_eps=weights.norm_eps, dtype=inputs.V.dtype),
+        y_BTHRP[:, :T] if T % chunk else y_BTHRP,
+        inputs.Z,
+        weights.norm,
+        weights.mimo_z,
+        weights.mimo_o,
+    )
     j, c = divmod(T - 1, chunk)  # padding behind the last token changes no state
     final = Mamba3State(
-        torch.remainder(angle_BHJAC[:, :, j, :, c], 2 * math.pi),
+        angle_BHA,
         from_halves(last_BHNP.mT, pairing),
         from_halves(k_BHJNRC[:, :, j, :, :, c].mT, pairing),
         inputs.V[:, -1],
     )
-    return weights.merged(y_BTHRP, inputs), final
+    return y_BTHP, final
 
 
-def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial: Mamba3State | None) -> Tensor:
+def _operands(
+    chunks: Chunks,
+    pairing: Pairing,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Angles: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    mimo_x: Tensor | None,
+    initial_BHA: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """What `chunk_scan` reads: q, k, v, sums, log scale and gamma; and the angle of the last token.
+
+    `initial_BHA` is the angle that the first document of each row continues from.
+    """
+    T, chunk, G = V.shape[1], chunks.size, Q.shape[3]
+    DT_BHJC, Trap_BHJC = _cut(DT, chunk, -1), wide(_cut(Trap, chunk, -1))
+    gamma_BHJC = DT_BHJC * torch.sigmoid(Trap_BHJC)
+    beta_BHJC = DT_BHJC * torch.sigmoid(-Trap_BHJC)
+    ahead_BHJC = F.pad(beta_BHJC.flatten(2)[..., 1:], (0, 1)).view_as(beta_BHJC)
+    angle_BHJAC = _angles(Angles, DT_BHJC, chunks, initial_BHA)
+    q_BHJNRC, k_BHJNRC = bias_and_rotate(
+        _time_last(Q, pairing, chunk),
+        _time_last(K, pairing, chunk),
+        to_halves(Q_bias, pairing).mT.unflatten(0, (G, -1)),
+        to_halves(K_bias, pairing).mT.unflatten(0, (G, -1)),
+        angle_BHJAC,
+        V.dtype,
+    )
+    j, c = divmod(T - 1, chunk)
+    return (
+        q_BHJNRC,
+        k_BHJNRC,
+        ranks(_cut(V, chunk, 1).permute(0, 3, 1, 2, 4).contiguous(), mimo_x),
+        segmented_cumsum(_cut(ADT, chunk, -1)[:, :, :, None], chunks).squeeze(3),
+        (gamma_BHJC + ahead_BHJC).clamp(min=NOTHING).log(),
+        gamma_BHJC,
+        torch.remainder(angle_BHJAC[:, :, j, :, c], 2 * math.pi),
+    )
+
+
+def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor | None) -> Tensor:
     """Running sum of pi tanh(angles) dt within each document, `[B, H, J, A, C]`."""
     rate_BJCHA = _cut(math.pi * torch.tanh(wide(Angles)), DT_BHJC.shape[-1], 1)
     rate_BHJAC = rate_BJCHA.permute(0, 3, 1, 4, 2).contiguous()
     within_BHJAC = segmented_cumsum(rate_BHJAC * DT_BHJC[:, :, :, None], chunks)
-    entering_BHJA = carried_sum(
-        within_BHJAC[..., -1],
-        chunks.enters_BJC[..., -1],
-        None if initial is None else initial.angle,
-    )
+    entering_BHJA = carried_sum(within_BHJAC[..., -1], chunks.enters_BJC[..., -1], initial_BHA)
     entering_BHJA = torch.remainder(entering_BHJA, 2 * math.pi).to(within_BHJAC.dtype)
     enters = chunks.enters_BJC[:, None, :, None]
     return within_BHJAC + torch.where(enters, entering_BHJA[..., None], 0.0)
 
 
 def _first(
-    inputs: ScanInputs,
-    weights: HeadWeights,
-    initial: Mamba3State | None,
-    pairing: Pairing,
-    beta_BH: Tensor,
+    inputs: ScanInputs, weights: HeadWeights, initial: Mamba3State | None, pairing: Pairing
 ) -> Tensor:
     """The look-ahead state in front of each row, `[B, H, N, P]`: zeros, or from `initial`."""
     B, _, H, P = inputs.V.shape
     if initial is None:
-        return beta_BH.new_zeros(B, H, inputs.Q.shape[-1], P)
-    v_BHRP = weights.ranks_of_token(initial.v)
-    ahead_BHPN = v_BHRP.mT @ wide(initial.k) * beta_BH[..., None, None]
+        return inputs.DT.new_zeros(B, H, inputs.Q.shape[-1], P)
+    beta_BH = inputs.DT[..., 0] * torch.sigmoid(-wide(inputs.Trap[..., 0]))
+    ahead_BHPN = weights.ranks_of_token(initial.v).mT @ wide(initial.k) * beta_BH[..., None, None]
     return to_halves(initial.ssm + ahead_BHPN, pairing).mT
 
 

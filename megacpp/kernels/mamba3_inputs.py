@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.fp32 import wide
 
 # Which elements of the N axis rotate together: (2i, 2i + 1), or (i, i + N/2).
@@ -79,29 +79,22 @@ class HeadWeights:
         sliced = {name: x[chosen] for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **sliced)
 
-    def ranks(self, v_BHJCP: Tensor) -> Tensor:
-        """V of every rank, `[B, H, J, R, C, P]`, at least fp32 when there is more than one."""
-        v_BHJ1CP, x = v_BHJCP[:, :, :, None], self.mimo_x
-        return v_BHJ1CP if x is None else wide(v_BHJ1CP) * x[:, None, :, None]
-
     def merged(self, y_BTHRP: Tensor, inputs: ScanInputs) -> Tensor:
         """Norm, gate, then the sum over ranks: `[B, T, H, P]` in the dtype of V."""
-        if self.norm is not None:
-            y_BTHRP = (
-                F.rms_norm(y_BTHRP, y_BTHRP.shape[-1:], eps=self.norm_eps) * self.norm[:, None]
-            )
-        if inputs.Z is not None:
-            z_BTHRP = inputs.Z[..., None, :]
-            z_BTHRP = z_BTHRP if self.mimo_z is None else z_BTHRP * self.mimo_z
-            # The gate first: the product then has its layout, by token, not that of the chunks.
-            y_BTHRP = F.silu(wide(z_BTHRP)) * y_BTHRP
-        if self.mimo_o is None:
-            return y_BTHRP.squeeze(3).to(inputs.V.dtype)
-        return (y_BTHRP * self.mimo_o).sum(3).to(inputs.V.dtype)
+        return gated_ranks(
+            y_BTHRP,
+            inputs.Z,
+            self.norm,
+            self.mimo_z,
+            self.mimo_o,
+            norm_eps=self.norm_eps,
+            dtype=inputs.V.dtype,
+        )
 
     def ranks_of_token(self, v_BHP: Tensor) -> Tensor:
         """V of every rank of one token, `[B, H, R, P]`, at least fp32."""
-        return wide(self.ranks(v_BHP[:, :, None, None])[:, :, 0, :, 0])
+        v_BH1P = wide(v_BHP)[:, :, None]
+        return v_BH1P if self.mimo_x is None else v_BH1P * self.mimo_x
 
 
 @dataclass(frozen=True, eq=False)

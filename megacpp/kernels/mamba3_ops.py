@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.model.documents import Documents
+from megacpp.model.fp32 import wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,11 @@ class Chunks:
             leaves_BJC=run_BJC == run_BJC[..., -1:],
             whole=docs.whole,
         )
+
+    @property
+    def size(self) -> int:
+        """Tokens of a chunk."""
+        return self.before_BJCC.shape[-1]
 
     def same(self, lag: int) -> Tensor:
         """[B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
@@ -98,8 +104,8 @@ def bias_and_rotate(
 ) -> tuple[Tensor, Tensor]:
     """q and k of every head, `[B, H, J, N, R, C]` in `dtype`: plus its bias, then rotated.
 
-    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Keeps its outputs, not
-    its inputs, for backward: the product that follows keeps them anyway.
+    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Keeps angles and its
+    outputs, not its inputs, for backward: the product that follows keeps outputs anyway.
     """
     return _BiasAndRotate.apply(  # type: ignore[return-value]
         q_BGJNRC[:, :, None],
@@ -109,6 +115,33 @@ def bias_and_rotate(
         angle_BHJAC,
         dtype,
     )
+
+
+def ranks(v_BHJCP: Tensor, mimo_x_HRP: Tensor | None) -> Tensor:
+    """V of every rank, `[B, H, J, R, C, P]` in the dtype of v, from products in at least fp32.
+
+    Keeps its input as it is for backward, not what it is in fp32.
+    """
+    if mimo_x_HRP is None:
+        return v_BHJCP[:, :, :, None]
+    return _Ranks.apply(v_BHJCP, mimo_x_HRP)  # type: ignore[return-value]
+
+
+class _Ranks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v_BHJCP: Tensor, mimo_x_HRP: Tensor) -> Tensor:
+        ctx.save_for_backward(v_BHJCP, mimo_x_HRP)
+        v_BHJ1CP, x_H1R1P = v_BHJCP[:, :, :, None], mimo_x_HRP[:, None, :, None]
+        return (v_BHJ1CP * x_H1R1P).to(v_BHJCP.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        v_BHJCP, mimo_x_HRP = ctx.saved_tensors
+        dout_BHJRCP = wide(grads[0])
+        dv_BHJCP = (dout_BHJRCP * mimo_x_HRP[:, None, :, None]).sum(3)
+        dmimo_x_HRP = (dout_BHJRCP * v_BHJCP[:, :, :, None]).sum((0, 2, 4))
+        return dv_BHJCP.to(v_BHJCP.dtype), dmimo_x_HRP
 
 
 class _SegmentedCumsum(torch.autograd.Function):
@@ -140,18 +173,19 @@ class _BiasAndRotate(torch.autograd.Function):
         angle_BHJAC: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
+        cos, sin = _cos_sin(angle_BHJAC)
         out = []
         for x, bias in ((q, q_bias), (k, k_bias)):
             out.append(_turn_((x + bias).flatten(1, 2).contiguous(), cos, sin).to(dtype))
-        ctx.save_for_backward(*out, cos, sin)
+        ctx.save_for_backward(*out, angle_BHJAC)
         ctx.shapes = q.shape, q_bias.shape
         return out[0], out[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_out, k_out, cos, sin = ctx.saved_tensors
+        q_out, k_out, angle_BHJAC = ctx.saved_tensors
+        cos, sin = _cos_sin(angle_BHJAC)
         shape, bias_shape = ctx.shapes
         dangle = torch.zeros_like(cos)
         dx, dbias = [], []
@@ -164,6 +198,11 @@ class _BiasAndRotate(torch.autograd.Function):
             dx.append(turned_back.sum_to_size(shape))
             dbias.append(turned_back.sum_to_size(bias_shape))
         return *dx, *dbias, dangle.squeeze(-2), None
+
+
+def _cos_sin(angle_BHJAC: Tensor) -> tuple[Tensor, Tensor]:
+    """For every rank, `[B, H, J, A, 1, C]`."""
+    return angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
 
 
 def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

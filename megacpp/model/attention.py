@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from megacpp.config import AttentionConfig, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.attention import attend, causal_attention
-from megacpp.model.attention_logits import LogitRecorder, recomputing
+from megacpp.model.attention_logits import LogitRecorder
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.rope import rotary_table, rotary_table_at, rotate, softmax_scale
+from megacpp.model.seam import PLAIN, Seam, recomputing
 
 
 class CoreAttention(nn.Module):
@@ -28,6 +29,8 @@ class CoreAttention(nn.Module):
     Attributes:
         recorder: keeps how large the logits of training forwards get; None: nobody asks.
     """
+
+    seam: Seam = PLAIN
 
     def __init__(self, head_dim: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -42,7 +45,8 @@ class CoreAttention(nn.Module):
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents) -> Tensor:
         """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K)."""
         self.observe(q_BTNH, k_BTKH, docs, docs)
-        return causal_attention(q_BTNH, k_BTKH, v_BTKV, docs, self.scale, self.softcap)
+        settings = (docs, self.scale, self.softcap)
+        return self.seam("core_attn", causal_attention, q_BTNH, k_BTKH, v_BTKV, *settings)
 
     def observe(
         self,
@@ -84,6 +88,8 @@ class GroupedQueryAttention(nn.Module):
     Raises:
         ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
     """
+
+    seam: Seam = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -140,8 +146,12 @@ class GroupedQueryAttention(nn.Module):
             for project in (self.wq, self.wk, self.wv)
         )
         if self.config.attention.qk_norm:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+            return *self.seam("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH
         return rotate(q_BTNH, table_BTP2), rotate(k_BTKH, table_BTP2), v_BTKH
+
+    def _normed(self, q: Tensor, k: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and rotated: rotary goes along, its results are what is kept."""
+        return rotate(self.q_norm(q), table_BTP2), rotate(self.k_norm(k), table_BTP2)
 
 
 def check_heads(config: AttentionConfig) -> None:

@@ -137,12 +137,3 @@ def largest_logits(
         logits_BKTGS = block_logits(q_BKTGH[:, :, rows], k_BKSH, allowed, scale, None)[1]
         found.append(logits_BKTGS.amax((0, 2, 4)).flatten())
     return torch.stack(found).amax(0)
-
-
-def recomputing() -> bool:
-    """This forward runs inside a backward, for its intermediate values: it ran before.
-
-    The compiler traces no such forward. The engine's number of the running backward, -1 outside of
-    one, is what torch.utils.checkpoint itself goes by.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

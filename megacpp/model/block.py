@@ -17,6 +17,7 @@ from megacpp.model.mla import MultiHeadLatentAttention
 from megacpp.model.mlp import MLP
 from megacpp.model.moe import MixtureOfExperts
 from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam
 
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention | Mamba3 | M2RNN | MixtureOfExperts | MLP
 
@@ -39,6 +40,8 @@ def build_mixer(letter: str, config: ModelConfig) -> Mixer:
 class Block(nn.Module):
     """Pre-norm residual block, `[B, T, D]` to `[B, T, D]`."""
 
+    seam: Seam = PLAIN
+
     def __init__(self, letter: str, config: ModelConfig) -> None:
         super().__init__()
         self.letter = letter
@@ -46,7 +49,7 @@ class Block(nn.Module):
         self.mixer: Mixer = build_mixer(letter, config)
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        return x_BTD + self.mixer(self.norm(x_BTD), docs)
+        return self.seam("block", self._forward, x_BTD, docs)
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Decoding state of `batch` empty sequences."""
@@ -60,3 +63,6 @@ class Block(nn.Module):
     def init_rules(self) -> dict[str, Rule]:
         mixer = {f"mixer.{name}": rule for name, rule in self.mixer.init_rules().items()}
         return {"norm.weight": self.norm.init_rules()["weight"], **mixer}
+
+    def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
+        return x_BTD + self.mixer(self.seam("norm", self.norm, x_BTD), docs)

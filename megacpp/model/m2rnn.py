@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from megacpp.config import ModelConfig
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
 from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_step
+from megacpp.kernels.recurrent_gates import gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import ShortConv, stacked
 from megacpp.model.sizes import m2rnn_heads
 
@@ -70,7 +72,14 @@ class M2RNN(Fp32Contract):
 
     out = output_projection(norm((y + v D) * silu(g))), with y from the recurrence over q, k, v and
     the forget values, and the norm over all heads at once.
+
+    Attributes:
+        keep_states: for backward, of every token; else it runs the recurrence again, chunk by
+            chunk (`m2rnn_chunked`).
     """
+
+    seam: Seam = PLAIN
+    keep_states: bool = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -111,7 +120,7 @@ class M2RNN(Fp32Contract):
 
     def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
         """Short convolution and SiLU of some channels; it looks a few tokens back."""
-        return causal_conv(x_BTC, weight_C1K, docs)
+        return self.seam("conv_bc", causal_conv, x_BTC, weight_C1K, docs)
 
     def scan(
         self,
@@ -133,6 +142,7 @@ class M2RNN(Fp32Contract):
             clip=self.clip,
             chunk_size=self.chunk_size,
             final_states=False,
+            keep_states=self.keep_states,
         )
         return y_BTNV
 
@@ -189,5 +199,5 @@ class M2RNN(Fp32Contract):
 
     def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
         """Residual, gate, then the norm (gate first), and the way out; y and v `[..., N, V]`."""
-        gated = (y + v * self.D).flatten(-2) * F.silu(wide(g))
+        gated = self.seam("conv_bc", gated_residual, y, v, self.D, g)
         return self.output_projection(self.g_norm(gated).to(g.dtype))

@@ -27,6 +27,7 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import ShortConv, stacked
 
 
@@ -49,6 +50,8 @@ def input_rows(config: ModelConfig) -> dict[str, int]:
 
 class Mamba3(Fp32Contract):
     """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
+
+    seam: Seam = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class Mamba3(Fp32Contract):
 
     def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents) -> Tensor:
         """Short convolution and SiLU of some channels; it looks a few tokens back."""
-        return causal_conv(x_BTC, weight_C1K, docs)
+        return self.seam("conv_bc", causal_conv, x_BTC, weight_C1K, docs)
 
     def scan(
         self,
@@ -108,7 +111,10 @@ class Mamba3(Fp32Contract):
         initial: Mamba3State | None = None,
     ) -> tuple[Tensor, Mamba3State]:
         """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row."""
-        return mamba3_chunked(inputs, weights, docs, self.pairing, self.mamba.chunk_size, initial)
+        chunk_size = self.mamba.chunk_size
+        return mamba3_chunked(
+            inputs, weights, docs, self.pairing, chunk_size, initial, seam=self.seam
+        )
 
     def head_weights(self) -> HeadWeights:
         """The scan's parameters, all under the fp32 contract."""
@@ -188,21 +194,28 @@ class Mamba3(Fp32Contract):
     def _inputs(
         self, z_BTW: Tensor, v_BTW: Tensor, bc_BTS: Tensor, rest: tuple[Tensor, ...]
     ) -> ScanInputs:
-        """Norms of B and C, and the step dt and decay A in fp32."""
+        """What the scan takes, from the projections."""
         dt_BTH, a_BTH, trap_BTH, angles_BTA = rest
-        B_BTC, C_BTC = bc_BTS.chunk(2, -1)
-        shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
-        DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT
+        Q, K, ADT_BHT, DT_BHT = self.seam("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
         return ScanInputs(
-            Q=self.C_norm(C_BTC.unflatten(-1, shape)),
-            K=self.B_norm(B_BTC.unflatten(-1, shape)),
+            Q=Q,
+            K=K,
             V=self._by_head(v_BTW),
             Z=self._by_head(z_BTW),
-            ADT=self._decay_rate(wide(a_BTH)).mT * DT_BHT,
+            ADT=ADT_BHT,
             DT=DT_BHT,
             Trap=trap_BTH.mT,
             Angles=angles_BTA[:, :, None],
         )
+
+    def _steps(self, bc_BTS: Tensor, dt_BTH: Tensor, a_BTH: Tensor) -> tuple[Tensor, ...]:
+        """Norms of C and B, and in fp32 the log decay A dt and the step dt."""
+        B_BTC, C_BTC = bc_BTS.chunk(2, -1)
+        shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
+        DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT
+        ADT_BHT = self._decay_rate(wide(a_BTH)).mT * DT_BHT
+        Q, K = C_BTC.unflatten(-1, shape), B_BTC.unflatten(-1, shape)
+        return self.C_norm(Q), self.B_norm(K), ADT_BHT, DT_BHT
 
     def _by_head(self, x_W: Tensor) -> Tensor:
         """`[..., H P]` as `[..., H, P]`, however many heads there are."""

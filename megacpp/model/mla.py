@@ -20,6 +20,7 @@ from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.rope import rotary_table, rotary_table_at, rotate
+from megacpp.model.seam import PLAIN, Seam
 
 LATENT_EPS = 1e-6  # of both latent norms, whatever the model's norm_eps (DeepSeek-V3)
 
@@ -40,6 +41,8 @@ class MultiHeadLatentAttention(nn.Module):
     Raises:
         ConfigError: an odd rotary dim or a soft cap that isn't positive.
     """
+
+    seam: Seam = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,18 +69,23 @@ class MultiHeadLatentAttention(nn.Module):
         """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
-        q_BTNH = torch.cat(self.queries(x_BTD, table_BTP2), dim=-1)
+        latent = self.query_latent(x_BTD)
+        q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
         o_BTNV = self.attend(q_BTNH, *self.latent(x_BTD, table_BTP2), docs)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
     def attend(self, q_BTNH: Tensor, c_BTC: Tensor, k_pe_BTR: Tensor, docs: Documents) -> Tensor:
         """Output `[B, T, N, V]` of queries on latents: the part that context parallelism wraps."""
-        return self.inner(q_BTNH, *self.expand_kv(c_BTC, k_pe_BTR), docs)
+        return self.inner(q_BTNH, *self.seam("mla_kv", self.expand_kv, c_BTC, k_pe_BTR), docs)
 
-    def queries(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
+    def query_latent(self, x_BTD: Tensor) -> Tensor:
+        """What queries are made of: a latent before its norm, or x where there is none."""
+        return self.wq_a(x_BTD) if self.config.attention.q_lora_rank else x_BTD
+
+    def queries(self, latent: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of every head: `[B, T, N, H - R]` without position, `[B, T, N, R]` rotated."""
         low_rank = self.config.attention.q_lora_rank > 0
-        q = self.wq_b(self.q_norm(self.wq_a(x_BTD))) if low_rank else self.wq(x_BTD)
+        q = self.wq_b(self.seam("norm", self.q_norm, latent)) if low_rank else self.wq(latent)
         q_BTNH = q.unflatten(-1, (-1, self.query_dim))
         q_nope, q_pe_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, rotate(q_pe_BTNR, table_BTP2)
@@ -85,7 +93,8 @@ class MultiHeadLatentAttention(nn.Module):
     def latent(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
         """What a token keeps: its normed latent `[B, T, C]` and rotated shared key `[B, T, R]`."""
         c_BTC, k_pe_BTR = self.wkv_a(x_BTD).split((self.latent_dim, self.rope_dim), dim=-1)
-        return self.kv_norm(c_BTC), rotate(k_pe_BTR[:, :, None], table_BTP2)[:, :, 0]
+        normed_BTC = self.seam("norm", self.kv_norm, c_BTC)
+        return normed_BTC, rotate(k_pe_BTR[:, :, None], table_BTP2)[:, :, 0]
 
     def expand_kv(
         self, c_BTC: Tensor, k_pe_BTR: Tensor, w_XC: Tensor | None = None
@@ -100,7 +109,8 @@ class MultiHeadLatentAttention(nn.Module):
         kv = kv_BTX.unflatten(-1, (-1, self.nope_dim + self.value_dim))
         k_nope, v_BTNV = kv.split((self.nope_dim, self.value_dim), dim=-1)
         k_pe_BTNR = k_pe_BTR[:, :, None].expand(-1, -1, kv.shape[2], -1)
-        return torch.cat((k_nope, k_pe_BTNR), dim=-1), v_BTNV
+        # Values of their own: as a view they would keep the keys of both products alive.
+        return torch.cat((k_nope, k_pe_BTNR), dim=-1), v_BTNV.contiguous()
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
         """A cache of no tokens."""
@@ -119,7 +129,7 @@ class MultiHeadLatentAttention(nn.Module):
         x_B1D = x_BD[:, None]
         new_B1L = torch.cat(self.latent(x_B1D, table_11P2), dim=-1).to(state.latent_BSL.dtype)
         state = LatentCache(torch.cat((state.latent_BSL, new_B1L), dim=1))
-        q_nope, q_pe_B1NR = self.queries(x_B1D, table_11P2)
+        q_nope, q_pe_B1NR = self.queries(self.query_latent(x_B1D), table_11P2)
         kv_NXC = self.wkv_b.weight.unflatten(0, (-1, self.nope_dim + self.value_dim))
         w_k, w_v_NVC = kv_NXC.split((self.nope_dim, self.value_dim), dim=1)
         q_B1NL = torch.cat((torch.einsum("btnh,nhc->btnc", q_nope, w_k), q_pe_B1NR), dim=-1)
@@ -138,3 +148,6 @@ class MultiHeadLatentAttention(nn.Module):
         if low_rank:
             rules["q_norm.weight"] = self.q_norm.init_rules()["weight"]
         return rules
+
+    def _joined_queries(self, latent: Tensor, table_BTP2: Tensor) -> Tensor:
+        return torch.cat(self.queries(latent, table_BTP2), dim=-1)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig
+from megacpp.kernels.gated_linear import gated, gated_linear
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
+from megacpp.model.seam import PLAIN, Seam
 
 
 class MLP(nn.Module):
@@ -23,6 +24,8 @@ class MLP(nn.Module):
     `hidden_dim` and `activation` are those of `config.mlp` unless given (shared experts give
     theirs). Tokens don't meet here: documents are ignored and decoding has no state.
     """
+
+    seam: Seam = PLAIN
 
     def __init__(
         self,
@@ -41,11 +44,10 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """`[..., D]` to `[..., D]`, each token for itself."""
-        if self.activation == "swiglu":
-            h_BTF = F.silu(self.w1(x_BTD)) * self.w3(x_BTD)
-        else:
-            h_BTF = F.relu(self.w1(x_BTD)).square()
-        return self.w2(h_BTF).to(x_BTD.dtype)
+        hidden = self.seam("mlp", self._hidden, x_BTD)
+        if is_plain(self.w2):
+            return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
+        return self.w2(gated(*hidden)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
         """Nothing to remember."""
@@ -59,3 +61,15 @@ class MLP(nn.Module):
         into = ("w1", "w3") if self.activation == "swiglu" else ("w1",)
         rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}
         return rules | {"w2.weight": output_rule(self.config)}
+
+    def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """Gate and up, or what the squared ReLU is taken of."""
+        gate_BTF = self.w1(x_BTD)
+        return (gate_BTF, self.w3(x_BTD)) if self.activation == "swiglu" else (gate_BTF,)
+
+
+def is_plain(linear: nn.Linear) -> bool:
+    """Calling it is `F.linear` of its weight: nothing replaced its forward, nothing looks on."""
+    own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks)
+    return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)

@@ -7,29 +7,49 @@ token, I hidden of an expert, S slots (copies of tokens in expert order).
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig, MoEConfig
+from megacpp.kernels.expert_mlp import into_experts, out_of_experts
 from megacpp.kernels.expert_rows import (
     Groups,
-    gather_rows,
     group_rows,
     group_rows_to_capacity,
-    spread_rows,
+    sum_rows,
+    weigh_slots,
 )
-from megacpp.kernels.grouped_mm import grouped_linear, row_multiple
+from megacpp.kernels.grouped_mm import row_multiple
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.mlp import MLP
 from megacpp.model.router import Router
+from megacpp.model.seam import PLAIN, Seam
+
+
+class Arrived(NamedTuple):
+    """What the experts of a process work on: rows `[R, D]`, and the slots that hold copies of them.
+
+    `weights_RK` weigh the copies; without them somebody else does it later.
+    """
+
+    x_RD: Tensor
+    groups: Groups
+    weights_RK: Tensor | None = None
 
 
 class Experts(nn.Module):
-    """The routed experts, stacked: w2(silu(w1 x) * w3 x), or w2(relu(w1 x)^2)."""
+    """The routed experts, stacked: w2(silu(w1 x) * w3 x), or w2(relu(w1 x)^2).
+
+    For the backward they keep `x_RD`, gate and up (or what the ReLU is taken of) and the weights.
+    The piece "expert_gemm" makes gate and up again from `x_RD`: it copies rows and multiplies, but
+    neither sorts nor sends.
+    """
+
+    seam: Seam = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -40,19 +60,20 @@ class Experts(nn.Module):
             self.w3 = nn.Parameter(torch.empty(num, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
 
-    def forward(self, x_SD: Tensor, counts_E: Tensor | list[int] | None) -> Tensor:
-        """Rows in expert order to rows `[S, D]`; counts as `grouped_linear` wants them."""
-        h_SI = grouped_linear(x_SD, self.w1, counts_E)
-        if self.config.moe.activation == "swiglu":
-            h_SI = F.silu(h_SI) * grouped_linear(x_SD, self.w3, counts_E)
-        else:
-            h_SI = F.relu(h_SI).square()
-        return grouped_linear(h_SI, self.w2, counts_E)
+    def forward(self, x_RD: Tensor, groups: Groups, weights_RK: Tensor | None = None) -> Tensor:
+        """What the expert of each slot makes of the row in it, times its weight: `[S, D]`."""
+        hidden = self.seam("expert_gemm", self._into, x_RD, groups)
+        weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
+        return out_of_experts(hidden, self.w2, weight_S, groups.counts_E)
 
     def init_rules(self) -> dict[str, Rule]:
         into = ("w1", "w3") if self.config.moe.activation == "swiglu" else ("w1",)
         rules: dict[str, Rule] = {name: input_rule(self.config) for name in into}
         return rules | {"w2": output_rule(self.config)}
+
+    def _into(self, x_RD: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+        gated = self.config.moe.activation == "swiglu"
+        return into_experts(x_RD, groups, *((self.w1, self.w3) if gated else (self.w1,)))
 
 
 class SharedExpert(MLP):
@@ -97,16 +118,11 @@ class MixtureOfExperts(nn.Module):
         return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        indices_TK: Tensor,
-        weights_TK: Tensor | None = None,
-        decoding: bool = False,
-    ) -> tuple[Tensor, Tensor | list[int] | None, Groups]:
-        """Copies of the tokens in expert order `[S, D]`, slots per expert, and the way back.
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
+    ) -> tuple[Arrived, Any]:
+        """What the experts are to do, and what `combine` needs to bring the rows back.
 
-        When decoding nothing is dropped and nothing is padded. `weights_TK` are for a dispatch
-        whose rows are weighed where their experts are; here `combine` does it.
+        When decoding nothing is dropped and nothing is padded.
         """
         num_experts = self.moe.num_experts
         if decoding:
@@ -116,11 +132,14 @@ class MixtureOfExperts(nn.Module):
         else:
             slots = expert_capacity(len(x_TD), self.moe)
             groups = group_rows_to_capacity(indices_TK, num_experts, slots)
-        return spread_rows(x_TD, groups), groups.counts_E, groups
+        return Arrived(x_TD, groups, weights_TK), groups
 
-    def combine(self, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
-        """Weighted sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
-        return gather_rows(rows_SD, weights_TK, groups)
+    def combine(self, rows_SD: Tensor, weights_TK: Tensor, trip: Any) -> Tensor:
+        """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
+
+        `weights_TK` are for a trip whose rows come back without their weights.
+        """
+        return sum_rows(rows_SD, trip)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
         """Nothing to remember."""
@@ -144,8 +163,8 @@ class MixtureOfExperts(nn.Module):
     def _mix(
         self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, decoding: bool = False
     ) -> Tensor:
-        rows_SD, counts_E, groups = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
-        y_TD = self.combine(self.experts(rows_SD, counts_E), weights_TK, groups)
+        arrived, trip = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
+        y_TD = self.combine(self.experts(*arrived), weights_TK, trip)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.to(x_TD.dtype)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.kernels.rms_norm import rms_norm
+from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 
 
 class RMSNorm(Fp32Contract):
     """x / rms(x) * weight over the last dim, computed in fp32 (arXiv 1910.07467).
 
-    Input and output `(..., dim)` in the dtype of `x`.
+    Input and output `(..., dim)` in the dtype of `x`; under autocast the output in its dtype.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -22,9 +22,7 @@ class RMSNorm(Fp32Contract):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
-        return F.rms_norm(wide(x), (self.dim,), self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def init_rules(self) -> dict[str, Rule]:
         return {"weight": Constant(1.0)}

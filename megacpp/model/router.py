@@ -12,12 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megacpp.config import ModelConfig
+from megacpp.kernels.wanted import wanted_gradients
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
+from megacpp.model.seam import PLAIN, Seam, recomputing
 
 TERMS = ("balance", "sequence", "z")  # auxiliary losses
 
@@ -27,7 +30,7 @@ class Routing:
     """What the router found for T tokens; all floating tensors in fp32 (or fp64)."""
 
     logits_TE: Tensor
-    scores_TE: Tensor  # sigmoid or softmax of the logits
+    scores_TE: Tensor  # sigmoid or softmax of the logits, without gradient
     indices_TK: Tensor  # int64, the chosen experts
     weights_TK: Tensor  # of the chosen experts, without the bias
 
@@ -60,6 +63,7 @@ class Router(Fp32Contract):
     aux_scale: Tensor
     loss_sums: Tensor
     gradient_squares: Tensor
+    seam: Seam = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,12 +89,13 @@ class Router(Fp32Contract):
         else:
             logits_TE, own_TE = Fork.apply(logits_TE, self.gradient_squares)
             routing = self.choose(logits_TE)
-            own = replace(routing, logits_TE=own_TE, scores_TE=self.scores(own_TE))
+            own = replace(routing, logits_TE=own_TE)
             losses = self.auxiliary_losses(own, documents_of(x_BTD, docs))
-            self.record(losses)
+            if not recomputing():
+                self.record(losses)
             total = torch.stack(list(losses.values())).sum()
             weights_TK = AttachLoss.apply(routing.weights_TK, total, self.aux_scale)
-        if learns:
+        if learns and not recomputing():
             self.count(routing.indices_TK)
         return weights_TK, routing.indices_TK
 
@@ -106,7 +111,7 @@ class Router(Fp32Contract):
     def logits(self, x_TD: Tensor) -> Tensor:
         """`[T, E]`, in the dtype of the weight."""
         with torch.autocast(x_TD.device.type, enabled=False):
-            return F.linear(x_TD.to(self.weight.dtype), self.weight)
+            return WideLinear.apply(x_TD, self.weight)  # type: ignore[return-value]
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Sigmoid or softmax."""
@@ -114,23 +119,23 @@ class Router(Fp32Contract):
 
     def choose(self, logits_TE: Tensor) -> Routing:
         """The K experts of each token and what they weigh."""
+        pre = self.moe.score == "softmax" and self.moe.softmax_order == "pre"
         with torch.autocast(logits_TE.device.type, enabled=False):
-            scores_TE = self.scores(logits_TE)
+            # Elsewhere the weights follow from the chosen logits: backward needs no others.
+            scores_TE = self.scores(logits_TE if pre else logits_TE.detach())
+            indices_TK = self.seam.keep(self._choose, scores_TE.detach())
+            weights_TK = Pick.apply(scores_TE if pre else logits_TE, indices_TK)
             if self.moe.score == "sigmoid":
-                indices_TK = self._choose(scores_TE.detach() + self.expert_bias)
-                weights_TK = scores_TE.gather(1, indices_TK)
+                weights_TK = weights_TK.sigmoid()
                 weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
-            else:
-                indices_TK = self._choose(scores_TE.detach())
-                if self.moe.softmax_order == "pre":
-                    weights_TK = scores_TE.gather(1, indices_TK)
-                else:
-                    weights_TK = logits_TE.gather(1, indices_TK).softmax(1)
-        return Routing(logits_TE, scores_TE, indices_TK, weights_TK * self.moe.route_scale)
+            elif not pre:
+                weights_TK = weights_TK.softmax(1)
+        weights_TK = weights_TK * self.moe.route_scale
+        return Routing(logits_TE, scores_TE.detach(), indices_TK, weights_TK)
 
     @torch.no_grad()
     def record(self, losses: dict[str, Tensor]) -> None:
-        """Adds to `loss_sums`; a recomputed forward must not call it again, nor `count`."""
+        """Adds to `loss_sums`."""
         for term, loss in losses.items():
             self.loss_sums[TERMS.index(term)] += loss
 
@@ -165,13 +170,13 @@ class Router(Fp32Contract):
         if moe.z_loss:
             losses["z"] = moe.z_loss * z_loss(routing.logits_TE)
         if moe.balance_loss or moe.sequence_loss:
-            p_TE = routing.scores_TE
+            p_TE = self.scores(routing.logits_TE)
             if moe.score == "sigmoid":
                 p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
             # What plain top-k would choose, without bias and groups (Megatron-LM).
-            plain_TK = p_TE.detach().topk(moe.top_k, dim=1).indices
+            plain_TK = self.seam.keep(self._plain, p_TE.detach())
             if moe.balance_loss:
-                load_E = self.batch_load(plain_TK)
+                load_E = self.seam.keep(self.batch_load, plain_TK)  # small, and sums over ranks
                 losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
             if moe.sequence_loss:
                 load_TE = self.document_load(plain_TK, docs)
@@ -205,9 +210,14 @@ class Router(Fp32Contract):
         zeros_TE = torch.zeros(shape, dtype=self.weight.dtype, device=chosen_TK.device)
         return zeros_TE.scatter_(1, chosen_TK, 1.0)
 
-    def _choose(self, selection_TE: Tensor) -> Tensor:
-        """The K best experts, of the best groups."""
+    def _plain(self, p_TE: Tensor) -> Tensor:
+        """The K most probable experts."""
+        return p_TE.topk(self.moe.top_k, dim=1).indices
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """The K best experts, of the best groups, bias included."""
         moe = self.moe
+        selection_TE = scores_TE + self.expert_bias if moe.score == "sigmoid" else scores_TE
         if moe.num_groups > 1:
             by_group_TGE = selection_TE.unflatten(1, (moe.num_groups, -1))
             group_TG = by_group_TGE.topk(2, dim=2).values.sum(2)
@@ -215,6 +225,45 @@ class Router(Fp32Contract):
             closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, open_groups, False)
             selection_TE = by_group_TGE.masked_fill(closed_TG[..., None], -torch.inf).flatten(1)
         return selection_TE.topk(moe.top_k, dim=1).indices
+
+
+class WideLinear(torch.autograd.Function):
+    """x W^T in the dtype of the weight, keeping `x` in its own.
+
+    Bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep the wide copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad_TE,), (x_TD, weight_ED) = grads, ctx.saved_tensors
+        wants_x, wants_weight = wanted_gradients(ctx)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            grad_x = grad_TE.mm(weight_ED).to(x_TD.dtype) if wants_x else None
+            grad_weight = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if wants_weight else None
+        return grad_x, grad_weight
+
+
+class Pick(torch.autograd.Function):
+    """`x_TE.gather(1, indices_TK)`, of which autograd would keep `x_TE` for its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(indices_TK)
+        ctx.num_experts = x_TE.shape[1]
+        return x_TE.gather(1, indices_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices_TK,) = ctx.saved_tensors
+        zeros_TE = grads[0].new_zeros(len(indices_TK), ctx.num_experts)
+        return zeros_TE.scatter_(1, indices_TK, grads[0]), None
 
 
 class AttachLoss(torch.autograd.Function):

@@ -19,6 +19,8 @@ from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.precision import compute_dtype, storage_dtype
+from megacpp.run.recompute_table import layer_rows
+from megacpp.run.recompute_table import table_lines as recompute_lines
 from megacpp.run.record import device_name, print_header, write_config, write_launch
 
 
@@ -67,6 +69,7 @@ def announce(
     mesh: Mapping[str, int],
     device: torch.device,
     active: bool,
+    compiled: Mapping[int, str],
 ) -> Callable[[float], float | None]:
     """Prints the header and writes the launch record on the main rank.
 
@@ -92,11 +95,12 @@ def announce(
             data_fingerprint=corpus.fingerprint,
             first_step=first_step,
             device=device_name(device),
+            recompute=layer_rows(config, compiled),
         )
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
             [
-                (f"megacpp {config.preset}", [f"run folder {folder}", *given]),
+                (f"megacpp {config.preset}", [f"run folder {folder}", *given, *resolved.notes]),
                 ("model", table_lines(config.model)),
                 ("mesh", [_mesh_line(mesh, device), _precision_line(config, device)]),
                 (
@@ -108,6 +112,7 @@ def announce(
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
+                ("backward runs again", recompute_lines(config, compiled)),
                 ("optimizer" + _whose(mesh), optimizer_lines),
                 ("data", corpus.describe()),
                 ("start", [_start_line(config, first_step), *changed]),

@@ -6,8 +6,12 @@ from torch import Tensor, nn
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, themselves (no copies), tied ones once."""
-    return dict(model.named_parameters()) | {
+    """Parameters and persistent buffers by name, themselves (no copies), tied ones once.
+
+    Latents of compressed layers (checkpointing/compress.py) are zero between steps and left out.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if not n.endswith(".latent")}
+    return parameters | {
         name: buffer for name, buffer in model.named_buffers() if is_persistent(model, name)
     }
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megacpp.config import Config, OptimConfig, PrecisionConfig, TrainConfig
+from megacpp.config import CheckpointingPolicy, Config, OptimConfig, PrecisionConfig, TrainConfig
 from megacpp.errors import CheckpointError, config_error
 from megacpp.state.checkpoint import (
     latest_checkpoint,
@@ -21,9 +21,14 @@ from megacpp.state.rng import set_rng_state
 from megacpp.state.tensors import model_tensors
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
-KEPT = ("model", "data", "train", "optim", "precision")
+KEPT = ("model", "data", "train", "optim", "precision", "recompute")
 # Of these, what a resumed run may have otherwise: it says so in its header, and goes on.
-MAY_CHANGE = {"train": TrainConfig(), "optim": OptimConfig(), "precision": PrecisionConfig()}
+MAY_CHANGE = {
+    "train": TrainConfig(),
+    "optim": OptimConfig(),
+    "precision": PrecisionConfig(),
+    "recompute": CheckpointingPolicy(),
+}
 # How a step is cut into pieces and computed; tokens_per_step, which decides, has a line of its own.
 CUTS = ("train.device_batch_size", "train.tokens_per_step", "train.grad_accum", "train.device")
 
@@ -174,6 +179,10 @@ class TrainingState:
             "data.seq_len": (self.config.data.seq_len, extra["config"]["data"]["seq_len"]),
             "optim.name": (self.config.optim.name, extra["config"]["optim"]["name"]),
         }
+        policy = dataclasses.asdict(CheckpointingPolicy()) | extra["config"].get("recompute", {})
+        if self.config.recompute.compress or policy["compress"]:  # moments belong to projections
+            for key in ("compress", "compress_redraw"):
+                now[f"recompute.{key}"] = (getattr(self.config.recompute, key), policy[key])
         if self.loader is None:  # the step alone can't tell which rows were read
             tokens = self.config.train.tokens_per_step
             now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])

@@ -97,7 +97,8 @@ def test_steps_equal_the_whole_row(num_taps: int) -> None:
     torch.testing.assert_close(torch.stack(ys, 1), want, rtol=1e-12, atol=1e-12)
 
 
-def test_bf16_sums_in_fp32_and_keeps_only_its_input() -> None:
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_bf16_sums_in_fp32_and_keeps_only_its_input(activation: Activation) -> None:
     x_BTC, weight_C1K = (t.detach().bfloat16().requires_grad_() for t in random_case(4))
     docs = Documents.from_ids(IDS)
     kept: list[Tensor] = []
@@ -107,11 +108,14 @@ def test_bf16_sums_in_fp32_and_keeps_only_its_input() -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y_BTC = causal_conv(x_BTC, weight_C1K, docs, None)
-    exact = causal_conv(x_BTC.double(), weight_C1K.double(), docs, None)
-    # One rounding to bf16 at the end: half a unit in the last of 8 bits.
+        y_BTC = causal_conv(x_BTC, weight_C1K, docs, activation)
     assert y_BTC.dtype == torch.bfloat16
-    assert torch.all((y_BTC.double() - exact).abs() <= exact.abs() * 2.0**-8)
+    if activation is None:
+        # One rounding to bf16 at the end: half a unit in the last of 8 bits.
+        exact = causal_conv(x_BTC.double(), weight_C1K.double(), docs, None)
+        assert torch.all((y_BTC.double() - exact).abs() <= exact.abs() * 2.0**-8)
+    else:
+        assert torch.equal(y_BTC, F.silu(causal_conv(x_BTC, weight_C1K, docs, None)))
     assert sum(t.numel() for t in kept) == x_BTC.numel() + weight_C1K.numel()
     y_BTC.sum().backward()
     assert x_BTC.grad is not None and x_BTC.grad.dtype == torch.bfloat16

@@ -152,6 +152,18 @@ def test_capacity_compiles_without_a_break() -> None:
     assert_close(got, gradients(layer, layer, x), FP64)
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "relu2", "roomy"])
+def test_two_walks_are_one(kind: str) -> None:
+    """Gradients of inputs first and of weights later, as zero-bubble pipelines ask for them."""
+    layer, x = layer_of(KINDS[kind]), randn(3, 25, 12).requires_grad_()
+    cotangent, params = randn(3, 25, 12, seed=7), tuple(layer.parameters())
+    want = torch.autograd.grad(layer(x), (x, *params), cotangent)
+    y = layer(x)
+    (first,) = torch.autograd.grad(y, x, cotangent, retain_graph=True)
+    got = first, *torch.autograd.grad(y, params, cotangent)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def tokens_per_expert(layer: MixtureOfExperts, x: Tensor) -> list[int]:
     return layer.router(x, decoding=True)[1].flatten().bincount(minlength=6).tolist()
 

@@ -223,8 +223,8 @@ def test_gradients_of_the_logits_are_measured_apart(score: str) -> None:
     router.aux_scale.fill_(0.3)
     for _ in range(2):
         (router(x_BTD, docs)[0] * pull_TK).sum().backward()
-    logits_TE = router.logits(x_BTD.flatten(0, 1)).detach().requires_grad_()
-    routing = router.choose(logits_TE)
+    routing = router.route(x_BTD.flatten(0, 1))
+    logits_TE = routing.logits_TE
     main = torch.autograd.grad((routing.weights_TK * pull_TK).sum(), logits_TE, retain_graph=True)
     own = 0.3 * torch.stack(list(router.auxiliary_losses(routing, docs).values())).sum()
     for found, (grad_TE,) in zip(
@@ -249,6 +249,19 @@ def test_logits_are_fp32(how: str) -> None:
     assert router.aux_scale.dtype == torch.float32
     assert router.tokens_per_expert.dtype == torch.int64
     assert router.to(torch.float64).weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_narrow_inputs_are_widened_again(dtype: torch.dtype) -> None:
+    """Bitwise what autograd makes of the wide copy."""
+    router = router_of(MOE, torch.float32, dim=64)
+    results = []
+    for function in (router.logits, lambda x: F.linear(x.to(torch.float32), router.weight)):
+        x_TD = randn(40, 64).to(dtype).requires_grad_()
+        logits_TE = function(x_TD)
+        pull_TE = randn(40, 8, seed=1).float()
+        results.append((logits_TE, *torch.autograd.grad(logits_TE, (x_TD, router.weight), pull_TE)))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*results, strict=True))
 
 
 def test_only_the_bias_is_saved() -> None:

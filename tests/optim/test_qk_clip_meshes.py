@@ -23,7 +23,7 @@ from parallel.build import build_model
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join, micro_rows
 from tests.optim.qk_clip_cases import model_config
-from tests.ranks import run_ranks
+from tests.ranks import LONG_S, run_ranks
 from tests.synthetic import ragged_batch
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def all_on(rank: int, _world: int, cases: list[Case]) -> list[Clipped]:
 @pytest.mark.parametrize("size", CASES)
 def test_every_mesh_clips_like_one_process(size: int) -> None:
     references: dict[Case, Clipped] = {}
-    of_ranks = run_ranks(all_on, size, CASES[size], timeout_s=240)
+    of_ranks = run_ranks(all_on, size, CASES[size], timeout_s=LONG_S)
     for number, case in enumerate(CASES[size]):
         key = dataclasses.replace(case, mesh=ONE)
         if key not in references:

@@ -8,7 +8,6 @@ a wrong formula; in fp32 it is 1e-5.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from checkpointing.apply import Keeper
 from megacpp.config import (
+    CheckpointingPolicy,
     Config,
     MeshConfig,
     ModelConfig,
@@ -39,13 +40,14 @@ from parallel.fsdp import shard_slice
 from parallel.mesh import World, join, micro_rows
 from tests.collectives import Collective, CollectiveCounter
 from tests.model.small import small, variants
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds
 from tests.synthetic import ragged_batch
 
 CPU = torch.device("cpu")
 ROWS, T, STEPS = 8, 16, 5  # global rows of a step, tokens of a row, optimizer steps
 Dtype = Literal["fp64", "fp32", "bf16"]
 Slices = dict[str, Slice]  # what a rank holds of each parameter or gradient
+KEEP = CheckpointingPolicy()
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 HELD_OUT = range(1000, 1004)
 
@@ -61,6 +63,7 @@ class Run:
     optimizer: Literal["adamw", "muon_adamw"] = "adamw"
     evaluate: bool = False
     sync: Literal["defer", "each", "resident"] = "defer"
+    recompute: CheckpointingPolicy = CheckpointingPolicy()  # noqa: RUF009 - frozen
 
     @property
     def world(self) -> int:
@@ -74,14 +77,17 @@ class Run:
     @property
     def reference(self) -> Run:
         """The same on one process, with the same microbatches."""
-        return dataclasses.replace(self, mesh=MeshConfig(dp_shard=1), sync="defer")
+        one = MeshConfig(dp_shard=1)
+        return dataclasses.replace(self, mesh=one, sync="defer", recompute=KEEP)
 
     def __str__(self) -> str:
         axes = {k: v for k, v in vars(self.mesh).items() if v != getattr(MeshConfig(), k)}
         mesh = " ".join(f"{k}={v}" for k, v in axes.items() if (k, v) != ("dp_shard", 1))
         muon = " muon" if self.optimizer == "muon_adamw" else ""
         sync = "" if self.sync == "defer" else f" {self.sync}"
-        return f"{self.model} {self.dtype}{muon} {mesh or 'one'} x{self.accum}{sync}"
+        policy = {k: v for k, v in vars(self.recompute).items() if v != getattr(KEEP, k)}
+        again = "".join(f" {k}={v}" for k, v in policy.items())
+        return f"{self.model} {self.dtype}{muon} {mesh or 'one'} x{self.accum}{sync}{again}"
 
 
 @dataclass
@@ -100,6 +106,7 @@ class Trace:
     router_bias: dict[str, Tensor] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)  # of the last step
     sharded: bool = True
+    again: dict[str, int] = field(default_factory=dict)  # pieces that ran again, and how often
 
 
 def models() -> dict[str, ModelConfig]:
@@ -148,6 +155,7 @@ def config_of(run: Run) -> Config:
         mesh=run.mesh,
         train=TrainConfig(gradient_sync=run.sync),
         precision=PrecisionConfig(run.dtype),
+        recompute=run.recompute,
         # A momentum in bf16 goes up or down by its last bit where two runs differ in theirs.
         optim=OptimConfig(
             name=run.optimizer,
@@ -187,7 +195,8 @@ def gradients(model: HybridLM) -> Slices:
 def train(rank: int, run: Run) -> Trace:
     """Five optimizer steps as `train.py` makes them."""
     trace, world, config = Trace(), world_of(rank, run), config_of(run)
-    model = build_model(config, world)
+    keeper = Keeper(config)
+    model = build_model(config, world, keeper)
     boundary, optimizers = (
         AccumulationBoundary(model, world, config),
         build_optimizer(model, config, world.holders),
@@ -223,23 +232,14 @@ def train(rank: int, run: Run) -> Trace:
             kinds = {isinstance(p, DTensor) for p in model.parameters()}
             trace.sharded &= kinds == {run.world > 1}
     trace.parameters = slices(dict(model.named_parameters()))
+    trace.again = keeper.replays.counts
     trace.router_bias = {n: b.clone() for n, b in model.named_buffers() if n.endswith("_bias")}
     return trace
 
 
 def traces_of(runs: Sequence[Run]) -> dict[Run, list[Trace]]:
-    """The traces of every rank of every run, one fork of ranks per world size."""
-    found: dict[Run, list[Trace]] = {}
-    for size in sorted({run.world for run in runs}):
-        same = [run for run in dict.fromkeys(runs) if run.world == size]
-        job = functools.partial(_all, runs=same)
-        of_ranks = [job(0, 1)] if size == 1 else run_ranks(job, size, timeout_s=240)
-        found |= {run: [of_rank[run] for of_rank in of_ranks] for run in same}
-    return found
-
-
-def _all(rank: int, _world: int, runs: list[Run]) -> dict[Run, Trace]:
-    return {run: train(rank, run) for run in runs}
+    """The traces of every rank of every run."""
+    return on_worlds(train, {run: run.world for run in runs})
 
 
 def error(found: Slices, expected: Slices) -> tuple[float, str]:

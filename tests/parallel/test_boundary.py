@@ -35,7 +35,7 @@ from tests.parallel.parity import (
     gradients,
     world_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds
 from tests.synthetic import ragged_batch
 
 Rule = Literal["tokens", "microbatches"]
@@ -144,21 +144,11 @@ UNEVEN = [
 ]
 
 
-def _all(rank: int, _world: int, jobs: list[Split]) -> dict[Split, Outcome]:
-    return {split: outcome(rank, split) for split in jobs}
-
-
 @functools.cache
 def results() -> dict[Split, list[Outcome]]:
     wanted = [*splits("tokens"), *splits("microbatches"), *UNEVEN]
-    wanted = list(dict.fromkeys([*wanted, *map(whole, wanted)]))
-    found: dict[Split, list[Outcome]] = {}
-    for size in sorted({split.run.world for split in wanted}):
-        same = [split for split in wanted if split.run.world == size]
-        job = functools.partial(_all, jobs=same)
-        of_ranks = [job(0, 1)] if size == 1 else run_ranks(job, size, timeout_s=240)
-        found |= {split: [of_rank[split] for of_rank in of_ranks] for split in same}
-    return found
+    wanted += map(whole, wanted)
+    return on_worlds(outcome, {split: split.run.world for split in wanted})
 
 
 def assert_same(split: Split, other: Split) -> None:

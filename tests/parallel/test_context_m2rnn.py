@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -192,6 +193,29 @@ def recompute_on_rank(rank: int, world: int) -> list[float]:
 def test_recomputed_in_backward() -> None:
     """States travel a second time, and gradients after them: the same figures to the last bit."""
     assert run_ranks(recompute_on_rank, 2) == [[0.0, 0.0]] * 2
+
+
+def kept_states_on_rank(rank: int, world: int) -> list[bool]:
+    """Bit by bit the same gradients with the states of every token kept, set after the cut."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for kind, order in product(KINDS, ORDERS):
+        layout, layer = ContextLayout.of(order, rank, world), layer_of("one_qk", "carried")
+        parallelize_module(layer, mesh, ContextM2RNN(kind, layout))
+        index_T, runs = layout.index(TOKENS), []
+        for layer.keep_states in (False, True):
+            x_BtD, kept = DATA[0][:, index_T].requires_grad_(), set()
+            with saved_tensors_hooks(lambda t, kept=kept: kept.add(t.shape) or t, lambda t: t):
+                y_BtD = layer(x_BtD, DOCS["packed"].take(index_T))
+            leaves = [x_BtD, *layer.parameters()]
+            grads = torch.autograd.grad(y_BtD, leaves, DATA[1][:, index_T])
+            runs.append(([y_BtD, *grads], kept))
+        (plain, kept), (same, kept_more) = runs
+        found.append(kept != kept_more and all(map(torch.equal, plain, same)))
+    return found
+
+
+def test_kept_states_give_the_same_gradients() -> None:
+    assert run_ranks(kept_states_on_rank, 2) == [[True] * 4] * 2
 
 
 class Messages(TorchDispatchMode):

@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from checkpointing.apply import give
+from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.config import Mamba3Config, ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.mamba3 import Mamba3
+from megacpp.model.pieces import Piece
 from parallel.context_conv import convolve_with_halo
 from parallel.context_heads import for_own_heads, own_heads
 from parallel.context_layout import ContextLayout, Order
 from parallel.context_mamba3 import ContextMamba3
-from tests.collectives import Collective
+from tests.collectives import Collective, CollectiveCounter
 from tests.model.mamba3_cases import VARIANTS
 from tests.parallel.context_cases import (
     ORDERS,
@@ -38,6 +41,7 @@ from tests.ranks import run_ranks
 
 DIM = 16  # 8 heads of 4
 KINDS: tuple[Literal["state", "heads"], ...] = ("state", "heads")
+PIECES: tuple[frozenset[Piece], ...] = (frozenset(), frozenset({"conv_bc"}))
 FP64, FP32 = 1e-12, 1e-5  # rounding: of max |reference|
 
 
@@ -199,6 +203,34 @@ def test_what_is_sent() -> None:
         ]
 
 
+def recompute_on_rank(rank: int, world: int) -> list[bool]:
+    """Bit by bit the same gradients, and the same collectives, with pieces that run again."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    x_BTD, dy_BTD, docs = data("packed")
+    for kind, order in product(KINDS, ORDERS):
+        layout, layer = ContextLayout.of(order, rank, world), layer_of("mimo_groups_conv_outnorm")
+        parallelize_module(layer, mesh, ContextMamba3(kind, layout))
+        index_T, runs = layout.index(TOKENS), []
+        for pieces in PIECES:
+            seam = BlockSeam(pieces, replays := Replays())
+            give(layer, seam)
+            x_BtD = x_BTD[:, index_T].requires_grad_()
+            with CollectiveCounter() as counter:
+                y_BtD = seam("block", layer, x_BtD, docs.take(index_T))
+                leaves = [x_BtD, *layer.parameters()]
+                grads = torch.autograd.grad(y_BtD, leaves, dy_BTD[:, index_T])
+            runs.append((counter.calls, [y_BtD, *grads]))
+            # Two convolutions, norms, rotation; the gate where its result isn't sent on and kept.
+            assert replays.counts == ({"conv_bc": 5 if kind == "state" else 4} if pieces else {})
+        (calls, plain), (calls_again, again) = runs
+        found.append(calls == calls_again and all(map(torch.equal, plain, again)))
+    return found
+
+
+def test_nothing_is_sent_again() -> None:
+    assert run_ranks(recompute_on_rank, 2) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize(("groups", "degree"), [(1, 2), (2, 2), (3, 2), (2, 3), (6, 3)])
 def test_groups_of_own_heads(groups: int, degree: int) -> None:
     """Repeated for the heads that share them, they are this rank's part of all heads' groups."""
@@ -217,6 +249,6 @@ def test_refused() -> None:
     part = docs.take(layout.index(TOKENS))
     x_BtX, weight_X1K = torch.zeros(ROWS, TOKENS // 4, 3), torch.zeros(3, 1, 6)
     with pytest.raises(AssertionError, match="5 past tokens from chunks of 4"):
-        convolve_with_halo(None, layout, None, x_BtX, weight_X1K, part)  # type: ignore[arg-type]
+        convolve_with_halo(None, None, layout, None, x_BtX, weight_X1K, part)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="documents are a part"):
-        convolve_with_halo(None, layout, None, x_BtX, weight_X1K[..., :4], docs)  # type: ignore[arg-type]
+        convolve_with_halo(None, None, layout, None, x_BtX, weight_X1K[..., :4], docs)  # type: ignore[arg-type]

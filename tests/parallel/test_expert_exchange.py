@@ -1,4 +1,4 @@
-"""How rows travel to experts: what is sent, what the host waits for, what recompute repeats."""
+"""How rows travel to experts: what is sent, and what the host waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from megacpp.config import MeshConfig, ModelConfig, MoEConfig
 from megacpp.model.documents import Documents
@@ -80,8 +79,8 @@ def travel(mixer: MixtureOfExperts, x_TD: Tensor, indices_TK: Tensor) -> Tensor:
     """Forward and backward of the routed experts alone; the gradient of the gate weights."""
     weights_TK = torch.ones(indices_TK.shape, requires_grad=True)
     x_TD = x_TD.clone().requires_grad_()
-    rows_SD, counts, trip = mixer.dispatch(x_TD, indices_TK, weights_TK)
-    mixer.combine(mixer.experts(rows_SD, counts), weights_TK, trip).sum().backward()
+    arrived, trip = mixer.dispatch(x_TD, indices_TK, weights_TK)
+    mixer.combine(mixer.experts(*arrived), weights_TK, trip).sum().backward()
     assert x_TD.grad is not None and weights_TK.grad is not None
     return weights_TK.grad
 
@@ -171,45 +170,6 @@ def difference(got: Tensor, want: Tensor) -> float:
 def test_ranks_without_tokens() -> None:
     for found in run_ranks(uneven_rank, 4):
         assert max(found.values()) < 1e-12, found
-
-
-def recomputing_rank(rank: int, _size: int) -> dict[str, Any]:
-    world, found = join(TWO, CPU), {}
-    for kind in KINDS:
-        runs = []
-        for again in (False, True):
-            mixer = mixer_of(MOE, torch.float64, [])
-            spread_over(mixer, world, ExpertParallel(kind))
-            calls, forward = [0], mixer.experts.forward
-
-            def experts(*args: Any, calls: list[int] = calls, forward: Any = forward) -> Tensor:
-                calls[0] += 1
-                return forward(*args)
-
-            mixer.experts.forward = (  # type: ignore[method-assign]
-                (lambda *a, f=experts: checkpoint(f, *a, use_reentrant=False)) if again else experts
-            )
-            x = randn(1, 40, D, seed=rank).requires_grad_()
-            with CollectiveCounter() as seen:
-                mixer(x).square().sum().backward()
-            grads = [x.grad, *(p.grad for p in mixer.parameters())]
-            runs.append((grads, calls[0], seen.count("all_to_all"), len(seen.calls)))
-        same = all(
-            torch.equal(local(a), local(b)) for a, b in zip(runs[0][0], runs[1][0], strict=True)
-        )
-        found[kind] = same, [run[1:] for run in runs]
-    return found
-
-
-def local(t: Any) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
-def test_recomputed_experts_send_nothing() -> None:
-    """Experts run twice, bitwise the same gradients, and as many collectives as without."""
-    for found in run_ranks(recomputing_rank, 2):
-        assert found["per_expert"] == (True, [(1, 5, 5), (2, 5, 5)])
-        assert found["per_rank"] == (True, [(1, 7, 7), (2, 7, 7)])
 
 
 def waiting_rank(rank: int, _size: int) -> dict[str, list[str]]:

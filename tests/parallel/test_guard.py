@@ -27,7 +27,7 @@ from parallel.build import build_model
 from parallel.mesh import World
 from parallel.verdict import StepSums, Verdict
 from tests.parallel.parity import Run, batches_of, config_of, world_of
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds
 
 BAD, STEPS = 1, 3  # of three steps the second
 Where = Literal["loss", "activation", "expert", "shard", "value"]
@@ -209,20 +209,10 @@ def without(case: Case) -> Case:
     return Case(case.mesh, None, without=True, sync=case.sync, model=case.model)
 
 
-def _all(rank: int, _world: int, jobs: list[Case]) -> dict[Case, Seen]:
-    return {case: play(rank, case) for case in jobs}
-
-
 @functools.cache
 def results() -> dict[Case, list[Seen]]:
-    jobs = list(dict.fromkeys([*cases(), *map(without, cases())]))
-    found: dict[Case, list[Seen]] = {}
-    for size in sorted({case.run.world for case in jobs}):
-        same = [case for case in jobs if case.run.world == size]
-        job = functools.partial(_all, jobs=same)
-        of_ranks = [job(0, 1)] if size == 1 else run_ranks(job, size, timeout_s=240)
-        found |= {case: [of_rank[case] for of_rank in of_ranks] for case in same}
-    return found
+    jobs = [*cases(), *map(without, cases())]
+    return on_worlds(play, {case: case.run.world for case in jobs})
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -64,7 +64,7 @@ def results(dtype: str) -> dict[str, list[Seen]]:
     precision = PrecisionConfig(dtype, loss_scale=START, loss_scale_growth=GROWTH)  # type: ignore
     job = functools.partial(play, precision=precision)
     found = {name: [seen] for name, seen in job(0, 1).items()}
-    of_ranks = run_ranks(job, 2, timeout_s=120)
+    of_ranks = run_ranks(job, 2)
     return found | {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 

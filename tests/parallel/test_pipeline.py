@@ -35,7 +35,7 @@ from parallel.mesh import World, join
 from parallel.pipeline import Pipeline
 from parallel.stages import Stage, keep_parts, make_stages, tied_copies
 from tests.model.small import small
-from tests.ranks import run_ranks
+from tests.ranks import LONG_S, run_ranks
 from tests.synthetic import ragged_batch
 
 CPU = torch.device("cpu")
@@ -268,7 +268,7 @@ def results(world: int) -> list[dict[Case, Trace]]:
     def body(rank: int, _world: int) -> dict[Case, Trace]:
         return {case: piped(rank, case) for case in CASES if case.world == world}
 
-    return run_ranks(body, world, timeout_s=300.0)
+    return run_ranks(body, world, timeout_s=LONG_S)
 
 
 def error(found: dict[str, Slice], expected: dict[str, Slice]) -> float:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_run import ROOT, SMALL, assert_same_run, corpus, half_way, records, train
+from tests.launch import forked, started
+from tests.test_run import SMALL, assert_same_run, half_way, records, train
 
-__all__ = ["corpus"]  # a fixture
 pytestmark = pytest.mark.slow
 
 
@@ -25,7 +22,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
     pytest.importorskip("torchao.optim", reason="torchao isn't installed (the lowp extra)")
     flags = ["--optim.adamw-state", "8bit", "--run.eval-rows", "8"]
     whole = tmp_path / "whole"
-    done = train(corpus, whole, ranks, *flags)
+    # A new interpreter shows what torchao says when it is imported.
+    done = train(corpus, whole, ranks, *flags, run=started if ranks == 1 else forked)
     assert "torchao" not in done.stderr and (ranks > 1 or not done.stderr), "it is quiet"
     for moment in moments(whole / "checkpoints/step-000010", "optim.embed.weight.exp_avg"):
         blocks = moment.reshape(-1, 256)
@@ -52,21 +50,13 @@ def moments(checkpoint: Path, name: str) -> list[torch.Tensor]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`auto` would find a device to offload from")
 def test_a_device_that_turns_out_to_be_a_cpu(corpus: Path, tmp_path: Path) -> None:
     """`auto` is known when ranks have met: one line all the same, and nobody's traceback."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
     flags = [*SMALL, *paths, "--optim.adamw-state", "cpu_offload"]
-    for ranks in (1, 2):
-        done = subprocess.run(
-            [sys.executable, *(start if ranks > 1 else []), "train.py", "tiny", *flags],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    for ranks, run in ((1, forked), (2, forked), (2, started)):
+        done = run("tiny", *flags, ranks=ranks)
         lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and lines[0].startswith("error: optim.adamw_state=cpu_offload: ")
-        if ranks == 1:
+        if run is forked:
             assert done.returncode == 2 and done.stderr.count("\n") == 1
         else:
             assert "exitcode  : 2 " in done.stderr and 'train.py", line' not in done.stderr

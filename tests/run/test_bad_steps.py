@@ -6,45 +6,27 @@ from then on no gradient is finite.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megacpp.state.checkpoint import latest_checkpoint
-from tests.test_run import ADAMW, ROOT, SMALL, corpus, records
+from tests.launch import Done, forked, started
+from tests.test_run import ADAMW, SMALL, records
 
-__all__ = ["corpus"]  # a fixture
 pytestmark = pytest.mark.slow
 
 FLAGS = [*SMALL, *ADAMW, "--run.eval-rows", "8", "--checkpoint.every", "1"]
 
 
-def run(corpus: Path, folder: Path, ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """What a person would type."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def run(
+    corpus: Path, folder: Path, ranks: int, *flags: str, how: Callable[..., Done] = forked
+) -> Done:
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
     batch = ["--train.device-batch-size", str(2 // ranks)]
-    return subprocess.run(
-        [
-            sys.executable,
-            *(start if ranks > 1 else []),
-            "train.py",
-            "tiny",
-            *FLAGS,
-            *paths,
-            *batch,
-            *flags,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return how("tiny", *FLAGS, *paths, *batch, *flags, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +72,8 @@ def test_raising_ends_every_rank(corpus: Path, four: Path, tmp_path: Path, ranks
     folder = tmp_path / "run"
     shutil.copytree(four, folder)
     flags = "--run.steps 20 --optim.lr 1e30 --train.nonfinite raise".split()
-    done = run(corpus, folder, ranks, *flags)
+    how = forked if ranks == 1 else started  # torchrun has a word in it
+    done = run(corpus, folder, ranks, *flags, how=how)
     assert done.returncode == (5 if ranks == 1 else 1), done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(ours) == 1 and ours[0].startswith("error: train.nonfinite=raise: "), done.stderr

@@ -1,22 +1,19 @@
 """`train.py` on different meshes, compared from outside by what it wrote.
 
-Real processes under torchrun on a small corpus of C++ headers; a model with every letter whose
+Forked processes (tests/launch.py) on a small corpus of C++ headers; a model with every letter whose
 heads, experts and vocabulary divide by two.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.test_run import ADAMW, ROOT, SMALL, corpus, records
+from tests.launch import forked
+from tests.test_run import ADAMW, SMALL, records
 
-__all__ = ["corpus"]  # a fixture
 pytestmark = pytest.mark.slow
 
 MODEL = [*SMALL, "--model.attention.num-kv-heads", "2", "--model.m2rnn.num-heads", "2"]
@@ -32,19 +29,11 @@ MESHES = {
 
 
 def train(corpus: Path, folder: Path, ranks: int, rows: int, flags: str) -> str:
-    """What a person would type; returns the screen."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    """A run that ends well; returns the screen."""
     batch = ["--train.device-batch-size", str(rows), "--train.grad-accum", "2"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
-    command = [sys.executable, *(start if ranks > 1 else []), "train.py", "tiny"]
-    done = subprocess.run(
-        [*command, *MODEL, *SHORT, *ADAMW, *batch, *paths, *flags.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    flags_of_all = [*MODEL, *SHORT, *ADAMW, *batch, *paths]
+    done = forked("tiny", *flags_of_all, *flags.split(), ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

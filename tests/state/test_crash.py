@@ -154,7 +154,7 @@ def test_a_rank_killed_while_it_saves(two: Path, moment: str) -> None:
         save(two, 3)
 
     with pytest.raises(RankError):
-        run_ranks(body, 2, timeout_s=30.0)
+        run_ranks(body, 2)
     assert loaded_step(two) == 2
     run_ranks(lambda rank, world: save(two, 3), 2)
     assert loaded_step(two) == 3

@@ -17,7 +17,7 @@ from torch import Tensor
 from megacpp.config import Config, MeshConfig
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
 from megacpp.state.manifest import read_manifest
-from tests.ranks import run_ranks
+from tests.ranks import LONG_S, run_ranks
 from tests.state.meshes import (
     config_of,
     digests,
@@ -148,7 +148,7 @@ def loaded(paths: dict[Layout, Path]) -> dict[tuple[Layout, Layout], list[Loaded
         def body(rank: int, _world: int, args: Any = (here, some, paths)) -> list[Loaded]:
             return save_and_load(*args)
 
-        of_ranks = run_ranks(body, world, timeout_s=240)
+        of_ranks = run_ranks(body, world, timeout_s=LONG_S)
         found |= {move: list(x) for move, x in zip(some, zip(*of_ranks, strict=True), strict=True)}
     of_one = save_and_load(alone, back, paths)
     return found | {move: [x] for move, x in zip(back, of_one, strict=True)}

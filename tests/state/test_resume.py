@@ -7,7 +7,6 @@ resumed steps are the same to the last bit. On another one, sums are made in ano
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,7 @@ from parallel.build import build_model
 from tests.parallel.parity import ROWS, Run, Slices, config_of, covered, error, models, world_of
 from tests.parallel.parity import T as SEQ_LEN
 from tests.parallel.parity import slices as slices_of
-from tests.ranks import run_ranks
+from tests.ranks import on_worlds
 from tests.state.meshes import digests, fill, merged
 from tests.synthetic import ragged_batch
 
@@ -159,18 +158,9 @@ def resumed(folder: Path, straight: dict[str, list[Trace]]) -> dict[tuple[str, s
 
 
 def on_ranks(jobs: Mapping[Any, tuple[Run, Path, Path | None]]) -> dict[Any, list[Trace]]:
-    """The traces of every rank of every job, one fork of ranks per world size."""
-    found: dict[Any, list[Trace]] = {}
-    for size in sorted({run.world for run, *_ in jobs.values()}):
-        some = {key: job for key, job in jobs.items() if job[0].world == size}
-        body = functools.partial(_all, jobs=some)
-        of_ranks = [body(0, 1)] if size == 1 else run_ranks(body, size, timeout_s=240)
-        found |= {key: [of_rank[key] for of_rank in of_ranks] for key in some}
-    return found
-
-
-def _all(rank: int, _world: int, jobs: dict[Any, Any]) -> dict[Any, Trace]:
-    return {key: train(rank, *job) for key, job in jobs.items()}
+    """The traces of every rank of every job."""
+    worlds = {key: run.world for key, (run, *_) in jobs.items()}
+    return on_worlds(lambda rank, key: train(rank, *jobs[key]), worlds)
 
 
 @pytest.mark.parametrize("name", SAME)

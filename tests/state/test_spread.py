@@ -25,7 +25,7 @@ from megacpp.state.checkpoint import latest_checkpoint, load_checkpoint, save_ch
 from megacpp.state.export import export_weights, gather_weights, load_exported
 from megacpp.state.tensors import model_tensors
 from parallel.build import build_model
-from tests.ranks import run_ranks
+from tests.ranks import LONG_S, run_ranks
 from tests.state.meshes import config_of, fill, model_config, state_of, world_of
 from tests.state.toy import differences, local
 
@@ -74,7 +74,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
             gathered.append(None if weights is None else list(weights))
         return gathered
 
-    first, *others = run_ranks(body, 4, timeout_s=240)
+    first, *others = run_ranks(body, 4, timeout_s=LONG_S)
     assert all(names is None for of_rank in others for names in of_rank)
     for name, names in zip([*MESHES, *TIED], first, strict=True):
         assert names == list(model_tensors(model_on(ONE, 1, name in TIED))), name

@@ -1,0 +1,272 @@
+"""Bytes that a forward keeps against FLOPs that its backward repeats, for every hybrid preset.
+
+    python bench/pareto.py
+    python bench/pareto.py nam56r --svg docs/activation-pareto.svg
+
+The choices of bench/choices.py on rank 0 of 8, which share the rows and the weights of the preset,
+on fake tensors (seconds to a minute each). `by kind, any` are all policies that say for each kind
+of block what runs again; those that no other one beats are the line of the figure. FLOPs are those
+of matrix products, in % of the forward. What waits on the host is moved twice instead of kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torch import Tensor, nn
+
+from bench.choices import BY_KIND, CHOICES, COMPRESS, KEEP_ALL, OFFLOAD, SELECTIVE, WHOLE, Choice
+from checkpointing.activations import Activations, Part, activations, one_of_each, standing_for
+from checkpointing.apply import set_seams
+from checkpointing.meter import Meter
+from checkpointing.rebuild import Store
+from megacpp.cli.dry_run import readable
+from megacpp.config import CheckpointingPolicy, Config
+from megacpp.memory.offload import offload_bytes
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.pattern import block_letters
+from megacpp.presets import PER_BLOCK, PRESETS
+from megacpp.rules import resolve
+from parallel.fake import (
+    FakeBoundary,
+    as_trained,
+    fake_batch,
+    fake_tensors,
+    fake_world,
+    planned_model,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HYBRIDS = ("tiny", "hybrid_400m", "nam56r", "nam52_deep")
+NORMS = Choice("norms", CheckpointingPolicy(rblock="none", norms=True))
+MLP = Choice("by kind, mlp", replace(PER_BLOCK, mlp=True))
+# What a policy may say of one kind, and the choice in which blocks of the kind do it.
+SAYS = {
+    "A": {"": NORMS, "selective": BY_KIND, "full": WHOLE},
+    "E": {"": NORMS, "mlp": SELECTIVE, "experts": BY_KIND, "experts, mlp": MLP, "full": WHOLE},
+    "M": {"": NORMS, "conv": BY_KIND},
+    "R": {"": NORMS, "recurrence": SELECTIVE, "full": BY_KIND},
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a choice comes to.
+
+    Attributes:
+        kept: bytes on the device, from one microbatch's forward to its backward.
+        flops: of matrix products, more than where all is kept; less if negative.
+        moved: bytes that wait on the host.
+    """
+
+    kept: int
+    flops: int
+    moved: int = 0
+
+    def beats(self, other: Point) -> bool:
+        """Keeps no more and repeats no more, and is another."""
+        least = self.kept <= other.kept and self.flops <= other.flops
+        return least and (self.kept, self.flops) != (other.kept, other.flops)
+
+
+@dataclass(frozen=True)
+class Front:
+    """A preset's choices by name, and the policies by kind that no other one by kind beats."""
+
+    forward: int
+    points: dict[str, Point]
+    best: dict[str, Point]
+
+    def beaten(self, name: str) -> bool:
+        return any(point.beats(self.points[name]) for point in self.best.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("presets", nargs="*", default=HYBRIDS, metavar="PRESET")
+    parser.add_argument("--world", type=int, default=8, help="ranks (default 8)")
+    parser.add_argument("--svg", type=Path, help="figure to write")
+    options = parser.parse_args()
+    fronts = {}
+    for name in options.presets:
+        config = resolve(PRESETS[name](), options.world)
+        fronts[name] = front(config, options.world)
+        print(table(name, fronts[name]), flush=True)
+    if options.svg:
+        draw(fronts, options.svg)
+
+
+def front(config: Config, size: int) -> Front:
+    """All choices, measured, and what kinds of blocks put together come to."""
+    found = {choice: measured(choice, config, size) for choice in (*CHOICES, NORMS, MLP)}
+    plain = found[KEEP_ALL].activations
+    points = {choice.name: found[choice].against(plain) for choice in CHOICES}
+    letters = sorted(set(block_letters(config.model.pattern, config.model.depth)))
+    mixed: dict[str, Point] = {}
+    for says in product(*(SAYS[letter] for letter in letters)):
+        of = {letter: SAYS[letter][word] for letter, word in zip(letters, says, strict=True)}
+        parts = tuple(
+            part_of(found[of.get(p.name[0], NORMS)].activations, p.name) for p in plain.parts
+        )
+        words = "; ".join(f"{letter} {w}" for letter, w in zip(letters, says, strict=True) if w)
+        mixed[words] = Measured(replace(plain, parts=parts)).against(plain)
+    first = {p: w for w, p in reversed(mixed.items())}  # not two ways to one point
+    best = {w: p for p, w in first.items() if not any(q.beats(p) for q in first)}
+    ordered = dict(sorted(best.items(), key=lambda item: item[1].flops))
+    return Front(plain.flops("forward"), points, ordered)
+
+
+def part_of(found: Activations, name: str) -> Part:
+    return next(part for part in found.parts if part.name == name)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a choice keeps, and bytes of the storages that it lets wait on the host, in order."""
+
+    activations: Activations
+    parked: Sequence[int] = ()
+
+    def against(self, plain: Activations) -> Point:
+        """Compared with keeping all. The forward counts too: projections are made in it."""
+        found, gone = self.activations, offload_bytes(self.parked, 0, sys.maxsize).back
+        flops = found.repeated(plain) + found.flops("forward") - plain.flops("forward")
+        return Point(found.bytes - gone, flops, gone)
+
+
+def measured(choice: Choice, config: Config, size: int) -> Measured:
+    """What one microbatch keeps on rank 0, under fake tensors, one layer of each kind."""
+    config = as_trained(choice.of(config))
+    few = replace(
+        config,
+        model=one_of_each(config.model),
+        mesh=replace(config.mesh, reshard="always"),
+        recompute=replace(config.recompute, offload="none"),  # what would move is noted
+    )
+    offloads, standing = choice.policy.offload != "none", standing_for(few.model, config.model)
+    notes: dict[str, dict[int, int]] = {}
+    with fake_world(few, size) as world:
+        keeper = choice.keeper(few)
+
+        def prepare(model: HybridLM) -> None:
+            keeper(model)
+            if offloads:
+                stores = partial(
+                    noted, names={id(m): n for n, m in model.named_modules()}, to=notes
+                )
+                set_seams(model, keeper.pieces, few.recompute, keeper.replays, stores)
+
+        model = planned_model(few, world, prepare)
+        with fake_tensors(memory=True):
+            model.to_empty(device=world.device)
+            model.train()
+            boundary = FakeBoundary(model, world, few)
+            if world.parallel:  # FSDP2 and DTensor make things that stay when they run first
+                boundary.accumulate([fake_batch(few)])
+                model.zero_grad()
+                notes.clear()
+            batch = fake_batch(few)
+            with Meter(model) as meter:
+                boundary.accumulate([batch])
+            found = activations(meter, standing)
+    return Measured(found, [n for part, _ in standing for n in notes.get(part, {}).values()])
+
+
+def noted(block: nn.Module, names: dict[int, str], to: dict[str, dict[int, int]]) -> Store:
+    """Leaves tensors where they are, and writes down bytes of storages by block."""
+
+    def store(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if not any(id(storage) in seen for seen in to.values()):
+            to.setdefault(names[id(block)], {})[id(storage)] = storage.nbytes()
+        return t
+
+    return store
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def table(name: str, of: Front) -> str:
+    """A line for each choice, then one for each policy of the front."""
+    every = of.points[KEEP_ALL.name].kept
+    lines = [
+        f"{name}, all kept: {readable(every)}",
+        f"{'':32}{'kept':>12}{'of all':>9}{'FLOPs':>9}",
+    ]
+    for choice, p in of.points.items():
+        words = f"  {readable(p.moved)} moved" if p.moved else ""
+        words += "  beaten" if of.beaten(choice) else ""
+        lines.append(_line(choice, p, every, of.forward) + words)
+    lines += [_line("  " + (w or "norms"), p, every, of.forward) for w, p in of.best.items()]
+    return "\n".join(lines)
+
+
+def _line(words: str, p: Point, every: int, forward: int) -> str:
+    kept = f"{readable(p.kept):>12}{p.kept / every:9.1%}"
+    return f"{words:32}{kept}{p.flops / forward:+9.1%}"
+
+
+COLORS = {KEEP_ALL: "black", WHOLE: "tab:red", SELECTIVE: "tab:orange", BY_KIND: "tab:blue"}
+COLORS |= {OFFLOAD: "tab:green", COMPRESS: "tab:purple"}
+
+
+LABELS = {BY_KIND: (6, 6), OFFLOAD: (6, -10), COMPRESS: (6, 16)}
+
+
+def draw(fronts: dict[str, Front], image: Path) -> None:
+    """A panel for each preset."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "megacpp"  # the same figures give the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot
+
+    columns = min(2, len(fronts))
+    rows = -(-len(fronts) // columns)
+    size = (4.2 * columns, 2.9 * rows)
+    figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes, (name, of) in zip(grid.flat, fronts.items(), strict=False):
+        panel(axes, name, of)
+    figure.supxlabel("matrix products repeated, % of the forward", fontsize=9)
+    figure.supylabel("kept by one microbatch, %", fontsize=9)
+    figure.savefig(image, metadata={"Date": None} if image.suffix == ".svg" else None)
+
+
+def panel(axes: Axes, name: str, of: Front) -> None:
+    every = of.points[KEEP_ALL.name].kept
+
+    def place(p: Point) -> tuple[float, float]:
+        return 100 * p.flops / of.forward, 100 * p.kept / every
+
+    x, y = zip(*map(place, of.best.values()), strict=True)
+    axes.step(x, y, where="post", color=COLORS[BY_KIND], linewidth=1)
+    for choice in CHOICES:
+        at, color = place(of.points[choice.name]), COLORS[choice]
+        axes.plot(*at, "o", color=color, markersize=5)
+        right, up = LABELS.get(choice, (6, 4))
+        axes.annotate(
+            choice.name, at, (right, up), color=color, textcoords="offset points", fontsize=8
+        )
+    axes.set_title(f"{name}: all is {readable(every)}", fontsize=9)
+    axes.set(xlim=(-6, 125), ylim=(0, 110))
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Step time and peak memory of what may be kept and what may run again, side by side.
+
+    python bench/recompute.py tiny
+    python bench/recompute.py dense_4m --compiled
+
+Every choice of bench/choices.py takes a step in turn, so that all see the same machine; bytes are
+those of tensors, counted operator by operator on the same step (checkpointing/meter.py). Ratios are
+to keeping all. On a GPU the same command measures the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from bench.choices import CHOICES, COMPILED, KEEP_ALL, Choice
+from bench.shapes import names, shape
+from bench.step import Trainer
+from checkpointing.meter import Meter
+from megacpp.config import Config
+from megacpp.rules import resolve
+from parallel.mesh import World, pick_device
+
+Row = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("shape", nargs="?", default="tiny", help=f"one of {names()}")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps (default 6)")
+    parser.add_argument("--compiled", action="store_true", help="compiled blocks too (minutes)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    device = pick_device("auto")
+    config = resolve(shape(options.shape), 1)
+    choices = [c for c in (*CHOICES, *(COMPILED if options.compiled else ())) if fits(c, config)]
+    rows = measure(config, choices, options.steps, World(0, 1, device))
+    result = {"shape": options.shape, "device": device.type, "choices": rows}
+    print(json.dumps(result, indent=2) if options.json else table(result))
+
+
+def fits(choice: Choice, config: Config) -> bool:
+    """Whether a model has what a choice is about."""
+    letters = set(config.model.pattern)
+    return not choice.policy.compress or bool(letters & set("AF"))
+
+
+def measure(config: Config, choices: list[Choice], steps: int, world: World) -> dict[str, Row]:
+    """Seconds a step in turns, bytes kept and the peak of one step."""
+    trainers = {}
+    for choice in choices:
+        own = choice.of(config)
+        trainers[choice.name] = Trainer(own, world, choice.keeper(own))
+    shape_BT = (config.train.device_batch_size, config.data.seq_len)
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for number in range(steps + 1):
+        g = torch.Generator().manual_seed(number)
+        ids = torch.randint(config.model.vocab_size, shape_BT, generator=g).to(world.device)
+        for name in list(trainers) if number % 2 else list(trainers)[::-1]:
+            began = time.perf_counter()
+            trainers[name].step(ids, ids)
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            if number:  # the first compiles and fills caches
+                seconds[name].append(time.perf_counter() - began)
+    rows: dict[str, Row] = {}
+    for name, trainer in trainers.items():
+        rows[name] = {"step_s": statistics.median(seconds[name]), **memory(trainer, ids, world)}
+    first = rows[KEEP_ALL.name]
+    for row in rows.values():
+        row |= {"time_ratio": row["step_s"] / first["step_s"]}
+        row |= {"kept_ratio": row["kept_mib"] / first["kept_mib"]}
+        row |= {"peak_ratio": row["peak_mib"] / first["peak_mib"]}
+    return rows
+
+
+def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
+    """MiB kept from the forward to the backward, and the most alive at once, of activations."""
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with Meter(trainer.model) as meter:
+        trainer.accumulate(ids, ids)
+    kept = sum(life.bytes for life in meter.kept if not life.weight and not life.batch)
+    peak = max(size for _, size in meter.timeline())
+    if world.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
+    trainer.optimizer.zero_grad()
+    return {"kept_mib": kept / 2**20, "peak_mib": peak / 2**20}
+
+
+def table(result: dict[str, Any]) -> str:
+    heads = ("step s", "kept MiB", "peak MiB", "time", "kept", "peak")
+    lines = [f"{result['shape']} on {result['device']}, 1 thread; ratios to keeping all"]
+    lines.append(f"{'':24}" + "".join(f"{head:>10}" for head in heads))
+    for name, row in result["choices"].items():
+        cells = f"{row['step_s']:10.3f}{row['kept_mib']:10.1f}{row['peak_mib']:10.1f}"
+        ratios = (row["time_ratio"], row["kept_ratio"], row["peak_ratio"])
+        lines.append(f"{name:24}{cells}" + "".join(f"{ratio:10.2f}" for ratio in ratios))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

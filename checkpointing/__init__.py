@@ -1,0 +1,1 @@
+"""Activation memory: what the forward keeps for the backward, and what it does instead."""

@@ -1,0 +1,233 @@
+"""Blocks compiled one by one: the compiler keeps what a budget allows and runs the rest again.
+
+    compiled = compile_blocks(model, "inductor", budget=0.5)
+
+Called when heads, tokens and experts are cut, and before FSDP2 shards what is left. Only what a
+block does is compiled, so names, hooks and saved state stay as they are:
+
+A, F    all of the block, one graph without a break
+E       the shared expert; sizes of what is routed depend on values, which no graph knows
+M, R    nothing: their kernels are written by hand and say themselves what they keep
+
+Blocks of the same classes share their graphs. Without gradients nothing is kept and blocks run as
+they are written. (Activation memory, not saved training state.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.kernels.attention import attention_mask
+from megacpp.model.attention import GroupedQueryAttention
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.mla import MultiHeadLatentAttention
+from megacpp.model.moe import MixtureOfExperts, SharedExpert
+from megacpp.model.rope import rotary_table
+from megacpp.model.seam import PLAIN
+
+Attention = GroupedQueryAttention | MultiHeadLatentAttention
+ROUTED = "sizes of what is routed depend on values"
+CONTEXT = "keys come from other ranks"
+BY_HAND = "its kernels say themselves what they keep"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What is compiled of a model.
+
+    Attributes:
+        graphs: by layer "block", or the part of it that is one graph.
+        budgets: by layer, of what is compiled.
+        eager: by layer why it, or the rest of it, is not.
+    """
+
+    backend: str
+    graphs: dict[int, str] = field(default_factory=dict)
+    budgets: dict[int, float] = field(default_factory=dict)
+    eager: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """Layers where the compiler alone decides what runs again."""
+        return frozenset(layer for layer, part in self.graphs.items() if part == "block")
+
+    def words(self, layer: int) -> str:
+        """What a run prints of a layer."""
+        said = []
+        if layer in self.graphs:
+            said += [f"{self.graphs[layer]} by {self.backend}, budget {self.budgets[layer]:g}"]
+        if layer in self.eager:
+            said += [f"eager: {self.eager[layer]}"]
+        return "; ".join(said)
+
+
+def compile_blocks(model: HybridLM, backend: str, budget: float, halves: bool = False) -> Compiled:
+    """Compiles what it can of the blocks that `model` holds, in place, with plain seams inside.
+
+    The last layer of the whole model keeps all in any case: its backward comes at once.
+
+    Args:
+        backend: of torch.compile: "inductor", "aot_eager".
+        budget: part of what the compiler would keep by default: 1 all, 0 inputs only. Under tensor
+            parallelism what a block gathers is kept at any budget but 0.
+        halves: a backward is run in two (zero-bubble pipelines), each of which needs what is kept.
+    """
+    assert 0.0 <= budget <= 1.0, budget
+    found, graphs = Compiled(backend), Graphs(backend, halves)
+    for key, block in model.blocks.items():
+        assert isinstance(block, Block)
+        layer, mixer, reason = int(key), block.mixer, why_eager(block)
+        own_budget = 1.0 if layer == len(model.letters) - 1 else budget
+        if reason is not None:
+            found.eager[layer] = reason
+        if reason is None:
+            graph = graphs.of(block, Block._forward, own_budget)
+            block._forward = CompiledBlock(block, graph)  # type: ignore[method-assign]
+            compiled, part = block, "block"
+        elif isinstance(mixer, MixtureOfExperts) and mixer.shared is not None:
+            graph = graphs.of(mixer.shared, SharedExpert.forward, own_budget)
+            mixer.shared.forward = CompiledPart(mixer.shared, graph)  # type: ignore[method-assign]
+            compiled, part = mixer.shared, "shared expert"
+        else:
+            continue
+        make_plain(compiled)
+        found.graphs[layer], found.budgets[layer] = part, own_budget
+    return found
+
+
+class Graphs:
+    """The graphs of a model; modules of the same classes share them."""
+
+    def __init__(self, backend: str, halves: bool) -> None:
+        self.backend, self.halves = backend, halves
+        self._made: dict[Hashable, Callable[..., Tensor]] = {}
+
+    def of(
+        self, module: nn.Module, function: Callable[..., Tensor], budget: float
+    ) -> Callable[..., Tensor]:
+        """`function(module, ...)`, compiled."""
+        # Under tensor parallelism every module has a class of its own.
+        key = budget, tuple(type(m) for m in module.modules())
+        if key not in self._made:
+            self._made[key] = Compiler(self.backend, budget, self.halves).compile(function)
+        return self._made[key]
+
+
+def why_eager(block: Block) -> str | None:
+    """What keeps a block from being one graph; None: nothing."""
+    mixer = block.mixer
+    if isinstance(mixer, MixtureOfExperts):
+        return ROUTED
+    if isinstance(mixer, Attention):
+        replaced = "attend" in vars(mixer) or "forward" in vars(mixer.inner)
+        return CONTEXT if replaced else None
+    return None if block.letter == "F" else BY_HAND
+
+
+def make_plain(module: nn.Module) -> None:
+    """Plain seams for all that is inside a graph: there the compiler decides what runs again."""
+    for inner in module.modules():
+        if hasattr(inner, "seam"):
+            inner.seam = PLAIN  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A backend of torch.compile with a budget of its own.
+
+    The budget holds while one of its graphs is made and at no other time, so that another one in
+    the same process has its own.
+    """
+
+    backend: str
+    budget: float
+    halves: bool = False
+
+    def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function` as one graph for each kind of arguments that it meets."""
+        # torch counts graphs, of which there may be 8, by code object.
+        assert isinstance(function, FunctionType)
+        own = FunctionType(
+            function.__code__.replace(co_name=f"{function.__name__}_compiled"),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._functorch import config
+
+        with config.patch(self.settings()):  # type: ignore[attr-defined]
+            return lookup_backend(self.backend)(graph, inputs)
+
+    def settings(self) -> dict[str, Any]:
+        """Of torch._functorch.config, while a graph is cut into forward and backward."""
+        from torch._functorch import config
+
+        found: dict[str, Any] = {"activation_memory_budget": self.budget}
+        # A DTensor brings its mesh into the graph, an object whose bytes torch 2.13 refuses to
+        # guess below a budget of 1. It has none that matter. Older versions bring no mesh.
+        if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+            found["unsafe_treat_script_objects_as_zero_size"] = True
+        if self.halves:  # else inductor's backward writes over what was kept
+            found["donated_buffer"] = False
+        return found
+
+
+class CompiledBlock:
+    """Takes the place of `Block._forward`.
+
+    Masks and rotary tables, which all layers share, are made before the graph and are inputs of it.
+    """
+
+    def __init__(self, block: Block, graph: Callable[..., Tensor]) -> None:
+        self.block, self.graph = block, graph
+
+    def __call__(self, x_BTD: Tensor, docs: Documents) -> Tensor:
+        block, mixer = self.block, self.block.mixer
+        if not torch.is_grad_enabled():
+            return Block._forward(block, x_BTD, docs)
+        assert block.seam is PLAIN, "the compiler and a seam both decide what a block keeps"
+        read = attention_inputs(mixer, docs, x_BTD.dtype) if isinstance(mixer, Attention) else None
+        return self.graph(block, x_BTD, read)
+
+
+class CompiledPart:
+    """Takes the place of the forward of a module that sees single tokens."""
+
+    def __init__(self, module: nn.Module, graph: Callable[..., Tensor]) -> None:
+        self.module, self.graph = module, graph
+
+    def __call__(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return type(self.module).forward(self.module, x_BTD)
+        return self.graph(self.module, x_BTD)
+
+
+def attention_inputs(mixer: Attention, docs: Documents, dtype: torch.dtype) -> Documents:
+    """The documents with just what attention remembers of them; made once a batch.
+
+    What else is remembered differs from layer to layer, and each time would be another graph.
+    """
+    latent = isinstance(mixer, MultiHeadLatentAttention)
+    dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.config.attention
+
+    def make() -> Documents:
+        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
+        rotary_table(read, dim, config, dtype)
+        if not docs.whole:
+            attention_mask(read, read, dtype, config.softcap)
+        return read
+
+    return docs.memo(("compiled attention", dim, config, dtype), make)

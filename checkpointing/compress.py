@@ -1,0 +1,190 @@
+"""Linear layers whose input is kept as a random projection (CompAct, arXiv 2410.15352).
+
+    y = x W^T                     exact
+    dx = g W                      exact
+    dS = g^T (x P) = (g^T x) P    the weight's gradient in Z dims, from x P alone
+
+(Activation memory.) W has no gradient. Beside it lies a latent S `[O, Z]`, zero but while the
+optimizer steps, whose gradient is dS: it is sharded, summed over ranks and clipped like any other,
+and has AdamW's moments. The optimizer moves S, adds S P^T to W and makes S zero again
+(optim/compressed.py). E[P P^T] = 1, so on average that is the direction of g^T x.
+
+Layers that read one tensor share its projection, of which one copy is kept. P is made anew where it
+is needed, from (seed, layer, number of redraws): equal on all ranks, whatever runs again.
+
+Legend: N tokens, D input dims, Z dims of the projection, O output dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from megacpp.dtensor import is_dtensor
+from megacpp.errors import config_error
+from megacpp.kernels.wanted import wanted_gradients
+from megacpp.memory.compress import projected_width
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import Constant, Rule, tensor_key, uniform
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Layers of one kind of block that read the normed input, which nobody else then keeps.
+
+    Not here, since their input would be kept all the same: the output projection (attention keeps
+    what it read), what follows SwiGLU (made again from gate and up), what reads a latent of MLA
+    (narrow already, and its norm keeps it), and all of E (router and experts keep the tokens).
+    """
+
+    letter: str
+    names: tuple[str, ...]
+
+
+READERS = (
+    Readers("A", ("wq", "wq_a", "wk", "wv", "wkv_a")),
+    Readers("F", ("w1", "w3")),
+)
+
+
+def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
+    """Gives the layers of READERS latents, in place; names of the weights that have one now.
+
+    Call it before FSDP2 shards the blocks, on the meta device or not; where tensor parallelism
+    came first, a latent is cut as its weight is. Every block is included, the last one too: its
+    input is alive at the peak.
+
+    Args:
+        ratio: Z / D.
+        seed: of the run.
+
+    Raises:
+        ConfigError: no block of the whole model has such layers.
+    """
+    if not any(readers.letter in model.letters for readers in READERS):
+        kinds = " and ".join(readers.letter for readers in READERS)
+        raise config_error(
+            "recompute.compress",
+            ratio,
+            f"compresses inputs of {kinds} blocks, and model.pattern has none",
+            "use recompute.compress=0",
+        )
+    found = []
+    for key in model.blocks:
+        name = f"blocks.{key}.mixer"
+        mixer = model.get_submodule(name)
+        for readers in READERS:
+            if readers.letter == model.letters[int(key)]:
+                layers = [layer for layer in readers.names if hasattr(mixer, layer)]
+                _compress(mixer, layers, ratio, seed, name)
+                found += [f"{name}.{layer}.weight" for layer in layers]
+    return found
+
+
+class Projection:
+    """P `[D, Z]` of random signs / sqrt(Z), for the layers that read one tensor.
+
+    Signs rather than normal numbers: 64 of them cost what one of those does, and the variance of
+    what is estimated is no larger (Achlioptas 2003).
+
+    Attributes:
+        number: of redraws so far; whoever sets it looks after the moments.
+    """
+
+    def __init__(self, name: str, width: int, projected: int, seed: int) -> None:
+        self.name, self.width, self.projected, self.seed = name, width, projected, seed
+        self.number = 0
+        self._kept = WeakTensorKeyDictionary()  # input to a weak reference to its projection
+
+    def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """P, from hashes of (seed, name, number, index): the same on every device."""
+        key = tensor_key(self.seed, f"{self.name}.projection.{self.number}")
+        count = self.width * self.projected
+        index_W = torch.arange(-(-count // 32), device=device)  # W words of 32 bits
+        words_W = (uniform(index_W, key) * 2.0**32).long()
+        bytes_W4 = words_W.view(torch.uint8).view(-1, 8)[:, :4]
+        bit_8 = torch.arange(8, device=device)
+        bits = torch.arange(256, device=device)[:, None] >> bit_8 & 1
+        signs = (bits * 2 - 1).to(dtype) / math.sqrt(self.projected)
+        return F.embedding(bytes_W4.int(), signs).flatten()[:count].view(self.width, self.projected)
+
+    @torch.no_grad()
+    def of(self, x: Tensor) -> Tensor:
+        """x P of `[..., D]` for the backward, once for all layers as long as one of them has it."""
+        known = self._kept.get(x)
+        z = None if known is None else known()
+        if z is None:
+            kind = x.device.type
+            narrow = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if narrow else x.dtype
+            z = x.to(dtype) @ self.matrix(dtype, x.device)
+            self._kept[x] = TensorWeakRef(z)
+        return z
+
+
+class CompressedProduct(torch.autograd.Function):
+    """x W^T that keeps z = x P; gradients of x, and of the latent in the place of W's.
+
+    W is read from its layer again in the backward: it may be gathered anew by then, and what is
+    done to saved tensors isn't for weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, latent: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(z)
+        return F.linear(x, layer.weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (z,) = ctx.saved_tensors
+        need_x, need_latent = wanted_gradients(ctx)[:2]
+        g_NO = g.flatten(0, -2)
+        dx = dlatent_OZ = None
+        if need_x:
+            dx = (g_NO @ ctx.layer.weight.to(g.dtype)).view(*g.shape[:-1], -1)
+        if need_latent:
+            dlatent_OZ = g_NO.t() @ z.flatten(0, -2)
+        return dx, dlatent_OZ, None, None
+
+
+def compressed_linear(layer: nn.Linear, projection: Projection, x: Tensor) -> Tensor:
+    """The layer's forward `[..., D]` to `[..., O]`."""
+    latent = layer._parameters["latent"]
+    assert latent is not None
+    if not torch.is_grad_enabled():
+        return F.linear(x, layer.weight)
+    if is_dtensor(latent):  # cut by tensor parallelism; its gradient is taken as it comes
+        latent = latent.to_local(grad_placements=latent.placements)
+    return CompressedProduct.apply(x, latent, projection.of(x), layer)  # type: ignore[no-any-return]
+
+
+def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner: str) -> None:
+    """Layers of one mixer that read the same tensor."""
+    width = mixer.get_submodule(names[0]).in_features
+    assert isinstance(width, int)
+    projection = Projection(owner, width, projected_width(width, ratio), seed)
+    for name in names:
+        layer = mixer.get_submodule(name)
+        assert isinstance(layer, nn.Linear) and layer.bias is None, f"{owner}.{name}"
+        assert layer.in_features == width, f"{owner}.{name} reads something else"
+        weight = layer._parameters["weight"]
+        assert weight is not None
+        weight.requires_grad_(False)
+        # A slice of the weight, so that it lies where the weight does.
+        like = weight.detach()[:, : projection.projected]
+        layer.register_parameter("latent", nn.Parameter(torch.zeros_like(like)))
+        vars(layer)["projection"] = projection
+        layer.forward = partial(compressed_linear, layer, projection)  # type: ignore[method-assign]
+    rules: Callable[[], dict[str, Rule]] = mixer.init_rules  # type: ignore[assignment]
+    latents: dict[str, Rule] = {f"{name}.latent": Constant(0.0) for name in names}
+    mixer.init_rules = lambda: rules() | latents  # type: ignore[assignment]

@@ -1,0 +1,181 @@
+"""FP8 blocks: which linear layers they are, and how one that runs again finds the same scales.
+
+torchao   the scale of a token's row is taken from that row, of a weight's row from that row, and
+          weight gradients are computed wide (recipe `rowwise_with_gw_hp`). Nothing is remembered,
+          so any recomputation gives the same bits, and nothing depends on how tokens are spread
+          over microbatches and ranks.
+te        Transformer Engine scales by a history of largest values, and has a recomputation of its
+          own that puts it aside: `TransformerEngineSeam`. Any other is refused.
+
+Optional packages are imported inside functions. (Activation memory, not saved training state.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megacpp.config import Config
+from megacpp.errors import config_error
+from megacpp.fp8_rules import MULTIPLE, divides, fp8_layers, fp8_rules
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.pieces import Piece
+
+R = TypeVar("R")
+RECIPE = "rowwise_with_gw_hp"
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix products, no GPU before them
+
+
+@dataclass(frozen=True)
+class Fp8Layers:
+    """What became of the linear layers of A and F blocks.
+
+    Attributes:
+        converted: names of those that compute in FP8.
+        left: name to reason of those that don't.
+        emulated: rounded to FP8 and multiplied wide, where there is no hardware for it.
+    """
+
+    converted: tuple[str, ...]
+    left: dict[str, str]
+    emulated: bool
+
+
+def check_fp8(config: Config) -> None:
+    """Raises ConfigError for the first broken rule of `precision.fp8` (megacpp/fp8_rules.py)."""
+    for error in fp8_rules(config):
+        raise error
+
+
+def check_fp8_device(config: Config, device: torch.device) -> None:
+    """Raises ConfigError for FP8 that this device doesn't have."""
+    fp8 = config.precision.fp8
+    if fp8 == "off":
+        return
+    if device.type != "cuda":
+        if fp8 == "te":
+            raise config_error(
+                "precision.fp8", fp8, "runs on a GPU alone", "use precision.fp8=torchao, or off"
+            )
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise config_error(
+            "precision.fp8",
+            fp8,
+            f"needs a GPU of compute capability 8.9 or more (this one: {capability[0]}."
+            f"{capability[1]})",
+            "use precision.fp8=off",
+        )
+
+
+def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:
+    """Makes layers compute in FP8, in place: after heads are cut, before rows are sharded.
+
+    Parameters stay the same objects under the same names.
+
+    Args:
+        device: where the model will be; it may still be on the meta device.
+    """
+    if config.precision.fp8 == "off":
+        return Fp8Layers((), {}, False)
+    check_fp8(config)
+    check_fp8_device(config, device)
+    converted, left = _choose(model)
+    emulated = config.precision.fp8 == "torchao" and device.type != "cuda"
+    if config.precision.fp8 == "torchao":
+        _by_torchao(model, set(converted), emulated)
+    else:
+        _by_transformer_engine(model, converted)
+    return Fp8Layers(converted, left, emulated)
+
+
+class TransformerEngineSeam:
+    """The seam of a block that Transformer Engine computes in FP8 (megacpp/model/seam.py).
+
+    The whole block runs again, by Transformer Engine's recomputation; its pieces don't.
+    """
+
+    def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
+        if piece != "block" or not torch.is_grad_enabled():
+            return fn(*args)
+        from transformer_engine.pytorch import checkpoint  # pyright: ignore[reportMissingImports]
+
+        return checkpoint(fn, *args, use_reentrant=False)
+
+    def keep(self, fn: Callable[..., R], *args: object) -> R:
+        return fn(*args)
+
+
+def fp8_forward() -> AbstractContextManager[Any]:
+    """Transformer Engine computes in FP8 inside, with delayed scaling.
+
+    It must be around all of a forward: scales are renewed where it ends, and a recomputation that
+    began outside of it would not have put the history aside.
+    """
+    from transformer_engine.common.recipe import (  # pyright: ignore[reportMissingImports]
+        DelayedScaling,
+        Format,
+    )
+    from transformer_engine.pytorch import fp8_autocast  # pyright: ignore[reportMissingImports]
+
+    return fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_format=Format.HYBRID))
+
+
+def _choose(model: HybridLM) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names of layers that can, and of those that can't with the reason."""
+    layers, converted, left = fp8_layers(model.config), [], {}
+    for key in model.blocks:
+        for leaf in layers.get(model.letters[int(key)], {}):
+            name = f"blocks.{key}.mixer.{leaf}"
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear), name
+            if divides(linear.out_features, linear.in_features):
+                converted.append(name)
+            else:
+                sides = f"{linear.out_features} x {linear.in_features}"
+                left[name] = f"{sides} are not both multiples of {MULTIPLE}"
+    return tuple(converted), left
+
+
+def _by_torchao(model: HybridLM, names: set[str], emulated: bool) -> None:
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda _, name: name in names,
+        config=replace(Float8LinearConfig.from_recipe_name(RECIPE), emulate=emulated),
+    )
+
+
+def _by_transformer_engine(model: HybridLM, names: tuple[str, ...]) -> None:
+    from transformer_engine.pytorch import Linear  # pyright: ignore[reportMissingImports]
+
+    for name in names:
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear) and old.bias is None
+        new = Linear(
+            old.in_features,
+            old.out_features,
+            bias=False,
+            params_dtype=old.weight.dtype,
+            device="meta",
+        )
+        new.weight = old.weight
+        model.set_submodule(name, new)
+    forward = model.forward
+
+    def in_fp8(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation has rows of any number, and is done wide
+            return forward(*args, **kwargs)
+        with fp8_forward():
+            return forward(*args, **kwargs)
+
+    model.forward = in_fp8

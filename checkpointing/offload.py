@@ -1,0 +1,317 @@
+"""Tensors that wait for the backward in the memory of the host.
+
+    forward   x1 x2 x3 ...   each is copied out while the next ones are computed, then let go
+    backward  ... x3 x2 x1   each is fetched while the backward of later ones is computed
+
+What moves is a storage: once, however many views of it are kept, and it comes back as the same bits
+with the same strides. On a GPU copies have streams of their own and the host waits for none of
+them; on a CPU a copy has ended when it returns, and everything else is the same.
+
+(Activation memory, not saved training state.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkpointing.host_memory import Buffer, Copies, CudaCopies, HostMemory, PlainCopies
+from megacpp.dtensor import is_dtensor
+from megacpp.model.seam import recomputing
+
+MIB = 1 << 20
+
+
+@dataclass
+class Traffic:
+    """What was moved, and what stayed on the device and why (numbers of tensors, and bytes)."""
+
+    out_bytes: int = 0
+    back_bytes: int = 0
+    stayed: Counter[str] = field(default_factory=Counter)
+    stayed_bytes: Counter[str] = field(default_factory=Counter)
+
+
+class Offloader:
+    """Moves tensors to the host and back.
+
+    Args:
+        min_bytes: smaller tensors stay on the device.
+        host_bytes: most that is used of the host; what doesn't fit stays.
+        device: where tensors are.
+        window_bytes: most that is on the device on its way out, and as much on its way back. So
+            the last tensors of a forward never leave.
+        ahead: tensors that are fetched before they are asked for.
+        copies: how bytes move; by default as `device` does it.
+    """
+
+    def __init__(
+        self,
+        min_bytes: int,
+        host_bytes: int,
+        device: torch.device,
+        window_bytes: int = 256 * MIB,
+        ahead: int = 2,
+        copies: Copies | None = None,
+    ) -> None:
+        self.min_bytes, self.device = min_bytes, device
+        self.window_bytes, self.ahead = window_bytes, ahead
+        if copies is None:
+            copies = CudaCopies(device) if device.type == "cuda" else PlainCopies()
+        self.copies, self.memory = copies, HostMemory(host_bytes, copies)
+        self.traffic = Traffic()
+        self._known: weakref.WeakKeyDictionary[UntypedStorage, weakref.ref[_Entry]]
+        self._known = weakref.WeakKeyDictionary()
+        self._leaving: deque[weakref.ref[_Entry]] = deque()
+        self._coming: list[weakref.ref[_Entry]] = []
+        self._order: list[weakref.ref[_Entry]] = []
+
+    def begin(self) -> None:
+        """What is put from now on belongs to another forward, whose backward is another one."""
+        self._order = []
+
+    def follow(self, root: nn.Module) -> None:
+        """Every forward of a model, or of a pipeline's stage, begins one."""
+        root.register_forward_pre_hook(lambda *_: self.begin())
+
+    def of(self, module: nn.Module) -> Callable[[Tensor], Tensor | Parked]:
+        """`put` for what `module` keeps: its parameters, whoever gathered them, stay."""
+        owned: list[dict[str, Any]] = []
+
+        def store(t: Tensor) -> Tensor | Parked:
+            if not owned:
+                owned.extend(m._parameters for m in module.modules() if m._parameters)
+            return self.put(t, owned) or t
+
+        return store
+
+    def put(self, t: Tensor, owned: list[dict[str, Any]] | None = None) -> Parked | None:
+        """Copies `t` to the host; None: it stays, which `traffic` counts with the reason.
+
+        Args:
+            owned: parameters of the module that keeps `t`.
+        """
+        reason = self._stays(t, owned or [])
+        if reason:
+            return self._stay(reason, t)
+        storage = t.untyped_storage()
+        known = self._known.get(storage)
+        entry = known() if known else None
+        if entry is None or entry.version != t._version:
+            buffer = self.memory.take(storage.nbytes())
+            if buffer is None:
+                return self._stay("no room on the host", t)
+            entry = _Entry(self, t, buffer, self._order)
+            self._known[storage] = weakref.ref(entry)
+            self._order.append(weakref.ref(entry))
+            self._leaving.append(weakref.ref(entry))
+            self._shrink_window()
+        return Parked(entry, t)
+
+    def _stays(self, t: Tensor, owned: list[dict[str, Any]]) -> str:
+        """Why a tensor doesn't move; nothing: it does."""
+        if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
+            return "more than strided bytes"
+        storage = t.untyped_storage()
+        # Of an expanded tensor, or a part of a larger one, the smaller of both.
+        if min(t.numel() * t.itemsize, storage.nbytes()) < max(self.min_bytes, 1):
+            return "small"
+        if t.device.type != self.device.type:
+            return "not on the device"
+        if t.is_conj() or t.is_neg():
+            return "more than strided bytes"
+        if isinstance(t if t._base is None else t._base, nn.Parameter):
+            return "parameter"
+        address = storage._cdata
+        for parameters in owned:
+            if any(p is not None and _address(p) == address for p in parameters.values()):
+                return "parameter"
+        return "needed at once" if recomputing() else ""
+
+    def _stay(self, reason: str, t: Tensor) -> None:
+        self.traffic.stayed[reason] += 1
+        self.traffic.stayed_bytes[reason] += t.numel() * t.itemsize
+
+    def _shrink_window(self) -> None:
+        """Lets go of the oldest that are on their way out, once their copies have ended."""
+        leaving = [e for e in (reference() for reference in self._leaving) if e is not None]
+        total = sum(entry.num_bytes for entry in leaving)
+        for entry in leaving:
+            if total <= self.window_bytes:
+                break
+            total -= entry.num_bytes
+            entry.leave()
+        self._leaving = deque(weakref.ref(e) for e in leaving if e.source is not None)
+
+    def fetch_before(self, order: list[weakref.ref[_Entry]], place: int) -> None:
+        """Starts to fetch what was put just before, as far as the window allows."""
+        coming = [e for e in (r() for r in self._coming) if e is not None and not e.arrived]
+        room, left = self.window_bytes - sum(e.num_bytes for e in coming), self.ahead
+        while place > 0 and left > 0:
+            place -= 1
+            entry = order[place]()
+            # Nobody asks twice, but for a second backward of the same graph: that one waits.
+            if entry is None or (entry.last and entry.arrived):
+                continue
+            left -= 1
+            if entry.source is None and entry.last is None:
+                room -= entry.num_bytes
+                if room < 0:
+                    break
+                entry.fetch()
+                coming.append(entry)
+        self._coming = [weakref.ref(e) for e in coming]
+
+
+class Parked:
+    """A tensor that waits on the host."""
+
+    __slots__ = ("__weakref__", "_dtype", "_entry", "_offset", "_size", "_stride")
+
+    def __init__(self, entry: _Entry, t: Tensor) -> None:
+        self._entry, self._dtype = entry, t.dtype
+        self._size, self._stride, self._offset = t.size(), t.stride(), t.storage_offset()
+        entry.handles.add(self)
+
+    def get(self) -> Tensor:
+        """The same bits, shape and strides on the device; views of one storage share one again.
+
+        Raises:
+            RuntimeError: it was changed in place while it was being copied.
+        """
+        storage = self._entry.take(self)
+        whole = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return whole.set_(storage, self._offset, self._size, self._stride)
+
+
+class _Entry:
+    """A storage: on the device on its way out, on the host, or on the device again.
+
+    Attributes:
+        source: the tensor as it was kept, until its copy is known to have ended.
+        returned: its bytes on the device, until all handles have asked for them.
+        last: the same as long as whoever asked still has it.
+        arrived: somebody asked, and the computing stream waits for the copy.
+    """
+
+    def __init__(
+        self, owner: Offloader, t: Tensor, buffer: Buffer, order: list[weakref.ref[_Entry]]
+    ) -> None:
+        self.owner, self.buffer, self.order, self.place = owner, buffer, order, len(order)
+        self.num_bytes, self.version = t.untyped_storage().nbytes(), t._version
+        self.source: Tensor | None = t.detach()
+        self.returned: Tensor | None = None
+        self.last: weakref.ref[UntypedStorage] | None = None
+        self.arrived, self.torn = True, False
+        self.handles: weakref.WeakSet[Parked] = weakref.WeakSet()
+        self.waiting: weakref.WeakSet[Parked] = weakref.WeakSet()
+        here = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        buffer.last = owner.copies.out(here, self._host_bytes, buffer.last)
+        owner.traffic.out_bytes += self.num_bytes
+
+    @property
+    def _host_bytes(self) -> Tensor:
+        return self.buffer.bytes[: self.num_bytes]
+
+    def leave(self) -> None:
+        """The device's memory may be used by what is computed from now on."""
+        assert self.source is not None
+        self.owner.copies.wait(self.buffer.last)
+        self.torn = self.source._version != self.version
+        self.source = None
+
+    def fetch(self) -> None:
+        """Starts the copy back."""
+        copies, buffer = self.owner.copies, self.buffer
+        self.returned, buffer.last = copies.back(self._host_bytes, buffer.last)
+        self.last = weakref.ref(self.returned.untyped_storage())
+        self.owner.traffic.back_bytes += self.num_bytes
+        self.arrived, self.waiting = False, weakref.WeakSet(self.handles)
+
+    def take(self, handle: Parked) -> UntypedStorage:
+        """The storage, for one of its handles; fetches what comes next."""
+        if self.torn or (self.source is not None and self.source._version != self.version):
+            raise RuntimeError(
+                "a tensor that the backward needs was changed in place after it was kept "
+                f"(version {self.version} was on its way to the host)"
+            )
+        here = self._here(handle)
+        self.owner.fetch_before(self.order, self.place)
+        return here
+
+    def _here(self, handle: Parked) -> UntypedStorage:
+        if self.source is not None:
+            return self.source.untyped_storage()
+        if self.returned is None:
+            asked = self.last() if self.last else None
+            if asked is not None:
+                return asked
+            self.fetch()
+        assert self.returned is not None
+        if not self.arrived:
+            self.owner.copies.wait(self.buffer.last)
+            self.arrived = True
+        here = self.returned.untyped_storage()
+        self.waiting.discard(handle)
+        if not self.waiting:
+            self.returned = None
+        return here
+
+    def __del__(self) -> None:
+        # Memory that a copy still reads or writes goes to nobody before the copy has ended.
+        if getattr(self, "source", None) is not None or not getattr(self, "arrived", True):
+            self.owner.copies.wait(self.buffer.last)
+        self.owner.memory.give(self.buffer)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stayed:
+    """A tensor that stayed, with the check that autograd makes where there are no hooks."""
+
+    t: Tensor
+    version: int
+
+    def get(self) -> Tensor:
+        if self.t._version != self.version:
+            raise RuntimeError(
+                "a tensor that the backward needs was changed in place after it was kept "
+                f"(version {self.version}, now {self.t._version})"
+            )
+        return self.t
+
+
+@contextmanager
+def offloaded(offloader: Offloader, module: nn.Module | None = None) -> Iterator[None]:
+    """What autograd saves inside waits on the host: one forward, of plain modules.
+
+        with offloaded(offloader, model):
+            loss = model(x)
+        loss.backward()
+
+    Args:
+        module: whose parameters stay; those that autograd saves as they are, or views of them, stay
+            in any case.
+    """
+    store = offloader.of(module) if module is not None else offloader.put
+    offloader.begin()
+
+    def pack(t: Tensor) -> Parked | _Stayed:
+        kept = store(t)
+        return kept if isinstance(kept, Parked) else _Stayed(t, t._version)
+
+    with saved_tensors_hooks(pack, lambda kept: kept.get()):
+        yield
+
+
+def _address(p: Tensor) -> int:
+    """The storage that this rank has of a parameter."""
+    return (p._local_tensor if is_dtensor(p) else p).untyped_storage()._cdata

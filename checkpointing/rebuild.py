@@ -1,0 +1,352 @@
+"""Recompute with discarded results: pieces of a forward that the backward runs again.
+
+torch.utils.checkpoint drops what autograd saves *inside* a function but keeps what the function
+returns, because the operator behind it saves that. Of a norm, a projection or a rotation the result
+is all there is to save. Here results are dropped too:
+
+    x -- piece 1 -- a -- piece 2 -- b -- kept operator        kept: x
+                                                              dropped: a, b, all that is inside
+
+While a block's forward runs, everything that autograd wants to save passes `Forward.pack`. A tensor
+that lies in the storage of a piece's result, or that is saved inside a piece, becomes a handle. The
+first handle that the backward asks for runs its piece again from the piece's arguments; an argument
+that is another piece's result is a handle itself, so a chain goes back to what was kept.
+
+(Megatron-LM's `CheckpointWithoutOutput` has the same aim; it empties storages and fills them again
+from a gradient hook. Saved-tensor hooks leave tensors alone.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from checkpointing.surroundings import Surroundings
+from megacpp.model.pieces import Piece
+
+R = TypeVar("R")
+Check = Literal["default", "none"]
+
+
+class Parked(Protocol):
+    """A tensor that waits elsewhere."""
+
+    def get(self) -> Tensor:
+        """The tensor, back on its device."""
+        ...
+
+
+Store = Callable[[Tensor], "Tensor | Parked"]
+
+
+def stay(t: Tensor) -> Tensor:
+    """The `Store` that leaves tensors where they are."""
+    return t
+
+
+class RebuildError(RuntimeError):
+    """A piece did something else when it ran again."""
+
+
+@dataclass
+class Replays:
+    """How often each piece ran again; `running` while one does."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    running: bool = False
+
+
+class BlockSeam:
+    """The seam of one block and of all its modules (megacpp/model/seam.py).
+
+    Args:
+        pieces: what runs again; with "block" in it all of the block does and the rest is inside.
+        replays: counts for the whole model.
+        store: where what is kept waits for the backward.
+        everything: store all that is saved, not only arguments of pieces.
+        check: "none" accepts tensors of another shape from a piece that runs again.
+    """
+
+    def __init__(
+        self,
+        pieces: frozenset[Piece],
+        replays: Replays,
+        store: Store = stay,
+        everything: bool = False,
+        check: Check = "default",
+    ) -> None:
+        self.pieces, self.replays, self.store = pieces, replays, store
+        self.everything, self.check = everything, check
+        self.forward: Forward | None = None  # of the block, while it runs
+        self.region: _Region | None = None  # which runs now, for the first time or again
+
+    def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
+        if piece == "block" and self.region is None and torch.is_grad_enabled():
+            return self._block(fn, args)
+        if self.forward is None or self.region is not None or piece not in self.pieces:
+            return fn(*args)
+        return self.forward.run(piece, fn, args)
+
+    def keep(self, fn: Callable[..., R], *args: object) -> R:
+        return fn(*args) if self.region is None else self.region.decide(fn, args)
+
+    def _block(self, fn: Callable[..., R], args: tuple[object, ...]) -> R:
+        forward = self.forward = Forward(self)
+        try:
+            with saved_tensors_hooks(forward.pack, unpack):
+                return forward.run("block", fn, args) if "block" in self.pieces else fn(*args)
+        finally:
+            self.forward = None
+
+    @contextmanager
+    def inside(self, region: _Region) -> Iterator[None]:
+        """Pieces in it are part of `region`."""
+        self.region = region
+        try:
+            yield
+        finally:
+            self.region = None
+
+
+class Forward:
+    """One forward of one block: whose results are dropped."""
+
+    def __init__(self, seam: BlockSeam) -> None:
+        self.seam = seam
+        self._results: dict[int, _Entry] = {}
+
+    def run(self, piece: Piece, fn: Callable[..., R], args: tuple[object, ...]) -> R:
+        """`fn(*args)`; what it saves and what it returns is dropped."""
+        region = _Region(self, piece, fn, args)
+        result = region.first(self, args)
+        for i, t in enumerate(_tensors(result)):
+            if _address(t) not in region.arguments and not _is_parameter(t):
+                self._results[_address(t)] = _Entry(region, i, t)
+        return result
+
+    def pack(self, t: Tensor) -> Any:
+        """What autograd gets to hold instead of `t`, outside of pieces."""
+        handle = self.find(t)
+        if handle is not None:
+            return handle
+        if _is_parameter(t):
+            return t
+        # Detached: what an operator saves of its own results would hold the operator.
+        return self.seam.store(t.detach()) if self.seam.everything else t.detach()
+
+    def find(self, t: Tensor) -> _Result | None:
+        """The handle of `t` if it is a view of an earlier piece's result."""
+        entry = self._results.get(_address(t))
+        return None if entry is None else entry.handle(t)
+
+
+class _Entry:
+    """A result as it was returned.
+
+    The weak reference keeps the storage's address from being used again while it is looked up.
+    """
+
+    def __init__(self, region: _Region, index: int, t: Tensor) -> None:
+        self.region, self.index = region, index
+        self.storage = StorageWeakRef(t.untyped_storage())
+        self.dtype, self.version = t.dtype, t._version
+
+    def handle(self, t: Tensor) -> _Result | None:
+        # A result that was changed in place is not what the piece would make again.
+        if self.storage.expired() or t.dtype != self.dtype or t._version != self.version:
+            return None
+        self.region.results_wanted += 1
+        return _Result(self.region, self.index, t)
+
+
+class _Result:
+    """A view of the `index`-th result of a region."""
+
+    def __init__(self, region: _Region, index: int, t: Tensor) -> None:
+        self.region, self.index = region, index
+        self.place = t.size(), t.stride(), t.storage_offset()
+
+    def get(self) -> Tensor:
+        whole = self.region.results()[self.index]
+        self.region.took_result()
+        return whole.as_strided(*self.place)
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """The `index`-th tensor that autograd saved in a region."""
+
+    region: _Region
+    index: int
+
+    def get(self) -> Tensor:
+        return self.region.take_saved(self.index)
+
+
+class _Region:
+    """One call of a piece: what it takes to run it again, and what another run gave.
+
+    What another run gave lasts until every handle took its part, or until the graph is freed. A
+    function that reads `ctx.saved_tensors` twice takes twice, and so has the piece run twice.
+
+    Attributes:
+        saved: shape, dtype and device by place among all that autograd saved in the piece; only
+            what was dropped is in it.
+    """
+
+    def __init__(
+        self, forward: Forward, piece: Piece, fn: Callable[..., Any], args: tuple[object, ...]
+    ) -> None:
+        self.seam, self.piece, self.fn = forward.seam, piece, fn
+        self.arguments = {_address(a) for a in args if isinstance(a, Tensor)}
+        self.args = [_Argument.of(a, forward) for a in args]
+        self.surroundings = Surroundings.now(args)
+        self.decisions: list[Any] = []
+        self.saved: dict[int, tuple[Any, ...]] = {}
+        self.num_saves = self.results_wanted = 0
+        self._deciding: Iterator[Any] | None = None
+        self._again_saved: dict[int, Tensor] = {}
+        self._again_results: list[Tensor] = []
+        self._results_left = 0
+
+    def first(self, forward: Forward, args: tuple[object, ...]) -> Any:
+        """The forward's own run."""
+
+        def pack(t: Tensor) -> Any:
+            index, self.num_saves = self.num_saves, self.num_saves + 1
+            handle = forward.find(t)
+            if handle is not None:
+                return handle
+            if _is_parameter(t):
+                return t
+            if _address(t) in self.arguments and self.seam.store is stay:
+                return t.detach()
+            self.saved[index] = tuple(t.shape), t.dtype, t.device
+            return _Saved(self, index)
+
+        with saved_tensors_hooks(pack, unpack), self.seam.inside(self), self.surroundings.watched():
+            return self.fn(*args)
+
+    def decide(self, fn: Callable[..., R], args: tuple[object, ...]) -> R:
+        """A decision, made by the first run and remembered by the others."""
+        if self._deciding is not None:
+            return next(self._deciding)
+        self.decisions.append(fn(*args))
+        return self.decisions[-1]
+
+    def take_saved(self, index: int) -> Tensor:
+        if index not in self._again_saved:
+            self._run_again()
+        return self._again_saved.pop(index)
+
+    def results(self) -> list[Tensor]:
+        if not self._again_results:
+            self._run_again()
+        return self._again_results
+
+    def took_result(self) -> None:
+        self._results_left -= 1
+        if self._results_left <= 0:
+            self._again_results = []
+
+    def _run_again(self) -> None:
+        args = [argument.get() for argument in self.args]
+        collected: dict[int, Tensor] = {}
+        seen = 0
+
+        def pack(t: Tensor) -> None:
+            nonlocal seen
+            index, seen = seen, seen + 1
+            if index in self.saved:
+                self._check(index, t)
+                collected[index] = t.detach()
+                if len(collected) == len(self.saved) and not self.results_wanted:
+                    raise _AllThere
+
+        replays = self.seam.replays
+        replays.counts[self.piece] = replays.counts.get(self.piece, 0) + 1
+        replays.running, self._deciding = True, iter(self.decisions)
+        try:
+            hooks = saved_tensors_hooks(pack, _never)
+            with self.surroundings.again(), self.seam.inside(self), hooks, torch.enable_grad():
+                results = [t.detach() for t in _tensors(self.fn(*args))]
+        except _AllThere:
+            results = []
+        finally:
+            replays.running, self._deciding = False, None
+        if self.saved.keys() - collected.keys():
+            raise RebuildError(
+                f"piece {self.piece} saved {self.num_saves} tensors and, run again, {seen}: "
+                "it must do the same things each time"
+            )
+        self._again_saved, self._again_results = collected, results
+        self._results_left = self.results_wanted
+
+    def _check(self, index: int, t: Tensor) -> None:
+        found = tuple(t.shape), t.dtype, t.device
+        if self.seam.check == "default" and found != self.saved[index]:
+            raise RebuildError(
+                f"piece {self.piece} saved {self.saved[index]} and, run again, {found}: "
+                "it must do the same things each time"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Argument:
+    """What a piece was given: anything, or a tensor that is kept, waits elsewhere or is rebuilt."""
+
+    kept: Any
+    requires_grad: bool | None  # None: given as it is
+    version: int | None = None
+
+    @staticmethod
+    def of(arg: object, forward: Forward) -> _Argument:
+        if not isinstance(arg, Tensor) or _is_parameter(arg):
+            return _Argument(arg, None)
+        handle = forward.find(arg)
+        if handle is not None:
+            return _Argument(handle, arg.requires_grad)
+        kept = forward.seam.store(arg.detach())
+        version = kept._version if isinstance(kept, Tensor) else None
+        return _Argument(kept, arg.requires_grad, version)
+
+    def get(self) -> Any:
+        if self.requires_grad is None:
+            return self.kept
+        if self.version is not None and self.kept._version != self.version:
+            raise RebuildError("an argument of a piece was changed in place after the piece ran")
+        return unpack(self.kept).detach().requires_grad_(self.requires_grad)
+
+
+class _AllThere(Exception):  # noqa: N818 - it is none
+    """Ends a run that has given all that it was run for."""
+
+
+def unpack(held: Any) -> Tensor:
+    """The tensor that autograd saved."""
+    return held if isinstance(held, Tensor) else held.get()
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("nobody runs a backward through a piece that was run again")
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    parts = result if isinstance(result, tuple) else (result,)
+    return [t for t in parts if isinstance(t, Tensor)]
+
+
+def _is_parameter(t: Tensor) -> bool:
+    whole = t if t._base is None else t._base
+    return isinstance(whole, nn.Parameter) or (whole.is_leaf and whole.requires_grad)
+
+
+def _address(t: Tensor) -> int:
+    return t.untyped_storage()._cdata

@@ -1,0 +1,73 @@
+"""What a piece of a forward depends on besides its arguments: autocast and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Surroundings:
+    """Autocast where a piece ran first, and the random state it started from if it drew.
+
+    Attributes:
+        autocast: (device type, enabled, dtype) of the CPU and of the arguments' device.
+        cache: whether autocast remembers casts of weights.
+        devices: accelerators whose random state counts.
+        random: states of the CPU and of `devices`; None: the piece draws nothing.
+    """
+
+    autocast: list[tuple[str, bool, torch.dtype]]
+    cache: bool
+    devices: list[torch.device]
+    random: list[Tensor] | None = None
+
+    @staticmethod
+    def now(args: Sequence[object]) -> Surroundings:
+        found = dict.fromkeys(a.device for a in args if isinstance(a, Tensor))
+        devices = [device for device in found if device.type not in ("cpu", "meta")]
+        kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
+        autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+        return Surroundings(autocast, torch.is_autocast_cache_enabled(), devices)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Remembers the random states if what runs inside draws from them."""
+        before = self._states()
+        yield
+        if not all(map(torch.equal, before, self._states())):
+            self.random = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The same autocast; the same random numbers, and the caller's afterwards."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cache)
+                )
+            if self.random is None:
+                yield
+                return
+            before = self._states()
+            self._set(self.random)
+            try:
+                yield
+            finally:
+                self._set(before)
+
+    def _states(self) -> list[Tensor]:
+        of_devices = [torch.get_device_module(d).get_rng_state(d) for d in self.devices]
+        return [torch.get_rng_state(), *of_devices]
+
+    def _set(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self.devices, states[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)

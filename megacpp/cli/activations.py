@@ -1,0 +1,307 @@
+"""`megacpp activations`: what a forward keeps for its backward, by kind of block and by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from megacpp.arguments import flatten, parse_run, take_flag, take_value, wants_help
+from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
+from megacpp.config import CheckpointingPolicy, Config
+from megacpp.errors import config_error, did_you_mean
+from megacpp.rules import check
+
+if TYPE_CHECKING:
+    from checkpointing.activations import Activations, Kept, Part
+
+NOTHING = CheckpointingPolicy(rblock="none", mtp=False, mhc_group_size=-1)
+POLICIES = {
+    "none": NOTHING,
+    "selective": dataclasses.replace(
+        NOTHING,
+        ablock="selective",
+        eblock="expert_gemm_only",
+        mblock="conv_bc_only",
+        rblock="recurrence",
+        norms=True,
+        mlp=True,
+    ),
+    "full": dataclasses.replace(
+        NOTHING,
+        ablock="full",
+        eblock="full",
+        mblock="conv_bc_only",
+        rblock="full_plus_norms",
+        fblock="full",
+        norms=True,
+    ),
+}
+NAMES = {
+    "A": "attention",
+    "M": "Mamba-3",
+    "E": "experts",
+    "R": "M2RNN",
+    "F": "dense",
+    "embed": "embedding",
+    "norm": "last norm",
+    "head": "head and loss",
+    "received": "received",
+}
+WIDTH = 80
+SMALL = 0.02  # of a part's bytes: tensors below are shown together
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is printed.
+
+    Attributes:
+        nothing: the same when nothing is recomputed; None: it is what `found` is.
+        levers: by name, with it alone.
+        in_flight: microbatches whose backward is still to come, at most; None: not worked out.
+    """
+
+    found: Activations
+    nothing: Activations | None
+    levers: dict[str, Activations]
+    coordinates: dict[str, int]
+    in_flight: int | None
+
+    @property
+    def base(self) -> Activations:
+        return self.nothing or self.found
+
+
+def activations(argv: Sequence[str]) -> int:
+    """usage: megacpp activations [PRESET] [--policy NAME] [--recompute.key value ...] [--levers]
+                           [--world N] [--rank R] [--section.key value ...] [--all] [--json]
+
+    What one microbatch keeps from its forward to its backward on rank R (default 0) of N (default
+    1): bytes by kind of block and by tensor, and the FLOPs that the backward repeats for what isn't
+    kept. A tensor belongs to the block whose forward made it, the residual stream between two
+    blocks to the first of them. The last layer, which is never recomputed, stands apart.
+
+      --policy    none, selective or full, instead of the preset's and of --recompute flags
+      --levers    each lever of the policy by itself: what it saves and what it repeats
+      --all       every tensor, also the small ones
+
+    The model of train.py is run without values, so it takes seconds, whatever the model and the
+    mesh. Precision `auto` is bf16 here, as on a GPU, unless --train.device is cpu.
+    """
+    arguments = list(argv)
+    if wants_help(arguments, activations):
+        return 0
+    as_json, every = take_flag(arguments, "--json"), take_flag(arguments, "--all")
+    levers = take_flag(arguments, "--levers")
+    size, rank = take_world(arguments)
+    config = _configured(arguments, size)
+    report = _report(config, size, rank, levers)
+    if as_json:
+        print(json.dumps(_content(config, size, rank, report), indent=2))
+        return 0
+    print("\n".join(_lines(config, size, rank, report, every)))
+    return 0
+
+
+def _configured(arguments: list[str], size: int) -> Config:
+    """The run, with the policy that is asked for by name."""
+    name = take_value(arguments, "--policy", "")
+    config = parse_run(arguments, size).config
+    if config.train.compile != "off":
+        raise config_error(
+            "train.compile",
+            config.train.compile,
+            "what a compiled block keeps is up to the compiler",
+            "use train.compile=off to see what the policy does",
+        )
+    if not name:
+        return config
+    if name not in POLICIES:
+        legal = did_you_mean(name, POLICIES)
+        raise config_error("policy", name, "there is no policy of that name", legal)
+    if any(word.startswith("--recompute") for word in arguments):
+        fix = "use --policy or --recompute flags, not both"
+        raise config_error("policy", name, "is a whole policy already", fix)
+    config = dataclasses.replace(config, recompute=POLICIES[name])
+    check(config, size)
+    return config
+
+
+def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
+    from megacpp.cli.measure import coordinates, measure, microbatches_in_flight
+
+    def under(policy: CheckpointingPolicy) -> Activations:
+        return measure(dataclasses.replace(config, recompute=policy), size, rank)
+
+    chosen = levers_of(config.recompute)
+    found = under(config.recompute)
+    return Report(
+        found,
+        under(NOTHING) if chosen else None,
+        {name: under(policy) for name, policy in chosen.items()} if levers else {},
+        coordinates(config.mesh, size, rank),
+        microbatches_in_flight(config, size, rank),
+    )
+
+
+def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:
+    """Each setting of a policy that does something, by itself."""
+    values, nothing = flatten(policy), flatten(NOTHING)
+    return {
+        name if value is True else f"{name}={value}": dataclasses.replace(NOTHING, **{name: value})
+        for name, value in values.items()
+        if value != nothing[name] and name not in ("mtp", "mhc_group_size")
+    }
+
+
+def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, Any]:
+    """The report for machines; all numbers are bytes, FLOPs, counts or ranks."""
+    base = report.base
+    return {
+        "preset": config.preset,
+        "world": size,
+        "rank": rank,
+        "mesh": asdict(config.mesh),
+        "coordinates": report.coordinates,
+        "rows": config.train.device_batch_size,
+        "seq_len": config.data.seq_len,
+        "recompute": asdict(config.recompute),
+        "microbatches_in_flight": report.in_flight,
+        **report.found.as_dict(),
+        "nothing_recomputed": base.as_dict(),
+        "levers": {
+            name: {
+                "saved_bytes": base.bytes - alone.bytes,
+                "replayed_flops": alone.repeated(base),
+            }
+            for name, alone in report.levers.items()
+        },
+    }
+
+
+def _lines(config: Config, size: int, rank: int, report: Report, every: bool) -> list[str]:
+    """The report for people."""
+    words = [name for name in levers_of(config.recompute)] or ["nothing is recomputed"]
+    return [
+        *mesh_lines(config, size, rank, report.coordinates),
+        *_wrapped("policy: " + ", ".join(words)),
+        "",
+        *_kinds(report),
+        "",
+        *_besides(report),
+        *(["", *_levers(report)] if report.levers else []),
+        *(line for part in report.found.parts for line in ("", *_tensors(part, every))),
+    ]
+
+
+def _kinds(report: Report) -> list[str]:
+    """Bytes and FLOPs by kind, against nothing recomputed."""
+    base = {part.name: part for part in report.base.parts}
+    rows = [["kept by one microbatch", "layers", "bytes", "unsaved", "forward", "replayed"]]
+    for part in report.found.parts:
+        other = base[part.name]
+        rows.append(
+            [
+                _name(part),
+                str(part.layers),
+                readable(part.bytes),
+                readable(other.bytes) if report.nothing else "",
+                flops(part.forward),
+                flops(part.repeated(other)),
+            ]
+        )
+    found, plain = report.found, report.base
+    rows.append(
+        [
+            "sum",
+            str(sum(part.layers for part in found.parts if part.name[0] in "AMERF")),
+            readable(found.bytes),
+            readable(plain.bytes) if report.nothing else "",
+            flops(found.flops("forward")),
+            flops(found.repeated(plain)),
+        ]
+    )
+    return _without_empty(rows)
+
+
+def _besides(report: Report) -> list[str]:
+    """What isn't of a layer."""
+    found = report.found
+    lines = []
+    if report.nothing and report.nothing.bytes:
+        saved = report.nothing.bytes - found.bytes
+        share, extra = saved / report.nothing.bytes, found.repeated(report.nothing)
+        lines.append(
+            f"saved {readable(saved)} ({share:.1%}) for {flops(extra)} FLOPs more, "
+            f"{extra / max(1, found.flops('forward')):.1%} of the forward"
+        )
+    lines += [
+        f"shared by all layers (places and masks of documents, the loss): {_bytes(found.batch)}",
+        f"made of weights alone (gathered, cast): {_bytes(found.weights)}",
+        *([f"on the host until the backward: {_bytes(found.host)}"] if found.host else []),
+        f"most at once: {readable(found.forward_peak)} in the forward, "
+        f"{readable(found.backward_peak)} in the backward; without weights and their gradients",
+    ]
+    if report.in_flight is None:
+        lines.append("microbatches in flight: not worked out for this schedule")
+    elif report.in_flight > 1:
+        total = readable(report.in_flight * found.bytes)
+        lines.append(f"microbatches in flight: {report.in_flight}, {total} together")
+    return [line for text in lines for line in _wrapped(text)]
+
+
+def _levers(report: Report) -> list[str]:
+    base = report.base
+    rows = [["each lever by itself", "saves", "replays", "per FLOP"]]
+    for name, alone in report.levers.items():
+        saved, extra = base.bytes - alone.bytes, alone.repeated(base)
+        each = f"{saved / extra:.2g} B" if extra else "free"
+        rows.append([name, readable(saved), flops(extra), each])
+    return table(rows)
+
+
+def _tensors(part: Part, every: bool) -> list[str]:
+    """The tensors of a kind, those of all its layers; the largest first."""
+    least = 0 if every else SMALL * part.bytes
+    shown = [kept for kept in part.kept if kept.bytes >= least]
+    rest = [kept for kept in part.kept if kept.bytes < least]
+    rows = [[_name(part), "made by", "shape", "dtype", "count", "bytes"]]
+    for kept in shown:
+        shape = "x".join(map(str, kept.shape)) or "()"
+        row = [f"  {kept.path or '.'}", kept.operator, shape, kept.dtype, str(kept.count)]
+        rows.append([*row, readable(kept.bytes)])
+    if rest:
+        rows.append(["  smaller ones", "", "", "", str(sum(k.count for k in rest)), _bytes(rest)])
+    return table(rows, 4)
+
+
+def flops(count: int) -> str:
+    """`12.3 T`: powers of 1000."""
+    value, unit = float(count), 0
+    while value >= 1000 and unit < 6:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.1f} {' KMGTPE'[unit]}".strip() if count else "0"
+
+
+def _name(part: Part) -> str:
+    letter, _, last = part.name.partition(" ")
+    name = NAMES[letter] if letter in ("embed", "norm", "head", "received") else ""
+    return name or f"{letter}  {NAMES[letter]}" + (", last" if last else "")
+
+
+def _bytes(kept: Sequence[Kept]) -> str:
+    return readable(sum(k.bytes for k in kept))
+
+
+def _without_empty(rows: list[list[str]]) -> list[str]:
+    """A table without the columns that have nothing below their heading."""
+    filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    return table([[row[i] for i in filled] for row in rows])
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")

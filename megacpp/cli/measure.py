@@ -1,0 +1,149 @@
+"""A rank's activation memory, measured on the trainer's own model without values or peers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from checkpointing.activations import (
+    Activations,
+    Kept,
+    Part,
+    Standing,
+    activations,
+    one_of_each,
+    standing_for,
+)
+from checkpointing.apply import Keeper
+from checkpointing.host_ledger import HostLedger
+from checkpointing.meter import Meter, local_part, part_of
+from megacpp.config import Config, MeshConfig
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.stages import SPLIT_BACKWARD, StagePart, stage_parts
+from megacpp.run.precision import compute_dtype
+from parallel.fake import (
+    FakeBoundary,
+    as_trained,
+    fake_batch,
+    fake_tensors,
+    fake_world,
+    planned_model,
+)
+from parallel.mesh import DENSE, World
+
+Reshard = Literal["auto", "always", "never"]
+
+
+def measure(config: Config, size: int, rank: int, full: bool = False) -> Activations:
+    """What one microbatch keeps on rank `rank` of `size`.
+
+    The builder's model is run forward and backward under fake tensors (parallel/fake.py), with one
+    layer of each kind and the last one; of a pipeline, the layers of this rank's stages count.
+
+    Args:
+        config: resolved for `size` ranks.
+        full: run all layers.
+    """
+    given, place = config, (size, rank)
+    config, mesh = as_trained(config), config.mesh
+    traced = config.model if full else one_of_each(config.model)
+    standing, stages = standing_for(traced, config.model), []
+    if mesh.pp > 1:  # a stage is a model on a pp-th of the ranks
+        size, stage = size // mesh.pp, rank // (size // mesh.pp)
+        rank, stages = rank % size, stage_parts(config.model, mesh, stage)
+        standing = [place for part in stages for place in _of_stage(standing, part)]
+    few = replace(config, model=traced, mesh=replace(mesh, pp=1))
+    with fake_world(few, size, rank) as world:
+        few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
+        keeper = Keeper(few)
+        if keeper.offloader is not None:
+            keeper.offloader = HostLedger.like(keeper.offloader)
+        model = planned_model(few, world, keeper)
+        with fake_tensors(memory=True):
+            found = activations(run(few, world, model, keeper), standing)
+    if found.host_bytes > config.recompute.offload_host_gib * 2**30 and not full:
+        return measure(given, *place, full=True)  # what leaves depends on what has left
+    received = [_received(config, world) for part in stages if not part.first]
+    return replace(found, parts=(*received, *found.parts))
+
+
+def microbatches_in_flight(config: Config, size: int, rank: int) -> int | None:
+    """Forwards whose backward is still to come, at most; None: the schedule isn't worked out."""
+    mesh, total = config.mesh, config.train.grad_accum
+    if mesh.pp == 1:
+        return 1
+    stage = rank // (size // mesh.pp)
+    return {"1f1b": min(total, mesh.pp - stage), "gpipe": total}.get(mesh.pp_schedule)
+
+
+def coordinates(mesh: MeshConfig, size: int, rank: int) -> dict[str, int]:
+    """The place of a rank on each axis; none on one process."""
+    found, left = {"ep": rank % mesh.ep}, rank
+    for axis in reversed(DENSE):
+        left, found[axis] = divmod(left, getattr(mesh, axis))
+    return {axis: found[axis] for axis in (*DENSE, "ep")} if size > 1 else {}
+
+
+def run(config: Config, world: World, model: HybridLM, keeper: Keeper) -> Meter:
+    """One microbatch as the boundary runs it, where tensors are fake."""
+    model.to_empty(device=world.device)
+    model.train()
+    boundary = FakeBoundary(model, world, config)
+    if world.parallel:  # FSDP2 makes things that stay when it first runs, of however few tokens
+        boundary.accumulate([fake_batch(_short(config))])
+        model.zero_grad()
+    batch = fake_batch(config)
+    host = ledger.buffers if isinstance(ledger := keeper.offloader, HostLedger) else tuple
+    with Meter(model, host) as meter:
+        boundary.accumulate([batch])
+    return meter
+
+
+def _short(config: Config) -> Config:
+    """Rows of as few tokens as every rank and every convolution can do with."""
+    model, mesh = config.model, config.mesh
+    each = max(16, model.mamba3.conv_kernel, model.m2rnn.conv_kernel)
+    tokens = min(config.data.seq_len, 2 * mesh.cp * mesh.tp * each)
+    return replace(config, data=replace(config.data, seq_len=tokens))
+
+
+def _of_stage(standing: Sequence[Standing], part: StagePart) -> list[Standing]:
+    """The places of a pipeline stage among those of the model."""
+    embed, *blocks, norm, head = standing
+    here = [blocks[layer] for layer in part.layers]
+    return [*([embed] if part.first else []), *here, *([norm, head] if part.last else [])]
+
+
+def _received(config: Config, world: World) -> Part:
+    """What a stage gets from the one before, which its first norm keeps."""
+    dtype = compute_dtype(config.precision, world.device)
+    tokens = config.data.seq_len // (config.mesh.cp * config.mesh.tp)
+    shape = (config.train.device_batch_size, tokens, config.model.dim)
+    name, size = str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize
+    return Part("received", 1, (Kept("recv", "", shape, name, 1, size),), 0, 0, 0)
+
+
+def _reshard(few: Config, config: Config, world: World, standing: Sequence[Standing]) -> Reshard:
+    """Whether the model's gathered parameters are let go, which its size decides."""
+    if config.mesh.pp > 1 and config.mesh.pp_schedule in SPLIT_BACKWARD:
+        return "never"
+    if config.mesh.reshard != "auto" or not world.parallel:
+        return config.mesh.reshard
+    from parallel.fsdp import RESHARD_ABOVE_BYTES
+
+    sizes: Counter[str] = Counter()
+
+    def weigh(model: HybridLM) -> None:
+        contract = {p for _, p in contract_parameters(model)}
+        for name, p in model.named_parameters():
+            if p not in contract:
+                sizes[part_of(name)] += local_part(p).numel()
+
+    planned_model(few, world, weigh)
+    itemsize = compute_dtype(config.precision, world.device).itemsize
+    above = itemsize * sum(sizes[part] for part, _ in standing) > RESHARD_ABOVE_BYTES
+    return "always" if above else "never"

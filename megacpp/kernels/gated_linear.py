@@ -1,0 +1,102 @@
+"""The second half of a feed-forward, w2 h with h = silu(gate) * up or relu(gate)^2, without h.
+
+Backward rebuilds h from gate and up, the only two things of hidden width that are kept: autograd
+alone would keep silu(gate) and h as well, twice as much.
+
+Legend: F hidden, D out; tensors are `(..., F)` and `(..., D)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.wanted import wanted_gradients
+
+
+def gated(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up (SwiGLU), or relu(gate)^2 where there is no `up`; keeps its arguments."""
+    if torch.compiler.is_compiling():
+        return gated_product(gate, up)
+    return _Gated.apply(gate, up)  # type: ignore[return-value]
+
+
+def gated_linear(w_DF: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`F.linear(gated_product(gate, up), w_DF)`, bit for bit; keeps its three arguments.
+
+    Under autocast the product and the weight are cast as `F.linear` casts them, and again in
+    backward: no copy is kept.
+    """
+    if torch.compiler.is_compiling():
+        return F.linear(gated_product(gate, up), w_DF)
+    return _GatedLinear.apply(gate, w_DF, up, autocast_dtype(gate))  # type: ignore[return-value]
+
+
+def gated_product(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The definition of `gated`."""
+    return F.relu(gate).square() if up is None else F.silu(gate) * up
+
+
+def gated_gradients(
+    dh: Tensor, gate: Tensor, up: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gate and up from that of their product, in autograd's own order of rounding."""
+    return _gradients(dh, F.relu(gate) if up is None else F.silu(gate), gate, up)
+
+
+def _gradients(
+    dh: Tensor, active: Tensor, gate: Tensor, up: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`gated_gradients` with relu(gate) or silu(gate) at hand, whose memory is used up."""
+    if up is None:
+        return torch.ops.aten.threshold_backward((2.0 * active).mul_(dh), active, 0.0), None
+    return torch.ops.aten.silu_backward(dh * up, gate), active.mul_(dh)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gated_product(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor | None]:
+        return gated_gradients(dh, *ctx.saved_tensors)
+
+
+class _GatedLinear(torch.autograd.Function):
+    """dw2 = dy^T h, dh = dy w2; the product h is never alive together with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, w_DF: Tensor, up: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.save_for_backward(gate, w_DF, up)
+        ctx.dtype = dtype
+        return F.linear(_cast(gated_product(gate, up), dtype), _cast(w_DF, dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, w_DF, up = ctx.saved_tensors
+        need_gate, need_w, need_up = wanted_gradients(ctx)[:3]
+        dgate = dw_DF = dup = None
+        active = F.relu(gate) if up is None else F.silu(gate)
+        if need_w:
+            h = active.square() if up is None else active * up
+            h_SF = _cast(h, ctx.dtype).reshape(-1, h.shape[-1])
+            dw_DF = (dy.reshape(-1, dy.shape[-1]).mT @ h_SF).to(w_DF.dtype)
+            del h, h_SF
+        if need_gate or need_up:
+            dh = (dy @ _cast(w_DF, ctx.dtype)).to(gate.dtype)
+            dgate, dup = _gradients(dh, active, gate, up)
+        return dgate, dw_DF, dup, None
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)

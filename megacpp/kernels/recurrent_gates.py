@@ -1,0 +1,137 @@
+"""Output gates of the recurrent mixers, which keep what they are given and nothing wider.
+
+Plain autograd would keep the gate in fp32 before and after its SiLU, and both factors of every
+product. Backward works them out again from the narrow tensors: a few elementwise passes.
+
+Legend: B rows, T tokens, H heads, R MIMO rank, P head dim of Mamba-3; N heads, V value of M2RNN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.model.fp32 import wide
+
+
+def gated_ranks(
+    y_BTHRP: Tensor,
+    z_BTHP: Tensor | None,
+    norm_HP: Tensor | None,
+    mimo_z_HRP: Tensor | None,
+    mimo_o_HRP: Tensor | None,
+    norm_eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
+
+    What is None is left out. Keeps y and z as they are for backward.
+    """
+    return _GatedRanks.apply(  # type: ignore[return-value]
+        y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP, norm_eps, dtype
+    )
+
+
+def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
+    """(y + v D) silu(g), `[..., N V]` in at least fp32, from y and v `[..., N, V]`.
+
+    Keeps y, v and g as they are for backward.
+    """
+    return _GatedResidual.apply(y_NV, v_NV, D_NV, g_X)  # type: ignore[return-value]
+
+
+class _GatedRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_BTHRP: Tensor,
+        z_BTHP: Tensor | None,
+        norm_HP: Tensor | None,
+        mimo_z_HRP: Tensor | None,
+        mimo_o_HRP: Tensor | None,
+        norm_eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP)
+        ctx.norm_eps = norm_eps
+        out_BTHRP, _ = _normed(y_BTHRP, norm_HP, norm_eps)
+        if z_BTHP is not None:
+            # The gate first: the product then has its layout, by token, not that of the chunks.
+            out_BTHRP = F.silu(_gate(z_BTHP, mimo_z_HRP)).mul_(out_BTHRP)
+        if mimo_o_HRP is None:
+            return out_BTHRP.squeeze(3).to(dtype, copy=out_BTHRP is y_BTHRP)
+        return (out_BTHRP * mimo_o_HRP).sum(3).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP = ctx.saved_tensors
+        dz = dnorm = dmimo_z = dmimo_o = None
+        x_BTHRP, rstd_BTHR1 = _normed(y_BTHRP, norm_HP, ctx.norm_eps)
+        dout_BTHRP = wide(grads[0])[..., None, :]
+        gate = silu = None
+        if z_BTHP is not None:
+            gate = _gate(z_BTHP, mimo_z_HRP)
+            silu = F.silu(gate)
+        product = dout_BTHRP * x_BTHRP
+        if mimo_o_HRP is not None:
+            dmimo_o = (product if silu is None else product * silu).sum((0, 1))
+            product, dout_BTHRP = product.mul_(mimo_o_HRP), dout_BTHRP * mimo_o_HRP
+        # Of y, in its layout, that of the chunks, where the scan's backward reads it.
+        dx_BTHRP = torch.empty_like(y_BTHRP)
+        torch.mul(dout_BTHRP, 1.0 if silu is None else silu, out=dx_BTHRP)
+        if z_BTHP is not None and gate is not None:
+            dgate = torch.ops.aten.silu_backward(product, gate)
+            if mimo_z_HRP is not None:
+                dmimo_z = (dgate * z_BTHP[..., None, :]).sum((0, 1))
+                dgate = dgate.mul_(mimo_z_HRP).sum(3, keepdim=True)
+            dz = dgate.squeeze(3).to(z_BTHP.dtype)
+        if norm_HP is not None and rstd_BTHR1 is not None:
+            dx_BTHRP, dnorm = _norm_backward(dx_BTHRP, y_BTHRP, rstd_BTHR1, norm_HP)
+        return dx_BTHRP, dz, dnorm, dmimo_z, dmimo_o, None, None
+
+
+class _GatedResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
+        ctx.save_for_backward(y_NV, v_NV, D_NV, g_X)
+        return F.silu(wide(g_X)).mul_((y_NV + v_NV * D_NV).flatten(-2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        y_NV, v_NV, D_NV, g_X = ctx.saved_tensors
+        gate_X, sum_X = wide(g_X), (y_NV + v_NV * D_NV).flatten(-2)
+        dg_X = torch.ops.aten.silu_backward(sum_X.mul_(grads[0]), gate_X)
+        dsum_NV = F.silu(gate_X).mul_(grads[0]).view(v_NV.shape)
+        dD_NV = (dsum_NV * v_NV).flatten(0, -3).sum(0)
+        return dsum_NV.to(y_NV.dtype), (dsum_NV * D_NV).to(v_NV.dtype), dD_NV, dg_X.to(g_X.dtype)
+
+
+def _gate(z_BTHP: Tensor, mimo_z_HRP: Tensor | None) -> Tensor:
+    """What silu is taken of, for each rank, `[B, T, H, R, P]`."""
+    z_BTH1P = z_BTHP[..., None, :]
+    return wide(z_BTH1P if mimo_z_HRP is None else z_BTH1P * mimo_z_HRP)
+
+
+def _normed(y_BTHRP: Tensor, norm_HP: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+    """RMSNorm over P with a weight per head, and 1 / rms."""
+    if norm_HP is None:
+        return y_BTHRP, None
+    rstd_BTHR1 = y_BTHRP.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (y_BTHRP * rstd_BTHR1).mul_(norm_HP[:, None]), rstd_BTHR1
+
+
+def _norm_backward(
+    dx_BTHRP: Tensor, y_BTHRP: Tensor, rstd_BTHR1: Tensor, norm_HP: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y and of the weight of `_normed`."""
+    unit_BTHRP = y_BTHRP * rstd_BTHR1
+    dnorm_HP = (dx_BTHRP * unit_BTHRP).sum((0, 1, 3))
+    dunit_BTHRP = dx_BTHRP.mul_(norm_HP[:, None])
+    along_BTHR1 = (dunit_BTHRP * unit_BTHRP).mean(-1, keepdim=True)
+    return dunit_BTHRP.addcmul_(unit_BTHRP, along_BTHR1, value=-1).mul_(rstd_BTHR1), dnorm_HP

@@ -1,0 +1,79 @@
+"""RMSNorm that keeps its input as it came and one number per row for backward.
+
+Legend: D normed width; tensors are `(..., D)`, one row per leading index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.wanted import wanted_gradients
+from megacpp.model.fp32 import wide
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight in fp32 or wider (arXiv 1910.07467), in the dtype of `x`.
+
+    Autograd alone would keep x and x / rms(x) in fp32, four times as much in bf16. The compiler
+    chooses by itself what it keeps. Under autocast the result has its dtype: each linear layer that
+    reads it would make and keep a copy of its own.
+    """
+    dtype = autocast_dtype(x) or x.dtype
+    if torch.compiler.is_compiling():
+        return rms_norm_reference(x, weight_D, eps, dtype)
+    return _RMSNorm.apply(x, weight_D, eps, dtype)  # type: ignore[return-value]
+
+
+def rms_norm_reference(
+    x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The definition of `rms_norm`, in torch's own operator."""
+    return F.rms_norm(wide(x), weight_D.shape, weight_D, eps).to(dtype or x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        y, rstd = torch.ops.aten._fused_rms_norm(wide(x), weight_D.shape, weight_D, eps)
+        ctx.save_for_backward(x, weight_D, rstd)
+        return y.to(dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight_D, rstd = ctx.saved_tensors
+        need_x, need_weight = wanted_gradients(ctx)[:2]
+        gradients = _fused_gradients if x.is_cuda else _gradients
+        dx, dw_D = gradients(wide(dy), wide(x), weight_D, rstd, (need_x, need_weight))
+        return dx if dx is None else dx.to(x.dtype), dw_D, None, None
+
+
+def _fused_gradients(
+    dy: Tensor, x: Tensor, weight_D: Tensor, rstd: Tensor, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """torch's kernel, which exists on CUDA only."""
+    dx, dw_D = torch.ops.aten._fused_rms_norm_backward(
+        dy, x, weight_D.shape, rstd, weight_D, needed
+    )
+    return (dx if needed[0] else None), (dw_D if needed[1] else None)
+
+
+def _gradients(
+    dy: Tensor, x: Tensor, weight_D: Tensor, rstd: Tensor, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The formula; on a CPU 1 to 5 times as fast as autograd's way through the operators."""
+    normed = x * rstd
+    product, dx, dw_D = dy * normed, None, None
+    if needed[1]:
+        dw_D = product.flatten(0, -2).sum(0) if product.ndim > 1 else product.clone()
+    if needed[0]:
+        mean = product.mul_(weight_D).mean(-1, keepdim=True)
+        dx = (dy * weight_D).mul_(rstd).addcmul_(normed, mean.mul_(rstd), value=-1.0)
+    return dx, dw_D

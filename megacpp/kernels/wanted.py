@@ -1,0 +1,29 @@
+"""Which gradients the running backward asks an autograd Function for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """Of each input of the Function: its gradient is used in this walk over the graph.
+
+    `ctx.needs_input_grad` is settled in the forward. Zero-bubble pipelines walk a graph twice, once
+    for gradients of inputs and once for those of weights: a Function that heeds this instead
+    computes neither of them twice. Call it within `backward`; tensors must be the first inputs.
+    """
+    needed = ctx.needs_input_grad
+    tensors = [node is not None and _reached(node) for node, _ in ctx.next_functions]
+    return tuple(n and t for n, t in zip(needed, tensors, strict=False)) + needed[len(tensors) :]
+
+
+def _reached(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # The engine says so of a leaf that this walk ends at: torch.autograd.grad asks for it.
+        if "leaf node" not in str(error):
+            raise
+        return True

@@ -1,0 +1,74 @@
+"""Bytes of activations that wait on the host, and those that stay on the device, in closed form.
+
+Sizes in, bytes out: nothing here knows of tensors. The same rules as checkpointing/offload.py, for
+storages in the order in which a forward keeps them:
+
+    smaller than min_bytes          stays
+    no buffer left in host_bytes    stays
+    among the last window_bytes     is copied, but never leaves
+    the others                      leave, and come back in the backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OffloadBytes:
+    """Bytes of the forwards in flight.
+
+    Attributes:
+        out: copied to the host, of all forwards.
+        back: copied to the device again.
+        host: buffers that the host holds, rounded as its allocator rounds them.
+        stays: on the device at the end of the last forward: small ones, and those without room.
+        window: on the device as well, on their way out.
+        peak: most that is on the device besides what is computed with: `stays`, a window of those
+            that go and one of those that come.
+    """
+
+    out: int
+    back: int
+    host: int
+    stays: int
+    window: int
+    peak: int
+
+
+def offload_bytes(
+    storages: Sequence[int],
+    min_bytes: int,
+    host_bytes: int,
+    window_bytes: int = 256 << 20,
+    forwards: int = 1,
+    pinned: bool = True,
+) -> OffloadBytes:
+    """What `storages` (bytes each) of `forwards` microbatches in flight come to.
+
+    Args:
+        forwards: kept at once, one after the other (a pipeline's microbatches in flight).
+        pinned: buffers of pinned memory, which are powers of two.
+    """
+    stays = out = held = window = 0
+    moved: list[int] = []
+    for size in [*storages] * forwards:
+        buffer = 1 << (size - 1).bit_length() if pinned and size else size
+        if size < max(min_bytes, 1) or held + buffer > host_bytes:
+            stays += size
+            continue
+        held += buffer
+        out += size
+        moved.append(size)
+    for size in reversed(moved):
+        if window + size > window_bytes:
+            break
+        window += size
+    left = out - window
+    return OffloadBytes(out, left, held, stays, window, stays + window + min(left, window_bytes))
+
+
+def transfer_s(num_bytes: int, gigabytes_per_s: float = 64.0) -> float:
+    """Seconds that a copy in one direction takes; 64 GB/s: PCIe 5 with 16 lanes."""
+    return num_bytes / (gigabytes_per_s * 1e9)

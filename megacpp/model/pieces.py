@@ -1,0 +1,51 @@
+"""Which pieces of which block run again in backward: the policy, layer by layer; no torch here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megacpp.config import CheckpointingPolicy, ModelConfig
+from megacpp.model.pattern import block_letters
+
+Piece = Literal[
+    "block",  # all of a block: norm, mixer, sum
+    "norm",  # an RMSNorm
+    "core_attn",  # softmax(q k^T) v
+    "mla_q_upproj",  # latent to the queries of all heads
+    "mla_kv",  # latent to the keys and values of all heads
+    "mlp",  # gate and up of a dense feed-forward or shared expert, and their product
+    "expert_gemm",  # the routed experts' rows, gate and up, and their product
+    "conv_bc",  # Mamba: short convolution, norms and biases of B and C, rotation, gate
+]
+
+NOTHING: frozenset[Piece] = frozenset()
+BLOCK: frozenset[Piece] = frozenset({"block"})
+
+
+def pieces_of(policy: CheckpointingPolicy, model: ModelConfig, letter: str) -> frozenset[Piece]:
+    """What a block of `letter` runs again, unless it is the last."""
+    kinds = {"A": policy.ablock, "E": policy.eblock, "R": policy.rblock, "F": policy.fblock}
+    if kinds.get(letter) in ("full", "full_plus_norms"):
+        return BLOCK
+    found: set[Piece] = {"norm"} if policy.norms else set()
+    if letter == "A":
+        mla, selective = model.attention.kind == "mla", policy.ablock == "selective"
+        wanted: dict[Piece, bool] = {
+            "core_attn": selective or policy.core_attn,
+            "mla_q_upproj": mla and (selective or policy.mla_q_upproj),
+            "mla_kv": mla and (selective or policy.mla_kv),
+        }
+        found |= {piece for piece, is_wanted in wanted.items() if is_wanted}
+    if letter in "EF" and policy.mlp:
+        found.add("mlp")
+    if letter == "E" and policy.eblock == "expert_gemm_only":
+        found.add("expert_gemm")
+    if letter == "M" and policy.mblock == "conv_bc_only":
+        found.add("conv_bc")
+    return frozenset(found)
+
+
+def layer_pieces(policy: CheckpointingPolicy, model: ModelConfig) -> list[frozenset[Piece]]:
+    """What each layer runs again; the last one never does, its backward comes at once."""
+    letters = block_letters(model.pattern, model.depth)
+    return [*(pieces_of(policy, model, letter) for letter in letters[:-1]), NOTHING]

@@ -1,0 +1,121 @@
+"""Older names of recompute settings on the command line, translated in this one place.
+
+The field knows each lever by a flag of its own; here they are fields of one policy. A flag from the
+table below is read as what it means and the run says so. No torch import here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from megacpp.errors import ConfigError, config_error
+
+TRUE, FALSE = ("true", "True", "1", "yes", "on"), ("false", "False", "0", "no", "off")
+Meaning = dict[str, str]  # setting -> value
+FULL: Meaning = {
+    "recompute.ablock": "full",
+    "recompute.eblock": "full",
+    "recompute.mblock": "conv_bc_only",
+    "recompute.rblock": "full_plus_norms",
+    "recompute.fblock": "full",
+}
+NONE: Meaning = {
+    **{f"recompute.{kind}": "none" for kind in ("ablock", "eblock", "mblock", "fblock")},
+    "recompute.rblock": "recurrence",
+    "recompute.norms": "false",
+}
+COMPILED_BUDGET = 0.5  # of a compiled block told to checkpoint, without saying how much
+
+
+def _either(yes: Meaning, no: Meaning) -> Callable[[str, str], Meaning]:
+    def read(flag: str, text: str) -> Meaning:
+        if text not in TRUE + FALSE:
+            raise config_error(flag, text, "must be true or false", f"write --{flag} true")
+        return yes if text in TRUE else no
+
+    return read
+
+
+def _switch(key: str, on: str = "true", off: str = "false") -> Callable[[str, str], Meaning]:
+    return _either({key: on}, {key: off})
+
+
+def _modules(flag: str, text: str) -> Meaning:
+    meanings = {
+        "core_attn": ("recompute.core_attn", "true"),
+        "mlp": ("recompute.mlp", "true"),
+        "moe": ("recompute.eblock", "full"),
+        "norms": ("recompute.norms", "true"),
+    }
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in meanings:
+            legal = ", ".join(meanings)
+            raise config_error(flag, name, f"must be of {legal}", "write --recompute-modules mlp")
+    return dict(meanings[name] for name in names)
+
+
+def _same(key: str) -> Callable[[str, str], Meaning]:
+    return lambda _, text: {key: text}
+
+
+OLDER: dict[str, Callable[[str, str], Meaning]] = {
+    "recompute_moe_experts": _switch("recompute.eblock", "expert_gemm_only", "none"),
+    "recompute_m2rnn": _switch("recompute.rblock", "recurrence", "none"),
+    "recompute_mamba_conv": _switch("recompute.mblock", "conv_bc_only", "none"),
+    "recompute_norms": _switch("recompute.norms"),
+    "mla_recompute_q_upproj": _switch("recompute.mla_q_upproj"),
+    "recompute_modules": _modules,
+    "mtp_recompute": _switch("recompute.mtp"),
+    "mhc_recompute_group_size": _same("recompute.mhc_group_size"),
+    "gradient_checkpointing": _either(FULL, NONE),
+    "activation_memory_budget": _same("recompute.activation_memory_budget"),
+    "cpu_offload_checkpointing": _switch("recompute.offload", "block_inputs", "none"),
+}
+TAKES_A_VALUE = ("recompute_modules", "mhc_recompute_group_size", "activation_memory_budget")
+
+
+def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list[str]]:
+    """The arguments with older flags replaced, and a line for each that was.
+
+    Args:
+        compiles: blocks are compiled, where the compiler alone decides what runs again: then
+            gradient checkpointing is a budget below 1.
+
+    Raises:
+        ConfigError: a value that the flag doesn't take.
+    """
+    left, found, notes = list(arguments), [], []
+    while left:
+        word = left.pop(0)
+        text, equals, value = word.removeprefix("--").partition("=")
+        name = text.replace("-", "_")
+        no = name.removeprefix("no_") in OLDER and name not in OLDER
+        name = name.removeprefix("no_") if no else name
+        if not word.startswith("--") or name not in OLDER:
+            found.append(word)
+            continue
+        if not equals and left and not left[0].startswith("--"):
+            value = left.pop(0)
+        elif not equals and name in TAKES_A_VALUE:
+            raise ConfigError(f"{name}=: needs a value. Fix: write --{text} VALUE.")
+        value = "false" if no else value or "true"
+        meaning = OLDER[name](name, value)
+        if name == "gradient_checkpointing" and compiles:
+            budget = COMPILED_BUDGET if meaning is FULL else 1.0
+            meaning = {"recompute.activation_memory_budget": str(budget)}
+        flags = [f"--{key.replace('_', '-')}={to}" for key, to in meaning.items()]
+        found += flags
+        notes.append(f"{word} {'' if equals or no else value} means {' '.join(flags)}")
+    return found, [" ".join(note.split()) for note in notes]
+
+
+def compiles(arguments: Sequence[str], default: bool) -> bool:
+    """Whether the arguments have blocks compiled (`--train.compile`)."""
+    found = default
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for flag, value in pairwise(words):
+        if flag == "--train.compile":
+            found = value != "off"
+    return found

@@ -1,0 +1,123 @@
+"""Weights that move through a latent: AdamW steps S `[O, Z]`, then W += S P^T and S = 0.
+
+A layer with a parameter `latent` beside its `weight` has such a pair (checkpointing/compress.py);
+P `[D, Z]` is random, shared by layers that read one tensor, and redrawn now and then. In terms of W
+a step is
+
+    w <- (1 - lr * weight_decay) w - lr * adamw(g P) P^T
+
+Rows of S lie where the rows of W do, so no rank needs anything of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.dtensor import is_dtensor
+from optim.local import local_part
+from optim.low_bit import plain, write
+
+
+class Projected(Protocol):
+    """P of the layers that read one tensor.
+
+    Attributes:
+        number: of redraws so far; P depends on it.
+    """
+
+    number: int
+
+    def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class Fold:
+    """A weight `[O, D]`, its latent `[O, Z]`, and what lies between.
+
+    Attributes:
+        updates: steps that the latent has made.
+    """
+
+    weight: nn.Parameter
+    latent: nn.Parameter
+    projection: Projected
+    updates: int = 0
+
+    @staticmethod
+    def of(layer: nn.Module) -> Fold:
+        """The pair of a layer that has one."""
+        weight, latent = layer._parameters["weight"], layer._parameters["latent"]
+        assert weight is not None and latent is not None
+        return Fold(weight, latent, vars(layer)["projection"])
+
+
+def has_latent(layer: nn.Module) -> bool:
+    """Whether a layer's weight moves through a latent."""
+    return layer._parameters.get("latent") is not None
+
+
+@torch.no_grad()
+def fold(group: dict[str, Any], folds: Sequence[Fold]) -> None:
+    """Adds latents to their weights and makes them zero; one P is alive at a time.
+
+    Args:
+        group: `lr`, `weight_decay`, `cautious`: weights decay only where the update shrinks them.
+    """
+    for same in _by_projection(folds):
+        first = local_part(same[0].latent)
+        p_DZ = same[0].projection.matrix(first.dtype, first.device)
+        for member in same:
+            w_OD, s_OZ = local_part(member.weight), local_part(member.latent)
+            assert len(w_OD) == len(s_OZ), "rows of a latent lie where those of its weight do"
+            _decay_and_add(group, w_OD, s_OZ, p_DZ)
+            s_OZ.zero_()
+            member.updates += 1
+    written = [f.weight for f in folds if is_dtensor(f.weight)]
+    torch.autograd.graph.increment_version(written)
+
+
+@torch.no_grad()
+def redraw(folds: Iterable[Fold], states: Iterable[dict[str, Tensor]], every: int) -> None:
+    """Takes other projections where `every` steps (0: never) have passed since the last ones.
+
+    What the first moments say of the old Z dims says nothing of the new ones: they start at zero,
+    and grow again over 1 / (1 - beta1) steps. The second ones become the mean of their row, which
+    is the same for any P: E[(g P)_oz^2] = |g_o|^2 / Z. Without that the first steps after each
+    redraw would be several times too long.
+    """
+    for f, state in zip(folds, states, strict=True):
+        if every and f.updates % every == 0:
+            f.projection.number = f.updates // every
+            first, second = state["exp_avg"], local_part(plain(state["exp_avg_sq"]))
+            write(first, torch.zeros_like(local_part(plain(first))))
+            write(state["exp_avg_sq"], second.mean(1, keepdim=True).expand_as(second).contiguous())
+
+
+def resume(fold: Fold, state: dict[str, Tensor], every: int) -> None:
+    """Goes on with the projection that a loaded state belongs to."""
+    fold.updates = int(state["step"].item())
+    fold.projection.number = fold.updates // every if every else 0
+
+
+def _decay_and_add(group: dict[str, Any], w_OD: Tensor, s_OZ: Tensor, p_DZ: Tensor) -> None:
+    lr, decay = group["lr"], group["weight_decay"]
+    if decay and group.get("cautious"):
+        update_OD = s_OZ @ p_DZ.t()
+        w_OD.sub_(torch.where(update_OD * w_OD <= 0, w_OD, 0) * (lr * decay)).add_(update_OD)
+    elif isinstance(lr, Tensor):
+        w_OD.mul_(1 - lr * decay).addmm_(s_OZ, p_DZ.t())
+    else:
+        w_OD.addmm_(s_OZ, p_DZ.t(), beta=1 - lr * decay)
+
+
+def _by_projection(folds: Sequence[Fold]) -> list[list[Fold]]:
+    """In groups that share a projection."""
+    found: dict[int, list[Fold]] = {}
+    for f in folds:
+        found.setdefault(id(f.projection), []).append(f)
+    return list(found.values())

@@ -1,0 +1,215 @@
+"""A policy on a model: which seam each block gets, what runs again and how often.
+
+One process, fp64, a hybrid of every letter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpointing.apply import Keeper, depth_seam, group_seams, set_seams
+from checkpointing.rebuild import BlockSeam, Replays
+from megacpp.config import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
+from megacpp.model.block import Block
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.m2rnn import M2RNN
+from megacpp.model.pieces import BLOCK, NOTHING, layer_pieces
+from megacpp.model.router import Router
+from megacpp.model.seam import PLAIN
+from megacpp.presets import PER_BLOCK, PRESETS
+from parallel.build import build_model
+from parallel.mesh import World
+from tests.parallel.parity import models
+from tests.synthetic import ragged_batch
+
+ONE = World(0, 1, torch.device("cpu"))
+FULL = CheckpointingPolicy(
+    ablock="full",
+    eblock="full",
+    mblock="conv_bc_only",
+    rblock="full_plus_norms",
+    fblock="full",
+)
+ALL_PIECES = replace(PER_BLOCK, rblock="recurrence", mlp=True)
+
+
+def hybrid(name: str = "plain") -> ModelConfig:
+    return replace(models()[name], pattern="AEMRFE", depth=7)
+
+
+def build(policy: CheckpointingPolicy, model: ModelConfig | None = None) -> tuple[HybridLM, Keeper]:
+    config = Config(model=model or hybrid(), recompute=policy, precision=PrecisionConfig("fp64"))
+    keeper = Keeper(config)
+    return build_model(config, ONE, keeper), keeper
+
+
+def train(model: HybridLM, rows: range = range(4)) -> list[Tensor]:
+    """Loss, gradients, and all that routers count and record."""
+    batch = ragged_batch(list(rows), 32, model.config.vocab_size)
+    loss = model(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum
+    loss.backward()
+    routers = [m for m in model.modules() if isinstance(m, Router)]
+    counted = [t for r in routers for t in (r.tokens_per_expert, r.loss_sums, r.gradient_squares)]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(grads) == len(list(model.parameters()))
+    return [loss.detach(), *grads, *counted]
+
+
+POLICIES = {
+    "norms": CheckpointingPolicy(norms=True),
+    "core attention": CheckpointingPolicy(core_attn=True),
+    "latents": CheckpointingPolicy(ablock="selective"),
+    "mlp": CheckpointingPolicy(mlp=True),
+    "experts": CheckpointingPolicy(eblock="expert_gemm_only"),
+    "conv": CheckpointingPolicy(mblock="conv_bc_only"),
+    "all pieces": ALL_PIECES,
+    "full": FULL,
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "options", "mla"])
+def test_every_policy_gives_the_same_bits(name: str) -> None:
+    """Also counts, auxiliary losses and gradient norms at the routers: nothing counts twice."""
+    expected = train(build(CheckpointingPolicy(), hybrid(name))[0])
+    for policy in POLICIES.values():
+        found = train(build(policy, hybrid(name))[0])
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected)), policy
+
+
+def test_states_kept_or_rebuilt_give_the_same_bits() -> None:
+    model, _ = build(CheckpointingPolicy(rblock="none"))
+    assert all(m.keep_states for m in model.modules() if isinstance(m, M2RNN))
+    expected = train(build(CheckpointingPolicy(rblock="recurrence"))[0])
+    assert all(map(torch.equal, train(model), expected))
+
+
+def test_what_runs_again() -> None:
+    """A E M R F E A: the last layer never; norms of six blocks, and what each kind names."""
+    model, keeper = build(ALL_PIECES)
+    train(model)
+    counts = keeper.replays.counts
+    assert counts["core_attn"] == 1 and counts["expert_gemm"] == 2
+    assert counts["norm"] >= 6 and counts["mlp"] == 3 and "block" not in counts
+    model, keeper = build(FULL)
+    train(model)
+    assert keeper.replays.counts["block"] == 5  # A E R F E; M has its own piece
+    train(model)
+    assert keeper.replays.counts["block"] == 10
+
+
+def test_the_last_layer_is_never_wrapped() -> None:
+    for policy in POLICIES.values():
+        model, _ = build(policy)
+        assert model.get_submodule("blocks.6").seam is PLAIN
+
+
+def test_only_blocks_of_experts_go_without_the_shape_check() -> None:
+    for policy in (ALL_PIECES, FULL):
+        model, _ = build(policy)
+        for key, block in model.blocks.items():
+            assert isinstance(block, Block)
+            if isinstance(block.seam, BlockSeam):
+                expected = "none" if block.letter == "E" else "default"
+                assert block.seam.check == expected, key
+            for module in block.modules():
+                assert getattr(module, "seam", block.seam) is block.seam
+
+
+def test_experts_run_again_without_router_permutation_or_scan() -> None:
+    """Calls in a forward and backward: what must not run again runs once a layer."""
+    import megacpp.kernels.mamba3_chunks as chunks
+    import megacpp.model.moe as moe
+
+    calls: Counter[str] = Counter()
+
+    def counted(module: object, name: str) -> mock._patch[object]:
+        original = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return mock.patch.object(module, name, call)
+
+    model, _ = build(ALL_PIECES)
+    with (
+        counted(moe, "group_rows"),
+        counted(Router, "choose"),
+        counted(moe.MixtureOfExperts, "dispatch"),
+        counted(chunks, "chunk_scan"),
+        counted(chunks, "bias_and_rotate"),
+    ):
+        train(model)
+    assert calls["group_rows"] == calls["dispatch"] == 2
+    assert calls["chunk_scan"] == 1 and calls["bias_and_rotate"] == 2
+    assert calls["choose"] == 2
+
+
+def test_a_router_that_would_choose_otherwise_is_not_asked() -> None:
+    """The whole E block runs again after its bias has moved: its experts are those of before."""
+    found = []
+    for policy in (CheckpointingPolicy(), FULL):
+        model, _ = build(policy)
+        batch = ragged_batch([0, 1], 32, model.config.vocab_size)
+        loss = model(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.expert_bias.copy_(torch.randn(len(module.expert_bias)).double() * 10)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_every_preset_says_what_it_keeps() -> None:
+    for make in PRESETS.values():
+        config = make()
+        pieces = layer_pieces(config.recompute, config.model)
+        assert len(pieces) == config.model.depth and pieces[-1] == NOTHING
+        if "M" in config.model.pattern:
+            assert config.recompute == PER_BLOCK
+
+
+def test_slots_for_depths_and_stream_groups() -> None:
+    """A chain of steps, each run again as a whole, and layers in groups of about their root."""
+    policy, replays = CheckpointingPolicy(), Replays()
+    linear = torch.nn.Linear(8, 8).double()
+
+    def steps(seam: object, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = seam("block", lambda x: linear(x).tanh(), x)  # type: ignore[operator]
+        return x
+
+    found = []
+    for seam in (PLAIN, depth_seam(policy, replays)):
+        linear.zero_grad()
+        steps(seam, torch.ones(3, 8).double()).sum().backward()
+        assert linear.weight.grad is not None
+        found.append(linear.weight.grad.clone())
+    assert torch.equal(*found) and replays.counts == {"block": 4}
+    off = depth_seam(replace(policy, mtp=False), replays)
+    assert isinstance(off, BlockSeam) and off.pieces == NOTHING
+    groups = group_seams(policy, 10, replays)
+    assert [list(layers) for layers, _ in groups] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert [len(g) for g, _ in group_seams(replace(policy, mhc_group_size=4), 10, replays)] == [
+        4,
+        4,
+        2,
+    ]
+    assert group_seams(replace(policy, mhc_group_size=-1), 10, replays) == [(range(10), PLAIN)]
+
+
+def test_a_global_switch_for_comparison() -> None:
+    """What no policy offers: every block as a whole, the scan too."""
+    model, _ = build(CheckpointingPolicy())
+    replays = Replays()
+    set_seams(model, [BLOCK] * 7, CheckpointingPolicy(), replays)
+    expected = train(build(CheckpointingPolicy())[0])
+    assert all(map(torch.equal, train(model), expected)) and replays.counts == {"block": 7}

@@ -1,0 +1,317 @@
+"""Compiled blocks: the same gradients, bytes by the budget, one graph for blocks that are alike.
+
+One process; fp64 at 1e-12; aot_eager, which is the compiler's choice of what is kept without its
+code, in seconds. Packed documents throughout.
+
+Legend: B rows, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from checkpointing.apply import Keeper, give
+from checkpointing.compile import BY_HAND, CONTEXT, ROUTED, Compiled, compile_blocks
+from checkpointing.rebuild import BlockSeam, Replays
+from megacpp.arguments import parse_run
+from megacpp.config import (
+    CheckpointingPolicy,
+    Config,
+    MeshConfig,
+    MLPConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from megacpp.data.batches import Batch
+from megacpp.model.attention_logits import LogitRecorder
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.pieces import BLOCK
+from megacpp.model.seam import PLAIN
+from parallel.build import build_model
+from parallel.fake import fake_world, planned_model
+from parallel.mesh import World
+from tests.model.small import small, variants
+from tests.parallel.parity import models
+from tests.synthetic import ragged_batch
+
+CPU = torch.device("cpu")
+ONE = World(0, 1, CPU)
+LETTERS = "AMERFAF"
+B, T = 4, 12
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_others() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def pair(model: ModelConfig, budget: float) -> tuple[HybridLM, HybridLM, Compiled]:
+    """A model as it is written and the same compiled."""
+    config = Config(model=model, precision=PrecisionConfig("fp64"))
+    found: list[Compiled] = []
+    compiled = build_model(
+        config, ONE, lambda m: found.append(compile_blocks(m, "aot_eager", budget))
+    )
+    return build_model(config, ONE), compiled, found[0]
+
+
+def backward(model: HybridLM, batch: Batch, docs: Documents) -> None:
+    model(batch.ids_BT, batch.labels_BT, docs).loss_sum.backward()
+
+
+def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
+    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None, name
+        assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max(), name
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+# ---- the same numbers, once for all layers ------------------------------------------------------
+
+MODELS = {
+    "gqa": small(LETTERS),
+    "mla": replace(variants()["mla_low_rank_queries_yarn"], pattern=LETTERS, depth=7),
+    "softcap relu2": replace(
+        small("AFF"),
+        attention=replace(small().attention, softcap=3.0),
+        mlp=MLPConfig(hidden_dim=24, activation="relu2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_blocks_as_written(name: str) -> None:
+    """Rows that are packed and rows that are whole, by turns; graphs are made once for each."""
+    plain, compiled, found = pair(MODELS[name], 0.5)
+    graphs: list[int] = []
+    for step in range(3):
+        batch = ragged_batch(range(step * B, (step + 1) * B), T)
+        for docs in (batch.docs, Documents.rows(B, T)):
+            if step == 2:  # layers of other kinds remember things of their own
+                docs.memo("something else", lambda: torch.zeros(3))
+            for model in (plain, compiled):
+                model.zero_grad()
+                backward(model, batch, docs)
+            assert_same_gradients(compiled, plain)
+            graphs.append(num_graphs())
+    # Attention: packed and whole. Feed-forward: with the budget and, as the last layer, without.
+    shared_experts = sum(part == "shared expert" for part in found.graphs.values())
+    assert graphs[1:] == [4 + shared_experts] * 5
+    assert not counters["graph_break"] and not counters["recompiles"]
+
+
+def test_without_gradients_nothing_is_compiled() -> None:
+    plain, compiled, _ = pair(small(LETTERS), 0.5)
+    batch = ragged_batch(range(B), T)
+    with torch.no_grad():
+        expected = plain(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum
+        assert torch.equal(compiled(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum, expected)
+        compiled.step(batch.ids_BT[:, 0], compiled.init_state(B, CPU, torch.float64))
+    assert num_graphs() == 0
+
+
+def test_names_and_saved_state_are_untouched() -> None:
+    plain, compiled, _ = pair(small(LETTERS), 0.5)
+    assert [n for n, _ in plain.named_modules()] == [n for n, _ in compiled.named_modules()]
+    ours, theirs = plain.state_dict(), compiled.state_dict()
+    assert list(ours) == list(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_recorded_logits_are_the_same() -> None:
+    """What QK-clip goes by: a graph for the first microbatch of a step and one for the others."""
+    plain, compiled, _ = pair(small("AF"), 0.5)
+    recorders = [LogitRecorder(0.3, (8,)) for _ in range(2)]
+    for model, recorder in zip((plain, compiled), recorders, strict=True):
+        model.get_submodule("blocks.0.mixer.inner").recorder = recorder  # type: ignore[assignment]
+    for step in range(2):
+        for model, recorder in zip((plain, compiled), recorders, strict=True):
+            recorder.reset()
+            for rows in (range(step, step + B), range(step + B, step + 2 * B)):
+                batch = ragged_batch(rows, T)
+                backward(model, batch, batch.docs)
+        for found, expected in zip(*(r.maxima for r in recorders), strict=True):
+            assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+            assert not found.requires_grad
+        assert num_graphs() == 3
+
+
+# ---- what is compiled ---------------------------------------------------------------------------
+
+
+def test_the_table_says_what_is_compiled_and_why_the_rest_is_not() -> None:
+    _, _, found = pair(small(LETTERS), 0.5)
+    assert [found.words(layer) for layer in range(7)] == [
+        "block by aot_eager, budget 0.5",
+        f"eager: {BY_HAND}",
+        f"shared expert by aot_eager, budget 0.5; eager: {ROUTED}",
+        f"eager: {BY_HAND}",
+        "block by aot_eager, budget 0.5",
+        "block by aot_eager, budget 0.5",
+        "block by aot_eager, budget 1",  # the last: its backward comes at once
+    ]
+    assert found.whole == {0, 4, 5, 6}
+
+
+def test_attention_that_looks_at_other_ranks_stays_eager() -> None:
+    found: list[Compiled] = []
+
+    def prepare(model: HybridLM) -> None:
+        found.append(compile_blocks(model, "aot_eager", 0.5))
+
+    for name in ("plain", "mla"):
+        config = Config(model=models()[name], mesh=MeshConfig(cp=2, dp_shard=1))
+        with fake_world(config, 2) as world:
+            planned_model(config, world, prepare)
+    for compiled in found:
+        assert compiled.eager[0] == CONTEXT and compiled.whole == {4}
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.0)
+WIDE = replace(
+    small("AFF"),
+    dim=64,
+    attention=replace(small().attention, head_dim=16, qk_norm=False),
+    mlp=MLPConfig(hidden_dim=256),
+)
+
+
+def kept_bytes(model: HybridLM, layer: int, x_BTD: Tensor, docs: Documents) -> int:
+    """What a block saves, but for parameters and for what layers share of a batch."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y_BTD = model.blocks[str(layer)](x_BTD, docs)
+    for t in (*model.parameters(), *remembered(docs)):
+        kept.pop(t.untyped_storage()._cdata, None)
+    y_BTD.sum().backward()
+    return sum(kept.values())
+
+
+def remembered(docs: Documents) -> Iterator[Tensor]:
+    for value in vars(docs)["_memo"].values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Documents):
+            yield from remembered(value)
+
+
+def test_what_a_block_keeps_follows_the_budget() -> None:
+    """From all that the compiler keeps by default down to the input alone.
+
+    The budget divides the way between the two. The compiler weighs results of matrix products and
+    attention only and cuts what lies between afterwards: half an input (one result of the narrower
+    keys or values) is allowed for that.
+    """
+    docs = ragged_batch(range(2), 64).docs
+    generator = torch.Generator().manual_seed(0)
+    x_BTD = torch.randn(2, 64, 64, dtype=torch.float64, generator=generator).requires_grad_()
+    input_bytes = x_BTD.numel() * 8
+    compiled = {budget: pair(WIDE, budget)[1] for budget in BUDGETS}
+    for layer in (0, 1):
+        for model in compiled.values():
+            kept_bytes(model, layer, x_BTD, docs)
+    for layer in (0, 1):
+        # After all of them were made, and the smallest first: each still has its own.
+        kept = {b: kept_bytes(compiled[b], layer, x_BTD, docs) for b in reversed(BUDGETS)}
+        falling = [kept[budget] for budget in BUDGETS]
+        assert falling == sorted(falling, reverse=True) and len(set(falling)) >= 4
+        assert kept[0.0] == input_bytes
+        for budget in BUDGETS:
+            allowed = input_bytes + budget * (kept[1.0] - input_bytes)
+            assert kept[budget] <= allowed + input_bytes // 2, (layer, budget, kept)
+
+
+# ---- one authority: no seam inside, and the flag reaches the compiler ---------------------------
+
+
+def test_no_seam_is_active_in_a_compiled_block() -> None:
+    """S0-3: a policy for every kind, and in compiled blocks it is gone; elsewhere it works."""
+    config = Config(
+        model=small("AEFAF"),
+        precision=PrecisionConfig("fp64"),
+        train=TrainConfig(compile="aot_eager"),
+        recompute=CheckpointingPolicy(
+            ablock="full",
+            eblock="full",
+            fblock="full",
+            norms=True,
+            core_attn=True,
+            mlp=True,
+            activation_memory_budget=0.5,
+        ),
+    )
+    keeper = Keeper(config)
+    model = build_model(config, ONE, keeper)
+    assert set(keeper.compiled) >= {0, 2, 3, 4}
+    for key in "0234":
+        modules = [m for m in model.blocks[key].modules() if hasattr(m, "seam")]
+        assert len(modules) > 1 and all(m.seam is PLAIN for m in modules)
+    assert model.blocks["1"].seam is not PLAIN
+    plain = build_model(replace(config, recompute=CheckpointingPolicy(), train=TrainConfig()), ONE)
+    batch = ragged_batch(range(B), T)
+    for each in (plain, model):
+        backward(each, batch, batch.docs)
+    assert_same_gradients(model, plain)
+    assert keeper.replays.counts == {"block": 1}, "of the one E block"
+    give(model.blocks["0"], BlockSeam(BLOCK, Replays()))
+    with pytest.raises(AssertionError, match="both decide"):
+        backward(model, batch, batch.docs)
+
+
+SMALL_RUN = (
+    "dense_110m --model.depth 3 --model.dim 16 --model.vocab-size 50 --model.mlp.hidden-dim 24 "
+    "--model.attention.num-heads 4 --model.attention.num-kv-heads 2 --model.attention.head-dim 8 "
+    "--data.seq-len 12 --train.device-batch-size 4 --train.tokens-per-step 0"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "budget"),
+    [
+        ("--gradient-checkpointing true", 0.5),
+        ("--gradient-checkpointing false", 1.0),
+        ("--recompute.activation-memory-budget 0.3", 0.3),
+    ],
+)
+def test_gradient_checkpointing_reaches_the_compiler(
+    flags: str, budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S0-4: from the command line to where functorch chooses what is kept."""
+    from torch._functorch import config as functorch
+    from torch._functorch import partitioners
+
+    seen: list[float] = []
+    choose = partitioners.choose_saved_values_set
+
+    def spy(*args: object, memory_budget: float = 1, **kwargs: object) -> object:
+        seen.append(memory_budget)
+        return choose(*args, memory_budget=memory_budget, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(partitioners, "choose_saved_values_set", spy)
+    words = [*SMALL_RUN.split(), "--train.compile", "aot_eager", *flags.split()]
+    config = parse_run(words, 1).config
+    model = build_model(config, ONE, Keeper(config))
+    batch = ragged_batch(range(B), T)
+    backward(model, batch, batch.docs)
+    assert seen == ([1.0, 1.0] if budget == 1 else [budget, budget, 1.0]), "A, F and the last"
+    assert functorch.activation_memory_budget == 1.0, "and nobody else's graphs"

@@ -1,0 +1,259 @@
+"""FP8 by Transformer Engine: a stand-in that says what was called, and the real thing on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from checkpointing.apply import Keeper, set_seams
+from checkpointing.fp8 import to_fp8
+from checkpointing.rebuild import Replays
+from megacpp.config import CheckpointingPolicy, Config, TrainConfig
+from megacpp.errors import ConfigError
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.init import initialise
+from megacpp.model.pieces import layer_pieces
+from tests.checkpointing.fp8_cases import (
+    CPU,
+    IDS_BT,
+    broken_keys,
+    built,
+    changed,
+    config_with,
+    gradients_of,
+    model_config,
+    same,
+    te_config,
+)
+
+
+class DelayedLinear(nn.Module):
+    """As Transformer Engine's: rounds by a scale of the forward before; knows its recomputation."""
+
+    state: dict[str, Any]
+
+    def __init__(
+        self, columns: int, rows: int, bias: bool, params_dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__()
+        assert not bias and device == "meta"
+        empty = torch.empty(rows, columns, dtype=params_dtype, device=device)
+        self.weight, self.largest = nn.Parameter(empty), 1.0
+        self.put_aside: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.state["fp8"]:
+            return F.linear(x, self.weight)
+        if self.state["again"]:
+            largest = self.put_aside.pop(0)
+        else:
+            largest, self.largest = self.largest, float(x.detach().abs().max())
+            if self.state["checkpoint"]:
+                self.put_aside.append(largest)
+        step = largest / 64
+        rounded = x + ((x / step).round() * step - x).detach()
+        return F.linear(rounded, self.weight)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A `transformer_engine` whose calls are listed."""
+    calls: list[Any] = []
+    state = {"fp8": False, "again": False, "checkpoint": False}
+
+    @contextmanager
+    def setting(**values: bool) -> Iterator[None]:
+        before = dict(state)
+        state.update(values)
+        try:
+            yield
+        finally:
+            state.update(before)
+
+    @contextmanager
+    def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
+        calls.append(("autocast", enabled, fp8_recipe))
+        with setting(fp8=enabled):
+            yield
+
+    def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert state["fp8"], "the recomputation must begin inside of the autocast"
+        calls.append(("checkpoint", fn, args, kwargs))
+        contexts = setting(checkpoint=True), setting(fp8=True, again=True)
+        return torch_checkpoint(
+            fn, *args, use_reentrant=kwargs["use_reentrant"], context_fn=lambda: contexts
+        )
+
+    def module(name: str, **content: Any) -> None:
+        made = ModuleType(name)
+        made.__spec__ = ModuleSpec(name, None)
+        vars(made).update(content)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    linear = type("Linear", (DelayedLinear,), {"state": state})
+    module("transformer_engine")
+    module("transformer_engine.common")
+    module(
+        "transformer_engine.common.recipe",
+        DelayedScaling=lambda fp8_format: ("delayed", fp8_format),
+        Format=type("Format", (), {"HYBRID": "hybrid"}),
+    )
+    module(
+        "transformer_engine.pytorch",
+        Linear=linear,
+        checkpoint=checkpoint,
+        fp8_autocast=fp8_autocast,
+    )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    return calls
+
+
+FULL = {"ablock": "full", "fblock": "full"}
+
+
+def kept(config: Config) -> HybridLM:
+    """As a run makes it on a GPU."""
+    model = HybridLM(config.model)
+    Keeper(config, torch.device("cuda"))(model)
+    initialise(model, model.init_rules(), 0)
+    return model
+
+
+def kept_wrongly(config: Config) -> HybridLM:
+    """FP8 blocks with the recomputation of all other blocks, which the rules refuse."""
+    model, again = HybridLM(config.model), CheckpointingPolicy(**FULL)  # type: ignore[arg-type]
+    layers = to_fp8(model, config, torch.device("cuda"))
+    assert len(layers.converted) == 14 and not layers.emulated
+    set_seams(model, layer_pieces(again, config.model), again, Replays())
+    initialise(model, model.init_rules(), 0)
+    return model
+
+
+def test_transformer_engine_recomputes_its_blocks(stand_in: list[Any]) -> None:
+    plain, again = kept(te_config()), kept(te_config(**FULL))
+    wrong = kept_wrongly(te_config())
+    for step in range(2):
+        stand_in.clear()
+        expected = gradients_of(plain)
+        assert stand_in == [("autocast", True, ("delayed", "hybrid"))]
+        stand_in.clear()
+        assert same(gradients_of(again), expected)
+        assert stand_in[0][0] == "autocast" and len(stand_in) == 4
+        for i, (kind, fn, args, kwargs) in enumerate(stand_in[1:]):
+            block = again.blocks[str(i)]
+            assert kind == "checkpoint" and fn.__self__ is block and len(args) == 2
+            assert args[0].shape == (2, 16, 32) and kwargs == {"use_reentrant": False}
+        assert not same(gradients_of(wrong), expected), f"step {step}: other numbers"
+
+
+def test_transformer_engine_evaluates_wide(stand_in: list[Any]) -> None:
+    model = kept(te_config(**FULL))
+    wide, _ = built(config_with("off"))
+    with torch.no_grad():
+        assert torch.equal(model(IDS_BT, IDS_BT).loss_sum, wide(IDS_BT, IDS_BT).loss_sum)
+    assert stand_in == []
+
+
+TE_RULES: dict[str, tuple[Callable[[], Config], list[str]]] = {
+    "fine": (lambda: te_config(ablock="full", fblock="full", norms=True), []),
+    "stock checkpoint": (
+        lambda: te_config(ablock="full", fp8_wrapper="torchao"),
+        ["recompute.fp8_wrapper"],
+    ),
+    "stock checkpoint of other blocks": (
+        lambda: te_config(ablock="selective", fp8_wrapper="torchao"),
+        [],
+    ),
+    "mlp": (lambda: te_config(mlp=True), ["recompute.mlp"]),
+    "mlp of shared experts": (
+        lambda: changed(te_config(mlp=True), model={"pattern": "AE", "depth": 4}),
+        [],
+    ),
+    "compiled": (
+        lambda: changed(te_config(), train={"compile": "inductor"}),
+        ["train.compile"],
+    ),
+    "mesh": (
+        lambda: changed(te_config(), mesh={"tp": 2, "pp": 2, "cp": 2, "ep": 2}),
+        ["mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"],
+    ),
+    "data mesh": (lambda: changed(te_config(), mesh={"dp_replicate": 2, "dp_shard": 2}), []),
+    "cpu": (lambda: changed(te_config(), train={"device": "cpu"}), ["precision.fp8"]),
+    "fp32": (lambda: changed(te_config(), precision={"dtype": "fp32"}), ["precision.fp8"]),
+    "tokens": (
+        lambda: changed(te_config(), train={"device_batch_size": 1}, data={"seq_len": 24}),
+        ["precision.fp8"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TE_RULES)
+def test_rules_of_transformer_engine(name: str, stand_in: list[Any]) -> None:
+    make, keys = TE_RULES[name]
+    assert broken_keys(make()) == keys
+
+
+def test_stock_recomputation_of_delayed_scales_is_refused_with_the_reason(
+    stand_in: list[Any],
+) -> None:
+    config = te_config(fblock="full", fp8_wrapper="torchao")
+    with pytest.raises(
+        ConfigError, match=r"^recompute.fp8_wrapper=torchao: recompute.fblock=full runs FP8 .*wrong"
+    ):
+        to_fp8(HybridLM(config.model), config, CPU)
+
+
+# ---- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fp8", ["torchao", "te"])
+def test_on_a_gpu(fp8: str) -> None:
+    """Bitwise with and without recomputation, in bf16 otherwise; attention's sums are unordered."""
+    if fp8 == "te":
+        pytest.importorskip("transformer_engine.pytorch")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    found = []
+    wrapper = "te_checkpoint" if fp8 == "te" else "torchao"
+    for fblock in ("none", "full"):
+        config = config_with(fp8, model_config("FFFF"), fp8_wrapper=wrapper, fblock=fblock)
+        config = dataclasses.replace(config, train=TrainConfig(device="cuda"))
+        model = HybridLM(config.model)
+        Keeper(config, device)(model)
+        initialise(model, model.init_rules(), 0)
+        model.to(device)
+        ids_BT = IDS_BT.to(device)
+        for _ in range(3):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(ids_BT, ids_BT).loss_sum
+            loss.backward()
+        found.append([p.grad for p in model.blocks.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_doctor_tries_what_is_installed_in_parts(
+    stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacpp.cli.doctor import _optional
+
+    def found() -> Any:
+        (finding,) = (f for f in _optional() if f.name == "transformer_engine")
+        return finding
+
+    assert found().ok and "precision.fp8=te" in found().detail
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert found().ok is None and "installed, but" in found().detail

@@ -1,0 +1,92 @@
+"""Any policy on any mesh: the same training as with everything kept on one process.
+
+Forked gloo ranks, fp64 at 1e-12 (tests/parallel/parity.py): loss, norm and auxiliary terms of five
+steps, gradients of the first, expert counts, weights after the last. Packed documents throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megacpp.config import CheckpointingPolicy, MeshConfig
+from tests.parallel.parity import Run, Trace, check, traces_of
+
+PIECES = CheckpointingPolicy(
+    ablock="selective",
+    eblock="expert_gemm_only",
+    mblock="conv_bc_only",
+    rblock="recurrence",
+    norms=True,
+    mlp=True,
+)
+BLOCKS = CheckpointingPolicy(
+    ablock="full",
+    eblock="full",
+    mblock="conv_bc_only",
+    rblock="full_plus_norms",
+    fblock="full",
+)
+KEEP_STATES = CheckpointingPolicy(rblock="none")
+RUNS = [
+    Run("plain", recompute=PIECES, accum=2),
+    Run("plain", recompute=BLOCKS, accum=2),
+    Run("options", recompute=KEEP_STATES),
+    Run("plain", MeshConfig(dp_shard=2), recompute=PIECES, accum=2),
+    Run("plain", MeshConfig(dp_shard=2), recompute=BLOCKS, accum=2, sync="each"),
+    Run("options", MeshConfig(tp=2, dp_shard=1), recompute=PIECES),
+    Run("mla", MeshConfig(tp=2, dp_shard=1), recompute=BLOCKS),
+    Run("options", MeshConfig(cp=2, dp_shard=1), recompute=PIECES),
+    Run("plain", MeshConfig(cp=2, dp_shard=1, cp_attention="ring"), recompute=BLOCKS),
+    Run(
+        "mla",
+        MeshConfig(cp=2, dp_shard=1, cp_attention="heads", cp_mamba3="heads"),
+        recompute=PIECES,
+    ),
+    Run("plain", MeshConfig(dp_shard=2, ep=2), recompute=PIECES, accum=2),
+    Run("options", MeshConfig(dp_shard=2, ep=2, ep_dispatch="per_expert"), recompute=BLOCKS),
+    Run("plain", MeshConfig(pp=2, dp_shard=1), recompute=PIECES, accum=4),
+    Run("mla", MeshConfig(pp=2, dp_shard=1, pp_schedule="interleaved"), recompute=BLOCKS, accum=4),
+    Run("plain", MeshConfig(pp=2, dp_shard=1, pp_schedule="zbv"), recompute=PIECES, accum=4),
+    Run("options", MeshConfig(dp_shard=2, tp=2, ep=2), recompute=PIECES, accum=2),
+    Run("plain", MeshConfig(dp_shard=2, tp=2, ep=4), recompute=BLOCKS, accum=2),
+    Run("plain", MeshConfig(pp=2, dp_shard=2, ep=2), recompute=PIECES, accum=4),
+    Run(
+        "options", MeshConfig(dp_replicate=2, dp_shard=2), recompute=PIECES, optimizer="muon_adamw"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[Run, list[Trace]]:
+    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_same_run(run: Run, traces: dict[Run, list[Trace]]) -> None:
+    check(traces[run], traces[run.reference][0], run.dtype)
+    ran = set().union(*(trace.again for trace in traces[run]))
+    wanted = {PIECES: {"norm", "core_attn", "mlp", "expert_gemm", "conv_bc"}, BLOCKS: {"block"}}
+    assert wanted.get(run.recompute, set()) <= ran
+
+
+SENDS = [
+    Run("plain", MeshConfig(dp_shard=2, ep=2), accum=2),
+    Run("plain", MeshConfig(dp_shard=2, ep=2, ep_dispatch="per_expert"), accum=2),
+    Run("options", MeshConfig(tp=2, dp_shard=1)),
+    Run("options", MeshConfig(cp=2, dp_shard=1)),
+    Run("plain", MeshConfig(dp_shard=2, tp=2, ep=2), accum=2),
+]
+
+
+@pytest.fixture(scope="module")
+def sends() -> dict[Run, list[Trace]]:
+    return traces_of([*SENDS, *(replace(run, recompute=PIECES) for run in SENDS)])
+
+
+@pytest.mark.parametrize("run", SENDS, ids=str)
+def test_no_piece_sends_anything_again(run: Run, sends: dict[Run, list[Trace]]) -> None:
+    """Not a byte: the collectives of a step are the same, one by one, in the same order."""
+    for keeps, rebuilds in zip(sends[run], sends[replace(run, recompute=PIECES)], strict=True):
+        assert keeps.collectives and keeps.collectives == rebuilds.collectives

@@ -1,0 +1,63 @@
+"""Offload on meshes: same gradients to the bit, and gathered or cut parameters never move."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from checkpointing.apply import Keeper
+from checkpointing.offload import Offloader
+from megacpp.config import CheckpointingPolicy, MeshConfig
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from tests.parallel.parity import CPU, Run, Slices, batches_of, config_of, gradients, world_of
+from tests.ranks import run_ranks
+
+MESHES = {
+    "fsdp": Run("plain", MeshConfig(dp_shard=2, reshard="always"), accum=2, dtype="fp32"),
+    "tp": Run("plain", MeshConfig(dp_shard=1, tp=2), accum=2, dtype="fp32"),
+    "pp": Run("plain", MeshConfig(dp_shard=1, pp=2), accum=4, dtype="fp32"),
+}
+
+
+def one_step(run: Run, rank: int, policy: CheckpointingPolicy) -> tuple[Slices, Keeper]:
+    config = dataclasses.replace(config_of(run), recompute=policy)
+    world, keeper = world_of(rank, run), Keeper(config, CPU)
+    if keeper.offloader is not None:  # small tensors, and all of them leave
+        keeper.offloader = Offloader(64, 1 << 26, CPU, window_bytes=0)
+    model = build_model(config, world, keeper)
+    AccumulationBoundary(model, world, config).accumulate(batches_of(0, world, run))
+    return gradients(model), keeper
+
+
+def body(rank: int, world_size: int, run: Run) -> list[tuple[int, int]]:
+    """Bytes out and back, with offload of what pieces start from, and of all that is saved."""
+    plain, _ = one_step(run, rank, CheckpointingPolicy(rblock="none"))
+    found: list[tuple[int, int]] = []
+    for offload in ("block_inputs", "saved_tensors"):
+        policy = CheckpointingPolicy(offload=offload, ablock="full", fblock="full")  # type: ignore[arg-type]
+        moved, keeper = one_step(run, rank, policy)
+        assert all(torch.equal(moved[n].local, plain[n].local) for n in plain), offload
+        assert keeper.offloader is not None
+        traffic = keeper.offloader.traffic
+        found.append((traffic.out_bytes, traffic.back_bytes))
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_and_traffic(mesh: str) -> None:
+    run = MESHES[mesh]
+    # One process with the same rows in each microbatch, of which it then has more.
+    microbatches = run.accum * run.mesh.dp_shard
+    alone = body(0, 1, dataclasses.replace(run, mesh=MeshConfig(dp_shard=1), accum=microbatches))
+    found = run_ranks(functools.partial(body, run=run), 2, timeout_s=120)
+    assert sum(blocks[0] for blocks, _ in found) > 0, "a stage may have no block that runs again"
+    for blocks, everything in found:
+        assert everything[0] > blocks[0]
+        assert everything[0] == everything[1] and blocks[0] == blocks[1]
+        if mesh == "fsdp":
+            for ours, whole in zip((blocks, everything), alone, strict=True):
+                assert 2 * ours[0] == whole[0], "no gathered parameter among what moved"

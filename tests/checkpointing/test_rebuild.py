@@ -1,0 +1,260 @@
+"""Pieces that run again: what they drop, what they don't disturb. One process, fp64.
+
+Legend: B rows, D model, F hidden.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from checkpointing.rebuild import BlockSeam, RebuildError, Replays
+from megacpp.model.pieces import Piece
+from megacpp.model.seam import recomputing
+from tests.livebytes import LiveBytes
+
+B, D, HIDDEN = 4, 16, 32
+
+
+class Layer(nn.Module):
+    """x + down(dropout(silu(up(norm(x))))) with two pieces in a row."""
+
+    def __init__(self, pieces: set[Piece], replays: Replays, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.seam = BlockSeam(frozenset(pieces), replays)
+        self.norm, self.up = nn.LayerNorm(D), nn.Linear(D, HIDDEN, bias=False)
+        self.down, self.dropout = nn.Linear(HIDDEN, D, bias=False), dropout
+        self.calls = {"norm": 0, "mlp": 0}
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.seam("block", self._forward, x_BD)
+
+    def _forward(self, x_BD: Tensor) -> Tensor:
+        n_BD = self.seam("norm", self._norm, x_BD)
+        return x_BD + self.down(self.seam("mlp", self._hidden, n_BD))
+
+    def _norm(self, x_BD: Tensor) -> Tensor:
+        self.calls["norm"] += 1
+        return self.norm(x_BD)
+
+    def _hidden(self, n_BD: Tensor) -> Tensor:
+        self.calls["mlp"] += 1
+        return F.dropout(F.silu(self.up(n_BD)), self.dropout)
+
+
+def stack(
+    pieces: set[Piece], layers: int = 3, dropout: float = 0.0
+) -> tuple[nn.Sequential, Replays]:
+    replays = Replays()
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(Layer(pieces, replays, dropout) for _ in range(layers))
+    ).double(), replays
+
+
+def inputs() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, D, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def gradients(model: nn.Module, x_BD: Tensor, seed: int = 2) -> list[Tensor]:
+    torch.manual_seed(seed)
+    model(x_BD).square().sum().backward()
+    found = [x_BD.grad, *(p.grad for p in model.parameters())]
+    assert all(g is not None for g in found)
+    return [g.clone() for g in found if g is not None]
+
+
+CHOICES: tuple[set[Piece], ...] = ({"norm"}, {"mlp"}, {"norm", "mlp"}, {"block"})
+
+
+@pytest.mark.parametrize("pieces", CHOICES, ids=lambda p: "+".join(sorted(p)))
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_the_same_bits(pieces: set[Piece], dropout: float) -> None:
+    plain, _ = stack(set(), dropout=dropout)
+    model, replays = stack(pieces, dropout=dropout)
+    for found, expected in zip(gradients(model, inputs()), gradients(plain, inputs()), strict=True):
+        assert torch.equal(found, expected)
+    assert replays.counts == dict.fromkeys(pieces, 3)
+
+
+def test_random_numbers_after_the_backward_are_as_without() -> None:
+    drawn = []
+    for pieces in (set(), {"mlp"}):
+        model, _ = stack(pieces, dropout=0.5)  # type: ignore[arg-type]
+        gradients(model, inputs())
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "numbers"),
+    [
+        # up's input n, pre-activation, silu's result for down; x and the statistics of the norm
+        (set(), 2 * D + 2 * HIDDEN + 2),
+        ({"norm"}, D + 2 * HIDDEN),  # n and the statistics are gone
+        ({"mlp"}, 2 * D + 2),  # n stays, as the argument of the piece
+        ({"norm", "mlp"}, D),  # the chain goes back to x
+        ({"block"}, D),
+    ],
+    ids=str,
+)
+def test_what_a_layer_keeps(pieces: set[Piece], numbers: int) -> None:
+    model, _ = stack(pieces, layers=2)
+    x_BD = inputs()
+    with LiveBytes() as live:
+        y_BD = model(x_BD)
+        # x of the first layer came from outside; the last result is y.
+        assert live.alive() == 8 * B * (2 * numbers - D + D)
+        y_BD.sum().backward()
+        del y_BD
+        x_BD.grad = None
+        model.zero_grad()
+        gc.collect()
+        assert live.alive() == 0
+
+
+def test_a_piece_runs_once_more_and_not_at_all_without_gradients() -> None:
+    model, replays = stack({"norm", "mlp"}, layers=1)
+    layer = model[0]
+    assert isinstance(layer, Layer)
+    with torch.no_grad():
+        model(inputs())
+    assert layer.calls == {"norm": 1, "mlp": 1} and not replays.counts
+    gradients(model, inputs())
+    assert layer.calls == {"norm": 3, "mlp": 3}
+
+
+def test_a_second_backward_through_the_same_graph_runs_it_again() -> None:
+    model, replays = stack({"norm", "mlp"}, layers=1)
+    x_BD = inputs()
+    loss = model(x_BD).square().sum()
+    loss.backward(retain_graph=True)
+    assert x_BD.grad is not None
+    first, x_BD.grad = x_BD.grad, None
+    loss.backward()
+    assert torch.equal(first, x_BD.grad)
+    assert replays.counts == {"norm": 2, "mlp": 2}
+
+
+def test_forwards_in_flight_do_not_mix() -> None:
+    """Microbatches of a pipeline: all forwards first, backwards in any order."""
+    model, _ = stack({"norm", "mlp"})
+    plain, _ = stack(set())
+    parts = inputs().detach().unsqueeze(1).unbind(0)
+    losses = [model(part).square().sum() for part in parts]
+    for loss in (losses[2], losses[0], losses[3], losses[1]):
+        loss.backward()
+    for part in (parts[2], parts[0], parts[3], parts[1]):
+        plain(part).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+class Odd(nn.Module):
+    """One piece, of the test's making."""
+
+    def __init__(self, fn: object, check: str = "default") -> None:
+        super().__init__()
+        self.seam = BlockSeam(frozenset({"mlp"}), Replays(), check=check)  # type: ignore[arg-type]
+        self.fn = fn
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return self.seam("block", lambda x: self.after(self.seam("mlp", self.fn, x)), x_BD)  # type: ignore[arg-type]
+
+    def after(self, h_BD: Tensor) -> Tensor:
+        return h_BD.sin()
+
+
+def test_a_piece_that_does_something_else_is_found() -> None:
+    def fewer(x_BD: Tensor) -> Tensor:
+        return x_BD if recomputing() else x_BD.exp()
+
+    def narrower(x_BD: Tensor) -> Tensor:
+        return (x_BD[:2] if recomputing() else x_BD).exp()
+
+    for fn in (fewer, narrower):
+        with pytest.raises(RebuildError, match="run again"):
+            Odd(fn)(inputs()).sum().backward()
+
+
+def test_the_shape_check_can_be_left_out() -> None:
+    """Rows of experts may be as many as they like, as long as the gradient's shapes fit."""
+
+    def padded(x_BD: Tensor) -> Tensor:
+        return x_BD.new_ones(1 if recomputing() else B, 1) * x_BD.exp()
+
+    x_BD = inputs()
+    Odd(padded, check="none")(x_BD).sum().backward()
+    assert x_BD.grad is not None
+    with pytest.raises(RebuildError):
+        Odd(padded)(inputs()).sum().backward()
+
+
+def test_a_result_that_was_changed_in_place_is_kept() -> None:
+    class InPlace(Odd):
+        def after(self, h_BD: Tensor) -> Tensor:
+            return h_BD.add_(1.0).sin()
+
+    def shifted(x_BD: Tensor) -> Tensor:
+        return x_BD + 0.5
+
+    x_BD, y_BD = inputs(), inputs()
+    InPlace(shifted)(x_BD).sum().backward()
+    ((y_BD + 0.5) + 1.0).sin().sum().backward()  # the same two roundings
+    assert x_BD.grad is not None and y_BD.grad is not None
+    assert torch.equal(x_BD.grad, y_BD.grad)
+
+
+def test_an_argument_that_was_changed_in_place_is_found() -> None:
+    class Changed(Odd):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            h_BD = x_BD * 1.0
+            out = self.seam("block", lambda h: self.seam("mlp", self.fn, h).sin(), h_BD)  # type: ignore[arg-type]
+            h_BD.add_(1.0)
+            return out
+
+    with pytest.raises(RebuildError, match="in place"):
+        Changed(torch.exp)(inputs()).sum().backward()
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    found = []
+    for pieces in (set(), {"norm", "mlp"}):
+        model, _ = stack(pieces)  # type: ignore[arg-type]
+        model = model.float()
+        x_BD = inputs().detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x_BD).square().sum()
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_a_decision_is_made_once() -> None:
+    """What chooses must not choose again, even if it would choose otherwise."""
+
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seam, self.made = BlockSeam(frozenset({"block"}), Replays()), 0
+
+        def choose(self) -> Tensor:
+            self.made += 1
+            return torch.tensor([self.made, 0])
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.seam("block", self._forward, x_BD)
+
+        def _forward(self, x_BD: Tensor) -> Tensor:
+            return x_BD.exp()[self.seam.keep(self.choose)].square()
+
+    model, x_BD = Choosing(), inputs()
+    model(x_BD).sum().backward()
+    assert model.made == 1 and x_BD.grad is not None
+    assert x_BD.grad.abs().sum(1).nonzero().flatten().tolist() == [0, 1]
