@@ -3,10 +3,10 @@
     python bench/pareto.py
     python bench/pareto.py nam56r --svg docs/activation-pareto.svg
 
-The choices of bench/choices.py on rank 0 of 8, which share the rows and the weights of the preset,
-on fake tensors (seconds to a minute each). `by kind, any` are all policies that say for each kind
-of block what runs again; those that no other one beats are the line of the figure. FLOPs are those
-of matrix products, in % of the forward. What waits on the host is moved twice instead of kept.
+The choices of bench/choices.py on rank 0 of 8, with the rows of the preset on each rank, on fake
+tensors (a minute or two each), and below them all policies that say for each kind of block what
+runs again (norms always do) and that no other such policy beats: the line of the figure. FLOPs are
+those of matrix products, in % of the forward. `moved` waits on the host, once out and once back.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def table(name: str, of: Front) -> str:
     every = of.points[KEEP_ALL.name].kept
     lines = [
         f"{name}, all kept: {readable(every)}",
-        f"{'':32}{'kept':>12}{'of all':>9}{'FLOPs':>9}",
+        f"{'':48}{'kept':>12}{'of all':>9}{'FLOPs':>9}",
     ]
     for choice, p in of.points.items():
         words = f"  {readable(p.moved)} moved" if p.moved else ""
@@ -217,14 +217,14 @@ def table(name: str, of: Front) -> str:
 
 def _line(words: str, p: Point, every: int, forward: int) -> str:
     kept = f"{readable(p.kept):>12}{p.kept / every:9.1%}"
-    return f"{words:32}{kept}{p.flops / forward:+9.1%}"
+    return f"{words:48}{kept}{p.flops / forward:+9.1%}"
 
 
 COLORS = {KEEP_ALL: "black", WHOLE: "tab:red", SELECTIVE: "tab:orange", BY_KIND: "tab:blue"}
 COLORS |= {OFFLOAD: "tab:green", COMPRESS: "tab:purple"}
 
 
-LABELS = {BY_KIND: (6, 6), OFFLOAD: (6, -10), COMPRESS: (6, 16)}
+LABELS = {BY_KIND: (6, 6), COMPRESS: (6, 17), WHOLE: (6, -3)}  # points to the right, and up
 
 
 def draw(fronts: dict[str, Front], image: Path) -> None:
@@ -242,6 +242,8 @@ def draw(fronts: dict[str, Front], image: Path) -> None:
     figure, grid = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axes, (name, of) in zip(grid.flat, fronts.items(), strict=False):
         panel(axes, name, of)
+    for axes in grid.flat[len(fronts) :]:
+        axes.set_visible(False)
     figure.supxlabel("matrix products repeated, % of the forward", fontsize=9)
     figure.supylabel("kept by one microbatch, %", fontsize=9)
     figure.savefig(image, metadata={"Date": None} if image.suffix == ".svg" else None)
@@ -255,15 +257,16 @@ def panel(axes: Axes, name: str, of: Front) -> None:
 
     x, y = zip(*map(place, of.best.values()), strict=True)
     axes.step(x, y, where="post", color=COLORS[BY_KIND], linewidth=1)
+    label = partial(axes.annotate, textcoords="offset points", fontsize=8)
+    label("any by kind", (x[-1], y[-1]), (5, -3), color=COLORS[BY_KIND])
     for choice in CHOICES:
+        if choice == OFFLOAD and not of.points[choice.name].moved:
+            continue
         at, color = place(of.points[choice.name]), COLORS[choice]
         axes.plot(*at, "o", color=color, markersize=5)
-        right, up = LABELS.get(choice, (6, 4))
-        axes.annotate(
-            choice.name, at, (right, up), color=color, textcoords="offset points", fontsize=8
-        )
+        label(choice.name, at, LABELS.get(choice, (6, 4)), color=color)
     axes.set_title(f"{name}: all is {readable(every)}", fontsize=9)
-    axes.set(xlim=(-6, 125), ylim=(0, 110))
+    axes.set(xlim=(-4, 90), ylim=(0, 110))
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -20,7 +20,7 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, layer_pieces
 from megacpp.model.seam import PLAIN, Seam
-from megacpp.model.stages import stage_parts
+from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ class Keeper:
     Attributes:
         pieces: what each layer of the whole model runs again.
         replays: counts of what ran again.
-        compiled: layers where the compiler decides instead, and in which words.
+        compiled: layers where the compiler decides, of all or of a part, and in which words.
         offloader: what moves tensors to the host (None: nothing does).
         fp8: which layers compute in FP8 (None: none).
     """
@@ -78,9 +78,10 @@ class Keeper:
         if config.train.compile != "off":
             from checkpointing.compile import compile_blocks
 
-            budget = policy.activation_memory_budget
-            found = compile_blocks(model, config.train.compile, budget)
-            self.compiled = {layer: found.words(layer) for layer in sorted(found.whole)}
+            budget, mesh = policy.activation_memory_budget, config.mesh
+            halves = mesh.pp > 1 and mesh.pp_schedule in SPLIT_BACKWARD
+            found = compile_blocks(model, config.train.compile, budget, halves)
+            self.compiled = {layer: found.words(layer) for layer in sorted(found.graphs)}
 
     def _stores(self, model: HybridLM) -> Callable[[nn.Module], Store]:
         """Where what a block keeps waits."""

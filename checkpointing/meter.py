@@ -28,7 +28,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.operators import (
@@ -103,6 +106,7 @@ class Meter(TorchDispatchMode):
         self._parameters: dict[int, UntypedStorage] = {}
         self._documents: list[Documents] = []
         self._calls: list[tuple[str, str]] = []  # parts and paths of the modules that run
+        self._hooked: set[int] = set()  # modules with forward hooks of their own
         self._back = ""  # the part whose backward runs
         self._replaying = 0
         self._undo: list[Callable[[], None]] = []
@@ -113,8 +117,12 @@ class Meter(TorchDispatchMode):
             self._parameters[id(storage)] = storage
         # Before and after all other hooks of a module: what they do belongs to it.
         hooks = [register_module_forward_pre_hook(self._enter_module)]
+        # A module without hooks stays one: some do more by hand when nobody looks on.
+        hooks.append(register_module_forward_hook(self._leave_plain, always_call=True))
         for module in self.model.modules():
-            hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
+            if module._forward_hooks:
+                hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
+                self._hooked.add(id(module))
         self._undo = [hook.remove for hook in hooks]
         self._undo += [_replaced(UntypedStorage, "resize_", self._resizing)]
         self._undo += [_replaced(saved_tensors_hooks, "__init__", self._unpacking)]
@@ -286,6 +294,10 @@ class Meter(TorchDispatchMode):
         self._calls.append(_split(name))
         if not self.forward_ended:
             self._documents += [a for a in args if isinstance(a, Documents)]
+
+    def _leave_plain(self, module: nn.Module, args: Any, out: Any) -> None:
+        if id(module) in self._names and id(module) not in self._hooked:
+            self._leave_module(module, args, out)
 
     def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
         part, path = self._calls.pop()

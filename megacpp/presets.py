@@ -26,13 +26,14 @@ from megacpp.config import (
 from megacpp.errors import ConfigError, did_you_mean
 
 NAM_PATTERN = "AEMEAEMEAEMR"
-# What saves most for the least work, by block kind (docs/21-activation-memory.md).
+# What saves most for the least work, by block kind (docs/21-activation-memory.md). Attention stays:
+# a fused kernel keeps its output and a number per query and head, and takes long to run again.
 PER_BLOCK = CheckpointingPolicy(
-    ablock="selective",
     eblock="expert_gemm_only",
     mblock="conv_bc_only",
     rblock="full_plus_norms",
     norms=True,
+    mlp=True,
 )
 
 

@@ -22,20 +22,20 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
                     "there is no latent, model.attention.kind=gqa",
                     f"use recompute.{name}=false",
                 )
-    if policy.compress:
-        if not set("AF") & set(config.model.pattern):
+    if policy.compress and not set("AF") & set(config.model.pattern):
+        yield config_error(
+            "recompute.compress",
+            policy.compress,
+            f"is for A and F blocks, and model.pattern={config.model.pattern} has none",
+            "use recompute.compress=0",
+        )
+    for name, off in (("compress", 0), ("offload", "none")):
+        if getattr(policy, name) != off and config.train.compile != "off":
             yield config_error(
-                "recompute.compress",
-                policy.compress,
-                f"is for A and F blocks, and model.pattern={config.model.pattern} has none",
-                "use recompute.compress=0",
-            )
-        if config.train.compile != "off":
-            yield config_error(
-                "recompute.compress",
-                policy.compress,
+                f"recompute.{name}",
+                getattr(policy, name),
                 "in a compiled block the compiler alone decides what is kept",
-                "use recompute.compress=0, or train.compile=off",
+                f"use recompute.{name}={off}, or train.compile=off",
             )
     if policy.activation_memory_budget < 1 and config.train.compile == "off":
         yield config_error(

@@ -69,7 +69,11 @@ def fake_tensors(memory: bool = False) -> Iterator[None]:
 
 
 def as_trained(config: Config) -> Config:
-    """`auto` means bf16, as on a GPU, in compute and in Muon, unless the run is to be on a CPU."""
+    """`auto` means bf16, as on a GPU, in compute and in Muon, unless the run is to be on a CPU.
+
+    Blocks are not compiled: the compiler takes no tensors without values.
+    """
+    config = replace(config, train=replace(config.train, compile="off"))
     if config.train.device == "cpu":
         return config
     precision, optim = config.precision, config.optim

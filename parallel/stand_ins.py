@@ -1,10 +1,10 @@
 """Local work that a run without values only needs the shape of.
 
-A recurrence runs token by token and experts run group by group: under fake tensors that is minutes
-of Python for results without values. None of the functions below calls a collective, so a dry run
-puts outputs of the right shape and type in their place, joined to the same inputs in autograd's
-graph. tests/parallel/test_dry_run.py holds that real ranks, which compute everything, issue the
-same collectives.
+A recurrence runs token by token, and how many rows an expert gets is a value: under fake tensors
+the one is minutes of Python for results without values, the other isn't there. None of the
+functions below calls a collective, so a dry run puts outputs of the right shape and type in their
+place, joined to the same inputs in autograd's graph. tests/parallel/test_dry_run.py holds that real
+ranks, which compute everything, issue the same collectives.
 
 Who asks what a forward keeps gets `memory_stand_ins` instead: nothing is left out but the loop over
 tokens inside the chunks of M2RNN, a product of as many FLOPs in its place, and the number of rows
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megacpp.kernels import m2rnn_chunks
 from megacpp.kernels.expert_rows import Groups, group_rows
-from megacpp.kernels.grouped_mm import grouped_linear
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan
 from megacpp.kernels.mamba3_chunks import mamba3_chunked
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
@@ -42,7 +41,6 @@ def stand_ins() -> Iterator[None]:
     with _instead(
         (mamba3_chunked, scan),
         (Chunked, Recurrence),
-        (grouped_linear, experts_linear),
         (group_rows, balanced_rows),
     ):
         yield
@@ -119,14 +117,6 @@ class Recurrence:
         tensors = (q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV)
         out = shaped(shapes, *(x for x in tensors if x is not None))
         return out[0], out[1] if plan.final_states else None
-
-
-def experts_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor | None = None) -> Tensor:
-    """In place of `grouped_linear`."""
-    dtype, device = x_SD.dtype, x_SD.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    return shaped([((len(x_SD), weight_EFD.shape[1]), dtype)], x_SD, weight_EFD)[0]
 
 
 def balanced_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Groups:

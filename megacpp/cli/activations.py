@@ -256,10 +256,10 @@ def _besides(report: Report) -> list[str]:
 
 def _levers(report: Report) -> list[str]:
     base = report.base
-    rows = [["each lever by itself", "saves", "replays", "per FLOP"]]
+    rows = [["each lever by itself", "saves", "replays", "per TFLOP"]]
     for name, alone in report.levers.items():
         saved, extra = base.bytes - alone.bytes, alone.repeated(base)
-        each = f"{saved / extra:.2g} B" if extra else "free"
+        each = readable(round(saved / extra * 10**12)) if extra else "free"
         rows.append([name, readable(saved), flops(extra), each])
     return table(rows)
 

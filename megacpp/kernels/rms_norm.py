@@ -50,6 +50,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight_D, rstd = ctx.saved_tensors
         need_x, need_weight = wanted_gradients(ctx)[:2]
+        # A row whose squares overflow comes out as zeros: its gradient must not pass for one.
+        rstd = rstd.masked_fill(rstd == 0, float("nan"))
         gradients = _fused_gradients if x.is_cuda else _gradients
         dx, dw_D = gradients(wide(dy), wide(x), weight_D, rstd, (need_x, need_weight))
         return dx if dx is None else dx.to(x.dtype), dw_D, None, None

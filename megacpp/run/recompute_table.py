@@ -26,7 +26,7 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
     """One row per layer, in order.
 
     Args:
-        compiled: layers where the compiler decides, and in which words.
+        compiled: layers where the compiler decides, of all or of a part, and in which words.
     """
     letters = block_letters(config.model.pattern, config.model.depth)
     pieces = layer_pieces(config.recompute, config.model)
@@ -35,8 +35,8 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
         names = [word for piece, word in WORDS.items() if piece in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")
-        if layer in compiled:
-            names = [compiled[layer]]
+        if layer in compiled:  # of an E block the shared expert alone
+            names = [*(names if letter == "E" else []), compiled[layer]]
         rows.append({"layer": layer, "kind": letter, "runs_again": names})
     return rows
 

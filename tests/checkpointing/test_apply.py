@@ -36,7 +36,7 @@ FULL = CheckpointingPolicy(
     rblock="full_plus_norms",
     fblock="full",
 )
-ALL_PIECES = replace(PER_BLOCK, rblock="recurrence", mlp=True)
+ALL_PIECES = replace(PER_BLOCK, ablock="selective", rblock="recurrence")
 
 
 def hybrid(name: str = "plain") -> ModelConfig:

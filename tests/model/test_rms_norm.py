@@ -97,6 +97,17 @@ def test_autocast_rounds_the_result_and_nothing_else(amp: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_a_row_that_overflows_has_no_gradient() -> None:
+    """Its squares are infinite, so it comes out as zeros; the others have theirs."""
+    x, weight_D, dy = case((4, 8), torch.float32)
+    with torch.no_grad():
+        x[1] = 1e30
+    y = rms_norm(x, weight_D, EPS)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert (y[1] == 0).all() and dx[1].isnan().all()
+    assert dx[[0, 2, 3]].isfinite().all()
+
+
 def test_the_module_holds_its_weight_under_the_contract() -> None:
     norm = RMSNorm(8, EPS)
     initialise(norm, norm.init_rules(), seed=0)

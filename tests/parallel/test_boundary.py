@@ -147,7 +147,7 @@ UNEVEN = [
 @functools.cache
 def results() -> dict[Split, list[Outcome]]:
     wanted = [*splits("tokens"), *splits("microbatches"), *UNEVEN]
-    wanted += map(whole, wanted)
+    wanted += [whole(split) for split in wanted]
     return on_worlds(outcome, {split: split.run.world for split in wanted})
 
 
