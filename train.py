@@ -76,6 +76,7 @@ def main(resolved: Resolved) -> None:
         device,
         world.is_main,
         keeper.compiled,
+        keeper.words(),
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)
     held_out = validation_share(corpus, config, *share)

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 HYBRIDS = ("tiny", "hybrid_400m", "nam56r", "nam52_deep")
 NORMS = Choice("norms", CheckpointingPolicy(rblock="none", norms=True))
-MLP = Choice("by kind, mlp", replace(PER_BLOCK, mlp=True))
+EXPERTS = Choice("by kind, no mlp", replace(PER_BLOCK, mlp=False))
 # What a policy may say of one kind, and the choice in which blocks of the kind do it.
 SAYS = {
-    "A": {"": NORMS, "selective": BY_KIND, "full": WHOLE},
-    "E": {"": NORMS, "mlp": SELECTIVE, "experts": BY_KIND, "experts, mlp": MLP, "full": WHOLE},
+    "A": {"": NORMS, "selective": SELECTIVE, "full": WHOLE},
+    "E": {"": NORMS, "mlp": SELECTIVE, "experts": EXPERTS, "experts, mlp": BY_KIND, "full": WHOLE},
     "M": {"": NORMS, "conv": BY_KIND},
     "R": {"": NORMS, "recurrence": SELECTIVE, "full": BY_KIND},
 }
@@ -111,7 +111,7 @@ def main() -> None:
 
 def front(config: Config, size: int) -> Front:
     """All choices, measured, and what kinds of blocks put together come to."""
-    found = {choice: measured(choice, config, size) for choice in (*CHOICES, NORMS, MLP)}
+    found = {choice: measured(choice, config, size) for choice in (*CHOICES, NORMS, EXPERTS)}
     plain = found[KEEP_ALL].activations
     points = {choice.name: found[choice].against(plain) for choice in CHOICES}
     letters = sorted(set(block_letters(config.model.pattern, config.model.depth)))
@@ -205,7 +205,7 @@ def table(name: str, of: Front) -> str:
     every = of.points[KEEP_ALL.name].kept
     lines = [
         f"{name}, all kept: {readable(every)}",
-        f"{'':48}{'kept':>12}{'of all':>9}{'FLOPs':>9}",
+        f"{'':54}{'kept':>12}{'of all':>9}{'FLOPs':>9}",
     ]
     for choice, p in of.points.items():
         words = f"  {readable(p.moved)} moved" if p.moved else ""
@@ -217,7 +217,7 @@ def table(name: str, of: Front) -> str:
 
 def _line(words: str, p: Point, every: int, forward: int) -> str:
     kept = f"{readable(p.kept):>12}{p.kept / every:9.1%}"
-    return f"{words:48}{kept}{p.flops / forward:+9.1%}"
+    return f"{words:54}{kept}{p.flops / forward:+9.1%}"
 
 
 COLORS = {KEEP_ALL: "black", WHOLE: "tab:red", SELECTIVE: "tab:orange", BY_KIND: "tab:blue"}

@@ -83,6 +83,15 @@ class Keeper:
             found = compile_blocks(model, config.train.compile, budget, halves)
             self.compiled = {layer: found.words(layer) for layer in sorted(found.graphs)}
 
+    def words(self) -> list[str]:
+        """What a run prints of layers in FP8."""
+        if self.fp8 is None:
+            return []
+        how = "rounded to FP8 and multiplied wide" if self.fp8.emulated else "in FP8"
+        found = [f"{len(self.fp8.converted)} linear layers {how} ({self.config.precision.fp8})"]
+        reasons = sorted(set(self.fp8.left.values()))
+        return found + [f"{len(self.fp8.left)} stay wide: {'; '.join(reasons)}"] * bool(reasons)
+
     def _stores(self, model: HybridLM) -> Callable[[nn.Module], Store]:
         """Where what a block keeps waits."""
         offloader = self.offloader

@@ -292,6 +292,10 @@ class Meter(TorchDispatchMode):
         if name is None:
             return
         self._calls.append(_split(name))
+        if self._calls[-1][1]:  # below a part: FSDP2 has gathered what it reads by now
+            for p in module.parameters():
+                storage = local_part(p).untyped_storage()
+                self._parameters[id(storage)] = storage
         if not self.forward_ended:
             self._documents += [a for a in args if isinstance(a, Documents)]
 

@@ -78,7 +78,8 @@ def test_the_screen_says_what_runs(single: tuple[Path, str]) -> None:
     for words in (
         "parameters,", "attention", "Mamba-3", "one process, no process group", "tokens a step",
         "adamw", "corpus ", "fresh start, 20 steps", "step  1/20", "step 20/20", "eta ",
-        "bits per byte", "gzip -9", "---- sample ----", "#pragma once",
+        "bits per byte", "gzip -9", "---- sample ----", "#pragma once", "backward runs again",
+        "rows and hidden units of experts", "keeps all, its backward comes at once",
     ):  # fmt: skip
         assert words in out, words
 
@@ -102,6 +103,10 @@ def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> N
     assert config["provenance"]["model.attention.qk_norm"] == "preset"
     assert config["provenance"]["train.grad_accum"] == "derived"
     launch = json.loads((folder / "launch.json").read_text())
+    *layers, last = launch["recompute"]
+    assert {layer["kind"] for layer in layers} == set("AEMR") and last["runs_again"] == []
+    experts = next(layer for layer in layers if layer["kind"] == "E")
+    assert "rows and hidden units of experts" in experts["runs_again"]
     assert launch["versions"] == versions() and launch["world_size"] == 1
     assert launch["parameters"]["total"] > launch["parameters"]["active"] > 0
     assert {"git_commit", "mesh", "flops_per_token", "data_fingerprint"} <= launch.keys()

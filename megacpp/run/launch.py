@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from megacpp.config import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import config_error
+from megacpp.memory.activations import activation_bytes
 from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
@@ -70,6 +73,7 @@ def announce(
     device: torch.device,
     active: bool,
     compiled: Mapping[int, str],
+    fp8: Sequence[str],
 ) -> Callable[[float], float | None]:
     """Prints the header and writes the launch record on the main rank.
 
@@ -96,6 +100,8 @@ def announce(
             first_step=first_step,
             device=device_name(device),
             recompute=layer_rows(config, compiled),
+            fp8=list(fp8),
+            activations=kept_by_a_microbatch(config, ranks, device),
         )
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
@@ -112,13 +118,22 @@ def announce(
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
-                ("backward runs again", recompute_lines(config, compiled)),
+                ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
                 ("optimizer" + _whose(mesh), optimizer_lines),
                 ("data", corpus.describe()),
                 ("start", [_start_line(config, first_step), *changed]),
             ]
         )
     return lambda tokens_per_s: None if peak is None else tokens_per_s * flops / (peak * ranks)
+
+
+def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
+    """What the forward keeps on the first rank, by kind of block, from closed forms."""
+    precision = config.precision
+    if precision.dtype == "auto":
+        narrow = compute_dtype(precision, device) == torch.bfloat16
+        precision = dataclasses.replace(precision, dtype="bf16" if narrow else "fp32")
+    return activation_bytes(dataclasses.replace(config, precision=precision), ranks).as_dict()
 
 
 def _given(resolved: Resolved) -> dict[str, object]:

@@ -19,6 +19,7 @@ from megacpp.config import CheckpointingPolicy, Config, ModelConfig, PrecisionCo
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
+from megacpp.model.mla import MultiHeadLatentAttention
 from megacpp.model.pieces import BLOCK, NOTHING, layer_pieces
 from megacpp.model.router import Router
 from megacpp.model.seam import PLAIN
@@ -150,6 +151,26 @@ def test_experts_run_again_without_router_permutation_or_scan() -> None:
     assert calls["group_rows"] == calls["dispatch"] == 2
     assert calls["chunk_scan"] == 1 and calls["bias_and_rotate"] == 2
     assert calls["choose"] == 2
+
+
+def test_keys_and_values_are_rebuilt_from_the_latent() -> None:
+    """The latent itself is made once; its expansion and that of the queries run again."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> mock._patch[object]:
+        original = getattr(MultiHeadLatentAttention, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return mock.patch.object(MultiHeadLatentAttention, name, call)
+
+    latent = replace(hybrid("mla"), pattern="AF", depth=2)
+    model, _ = build(CheckpointingPolicy(mla_kv=True, mla_q_upproj=True), latent)
+    with counted("expand_kv"), counted("latent"), counted("queries"), counted("attend"):
+        train(model)
+    assert calls == {"latent": 1, "attend": 1, "expand_kv": 2, "queries": 2}
 
 
 def test_a_router_that_would_choose_otherwise_is_not_asked() -> None:

@@ -1,0 +1,161 @@
+"""What E blocks keep for the backward.
+
+Legend: m tokens that this rank routes, D model, E experts, e of a rank, W ranks of the axis ep, K
+experts of a token, N = m K copies, I hidden of an expert, Z rows that leave for other ranks, R that
+arrive, S slots of this rank's experts (padded groups of copies), L experts that a row can want of
+one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megacpp.memory.activation_share import INDEX, Kept, Pieces, Share
+from megacpp.model.pieces import BLOCK
+
+ROWS = 48  # a group is padded to a multiple on a CPU, to one of 16 on a GPU (kernels/grouped_mm.py)
+
+
+@dataclass(frozen=True)
+class Trip:
+    """Rows of a rank: that leave, that arrive, copies of those that arrived, slots for them."""
+
+    leaving: int
+    arriving: int
+    copies: int
+    slots: int
+
+
+def experts(own: Share, pieces: Pieces) -> Iterator[Kept]:
+    """Routing, rows, hidden units of the routed experts, and the shared expert."""
+    moe, m, whole = own.config.model.moe, own.stream, pieces >= BLOCK
+    N, losses = m * moe.top_k, moe.balance_loss or moe.sequence_loss
+    yield "routing", N, INDEX
+    if whole and losses:
+        yield "routing", N, INDEX  # what plain top-k chooses is a decision too
+    if moe.balance_loss:
+        yield "routing", moe.num_experts, own.wide
+    if not whole:
+        yield from _router(own)
+    trip = trip_of(own)
+    yield from _places(own, trip)
+    if not whole:
+        yield from _rows(own, trip)
+        if "expert_gemm" not in pieces:
+            hidden = moe.hidden_dim * (2 if moe.activation == "swiglu" else 1)
+            yield "hidden units", trip.slots * hidden, own.compute
+        yield from _shared(own, pieces)
+
+
+def _router(own: Share) -> Iterator[Kept]:
+    """Scores, and what the auxiliary losses read."""
+    moe, m, wide = own.config.model.moe, own.stream, own.wide
+    E, K, sigmoid = moe.num_experts, moe.top_k, moe.score == "sigmoid"
+    if not sigmoid and moe.softmax_order == "pre":
+        yield "routing", m * E, wide
+    else:
+        yield "routing", m * (K + sigmoid), wide
+    if moe.balance_loss or moe.sequence_loss:
+        yield "routing", m * (E + sigmoid), wide
+    if moe.sequence_loss:
+        yield "routing", m * E, wide  # how much of its document chose each expert
+    if moe.z_loss:
+        yield "routing", m * (E + 1), wide
+
+
+def trip_of(own: Share) -> Trip:
+    """Sizes of what is sent and computed; dropless: with even choices, or the most there can be."""
+    moe, m = own.config.model.moe, own.stream
+    E, K, W = moe.num_experts, moe.top_k, own.config.mesh.ep
+    N, e = m * K, E // W
+    if moe.capacity_factor is not None:
+        slots = E * math.ceil(N / E * moe.capacity_factor)
+        return Trip(slots, slots, slots, slots)
+    if own.most:
+        copies = W * m * min(K, e)
+        arriving = W * m if own.config.mesh.ep_dispatch == "per_rank" else copies
+        leaving = m * min(K, W) if own.config.mesh.ep_dispatch == "per_rank" else N
+        return Trip(leaving, arriving, copies, copies + min(e, copies) * (ROWS - 1))
+    circle = _circle(E) if W > 1 else list(range(E - 1, -1, -1))
+    counts = [N // E] * E
+    for expert in circle[: N % E]:
+        counts[expert] += 1
+    mine = [W * n for n in counts[own.expert * e : (own.expert + 1) * e]]
+    slots, copies = sum(-(-n // ROWS) * ROWS for n in mine), sum(mine)
+    if own.config.mesh.ep_dispatch == "per_expert" or W == 1:
+        return Trip(N, copies, copies, slots)
+    sent = _sent(m, K, e, circle)
+    return Trip(sum(sent), W * sent[own.expert], copies, slots)
+
+
+def _circle(num_experts: int) -> list[int]:
+    """The order in which `EvenRouting` (parallel/expert_exchange.py) goes around the experts."""
+    order = list(range(num_experts))
+    random.Random(0).shuffle(order)
+    return order
+
+
+def _sent(m: int, K: int, e: int, circle: list[int]) -> list[int]:
+    """Rows to each rank: one per token and rank that holds some of its K neighbours."""
+    E = len(circle)
+    counts, period = [0] * (E // e), E // math.gcd(E, K)
+    for t in range(min(period, m)):
+        for rank in {circle[(t * K + k) % E] // e for k in range(K)}:
+            counts[rank] += (m - t - 1) // period + 1
+    return counts
+
+
+def _places(own: Share, trip: Trip) -> Iterator[Kept]:
+    """Where copies lie: the slot of each, the row in each slot, which ones have one."""
+    moe, mesh = own.config.model.moe, own.config.mesh
+    N, L = own.stream * moe.top_k, min(moe.top_k, moe.num_experts // mesh.ep)
+    yield "rows", N, INDEX
+    if moe.capacity_factor is not None:
+        yield "rows", N, 1
+        yield "rows", trip.slots + 1, INDEX
+        if mesh.ep > 1:  # both orders; of one expert they are the same
+            yield "rows", trip.slots * (2 if moe.num_experts > mesh.ep else 1), INDEX
+        return
+    yield "rows", trip.slots, INDEX
+    if mesh.ep == 1:
+        yield "rows", moe.num_experts, INDEX
+        return
+    yield "rows", trip.leaving, INDEX
+    labels = trip.arriving * (L if mesh.ep_dispatch == "per_rank" else 1)
+    yield "rows", labels, INDEX
+    if trip.leaving < N:
+        yield "rows", N, 1
+    if trip.copies < labels:
+        yield "rows", labels, 1
+
+
+def _rows(own: Share, trip: Trip) -> Iterator[Kept]:
+    """Weights of copies, and rows that other ranks sent."""
+    moe, mesh, D = own.config.model.moe, own.config.mesh, own.config.model.dim
+    N, L = own.stream * moe.top_k, min(moe.top_k, moe.num_experts // mesh.ep)
+    if mesh.ep > 1:
+        yield "rows", trip.arriving * D, own.compute
+    if mesh.ep == 1 or (moe.capacity_factor is None and mesh.ep_dispatch == "per_rank"):
+        yield "rows", trip.slots + 1, own.wide  # weighed where the experts are
+    else:
+        yield "rows", N, own.wide
+        yield "rows", trip.leaving * D, own.compute  # as they came back, to be weighed
+    if mesh.ep > 1 and moe.capacity_factor is None and mesh.ep_dispatch == "per_rank":
+        yield "routing", N, INDEX + own.wide
+        yield "rows", trip.leaving * L, INDEX + 1
+
+
+def _shared(own: Share, pieces: Pieces) -> Iterator[Kept]:
+    """The shared expert, which every token visits."""
+    moe, n, s = own.config.model.moe, own.tokens, own.compute
+    if not moe.num_shared:
+        return
+    if own.tp > 1:
+        yield "normed", n * own.config.model.dim, s
+    if "mlp" not in pieces:
+        yield "hidden units", n * 2 * (moe.num_shared * moe.shared_hidden_dim // own.tp), s
+    if moe.shared_gate:
+        yield "hidden units", n * (own.config.model.dim + 1), s

@@ -1,0 +1,90 @@
+"""What one rank has of a microbatch: the sizes that the closed forms of activations multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacpp.config import Config
+from megacpp.model.pieces import Piece
+
+Kept = tuple[str, int, int]  # group of tensors, numbers, bytes of each
+Pieces = frozenset[Piece]
+
+INDEX = 8  # bytes of an int64
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Sizes of one rank.
+
+    Attributes:
+        rows: of the microbatch.
+        row: tokens of a whole row.
+        here: tokens of a row on this rank of the context axis.
+        stage, context, expert: coordinates on the axes pp, cp and ep.
+        parallel: FSDP2 shards the model (else one process computes under autocast).
+        compute: bytes of a number in matrix products.
+        wide: the same of what is never narrower than fp32.
+        most: dropless experts get as many rows as they can, instead of an even share.
+    """
+
+    config: Config
+    rows: int
+    row: int
+    here: int
+    stage: int
+    context: int
+    expert: int
+    parallel: bool
+    compute: int
+    wide: int
+    most: bool
+
+    @staticmethod
+    def of(config: Config, size: int, rank: int, most: bool = False) -> Share:
+        mesh, dtype = config.mesh, config.precision.dtype
+        if dtype == "auto":
+            dtype = "fp32" if config.train.device == "cpu" else "bf16"
+        stage_size = size // mesh.pp
+        return Share(
+            config=config,
+            rows=config.train.device_batch_size,
+            row=config.data.seq_len,
+            here=config.data.seq_len // mesh.cp,
+            stage=rank // stage_size,
+            context=rank // mesh.tp % mesh.cp,
+            expert=rank % mesh.ep,
+            parallel=stage_size > 1,
+            compute=BYTES[dtype],
+            wide=max(4, BYTES[dtype]),
+            most=most,
+        )
+
+    @property
+    def tp(self) -> int:
+        return self.config.mesh.tp
+
+    @property
+    def cp(self) -> int:
+        return self.config.mesh.cp
+
+    @property
+    def tokens(self) -> int:
+        """That a mixer of this rank works on."""
+        return self.rows * self.here
+
+    @property
+    def stream(self) -> int:
+        """Tokens of the residual stream, which sequence parallelism cuts."""
+        return self.tokens // self.tp
+
+    @property
+    def residual(self) -> int:
+        """Bytes of a number in the residual stream: autocast leaves it wide."""
+        return self.compute if self.parallel else self.wide
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row that a rank of the context axis holds."""
+        return 2 if self.cp > 1 and self.config.mesh.cp_order == "head_tail" else 1

@@ -1,0 +1,192 @@
+"""Bytes that a forward keeps for its backward, in closed form: per block kind and group of tensors.
+
+No model is built: a configuration takes under a millisecond. What each kind of block keeps is
+listed in activation_blocks.py (A, F), activation_experts.py, activation_mamba3.py and
+activation_m2rnn.py; the sums are those of `megacpp activations`, which runs the model without
+values, byte for byte. As there, the residual stream between two blocks belongs to the first of
+them, and what all layers share (ids, masks and places of documents) to none. (Activation memory.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp.config import Config
+from megacpp.memory.activation_blocks import attention, feed_forward, normed, residual
+from megacpp.memory.activation_experts import experts
+from megacpp.memory.activation_m2rnn import m2rnn
+from megacpp.memory.activation_mamba3 import mamba3
+from megacpp.memory.activation_share import Kept, Share
+from megacpp.model.pattern import block_letters
+from megacpp.model.pieces import BLOCK, NOTHING, Piece, pieces_of
+from megacpp.model.stages import stage_parts
+
+MIXERS = {"A": attention, "F": feed_forward, "E": experts, "M": mamba3, "R": m2rnn}
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """All layers of a kind together.
+
+    Attributes:
+        name: a letter, a letter with ` last`, `embed`, `norm`, `head`, or `received` (by a stage).
+        groups: bytes by what the tensors are.
+        upper: bytes at most, whatever the routers choose.
+        weights: bytes of weights put together for one product, on a mesh; besides `bytes`.
+    """
+
+    name: str
+    layers: int
+    groups: dict[str, int]
+    upper: int
+    weights: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.groups.values())
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What one microbatch keeps on one rank.
+
+    Attributes:
+        parts: in the order in which a token first meets them.
+        in_flight: microbatches that are kept at once, at most (None: not worked out).
+        not_counted: settings that change what is kept and that the forms know nothing of.
+    """
+
+    parts: tuple[PartBytes, ...]
+    in_flight: int | None
+    not_counted: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of one microbatch. Dropless experts: when every expert gets as many tokens."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def upper(self) -> int:
+        """Of one microbatch at most, whatever the routers choose."""
+        return sum(part.upper for part in self.parts)
+
+    @property
+    def weights(self) -> int:
+        """Copies of weights on a mesh, whose bytes no token changes."""
+        return sum(part.weights for part in self.parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "bytes": self.bytes,
+            "upper_bytes": self.upper,
+            "weights_bytes": self.weights,
+            "microbatches_in_flight": self.in_flight,
+            "not_counted": list(self.not_counted),
+            "parts": [
+                {"name": p.name, "layers": p.layers, "bytes": p.bytes, "groups": dict(p.groups)}
+                for p in self.parts
+            ],
+        }
+
+
+def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> ActivationBytes:
+    """What one microbatch keeps on rank `rank` of `size`, which `config` is resolved for.
+
+    Precision `auto` is bf16, as on a GPU, unless the run is to be on a CPU. Kernels are those of a
+    CPU, as in the meter: a GPU pads the slots of experts less, and keeps keys and values for every
+    query head where rows are packed (megacpp/kernels/attention.py).
+    """
+    own, most = (Share.of(config, size, rank, most) for most in (False, True))
+    parts = []
+    for name, layers in Counter(_names(own)).items():
+        groups, at_most = _groups(own, name, layers), _groups(most, name, layers)
+        weights = groups.pop("weights", 0)
+        upper = sum(at_most.values()) - weights
+        parts.append(PartBytes(name, layers, groups, upper, weights))
+    return ActivationBytes(tuple(parts), _in_flight(config, own), not_counted(config))
+
+
+def not_counted(config: Config) -> tuple[str, ...]:
+    """Settings that the forms don't follow; with them `bytes` is what is kept without them."""
+    policy = config.recompute
+    found = {
+        "train.compile": config.train.compile != "off",
+        "precision.fp8": config.precision.fp8 != "off",
+        "recompute.offload": policy.offload != "none",
+        "recompute.compress": policy.compress > 0,
+    }
+    return tuple(name for name, is_set in found.items() if is_set)
+
+
+def _names(own: Share) -> list[str]:
+    """Parts in order, one for every layer of this rank."""
+    model, mesh = own.config.model, own.config.mesh
+    letters: Sequence[str] = block_letters(model.pattern, model.depth)
+    blocks = [*letters[:-1], f"{letters[-1]} last"]
+    if mesh.pp == 1:
+        return ["embed", *blocks, "norm", "head"]
+    stages = stage_parts(model, mesh, own.stage)
+    found = ["received" for stage in stages if not stage.first]
+    for stage in stages:
+        found += ["embed"] if stage.first else []
+        found += [blocks[layer] for layer in stage.layers]
+        found += ["norm", "head"] if stage.last else []
+    return found
+
+
+def _groups(own: Share, name: str, layers: int) -> dict[str, int]:
+    """Bytes of all layers of a part; groups without any are left out."""
+    groups: Counter[str] = Counter()
+    for group, numbers, each in _form(own, name):
+        groups[group] += layers * numbers * each
+    return dict(+groups)
+
+
+def _form(own: Share, name: str) -> list[Kept]:
+    """What one layer of a part keeps."""
+    letter, _, last = name.partition(" ")
+    if letter not in MIXERS:
+        return list({"embed": embed, "norm": last_norm, "head": head}.get(name, received)(own))
+    model = own.config.model
+    pieces: frozenset[Piece] = NOTHING if last else pieces_of(own.config.recompute, model, letter)
+    kept = [residual(own)]
+    if not pieces >= BLOCK:
+        kept += normed(own, letter, pieces)
+    return [*kept, *MIXERS[letter](own, pieces)]
+
+
+def embed(own: Share) -> Iterable[Kept]:
+    """The first residual stream; of a cut vocabulary also which words are here."""
+    yield residual(own)
+    if own.tp > 1:
+        yield "words", own.tokens, 8 + 1
+
+
+def received(own: Share) -> Iterable[Kept]:
+    """The residual stream that another stage sent."""
+    yield "residual", own.stream * own.config.model.dim, own.compute
+
+
+def last_norm(own: Share) -> Iterable[Kept]:
+    """1 / rms: the head makes its gradients in the forward and reads nothing later."""
+    yield "normed", own.stream, own.wide
+
+
+def head(own: Share) -> Iterable[Kept]:
+    """Gradients of its input and of its weight, and sums: loss, valid tokens, its report."""
+    model = own.config.model
+    weight = own.compute if own.parallel else own.wide
+    yield "head", own.tokens * model.dim, own.compute
+    yield "head", model.vocab_size // own.tp * model.dim, weight
+    yield "head", 1, 8 + 2 * own.wide
+
+
+def _in_flight(config: Config, own: Share) -> int | None:
+    mesh, total = config.mesh, config.train.grad_accum
+    if mesh.pp == 1:
+        return 1
+    return {"1f1b": min(total, mesh.pp - own.stage), "gpipe": total}.get(mesh.pp_schedule)
