@@ -101,7 +101,7 @@ def test_random_numbers_after_the_backward_are_as_without() -> None:
         ({"norm", "mlp"}, D),  # the chain goes back to x
         ({"block"}, D),
     ],
-    ids=str,
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "",
 )
 def test_what_a_layer_keeps(pieces: set[Piece], numbers: int) -> None:
     model, _ = stack(pieces, layers=2)
