@@ -24,7 +24,7 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
 test: setup  ## the whole CPU test suite
-	$(RUN) $(BIN)/python -m pytest
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup  ## format check, lint, types
 	$(BIN)/ruff format --check .

@@ -23,7 +23,7 @@ FULL: Meaning = {
 NONE: Meaning = {
     **{f"recompute.{kind}": "none" for kind in ("ablock", "eblock", "mblock", "fblock")},
     "recompute.rblock": "recurrence",
-    "recompute.norms": "false",
+    **{f"recompute.{piece}": "false" for piece in ("norms", "core_attn", "mlp")},
 }
 COMPILED_BUDGET = 0.5  # of a compiled block told to checkpoint, without saying how much
 

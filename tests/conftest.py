@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import subprocess
@@ -18,6 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="rewrite the printed figures of the chapters"
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _young_heap() -> None:
+    """What is alive stays: no garbage collection walks over it again, here or in a fork.
+
+    Importing torch's compiler alone leaves a million objects, a second for each `gc.collect()`.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.parallel.parity import (
-    STEPS,
     Run,
     Trace,
     batches_of,
@@ -36,6 +35,7 @@ from tests.parallel.parity import (
 from tests.ranks import LONG_S, run_ranks
 
 POLICY = CheckpointingPolicy(compress=0.25, compress_redraw=2)
+STEPS = 5
 SAVED = 3  # steps before the checkpoint, one after a redraw
 
 

@@ -1,6 +1,6 @@
 """Any policy on any mesh: the same training as with everything kept on one process.
 
-Forked gloo ranks, fp64 at 1e-12 (tests/parallel/parity.py): loss, norm and auxiliary terms of five
+Forked gloo ranks, fp64 at 1e-12 (tests/parallel/parity.py): loss, norm and auxiliary terms of three
 steps, gradients of the first, expert counts, weights after the last. Packed documents throughout.
 """
 
