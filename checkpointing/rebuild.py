@@ -35,7 +35,7 @@ R = TypeVar("R")
 Check = Literal["default", "none"]
 
 
-class Parked(Protocol):
+class Waiting(Protocol):
     """A tensor that waits elsewhere."""
 
     def get(self) -> Tensor:
@@ -43,7 +43,7 @@ class Parked(Protocol):
         ...
 
 
-Store = Callable[[Tensor], "Tensor | Parked"]
+Store = Callable[[Tensor], "Tensor | Waiting"]
 
 
 def stay(t: Tensor) -> Tensor:
