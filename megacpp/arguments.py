@@ -46,6 +46,8 @@ def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
     arguments = list(argv)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
     base = preset(name)
+    if fit := take_value(arguments, "--fit", ""):  # a way to start, so it has a short name
+        arguments += ["--memory.fit", fit]
     arguments, notes = translate(arguments, compiles(arguments, base.train.compile != "off"))
     given = dict(read_flags(arguments))
     config = replace_keys(base, given)

@@ -292,6 +292,21 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """The launch gate: an estimate before the start, a record of what came true, snapshots."""
+
+    # A launch that doesn't fit is refused; off: it starts all the same, and the record says so.
+    gate: Literal["on", "off"] = "on"
+    device_gib: float = 0.0  # memory of a device (0: what this one has)
+    headroom: float = 0.10  # part of it that the estimate must leave free
+    # auto: plan, try candidates for four steps each, train the first that fits and is sound.
+    fit: Literal["off", "auto"] = "off"
+    calibration: str = "runs/calibration"  # folder of what estimates were off by (empty: none)
+    snapshot_every: int = 1000  # steps between snapshots of what is allocated (0: none)
+    snapshot_gap: int = 100  # steps from a snapshot to the one it is compared with
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a run is; `preset` is the function that it came from."""
 
@@ -305,3 +320,4 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: CheckpointingPolicy = field(default_factory=CheckpointingPolicy)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)

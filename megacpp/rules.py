@@ -91,6 +91,9 @@ AT_LEAST: dict[str, float] = {
     "precision.loss_scale_growth": 1,
     "recompute.offload_min_mib": 0,
     "recompute.compress_redraw": 0,
+    "memory.device_gib": 0,
+    "memory.snapshot_every": 0,
+    "memory.snapshot_gap": 1,
 }
 MOST_WARMUP = 1_000_000  # steps
 ABOVE_ZERO = (
@@ -108,7 +111,13 @@ ABOVE_ZERO = (
     "precision.loss_scale",
     "recompute.offload_host_gib",
 )
-BELOW_ONE = ("optim.beta1", "optim.beta2", "optim.muon_momentum", "recompute.compress")
+BELOW_ONE = (
+    "optim.beta1",
+    "optim.beta2",
+    "optim.muon_momentum",
+    "recompute.compress",
+    "memory.headroom",
+)
 FRACTIONS = (
     "optim.warmup_ratio",
     "optim.decay_ratio",

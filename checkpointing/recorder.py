@@ -1,0 +1,219 @@
+"""Every allocation of a training step, named: parameters, gradients, state, activations, buffers.
+
+    with Recorder(model) as recorder:   # before anything has memory
+        model.to_empty(device="cpu")
+        optimizer = ...
+        step()                          # FSDP2 makes things that stay when it first runs
+        recorder.begin(optimizer)
+        step()
+    recorder.stream()                   # megacpp/memory/stream.py
+
+(Activation memory, and all the rest.) It follows storages as the meter does (checkpointing/meter.py)
+and says of each which component it is of (megacpp/memory/components.py). What FSDP2 does for a unit
+belongs to the part of the model whose parameters the unit has, whichever part runs meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from checkpointing.meter import Life, Meter, in_backward, local_part, part_of
+from checkpointing.operators import storages_of
+from megacpp.memory.stream import Block, Stream
+
+# What routing keeps lies below these modules of an E block.
+ROUTING = ("router", "dispatch", "combine")
+
+
+class Recorder(Meter):
+    """Follows a whole step; `begin` forgets when what is already there was made.
+
+    Attributes:
+        components: of lives, by identity; what has none is told by when it was made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.components: dict[int, str] = {}
+        self._kept: set[int] = set()
+        self._marks: list[tuple[int, str]] = []
+        self._first = 0
+        self._stage = ""  # a part of the step that is no forward and no backward
+        self._unit = ""  # the part whose unit FSDP2 is working for
+        self._of_unit: dict[int, str] = {}
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        if torch.distributed.is_available():
+            self._undo += list(_watched_units(self))
+        return self
+
+    # ---- what runs ----------------------------------------------------------------------------
+
+    def begin(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The step that is asked for starts here."""
+        self._first = len(self._events)
+        self._marks.clear()
+        state = optimizer.state if optimizer is not None else {}
+        for component, found in (
+            ("optimizer_state", list(state.values())),
+            ("parameters", [*self.model.parameters(), *self.model.buffers()]),
+        ):
+            for key in storages_of(_locals(found), set()):
+                self._name(key, component)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A part of the step outside of forward and backward: `clip`, `optimizer`, ..."""
+        self._stage, before = name, self._stage
+        self.mark(name)
+        yield
+        self._stage = before
+        if name == "backward":
+            self.note_gradients()
+
+    def mark(self, name: str) -> None:
+        self._marks.append((len(self._events), name))
+
+    def note_gradients(self) -> None:
+        """Gradients of parameters, as they are now."""
+        for p in self.model.parameters():
+            if p.grad is not None:
+                self._name(id(local_part(p.grad).untyped_storage()), "gradients")
+
+    def stream(self) -> Stream:
+        """Blocks and events of the step, those that were there before first."""
+        found = Stream()
+        numbers: dict[int, int] = {}
+        marks = [(max(0, index - self._first), name) for index, name in self._marks]
+        base: dict[int, list[Any]] = {}
+        for _, change, life, _ in self._events[: self._first]:
+            base.setdefault(id(life), [life, 0])[1] += change
+        for life, size in base.values():
+            if size > 0:
+                numbers[id(life)] = found.allocate(self._block(life, size))
+        ahead = len(found.events)
+        places = [0]
+        for _, change, life, _ in self._events[self._first :]:
+            if change > 0:
+                numbers[id(life)] = found.allocate(self._block(life, change))
+            elif change < 0 and id(life) in numbers:
+                found.free(numbers.pop(id(life)))
+            places.append(len(found.events) - ahead)
+        found.marks = [(ahead + places[min(i, len(places) - 1)], name) for i, name in marks]
+        return found
+
+    # ---- whose it is --------------------------------------------------------------------------
+
+    def _block(self, life: Life, size: int) -> Block:
+        shape = "x".join(map(str, life.shape)) or "()"
+        name = f"{life.operator} {shape} {str(life.dtype).removeprefix('torch.')}"
+        part = self._of_unit.get(id(life), life.part)
+        return Block(
+            size, self._component(life), part, f"{life.path}: {name}" if life.path else name
+        )
+
+    def _component(self, life: Life) -> str:
+        if (named := self.components.get(id(life))) is not None:
+            return named
+        if life.batch:
+            return "batch"
+        if id(life) in self._kept and not life.weight:
+            if life.part in ("embed", "norm", "head"):
+                return "head_loss"
+            return "moe_routing" if life.path.startswith(ROUTING) else "activations"
+        if id(life) in self._of_unit or life.weight:
+            return "communication"
+        return "workspace"
+
+    def _name(self, storage: int, component: str) -> None:
+        life = self._alive.get(storage)
+        if life is not None:
+            self.components[id(life)] = component
+
+    def _bear(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+        super()._bear(storage, t, *rest)
+        life = self.lives[-1]
+        if self._unit:
+            self._of_unit[id(life)] = self._unit
+        if self._stage in ("clip", "optimizer"):
+            self.components[id(life)] = "muon_transient"
+        elif self._stage == "batch":
+            self.components[id(life)] = "batch"
+
+    def _end_forward(self) -> None:
+        super()._end_forward()
+        self._kept |= {id(life) for life in self._alive.values() if not life.backward}
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        super()._enter_module(module, args)
+        name = self._names.get(id(module))
+        if name is None or in_backward():
+            return
+        if not name:
+            self.forward_ended = 0  # another microbatch
+            self._back = ""
+        elif part_of(name) == name:
+            self.mark(f"forward {name}")
+
+    def _enter_backward(self, part: str, grad: Tensor) -> None:
+        super()._enter_backward(part, grad)
+        self.mark(f"backward {part}")
+
+
+def _locals(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return local_part(found)
+    if isinstance(found, dict):
+        return [_locals(v) for v in found.values()]
+    if isinstance(found, list | tuple):
+        return [_locals(v) for v in found]
+    return found
+
+
+def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """What FSDP2 makes for a unit belongs to that unit; yields what undoes the watching."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
+
+    parts: dict[int, str] = {}
+
+    def part(group: Any) -> str:
+        if id(group) not in parts:
+            names = {id(m): n for n, m in recorder.model.named_modules()}
+            found = [names.get(id(m), "") for m in group.modules]
+            parts[id(group)] = part_of(found[0]) or "root"
+        return parts[id(group)]
+
+    def gradients(group: Any) -> None:
+        for p in group.fsdp_params:
+            for grad in (
+                getattr(getattr(p, "_unsharded_param", None), "grad", None),
+                p.unsharded_accumulated_grad,
+                p.sharded_param.grad,
+            ):
+                if grad is not None:
+                    recorder._name(id(local_part(local_part(grad)).untyped_storage()), "gradients")
+
+    def around(method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        before, recorder._unit = recorder._unit, part(group)
+        gradients(group)
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            gradients(group)
+            recorder._unit = before
+
+    for name in ("unshard", "wait_for_unshard", "reshard", "post_backward", "finalize_backward"):
+        original = getattr(Group, name)
+
+        def watched(group: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            return around(_original, group, *args, **kwargs)
+
+        setattr(Group, name, watched)
+        yield partial(setattr, Group, name, original)

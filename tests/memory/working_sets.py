@@ -1,0 +1,63 @@
+"""What a traced step has alive while each part of the model runs, to hold closed forms against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megacpp.memory.stream import Block, Stream
+
+ELSEWHERE = ("parameters", "optimizer_state", "batch", "communication", "muon_transient")
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """Most bytes at once in a phase of a part, and what they are.
+
+    Counted: what is alive but for weights (shards, gathered, buffers of their collectives), the
+    optimizer's state, the batch, gradients of other parts' weights, and what parts before keep.
+    So: own kept tensors as far as they are alive, gradients that came from behind, temporaries,
+    and the gradients of the part's own weights, whole.
+    """
+
+    bytes: int
+    gradients: int
+    blocks: tuple[Block, ...]
+
+
+def working_sets(stream: Stream) -> dict[tuple[str, str], WorkingSet]:
+    """By (`forward` or `backward`, part); of the last microbatch."""
+    order = [name.split()[1] for _, name in stream.marks if name.startswith("forward ")]
+    place = {part: i for i, part in enumerate(order)}
+    segments = {i: name for i, name in stream.marks}  # the last mark of a place wins
+    alive: set[int] = set()
+    now = ""
+    found: dict[tuple[str, str], WorkingSet] = {}
+    most: dict[str, int] = {}
+    for index, (number, sign) in enumerate(stream.changes()):
+        now = segments.get(index, now)
+        (alive.add if sign > 0 else alive.discard)(number)
+        phase, _, part = now.partition(" ")
+        if phase not in ("forward", "backward") or part not in place:
+            continue
+        if index in segments:
+            most[now] = 0
+        blocks = list(_counted(stream, alive, part, place))
+        size = sum(b.bytes for b in blocks)
+        if size > most.get(now, -1):
+            most[now] = size
+            gradients = sum(b.bytes for b in blocks if b.component == "gradients")
+            found[phase, part] = WorkingSet(size, gradients, tuple(blocks))
+    return found
+
+
+def _counted(stream: Stream, alive: set[int], part: str, place: dict[str, int]) -> Iterator[Block]:
+    for number in alive:
+        block = stream.blocks[number]
+        if block.component in ELSEWHERE:
+            continue
+        if block.component == "gradients" and block.part != part:
+            continue
+        if place.get(block.part, len(place)) < place[part]:
+            continue
+        yield block
