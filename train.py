@@ -14,16 +14,22 @@ from pathlib import Path
 
 from checkpointing.apply import Keeper
 from checkpointing.fp8 import check_fp8_device
+from checkpointing.watch import StepWatch
 from megacpp.data.batches import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.failure import guarded
 from megacpp.run.final import export_final, write_sample
+from megacpp.run.forensics import Forensics
+from megacpp.run.gate import set_allocator
+from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health, budget_spent
 from megacpp.run.launch import announce, check_corpus, set_aside
+from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
 from megacpp.run.precision import check_device
+from megacpp.run.settle import settle
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer, describe
 from optim.clip import clip_gradients
@@ -31,7 +37,7 @@ from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import pick_device, start
+from parallel.mesh import pick_device, start, world_size
 from parallel.verdict import Verdict
 
 
@@ -46,14 +52,19 @@ def main(resolved: Resolved) -> None:
     device = pick_device(config.train.device)
     check_device(config, device)
     check_fp8_device(config, device)
+    resolved, admission = settle(resolved, world_size(), device)
+    config = resolved.config
+    set_allocator(config, device)
     world = start(config.mesh, device)
     if world.is_main:
         set_aside(config)
+    retried_s = sum(a["wall_s"] for a in admission.attempts if a["outcome"] == "oom")
+    clock = Goodput(folder, world.is_main, config.train.compile != "off", retried_s)
     keeper = Keeper(config, device)
     model = build_model(config, world, keeper)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config)
-    tau, of_all = config.optim.qk_clip, lambda logits: world.max(logits, "world")
+    tau, of_all = config.optim.qk_clip, lambda values: world.max(values, "world")
     qk_clip = QKClip(model, tau, of_all) if tau else None
 
     # ---- rows, saved state, schedules, header, records -------------------------------------------
@@ -64,7 +75,8 @@ def main(resolved: Resolved) -> None:
     state = TrainingState(
         folder / "checkpoints", model, optimizer, config, corpus.fingerprint, loader, counters
     )
-    state.resume(config.checkpoint.resume)
+    with clock.span("checkpoint"):
+        state.resume(config.checkpoint.resume)
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
     mfu = announce(
         resolved,
@@ -77,16 +89,23 @@ def main(resolved: Resolved) -> None:
         world.is_main,
         keeper.compiled,
         keeper.words(),
+        admission,
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)
+    calibrator = Calibrator(admission, model, optimizer, device, of_all, world.is_main)
+    smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
     held_out = validation_share(corpus, config, *share)
+    watch = lambda: StepWatch(model, optimizer)  # noqa: E731
+    forensics = Forensics(folder, config, world.rank, device, watch, state.step)
 
     # ---- the loop --------------------------------------------------------------------------------
     for step in range(state.step, config.run.steps):
         began = time.perf_counter()
+        clock.step(step)
+        forensics.begin(step)
         grad_accum, scale = batches.accum(step), boundary.loss_scale.value
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
-        sums = boundary.accumulate(loader.take(grad_accum))
+        sums = boundary.accumulate(clock.reading(loader.take(grad_accum)))
         norm = clip_gradients(
             model,
             config.optim.clip_norm,
@@ -106,6 +125,7 @@ def main(resolved: Resolved) -> None:
         state.advance(verdict.healthy, good=verdict.healthy and verdict.clean)
 
         step_s = time.perf_counter() - began
+        log.warn(forensics.end(step))
         if verdict.healthy:
             log.warn(health.observe(step, verdict.loss, verdict.grad_norm))
         if verdict.trouble:
@@ -131,21 +151,30 @@ def main(resolved: Resolved) -> None:
             | (logits.figures() if logits else {}),
         )
         log.write(record)
+        log.warn(calibrator.after_step(updated=verdict.healthy))
         if state.bad_steps >= config.train.max_skips:
             raise budget_spent(config, state.saved)
-        last = step + 1 == config.run.steps
+        last = step + 1 == config.run.steps and not smoke
         if last or (due(config.checkpoint.every, step) and not state.bad_steps):
-            state.save(config.checkpoint.keep if not state.bad_steps else 0)  # 0: drops no older
+            with clock.span("checkpoint"):
+                state.save(0 if state.bad_steps else config.checkpoint.keep)  # 0: drops no older
         if due(config.run.eval_every, step) and step + 1 < config.run.steps:
-            log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus))
+            with clock.span("evaluation"):
+                log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus))
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
-    log.evaluation(state.step - 1, evaluate(boundary.evaluate, held_out, corpus))
-    export_final(model, corpus, config, folder)
-    if world.is_main:
+    if not smoke:
+        with clock.span("evaluation"):
+            log.evaluation(state.step - 1, evaluate(boundary.evaluate, held_out, corpus))
+    clock.idle()
+    if not smoke:
+        export_final(model, corpus, config, folder)
+    if world.is_main and not smoke:
         print(f"---- sample ----\n{write_sample(corpus, config, folder, world.device)}\n----")
         print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
+    forensics.close(lambda table: world.sum(table, "world"), world.size)
     log.close()
+    clock.close()
     world.close()
 
 

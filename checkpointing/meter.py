@@ -277,7 +277,8 @@ class Meter(TorchDispatchMode):
         shared = set(storages_of(self._documents, set()))
         host = {id(t.untyped_storage()) for t in self.host()}
         for key, life in self._alive.items():
-            life.batch, life.host = key in shared, key in host
+            # An older batch's documents may outlive it: they point at their parts and back.
+            life.batch, life.host = life.batch or key in shared, key in host
         # As they are now: a storage may be emptied later.
         self.kept = [dataclasses.replace(life) for life in self._alive.values() if life.bytes]
         self._documents.clear()

@@ -104,6 +104,7 @@ class BlockSeam:
                 return forward.run("block", fn, args) if "block" in self.pieces else fn(*args)
         finally:
             self.forward = None
+            forward.end()
 
     @contextmanager
     def inside(self, region: _Region) -> Iterator[None]:
@@ -140,6 +141,11 @@ class Forward:
             return t
         # Detached: what an operator saves of its own results would hold the operator.
         return self.seam.store(t.detach()) if self.seam.everything else t.detach()
+
+    def end(self) -> None:
+        """Forgets results: whatever was packed holds this object, and would hold their pieces'
+        arguments until the block's last backward."""
+        self._results.clear()
 
     def find(self, t: Tensor) -> _Result | None:
         """The handle of `t` if it is a view of an earlier piece's result."""

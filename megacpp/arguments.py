@@ -33,7 +33,7 @@ class Resolved:
     """A configuration ready to run and where each value came from."""
 
     config: Config
-    provenance: dict[str, str]  # dotted key -> default | preset | command line | derived
+    provenance: dict[str, str]  # dotted key -> default | preset | command line | derived | fitted
     notes: tuple[str, ...] = ()  # flags that were read as others
 
 

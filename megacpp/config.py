@@ -299,8 +299,10 @@ class MemoryConfig:
     gate: Literal["on", "off"] = "on"
     device_gib: float = 0.0  # memory of a device (0: what this one has)
     headroom: float = 0.10  # part of it that the estimate must leave free
+    expandable_segments: bool = True  # of a GPU's allocator: less is lost between tensors
     # auto: plan, try candidates for four steps each, train the first that fits and is sound.
-    fit: Literal["off", "auto"] = "off"
+    # smoke: such a try; it ends with its last step, saves nothing and shows nothing.
+    fit: Literal["off", "auto", "smoke"] = "off"
     calibration: str = "runs/calibration"  # folder of what estimates were off by (empty: none)
     snapshot_every: int = 1000  # steps between snapshots of what is allocated (0: none)
     snapshot_gap: int = 100  # steps from a snapshot to the one it is compared with

@@ -44,6 +44,11 @@ def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
         )
 
 
+def first_broken(config: Config, world_size: int) -> Broken | None:
+    """The first rule that is broken, without looking for what would mend it."""
+    return next(_broken(config, world_size), None)
+
+
 def _broken(config: Config, world_size: int) -> Iterator[Broken]:
     axes = list(_axes(config.mesh, world_size))
     yield from axes

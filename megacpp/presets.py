@@ -218,7 +218,8 @@ def nam52_deep() -> Config:
     """3.9B parameters / 863M active; not yet run by us; weeks; 8 GPUs of 141 GB.
 
     The deep, narrow worked example: width 1536, depth 52, 64 gated experts, top-6, capacity
-    factor 1.25. The sources give no head shapes: 24 query and 8 KV heads of 64 are ours, and the
+    factor 1.25. The sources give no head shapes: 24 query and 8 KV heads of 64 are ours, and 20
+    recurrent heads, which two ranks can share as their runs did (width / 80 would be 19). The
     expert width 512 follows from their up/down learning-rate ratio of about sqrt(D / 512).
     """
     return Config(
@@ -230,7 +231,7 @@ def nam52_deep() -> Config:
             vocab_size=65_536,
             attention=AttentionConfig(num_heads=24, num_kv_heads=8, head_dim=64),
             mamba3=Mamba3Config(d_state=64, headdim=64, ngroups=8, conv_kernel=4),
-            m2rnn=M2RNNConfig(key_dim=64, value_dim=16),
+            m2rnn=M2RNNConfig(num_heads=20, key_dim=64, value_dim=16),
             moe=MoEConfig(
                 num_experts=64,
                 top_k=6,

@@ -205,8 +205,9 @@ class Stay:
     ) -> Iterator[tuple[Strip, list[list[int]], list[Tensor]]]:
         """Of every batch: its pieces, which of them are alike, and `function` of each."""
         for batch, strip, alike in zip(self.batches, self._strips, self.alike, strict=True):
-            o_KRC = function(batch, strip.of(packed).view(batch.count, batch.rows, batch.cols))
-            yield strip, alike, strip.views(o_KRC.reshape(-1))
+            x_KRC = strip.of(packed).view(batch.count, batch.rows, batch.cols)
+            # Without a name here, what was yielded goes before the next batch is solved.
+            yield strip, alike, strip.views(function(batch, x_KRC).reshape(-1))
 
 
 class Wave:

@@ -96,9 +96,12 @@ class AccumulationBoundary:
             sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
             for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True)):
                 self._sync_gradients(last=number == len(batches) - 1)
-                out = self._forward(batch)
+                mine = self._share(batch)
+                out = self._run(mine)
                 (out.loss_sum / divisor.to(out.loss_sum.dtype)).backward()
+                mine.docs.forget()
                 sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
+                del out  # what its graph still holds, before the next one is made
         self.guard.clean_unreduced()
         self._complete_gradients()
         if self.pipeline is not None:
@@ -203,9 +206,15 @@ class AccumulationBoundary:
         return StepSums(sums[0], sums[1], totals, sums.new_zeros(0))
 
     def _forward(self, batch: Batch) -> LossSum:
+        return self._run(self._share(batch))
+
+    def _share(self, batch: Batch) -> Batch:
+        """This rank's tokens of a microbatch, on its device."""
         if self.layout.degree > 1:
             batch = batch.take(self.layout.index(batch.ids_BT.shape[1]))
-        batch = batch.to(self.world.device)
+        return batch.to(self.world.device)
+
+    def _run(self, batch: Batch) -> LossSum:
         with self._precision():
             return self.model(batch.ids_BT, batch.labels_BT, batch.docs)
 

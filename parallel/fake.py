@@ -129,6 +129,8 @@ class _RealStaysReal(TorchDispatchMode):
         if FakeTensor in types:
             if func is torch.ops.prim.device.default:
                 return args[0].fake_device  # more than half of all calls, so the short way
+            if func is torch.ops._c10d_functional.wait_tensor.default:
+                return args[0]  # as of real tensors: no memory of its own
             if func is torch.ops.aten._local_scalar_dense.default:
                 if args[0].is_floating_point():
                     return 1.0

@@ -41,6 +41,7 @@ Done = subprocess.CompletedProcess[str]
 
 def started(*flags: str, ranks: int = 1) -> Done:
     """`python train.py FLAGS`, under torchrun if it has several ranks."""
+    flags = _kept_apart(flags)
     under = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [sys.executable, *(under if ranks > 1 else []), "train.py", *flags],
@@ -58,6 +59,7 @@ def forked(*flags: str, ranks: int = 1) -> Done:
     Raises:
         TimeoutExpired: they still run; with what they have printed.
     """
+    flags = _kept_apart(flags)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -72,6 +74,12 @@ def forked(*flags: str, ranks: int = 1) -> Done:
     codes = [process.exitcode or 0 for process in processes]
     first = next((code for code in codes if code > 0), min(codes))  # below 0: ended by us
     return subprocess.CompletedProcess(flags, first, out, err)
+
+
+def _kept_apart(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the records of other runs on this machine, unless a flag that follows names some."""
+    preset = flags[:1] if not flags[0].startswith("-") else ()
+    return (*preset, "--memory.calibration=", *flags[len(preset) :])
 
 
 def _wait(processes: list[BaseProcess]) -> bool:

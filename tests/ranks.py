@@ -214,7 +214,7 @@ def share_a_device() -> None:
         timeout: datetime.timedelta,
     ) -> None:
         options = gloo._Options()
-        options._devices, options._timeout = [device], timeout
+        options._devices, options._timeout, options._threads = [device], timeout, 1
         plain(self, store, rank, size, options)
 
     gloo.__init__ = init  # type: ignore[method-assign]

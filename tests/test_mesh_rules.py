@@ -82,7 +82,7 @@ CASES = [
     (
         "nam52_deep",
         4,
-        {"pp": 2, "cp": 2, "pp_schedule": "zbv"},
+        {"pp": 2, "cp": 2, "cp_m2rnn": "serial", "pp_schedule": "zbv"},
         {"train.grad_accum": 4},
         "M2RNN states travel over cp in series",
     ),

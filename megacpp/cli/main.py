@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "activations": Command(
         "activations", "activations", "what the forward keeps for the backward, by block and tensor"
     ),
+    "plan": Command("plan", "command", "mesh, batch and policy for a cluster, best first"),
     "doctor": Command("doctor", "doctor", "what this machine has, what is missing, why it matters"),
     "data prepare": Command(
         "data", "prepare", "make a corpus: deduplicate, split, tokenize, pack", "PrepareArgs"
@@ -38,6 +39,13 @@ COMMANDS: dict[str, Command] = {
     "data inspect": Command(
         "data", "inspect", "show rows, document boundaries and masks as text", "InspectArgs"
     ),
+    "memory trace": Command(
+        "memory", "trace", "most bytes of a step of any mesh: by component, moment and tensor"
+    ),
+    "memory diff": Command(
+        "memory_diff", "memory_diff", "what grew between two snapshots of a run, and why"
+    ),
+    "report": Command("report", "report", "a page about a run: loss, memory, seconds, events"),
     "sample": Command("sample", "sample", "generate text from a finished run"),
 }
 
@@ -72,7 +80,7 @@ def _find(arguments: list[str]) -> tuple[Command, list[str]]:
         name = " ".join(arguments[:words])
         if name in COMMANDS:
             return COMMANDS[name], arguments[words:]
-    if arguments[0] == "data":
+    if any(known.startswith(f"{arguments[0]} ") for known in COMMANDS):
         name = " ".join(arguments[:2])
     raise ConfigError(f"command={name}: no such command. Fix: {did_you_mean(name, COMMANDS)}.")
 

@@ -94,7 +94,7 @@ def run(config: Config, world: World, model: HybridLM, keeper: Keeper) -> Meter:
     model.train()
     boundary = FakeBoundary(model, world, config)
     if world.parallel:  # FSDP2 makes things that stay when it first runs, of however few tokens
-        boundary.accumulate([fake_batch(_short(config))])
+        boundary.accumulate([fake_batch(short(config))])
         model.zero_grad()
     batch = fake_batch(config)
     host = ledger.buffers if isinstance(ledger := keeper.offloader, HostLedger) else tuple
@@ -103,7 +103,7 @@ def run(config: Config, world: World, model: HybridLM, keeper: Keeper) -> Meter:
     return meter
 
 
-def _short(config: Config) -> Config:
+def short(config: Config) -> Config:
     """Rows of as few tokens as every rank and every convolution can do with."""
     model, mesh = config.model, config.mesh
     each = max(16, model.mamba3.conv_kernel, model.m2rnn.conv_kernel)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import Keeper
+from checkpointing.meter import local_part
 from checkpointing.recorder import Recorder
-from megacpp.cli.measure import _short
+from megacpp.cli.measure import short
 from megacpp.config import Config
+from megacpp.data.batches import Batch
+from megacpp.memory.compose import Whole, compose, shallow
 from megacpp.memory.stream import Stream
+from megacpp.model.fp32 import contract_parameters
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.stages import stages_per_rank
+from megacpp.run.precision import compute_dtype
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
+from optim.qk_clip import QKClip
+from parallel.boundary import AccumulationBoundary
 from parallel.fake import (
     FakeBoundary,
     as_trained,
@@ -19,42 +35,160 @@ from parallel.fake import (
     fake_world,
     planned_model,
 )
+from parallel.mesh import World
 
 MICROBATCHES = 2  # the first leaves its gradients, the last reduces them: others are as the first
 
+Stage = Callable[[str], AbstractContextManager[None]]
 
-def trace_step(config: Config, size: int, rank: int = 0) -> Stream:
-    """Every allocation of one optimizer step of rank `rank` of `size`, all layers run."""
+
+def _no_stage(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class Trainee:
+    """What train.py builds of a model that has memory, and its step; values are never looked at."""
+
+    model: HybridLM
+    optimizer: torch.optim.Optimizer
+    boundary: AccumulationBoundary
+    qk_clip: QKClip | None
+
+    @classmethod
+    def of(
+        cls, model: HybridLM, world: World, config: Config, boundary: type[AccumulationBoundary]
+    ) -> Trainee:
+        tau = config.optim.qk_clip
+        return cls(
+            model,
+            build_optimizer(model, config, world.holders),
+            boundary(model, world, config),
+            QKClip(model, tau, lambda logits: world.max(logits, "world")) if tau else None,
+        )
+
+    def first_step(self, config: Config, stage: Stage = _no_stage, optimizes: bool = True) -> None:
+        """One of few tokens: FSDP2 makes things that stay when it first runs."""
+        count = 1 if config.mesh.pp == 1 else microbatches(config)
+        self.step(short(config), count, stage, optimizes)
+
+    def step(
+        self, config: Config, microbatches: int, stage: Stage = _no_stage, optimizes: bool = True
+    ) -> None:
+        """One step of so many microbatches, of the size that `config` says.
+
+        Args:
+            optimizes: all of it; else gradients are let go as they are.
+        """
+        boundary = self.boundary
+        sums = boundary.accumulate(_batches(config, microbatches, stage))
+        with stage("clip"):
+            clip_gradients(
+                self.model,
+                config.optim.clip_norm,
+                copies=boundary.copies,
+                along=sums.along,
+                loss_scale=boundary.loss_scale.value,
+            )
+        with stage("optimizer"):
+            if optimizes:
+                self.optimizer.step()
+                if self.qk_clip is not None:
+                    self.qk_clip.clip()
+        self.optimizer.zero_grad()
+        boundary.conclude()
+
+
+def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> Stream:
+    """Every allocation of one optimizer step of rank `rank` of `size`.
+
+    The first layer, one of each kind and the last are run, and make up the whole model
+    (megacpp/memory/compose.py).
+
+    Args:
+        config: resolved for `size` ranks.
+        full: run all layers.
+    """
     config = as_trained(config)
+    few = None if full or not _composes(config) else shallow(config, size, rank)
+    if few is None:
+        with fake_world(config, size, rank) as world:
+            return _traced(config, world)[0]
     with fake_world(config, size, rank) as world:
-        keeper = Keeper(config)
-        model = planned_model(config, world, keeper)
-        with fake_tensors(memory=True), Recorder(model) as recorder:
-            model.to_empty(device=world.device)
-            model.train()
-            optimizer = build_optimizer(model, config, world.holders)
-            boundary = FakeBoundary(model, world, config)
+        cells: list[int] = []
+        model = planned_model(config, world, lambda cut: cells.append(_block_cells(cut)))
+        needed = build_optimizer(model, config, world.holders).transient_bytes()
+        reshard, root_cells = _reshards(config, world, cells[0]), _root_cells(model)
+    config = replace(config, model=few.model, mesh=replace(config.mesh, reshard=reshard))
+    with fake_world(config, size, rank) as world:
+        stream, recorder = _traced(config, world, optimizes=False)
+        root = root_cells / max(1, _root_cells(recorder.model))
+    return compose(stream, Whole(few.parts, root, needed, frozenset(recorder.first_alone)))
 
-            def step(config: Config, microbatches: int) -> None:
-                with recorder.stage("batch"):
-                    batches = [fake_batch(config)] * microbatches
-                sums = boundary.accumulate(batches)
-                recorder.note_gradients()
-                with recorder.stage("clip"):
-                    clip_gradients(
-                        model,
-                        config.optim.clip_norm,
-                        copies=boundary.copies,
-                        along=sums.along,
-                        loss_scale=boundary.loss_scale.value,
-                    )
-                with recorder.stage("optimizer"):
-                    optimizer.step()
-                optimizer.zero_grad()
-                boundary.conclude()
 
-            if world.parallel:
-                step(_short(config), 1)
-            recorder.begin(optimizer)
-            step(config, min(MICROBATCHES, config.train.grad_accum))
-        return recorder.stream()
+def _composes(config: Config) -> bool:
+    """Nothing in the step depends on what other layers do, nor has the optimizer more to do."""
+    optim, recompute = config.optim, config.recompute
+    plain = optim.adamw_state == "fp32" and not optim.cautious_weight_decay
+    return plain and recompute.offload == "none" and not recompute.compress
+
+
+def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Stream, Recorder]:
+    """All layers of the model of `config`, and the recorder that has seen them run."""
+    model = planned_model(config, world, Keeper(config))
+    with fake_tensors(memory=True), Recorder(model) as recorder:
+        model.to_empty(device=world.device)
+        model.train()
+        trainee = Trainee.of(model, world, config, FakeBoundary)
+        if world.parallel:
+            trainee.first_step(config, recorder.stage, optimizes)
+        recorder.begin(trainee.optimizer)
+        trainee.step(config, microbatches(config), recorder.stage, optimizes)
+        return recorder.stream(), recorder  # while there is an optimizer, which has its state
+
+
+def _reshards(config: Config, world: World, cells: int) -> Literal["auto", "always", "never"]:
+    """What `auto` comes to for a model whose units gather so many cells."""
+    if config.mesh.reshard != "auto" or not world.parallel:
+        return config.mesh.reshard
+    from parallel.fsdp import RESHARD_ABOVE_BYTES
+
+    itemsize = compute_dtype(config.precision, world.device).itemsize
+    return "always" if cells * itemsize > RESHARD_ABOVE_BYTES else "never"
+
+
+def microbatches(config: Config) -> int:
+    """As many as make a difference: of a pipeline, until every stage has given one back."""
+    stages = config.mesh.pp * stages_per_rank(config.mesh.pp_schedule)
+    most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages
+    return (
+        config.train.grad_accum
+        if config.mesh.pp_schedule == "gpipe" and stages > 1
+        else min(most, config.train.grad_accum)
+    )
+
+
+def _block_cells(model: HybridLM) -> int:
+    """Cells of a model that isn't sharded yet, without those that the root unit gathers."""
+    contract = {p for _, p in contract_parameters(model)}
+    return sum(local_part(p).numel() for p in model.parameters() if p not in contract)
+
+
+def _root_cells(model: torch.nn.Module) -> int:
+    """Cells of this rank's shards of what the root unit gathers, padded."""
+    total = 0
+    for _, p in contract_parameters(model):
+        cuts = 1
+        if isinstance(p, DTensor):
+            cuts = math.prod(
+                p.device_mesh.size(i) for i, at in enumerate(p.placements) if not at.is_replicate()
+            )
+        total += -(-p.shape[0] // cuts) * p.shape[1:].numel() if p.ndim else 1
+    return total
+
+
+def _batches(config: Config, count: int, stage: Stage) -> Iterator[Batch]:
+    with stage("batch"):
+        batches = [fake_batch(config)] * count
+    while batches:
+        yield batches.pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from megacpp.arguments import (
     parse_run,
@@ -15,6 +16,8 @@ from megacpp.arguments import (
 )
 from megacpp.cli.show import setting_lines
 from megacpp.errors import MegacppError, config_error
+from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
+from megacpp.memory.fixes import refusal
 from megacpp.presets import preset
 from megacpp.rules import broken
 
@@ -23,7 +26,8 @@ def validate(argv: Sequence[str]) -> int:
     """usage: megacpp validate [PRESET] [--section.key value ...] [--world N] [--data] [--json]
 
     Lists every broken rule, or prints the resolved settings. --data also opens the corpus and
-    checks its hashes, vocabulary and length against the configuration.
+    checks its hashes, vocabulary and length against the configuration. --memory.device-gib also
+    holds the estimated memory against a device of that size, as the gate of a launch does.
     """
     arguments = list(argv)
     if wants_help(arguments, validate):
@@ -35,13 +39,20 @@ def validate(argv: Sequence[str]) -> int:
     problems = _problems(arguments, world_size)
     if data and not problems:
         problems += _data_problems(arguments, world_size)
+    memory: dict[str, Any] | None = None
+    if not problems:
+        memory, refused = _memory(arguments, world_size)
+        problems += refused
     if as_json:
-        print(json.dumps({"ok": not problems, "errors": [str(error) for error in problems]}))
+        errors = [str(error) for error in problems]
+        print(json.dumps({"ok": not problems, "errors": errors, "memory": memory}))
     elif problems:
         print("\n".join(f"error: {error}" for error in problems))
     else:
         resolved = parse_run(arguments, world_size)
         print("\n".join(setting_lines(resolved)))
+        if memory:
+            print(_memory_line(memory))
         print(f"ok: {resolved.config.preset} on {world_size} rank(s)")
     return problems[0].exit_code if problems else 0
 
@@ -68,3 +79,37 @@ def _data_problems(arguments: list[str], world_size: int) -> list[MegacppError]:
     except MegacppError as error:
         return [error]
     return []
+
+
+def _memory(
+    arguments: list[str], world_size: int
+) -> tuple[dict[str, Any] | None, list[MegacppError]]:
+    """The estimate against `memory.device_gib`, if that is given, and what the gate says to it.
+
+    A device is taken for a GPU that computes in bf16, unless train.device is cpu. What other
+    launches were measured to take is not known here.
+    """
+    config = parse_run(arguments, world_size).config
+    given = config.memory
+    if not given.device_gib:
+        return None, []
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    config = as_run(config, device, narrow=device == "cuda")
+    budget = int(given.device_gib * GIB * (1 - given.headroom))
+    rank, needs = fullest(config, world_size, budget)
+    refused: list[MegacppError] = []
+    if needs.verdict == "does_not_fit" and given.gate == "on":
+        room = f"{given.device_gib:g} GiB given, {given.headroom:.0%} headroom"
+        price = lambda other: fullest(other, world_size, budget, BRIEF)[1]  # noqa: E731
+        refused = [refusal(config, world_size, rank, price, needs, room)]
+    return {"rank": rank, "gate": given.gate, "estimate": needs.as_dict()}, refused
+
+
+def _memory_line(memory: dict[str, Any]) -> str:
+    needs = memory["estimate"]
+    said = needs["verdict"].replace("_", " ")
+    off = " (memory.gate=off)" if memory["gate"] == "off" else ""
+    return (
+        f"memory: {words(needs['point'])} expected on rank {memory['rank']}, "
+        f"{words(needs['upper'])} at most, {words(needs['budget'])} may be used: {said}{off}"
+    )

@@ -138,6 +138,7 @@ def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
         if groups.kept_KT is not None:
             part_TD.masked_fill_(~groups.kept_KT[k, :, None], 0.0)
         total_TD = part_TD if total_TD is None else total_TD.add_(part_TD)
+        del part_TD  # before the next is made: they are the largest of a block
     assert total_TD is not None
     return total_TD
 

@@ -49,9 +49,8 @@ def chunk_scan(
 
 @dataclass(frozen=True, eq=False)
 class _Decays:
-    """exp of differences of log decays: token to token, into a chunk, out of it, across it."""
+    """exp of differences of log decays: into a chunk, out of it, across it."""
 
-    inside_BHJCC: Tensor
     since_start_BHJC: Tensor
     until_end_BHJC: Tensor
     across_BHJ: Tensor
@@ -60,13 +59,7 @@ class _Decays:
     def of(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> _Decays:
         ends_BHJ1 = sums_BHJC[..., -1:]
         entry_BHJC = sums_BHJC - log_scale_BHJC
-        # From differences, as either factor alone may over- or underflow. Bounded before exp: what
-        # the mask is going to remove must stay finite, and less than e^-80 is nothing but makes
-        # exp ten times slower and its products subnormal.
-        inside_BHJCC = torch.sub(sums_BHJC[..., :, None], entry_BHJC[..., None, :])
-        inside_BHJCC.clamp_(-80.0, 80.0).exp_().mul_(chunks.before_BJCC[:, None])
         return _Decays(
-            inside_BHJCC,
             _exp_where(chunks.enters_BJC, sums_BHJC),
             _exp_where(chunks.leaves_BJC, ends_BHJ1 - entry_BHJC),
             _exp_where(chunks.enters_BJC[..., -1:], ends_BHJ1).squeeze(-1),
@@ -87,22 +80,25 @@ class _ChunkScan(torch.autograd.Function):
         first: Tensor,
         chunks: Chunks,
     ) -> tuple[Tensor, Tensor]:
-        decays = _Decays.of(sums, log_scale, chunks)
         q_MNX, k_MNX, v_MXP = _matrices(q, k, v)
-        weights_MXX, _ = _weights(q, k, gamma, D, decays.inside_BHJCC)
-        y_MXP = wide(weights_MXX.to(v.dtype) @ v_MXP)
+        # C x C matrices are the largest there are: each ends with the expression that it is in.
+        inside_BHJCC = _inside(sums, log_scale, chunks)
+        y_MXP = wide(_weights(q, k, gamma, D, inside_BHJCC)[0].to(v.dtype) @ v_MXP)
+        del inside_BHJCC
+        decays = _Decays.of(sums, log_scale, chunks)
+        states = sums.new_empty(*sums.shape[:2], sums.shape[2] + 1, k.shape[3], v.shape[-1])
+        states[:, :, 0] = first
         added_MNP = _times(k, decays.until_end_BHJC).view_as(k_MNX) @ v_MXP
-        all_states = [first]
-        for j, added_BHNP in enumerate(wide(added_MNP).unflatten(0, sums.shape[:3]).unbind(2)):
+        states[:, :, 1:] = added_MNP.view_as(states[:, :, 1:])
+        del added_MNP
+        for j in range(sums.shape[2]):
             across_BH11 = decays.across_BHJ[:, :, j, None, None]
-            all_states.append(torch.addcmul(added_BHNP, across_BH11, all_states[-1]))
-        states = torch.stack(all_states, 2)
+            states[:, :, j + 1].addcmul_(across_BH11, states[:, :, j])
         carried_MXP = q_MNX.mT @ _entering(states, v.dtype)
-        since_start_MX1 = _rows(decays.since_start_BHJC, q)
-        y_MXP.addcmul_(since_start_MX1, wide(carried_MXP))
+        y_MXP.addcmul_(_rows(decays.since_start_BHJC, q), wide(carried_MXP))
         ctx.save_for_backward(q, k, v, sums, log_scale, gamma, D, states)
         ctx.chunks = chunks
-        return y_MXP.view(v.shape), all_states[-1]
+        return y_MXP.view(v.shape), states[:, :, -1].clone()
 
     @staticmethod
     @once_differentiable
@@ -126,36 +122,34 @@ def _backward(
     dlast_BHNP: Tensor,
 ) -> tuple[Tensor, ...]:
     dtype = v.dtype
-    decays = _Decays.of(sums, log_scale, chunks)
     q_MNX, k_MNX, v_MXP = _matrices(q, k, v)
     dy_MXP = dy.reshape(v_MXP.shape)
-    dy_low_MXP = dy_MXP.to(dtype)
-
-    # Inside chunks.
-    weights_MXX, own_BHJRRC = _weights(q, k, gamma, D, decays.inside_BHJCC)
-    dv_MXP = weights_MXX.to(dtype).mT @ dy_low_MXP
-    dweights = _by_rank(dy_low_MXP @ v_MXP.mT, q)
-    down_BHJRRC = wide(dweights.diagonal(dim1=-3, dim2=-1))
-    dgamma = (down_BHJRRC * own_BHJRRC).sum((3, 4))
-    dD = down_BHJRRC.diagonal(dim1=3, dim2=4).sum((0, 2, 3, 4))
-    down_BHJRRC = (down_BHJRRC * gamma[:, :, :, None, None]).to(dtype)
-    dscores_MXX = dweights.mul_(_over_ranks(decays.inside_BHJCC)).view_as(weights_MXX)
+    inside_BHJCC = _inside(sums, log_scale, chunks)
+    dv_MXP, dscores_MXX, down_BHJRRC, dgamma, dD = _inside_chunks(
+        q, k, v_MXP, gamma, D, inside_BHJCC, dy_MXP.to(dtype)
+    )
+    del inside_BHJCC
     dk_MNX = q_MNX @ dscores_MXX
 
     # Through the states: what outputs read of them, what they pass on, what chunks add to them.
+    decays = _Decays.of(sums, log_scale, chunks)
     dcarried_MXP = (dy_MXP * _rows(decays.since_start_BHJC, q)).to(dtype)
-    entering_MNP = _entering(states, dtype)
-    dq_MNX = torch.baddbmm(entering_MNP @ dcarried_MXP.mT, k_MNX, dscores_MXX.mT)
+    dread_MNX = _entering(states, dtype) @ dcarried_MXP.mT
+    dq_MNX = torch.baddbmm(dread_MNX, k_MNX, dscores_MXX.mT)
+    del dread_MNX, dscores_MXX
     dstates = _through_states(q_MNX @ dcarried_MXP, dlast_BHNP, decays.across_BHJ)
-    dadded_MNP = dstates[:, :, 1:].reshape(entering_MNP.shape).to(dtype)
+    del dcarried_MXP
+    dadded_MNP = dstates[:, :, 1:].to(dtype).flatten(0, 2)
     dk_end = (dadded_MNP @ v_MXP.mT).view(k.shape)
     dk = dk_MNX.view(k.shape).addcmul_(dk_end, _columns(decays.until_end_BHJC).to(dtype))
+    del dk_end
     dv_MXP.baddbmm_(_times(k, decays.until_end_BHJC).view_as(k_MNX).mT, dadded_MNP)
+    del dadded_MNP
 
     # Log decays. A state is proportional to exp of its chunk's total, an output to exp of s(t).
     dq = dq_MNX.view(q.shape)
-    column_BHJC = (wide(k) * dk).sum((3, 4))
-    dsums = (wide(q) * dq).sum((3, 4)) - column_BHJC
+    column_BHJC = _dot(k, dk, sums.dtype).sum((3, 4))
+    dsums = _dot(q, dq, sums.dtype).sum((3, 4)) - column_BHJC
     dsums[..., -1] += (dstates[:, :, 1:] * states[:, :, 1:]).sum((3, 4))
 
     for r in range(q.shape[-2]):  # a token with itself, which no log decay touches
@@ -164,14 +158,49 @@ def _backward(
     return dq, dk, dv_MXP.view(v.shape), dsums, column_BHJC, dgamma, dD, dstates[:, :, 0]
 
 
+def _inside_chunks(
+    q: Tensor,
+    k: Tensor,
+    v_MXP: Tensor,
+    gamma: Tensor,
+    D: Tensor,
+    inside_BHJCC: Tensor,
+    dy_low_MXP: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of v and of q.k, of a token with itself apart from others, of gamma and of D."""
+    dtype = dy_low_MXP.dtype
+    weights_MXX, own_BHJRRC = _weights(q, k, gamma, D, inside_BHJCC)
+    dv_MXP = weights_MXX.to(dtype).mT @ dy_low_MXP
+    del weights_MXX
+    dweights_MXX = dy_low_MXP @ v_MXP.mT
+    dweights = _by_rank(dweights_MXX, q)
+    down_BHJRRC = wide(dweights.diagonal(dim1=-3, dim2=-1))
+    dgamma = (down_BHJRRC * own_BHJRRC).sum((3, 4))
+    dD = down_BHJRRC.diagonal(dim1=3, dim2=4).sum((0, 2, 3, 4))
+    down_BHJRRC = (down_BHJRRC * gamma[:, :, :, None, None]).to(dtype)
+    dweights.mul_(_over_ranks(inside_BHJCC))
+    return dv_MXP, dweights_MXX, down_BHJRRC, dgamma, dD
+
+
 def _through_states(dentering_MNP: Tensor, dlast_BHNP: Tensor, across_BHJ: Tensor) -> Tensor:
     """Gradients of the state in front of each chunk and after the last, `[B, H, J + 1, N, P]`."""
-    dentering = wide(dentering_MNP).unflatten(0, across_BHJ.shape)
-    gradients = [dlast_BHNP]
-    for j in reversed(range(across_BHJ.shape[2])):
-        across_BH11 = across_BHJ[:, :, j, None, None]
-        gradients.append(torch.addcmul(dentering[:, :, j], across_BH11, gradients[-1]))
-    return torch.stack(gradients[::-1], 2)
+    B, H, J = across_BHJ.shape
+    dstates = dlast_BHNP.new_empty(B, H, J + 1, *dlast_BHNP.shape[2:])
+    dstates[:, :, -1] = dlast_BHNP
+    dstates[:, :, :-1] = dentering_MNP.unflatten(0, (B, H, J))
+    for j in reversed(range(J)):
+        dstates[:, :, j].addcmul_(across_BHJ[:, :, j, None, None], dstates[:, :, j + 1])
+    return dstates
+
+
+def _inside(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> Tensor:
+    """Decay from token to token of a chunk, `[B, H, J, C, C]`; zeros where none sees another."""
+    entry_BHJC = sums_BHJC - log_scale_BHJC
+    # From differences, as either factor alone may over- or underflow. Bounded before exp: what
+    # the mask is going to remove must stay finite, and less than e^-80 is nothing but makes
+    # exp ten times slower and its products subnormal.
+    inside_BHJCC = torch.sub(sums_BHJC[..., :, None], entry_BHJC[..., None, :])
+    return inside_BHJCC.clamp_(-80.0, 80.0).exp_().mul_(chunks.before_BJCC[:, None])
 
 
 def _weights(
@@ -179,14 +208,19 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     """Weight of every v in every y of its chunk, `[M, X, X]`, and q.k of tokens with themselves."""
     q_MNX, k_MNX = q.flatten(0, 2).flatten(-2), k.flatten(0, 2).flatten(-2)
-    scores_MXX = q_MNX.mT @ k_MNX
-    scores = _by_rank(wide(scores_MXX), q)
+    scores_MXX = wide(q_MNX.mT @ k_MNX)
+    scores = _by_rank(scores_MXX, q)
     own_BHJRRC = scores.diagonal(dim1=-3, dim2=-1).clone()
     scores.mul_(_over_ranks(inside_BHJCC))
     diagonal_BHJRRC = own_BHJRRC * gamma[:, :, :, None, None]
     diagonal_BHJRRC.diagonal(dim1=3, dim2=4).add_(D[:, None, None, None])
     scores.diagonal(dim1=-3, dim2=-1).copy_(diagonal_BHJRRC)
-    return scores.view(scores_MXX.shape), own_BHJRRC
+    return scores_MXX, own_BHJRRC
+
+
+def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Products in `dtype`, in one tensor of it."""
+    return torch.mul(x, y) if x.dtype == dtype else x.to(dtype).mul_(y)
 
 
 def _matrices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megacpp.memory.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.pieces import BLOCK
@@ -79,7 +80,7 @@ def trip_of(own: Share) -> Trip:
         arriving = W * m if own.config.mesh.ep_dispatch == "per_rank" else copies
         leaving = m * min(K, W) if own.config.mesh.ep_dispatch == "per_rank" else N
         return Trip(leaving, arriving, copies, copies + min(e, copies) * (ROWS - 1))
-    circle = _circle(E) if W > 1 else list(range(E - 1, -1, -1))
+    circle = _circle(E) if W > 1 else tuple(range(E - 1, -1, -1))
     counts = [N // E] * E
     for expert in circle[: N % E]:
         counts[expert] += 1
@@ -91,21 +92,23 @@ def trip_of(own: Share) -> Trip:
     return Trip(sum(sent), W * sent[own.expert], copies, slots)
 
 
-def _circle(num_experts: int) -> list[int]:
+@lru_cache(maxsize=64)
+def _circle(num_experts: int) -> Sequence[int]:
     """The order in which `EvenRouting` (parallel/expert_exchange.py) goes around the experts."""
     order = list(range(num_experts))
     random.Random(0).shuffle(order)
-    return order
+    return tuple(order)
 
 
-def _sent(m: int, K: int, e: int, circle: list[int]) -> list[int]:
+@lru_cache(maxsize=64)
+def _sent(m: int, K: int, e: int, circle: Sequence[int]) -> Sequence[int]:
     """Rows to each rank: one per token and rank that holds some of its K neighbours."""
     E = len(circle)
     counts, period = [0] * (E // e), E // math.gcd(E, K)
     for t in range(min(period, m)):
         for rank in {circle[(t * K + k) % E] // e for k in range(K)}:
             counts[rank] += (m - t - 1) // period + 1
-    return counts
+    return tuple(counts)
 
 
 def _places(own: Share, trip: Trip) -> Iterator[Kept]:

@@ -17,12 +17,12 @@ def m2rnn(own: Share, pieces: Pieces) -> Iterator[Kept]:
     """Projections, convolutions, the recurrence's inputs and states, gate and norm."""
     r, n, s, wide = own.config.model.m2rnn, own.tokens, own.compute, own.wide
     N = m2rnn_heads(own.config.model) // own.tp
-    X, serial = N * r.value_dim, own.cp > 1 and _kind(own, N) == "serial"
+    X, serial = N * r.value_dim, own.cp > 1 and context_kind(own, N) == "serial"
     if serial:
         yield "states", own.rows * own.chunks, INDEX  # numbers of rows
     if pieces >= BLOCK:
         return
-    Y = sum(_channels(own))
+    Y = sum(channels(own))
     if own.parallel:
         yield "weights", (Y + N) * own.config.model.dim + Y * r.conv_kernel, s
         yield "weights", 2 * N, wide
@@ -43,14 +43,14 @@ def m2rnn(own: Share, pieces: Pieces) -> Iterator[Kept]:
     yield "outputs", n * (X * (2 if own.tp > 1 else 1) + 1), wide  # a cut norm keeps x / rms
 
 
-def _channels(own: Share) -> tuple[int, int]:
+def channels(own: Share) -> tuple[int, int]:
     """Of q and of k; heads that all share are whole on every rank."""
     r = own.config.model.m2rnn
     q, k = ((x // own.tp if x > 1 else x) for x in (r.num_q_heads, r.num_k_heads))
     return q * r.key_dim, k * r.key_dim
 
 
-def _kind(own: Share, heads: int) -> str:
+def context_kind(own: Share, heads: int) -> str:
     """How it meets the context axis; `auto`: heads where they divide."""
     wanted = own.config.mesh.cp_m2rnn
     return ("serial" if heads % own.cp else "heads") if wanted == "auto" else wanted
@@ -90,10 +90,10 @@ def _exchanged(own: Share, N: int) -> Iterator[Kept]:
     shared = 0
     yield "exchanged", all_tokens * N // own.cp * r.value_dim, s
     yield "exchanged", all_tokens * N // own.cp, wide
-    for channels in _channels(own):
-        divides = channels // r.key_dim % own.cp == 0
+    for width in channels(own):
+        divides = width // r.key_dim % own.cp == 0
         shared += not divides
-        yield "exchanged", all_tokens * channels // (own.cp if divides else 1), s
+        yield "exchanged", all_tokens * width // (own.cp if divides else 1), s
     if own.chunks == 2:
         sent = 1 + (s < wide) + (shared > 0) + 1
         yield "exchanged", own.row * sent, INDEX

@@ -13,7 +13,7 @@ from megacpp.memory.activation_share import INDEX, Kept, Pieces, Share
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Mamba3Sizes:
     """Sizes of a layer.
 
     Attributes:
@@ -39,7 +39,7 @@ class _Sizes:
     padded: int
 
     @staticmethod
-    def of(own: Share, again: bool) -> _Sizes:
+    def of(own: Share, again: bool) -> Mamba3Sizes:
         m = own.config.model.mamba3
         H = m.expand * own.config.model.dim // m.headdim // own.tp
         by_heads = own.cp > 1 and own.config.mesh.cp_mamba3 == "heads"
@@ -47,7 +47,7 @@ class _Sizes:
         length = own.row if by_heads else own.here // own.chunks
         size = min(m.chunk_size, length)
         chunks = -(-length // size)
-        return _Sizes(
+        return Mamba3Sizes(
             own=own,
             again=again,
             H=H,
@@ -94,7 +94,7 @@ class _Sizes:
 def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
     """Projections, what the scan reads, its states and outputs."""
     m, n, s, wide = own.config.model.mamba3, own.tokens, own.compute, own.wide
-    z = _Sizes.of(own, "conv_bc" in pieces)
+    z = Mamba3Sizes.of(own, "conv_bc" in pieces)
     if not z.all_leave:
         yield "projections", n * z.thin, s
     if not z.by_heads:
@@ -104,7 +104,7 @@ def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
     yield from _convolved(z)
     if not z.again:
         yield from _steps(z)
-        yield from _operands(z)
+        yield from operands(z)
     yield "states", z.segments * z.heads * (z.chunks + 1) * m.d_state * m.headdim, wide
     yield "outputs", z.padded * z.heads * m.mimo_rank * m.headdim, wide
     if not z.again or z.by_heads:
@@ -115,7 +115,7 @@ def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
         yield from _carried(z)
 
 
-def _convolved(z: _Sizes) -> Iterator[Kept]:
+def _convolved(z: Mamba3Sizes) -> Iterator[Kept]:
     """x, and what the convolution makes of x, B and C; the scan copies its x."""
     own, s, n = z.own, z.own.compute, z.own.tokens
     taps, past = own.config.model.mamba3.conv_kernel, z.past
@@ -133,7 +133,7 @@ def _convolved(z: _Sizes) -> Iterator[Kept]:
         yield "scan inputs", own.rows * (own.here + cut) * wanted, s
 
 
-def _steps(z: _Sizes) -> Iterator[Kept]:
+def _steps(z: Mamba3Sizes) -> Iterator[Kept]:
     """Norms of B and C, the step dt and the decay A dt."""
     own, m, n, wide = z.own, z.own.config.model.mamba3, z.own.tokens, z.own.wide
     rate = 3 if m.a_activation == "heavy_tail" else 1
@@ -145,7 +145,7 @@ def _steps(z: _Sizes) -> Iterator[Kept]:
         yield "scan inputs", n * z.S // 2, own.compute
 
 
-def _operands(z: _Sizes) -> Iterator[Kept]:
+def operands(z: Mamba3Sizes) -> Iterator[Kept]:
     """q, k and v in chunks, sums of log decays and of angles, weights of tokens."""
     own, m, h, wide = z.own, z.own.config.model.mamba3, z.heads, z.own.wide
     R, N, P = m.mimo_rank, m.d_state, m.headdim
@@ -157,7 +157,7 @@ def _operands(z: _Sizes) -> Iterator[Kept]:
         yield "scan inputs", z.padded * h, wide
 
 
-def _carried(z: _Sizes) -> Iterator[Kept]:
+def _carried(z: Mamba3Sizes) -> Iterator[Kept]:
     """States handed to the right: what chunks tell of themselves, and their fold up to this rank's.
 
     How many chunks come before depends on the rank: the folds.
@@ -185,7 +185,7 @@ def _carried(z: _Sizes) -> Iterator[Kept]:
             yield "entering states", B * h * (R * N + P), wide
 
 
-def _exchanged(z: _Sizes) -> Iterator[Kept]:
+def _exchanged(z: Mamba3Sizes) -> Iterator[Kept]:
     """Whole rows of this rank's heads: x, gate, step and decay, and where tokens came from."""
     own, m, h, wide = z.own, z.own.config.model.mamba3, z.heads, z.own.wide
     cut = z.groups % own.cp == 0

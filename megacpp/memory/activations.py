@@ -103,7 +103,10 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     own, most = (Share.of(config, size, rank, most) for most in (False, True))
     parts = []
     for name, layers in Counter(_names(own)).items():
-        groups, at_most = _groups(own, name, layers), _groups(most, name, layers)
+        groups, at_most = (
+            {group: layers * each for group, each in layer_groups(share, name).items()}
+            for share in (own, most)
+        )
         weights = groups.pop("weights", 0)
         upper = sum(at_most.values()) - weights
         parts.append(PartBytes(name, layers, groups, upper, weights))
@@ -138,11 +141,11 @@ def _names(own: Share) -> list[str]:
     return found
 
 
-def _groups(own: Share, name: str, layers: int) -> dict[str, int]:
-    """Bytes of all layers of a part; groups without any are left out."""
+def layer_groups(own: Share, name: str) -> dict[str, int]:
+    """Bytes of one layer of a part; groups without any are left out."""
     groups: Counter[str] = Counter()
     for group, numbers, each in _form(own, name):
-        groups[group] += layers * numbers * each
+        groups[group] += numbers * each
     return dict(+groups)
 
 

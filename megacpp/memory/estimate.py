@@ -1,14 +1,39 @@
-"""The memory of a training step on one rank, in closed form: before anything is built."""
+"""The memory of a training step on one rank, in closed form: before anything is built.
+
+    found = estimate(config, 8)         # of rank 0 of 8
+    found.point, found.moment           # bytes at the fullest moment of a step, and which that is
+    found.components                    # what they are; they sum to the point
+    found.upper                         # no less than that, whatever routers choose
+
+Pure Python in about a millisecond a configuration: the sums of megacpp/memory/step.py over the
+closed forms of parameters, activations and working sets. bench/estimate.py holds it against traces
+of the trainer's own model; `estimate_memory` takes plain numbers instead of a configuration.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megacpp.config import Config
-from megacpp.memory.activations import activation_bytes
+from megacpp.config import (
+    CheckpointingPolicy,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from megacpp.errors import config_error
+from megacpp.memory.activations import not_counted
+from megacpp.memory.detail import detail_of
+from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
+from megacpp.memory.step import step_bytes
+from megacpp.memory.units import stored_of
+from megacpp.model.stages import SPLIT_BACKWARD
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
+NO_TENSOR = ("runtime_reserved", "allocator_overhead")
 
 
 @dataclass(frozen=True)
@@ -19,8 +44,8 @@ class MemoryEstimate:
         components: by name (components.py) at that moment; they sum to `point`.
         detail: of a component, by what it is made of.
         moment: which one that is (`backward of layer 50 (E)`, `optimizer step`, ...).
-        moments: bytes at each moment that was looked at.
-        resting: between two steps.
+        moments: bytes at each moment that was looked at, of tensors.
+        resting: of tensors, between two steps.
         point: what is expected; `upper`: no less than that, whatever routers and allocator do.
         budget: bytes that may be used: the device's memory less the headroom; None: not known.
         assumptions: what the figures rest on, in words.
@@ -45,6 +70,17 @@ class MemoryEstimate:
             return "fits"
         return "at_risk" if self.point <= self.budget else "does_not_fit"
 
+    @property
+    def tensors(self) -> int:
+        """The point without context, libraries and allocator: what a trace counts."""
+        return self.point - sum(self.components.get(name, 0) for name in NO_TENSOR)
+
+    @property
+    def gib(self) -> dict[str, float]:
+        """Components, point and upper bound in GiB, for people."""
+        found = {**self.components, "point": self.point, "upper": self.upper}
+        return {name: size / 2**30 for name, size in found.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """For machines."""
         return {
@@ -61,13 +97,147 @@ class MemoryEstimate:
         }
 
 
-def estimate(config: Config, size: int, rank: int = 0, budget: int | None = None) -> MemoryEstimate:
+def estimate(
+    config: Config, size: int, rank: int = 0, budget: int | None = None, detail: bool = True
+) -> MemoryEstimate:
     """What rank `rank` of `size` needs; `config` is resolved for `size` ranks.
 
     Args:
         budget: bytes that may be used.
+        detail: fill in `detail`, which takes longer than all the rest.
     """
-    kept = activation_bytes(config, size, rank)
-    components = {"activations": kept.bytes, "communication": kept.weights}
-    point = sum(components.values())
-    return MemoryEstimate(components, {}, "", {}, 0, point, point, budget, ())
+    found = step_bytes(config, size, rank)
+    most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
+    if uneven(config):
+        most = max(most, step_bytes(config, size, rank, most=True).most)
+    most += margin(config, most)
+    runtime = runtime_bytes(config, size)
+    overhead, _ = overhead_bytes(config, found.most, found.beside)
+    components = {**found.components, "runtime_reserved": runtime, "allocator_overhead": overhead}
+    upper = most + runtime + overhead_bytes(config, most, found.beside)[1]
+    return MemoryEstimate(
+        {name: size for name, size in components.items() if size},
+        detail_of(config, size, rank) if detail else {},
+        found.moment,
+        found.moments,
+        found.resting,
+        found.most + runtime + overhead,
+        upper,
+        budget,
+        assumptions(config),
+    )
+
+
+def uneven(config: Config) -> bool:
+    """Routers decide how much a rank gets: nothing is dropped, so one may get all of it."""
+    return "E" in config.model.pattern.upper() and config.model.moe.capacity_factor is None
+
+
+def margin(config: Config, tensors: int) -> int:
+    """What the closed forms may be under a trace by: half a percent, three with a pipeline."""
+    return tensors * (6 if config.mesh.pp > 1 else 1) // 200 + (1 << 20)
+
+
+def assumptions(config: Config) -> tuple[str, ...]:
+    """What the figures rest on."""
+    found = ["kernels as on a CPU: what they keep and need is what a trace of the model shows"]
+    if uneven(config):
+        found.append("every expert gets as many tokens; the upper bound: one rank gets all it can")
+    if config.data.seq_len and "A" in config.model.pattern.upper():
+        found.append("rows hold several documents: attention has one mask a microbatch")
+    if on_gpu(config):
+        found.append("context, libraries and allocator by constants, until a run is calibrated")
+        grow = config.memory.expandable_segments
+        kind = "expandable segments" if grow else "segments that don't grow"
+        found.append(f"the allocator's share as in replays of steps, with {kind}")
+    if config.mesh.pp > 1 and config.mesh.pp_schedule in (*SPLIT_BACKWARD, "interleaved"):
+        found.append(f"{config.mesh.pp_schedule}: microbatches in flight as many as there can be")
+    found += [f"{name} isn't counted" for name in not_counted(config)]
+    return tuple(found)
+
+
+def estimate_memory(
+    model_config: ModelConfig,
+    world_size: int,
+    tp_degree: int = 1,
+    ep_degree: int = 1,
+    dp_degree: int | None = None,
+    cp_degree: int = 1,
+    pp_degree: int = 1,
+    batch_size: int = 1,
+    seq_len: int = 4096,
+    grad_checkpoint: bool | CheckpointingPolicy = True,
+    optimizer: Literal["muon+adamw", "adamw"] = "muon+adamw",
+    grad_accum: int | None = None,
+    budget: int | None = None,
+) -> MemoryEstimate:
+    """The same from plain numbers: rank 0 of a bf16 run on GPUs, sharded by FSDP2.
+
+    Experts lie on ranks that also share the data: there is no axis of theirs beside the others.
+    `dp_degree` is read as all ranks with rows of their own where dp * cp * tp * pp is the world,
+    and as those beside an expert axis where dp * ep * cp * tp * pp is (so 8 = tp 2 * ep 4 * dp 1
+    has 4 ranks with rows of their own).
+
+    Args:
+        batch_size: rows of a rank's microbatch.
+        grad_checkpoint: `True` is the policy of the large presets, by kind of block; `False` keeps
+            what one pass keeps by default.
+        grad_accum: microbatches of a step; None: one, or two for each stage of a pipeline.
+        budget: bytes that may be used, for the verdict.
+
+    Raises:
+        ConfigError: degrees that don't make the world, or a setting that the trainer would refuse.
+    """
+    from megacpp.presets import PER_BLOCK
+    from megacpp.rules import check, resolve
+
+    policy = grad_checkpoint
+    if isinstance(policy, bool):
+        policy = PER_BLOCK if policy else CheckpointingPolicy()
+    if optimizer not in ("muon+adamw", "adamw"):
+        raise config_error(
+            "optimizer", optimizer, "must be muon+adamw or adamw", "use optimizer=muon+adamw"
+        )
+    shards = data_degree(world_size, tp_degree, ep_degree, dp_degree, cp_degree, pp_degree)
+    config = Config(
+        preset="estimate",
+        model=model_config,
+        data=DataConfig(seq_len=seq_len),
+        train=TrainConfig(
+            device_batch_size=batch_size,
+            grad_accum=grad_accum or (2 * pp_degree if pp_degree > 1 else 1),
+            device="auto",
+        ),
+        mesh=MeshConfig(pp=pp_degree, dp_shard=shards, cp=cp_degree, tp=tp_degree, ep=ep_degree),
+        optim=OptimConfig(name="adamw" if optimizer == "adamw" else "muon_adamw"),
+        recompute=policy,
+    )
+    check(config, world_size)
+    return estimate(resolve(config, world_size), world_size, 0, budget)
+
+
+def data_degree(world: int, tp: int, ep: int, dp: int | None, cp: int, pp: int) -> int:
+    """Ranks with rows of their own.
+
+    Raises:
+        ConfigError: the degrees don't make the world.
+    """
+    others = tp * cp * pp
+    product = f"dp * cp {cp} * tp {tp} * pp {pp}"
+    if others < 1 or world < 1 or world % others:
+        raise config_error(
+            "world_size",
+            world,
+            f"must be a multiple of cp {cp} * tp {tp} * pp {pp}",
+            f"use world_size={max(1, others)}",
+        )
+    shards = world // others
+    if dp is not None and dp not in (shards, shards / ep):
+        raise config_error(
+            "dp_degree",
+            dp,
+            f"{product} must be world_size ({world}), or with an expert axis beside them, "
+            f"times ep {ep}",
+            f"use dp_degree={shards}",
+        )
+    return shards

@@ -21,12 +21,14 @@ class Block:
         component: a name of components.py.
         part: of the model (`blocks.3`, `head`, ...), or empty.
         name: operator, module and shape, for people.
+        stream: of the device, 0 the one that computes: what FSDP2 gathers and reduces is on others.
     """
 
     bytes: int
     component: str
     part: str = ""
     name: str = ""
+    stream: int = 0
 
 
 @dataclass

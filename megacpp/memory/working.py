@@ -2,29 +2,81 @@
 
 `forward` and `backward` give the fullest moments of one layer. Counted at a moment: what the layer
 keeps, as far as it is alive, what came from behind, temporaries, and the gradients of the layer's
-own weights, whole. Not counted: weights (shards, gathered, in collectives), what layers before
-keep. tests/memory/working_sets.py finds the same in a traced step.
+own weights that this microbatch has made, whole. Not counted: weights (shards, gathered, in
+collectives), what layers before keep. tests/memory/working_sets.py finds the same in a traced step.
+
+The sums that earlier microbatches left in the gradients are for others to add: with FSDP2 they are
+there beside the new ones, in fp32; in a single process each new one is added to its own and freed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+
+from megacpp.memory import (
+    working_attention,
+    working_blocks,
+    working_experts,
+    working_head,
+    working_latent,
+    working_m2rnn,
+    working_mamba3,
+)
+from megacpp.memory.activation_share import Pieces, Share
+from megacpp.memory.moment import Moment
+from megacpp.memory.working_frame import framed_backward, framed_forward, framed_inside
+from megacpp.model.pieces import NOTHING, pieces_of
+
+__all__ = ["Moment", "backward", "first_attention", "forward"]
+
+Inside = Callable[[Share, Pieces], Iterator[Moment]]
+
+MIXERS: dict[str, tuple[Inside, Inside]] = {
+    "A": (working_attention.grouped, working_attention.grouped_back),
+    "E": (working_experts.experts, working_experts.experts_back),
+    "F": (working_blocks.feed_forward, working_blocks.feed_forward_back),
+    "M": (working_mamba3.forward, working_mamba3.backward),
+    "R": (working_m2rnn.forward, working_m2rnn.backward),
+}
+ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
+    "embed": (working_head.embed, working_head.embed_back),
+    "norm": (working_head.last_norm, working_head.last_norm_back),
+    "head": (working_head.head, working_head.head_back),
+    "received": (working_head.received, working_head.received),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """Bytes that are alive at once.
+def forward(own: Share, name: str) -> tuple[Moment, ...]:
+    """The fullest moments of a part (a name of `activations.PartBytes`) in the forward."""
+    letter, _, last = name.partition(" ")
+    if letter in ENDS:
+        return tuple(ENDS[letter][0](own))
+    pieces = NOTHING if last else pieces_of(own.config.recompute, own.config.model, letter)
+    return tuple(framed_forward(own, letter, pieces, _mixer(own, letter)[0]))
 
-    Attributes:
-        name: of the moment, for people: `after gate and up`, ...
-        tensors: kept ones, those that came from behind, temporaries.
-        gradients: of the layer's own weights, whole.
+
+def backward(own: Share, name: str) -> tuple[Moment, ...]:
+    """The same in the backward, with what it runs again."""
+    letter, _, last = name.partition(" ")
+    if letter in ENDS:
+        return tuple(ENDS[letter][1](own))
+    pieces = NOTHING if last else pieces_of(own.config.recompute, own.config.model, letter)
+    return tuple(framed_backward(own, letter, pieces, *_mixer(own, letter)))
+
+
+def first_attention(own: Share) -> tuple[Moment, ...]:
+    """Moments of the first A block of a forward beside those of each: it makes the mask.
+
+    For packed rows alone; where every row is one document there is none.
     """
+    pieces = pieces_of(own.config.recompute, own.config.model, "A")
+    latent = own.config.model.attention.kind == "mla"
+    first = working_latent.first_latent if latent else working_attention.first_attention
+    return tuple(framed_inside(own, "A", pieces, first))
 
-    name: str
-    tensors: int
-    gradients: int = 0
 
-    @property
-    def bytes(self) -> int:
-        return self.tensors + self.gradients
+def _mixer(own: Share, letter: str) -> tuple[Inside, Inside]:
+    """Forward and backward of a letter's mixer."""
+    if letter == "A" and own.config.model.attention.kind == "mla":
+        return working_latent.latent, working_latent.latent_back
+    return MIXERS[letter]

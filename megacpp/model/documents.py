@@ -88,6 +88,16 @@ class Documents:
             memo[key] = make()
         return memo[key]  # type: ignore[return-value]
 
+    def forget(self) -> None:
+        """Lets go of what was remembered, when no backward is to come.
+
+        A part that its row remembers points back at it: the two would wait for the garbage
+        collector, and hold their masks until then.
+        """
+        vars(self)["_memo"].clear()
+        if self.row is not None:
+            self.row.forget()
+
     def take(self, index_T: Tensor) -> Documents:
         """Some tokens of every row, in the order of `index_T`; ids and positions stay those of
         the row, which the part remembers. A part of a part is a part of the row."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import add
 
@@ -110,7 +111,7 @@ def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
     weights = layer_parameters(config)
     weights[0] += embedding_parameters(config)
     weights[-1] += head_parameters(config)
-    return _balanced(weights, num_stages)
+    return list(_balanced(tuple(weights), num_stages))
 
 
 def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
@@ -226,13 +227,14 @@ def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigErr
     )
 
 
-def _balanced(weights: Sequence[int], num_stages: int) -> list[range]:
+@lru_cache(maxsize=256)  # a plan asks for every mesh
+def _balanced(weights: tuple[int, ...], num_stages: int) -> tuple[range, ...]:
     """Contiguous ranges, none empty: least heaviest stage, then least sum of squares."""
     heaviest, _ = _cut(weights, num_stages, lambda own: own, max)
     _, starts = _cut(
         weights, num_stages, lambda own: own * own if own <= heaviest else math.inf, add
     )
-    return [range(a, b) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True)]
+    return tuple(range(a, b) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True))
 
 
 def _cut(

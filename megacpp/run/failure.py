@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megacpp.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError
+from megacpp.run.oom import out_of_memory, show_once
 
 PEER_LOST = 6
 # What gloo and NCCL say on the ranks that did nothing wrong.
@@ -30,7 +31,8 @@ def guarded(main: Callable[[Resolved], None], resolved: Resolved) -> None:
 
     An exception that is no message of ours is a bug: its first line is printed with the rank that
     raised it, and the traceback goes to `failures/rank-N.txt` in the run folder. Ranks that only
-    lost that peer stay silent and leave with code 6; torchrun ends those that still wait.
+    lost that peer stay silent and leave with code 6; torchrun ends those that still wait. Of memory
+    that ran out a screen tells more (oom.py).
     """
     folder = Path(resolved.config.run.dir)
     try:
@@ -66,6 +68,8 @@ def report(error: Exception, folder: Path) -> int:
             )
         time.sleep(PATIENCE_S)
         return PEER_LOST
+    if out_of_memory(error):
+        path = show_once(error, folder)
     first = (str(error).strip().splitlines() or ["no message"])[0]
     print(f"error: rank {rank}: {type(error).__name__}: {first} ({path})", file=sys.stderr)
     return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,12 @@ from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import config_error
 from megacpp.memory.activations import activation_bytes
+from megacpp.memory.budget import as_run
 from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
+from megacpp.run.gate import Admission
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.precision import compute_dtype, storage_dtype
 from megacpp.run.recompute_table import layer_rows
@@ -74,6 +75,7 @@ def announce(
     active: bool,
     compiled: Mapping[int, str],
     fp8: Sequence[str],
+    admission: Admission,
 ) -> Callable[[float], float | None]:
     """Prints the header and writes the launch record on the main rank.
 
@@ -102,6 +104,9 @@ def announce(
             recompute=layer_rows(config, compiled),
             fp8=list(fp8),
             activations=kept_by_a_microbatch(config, ranks, device),
+            memory=admission.as_dict(),
+            plan=admission.plan,
+            attempts=list(admission.attempts),
         )
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
@@ -118,6 +123,7 @@ def announce(
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
+                ("memory", admission.lines()),
                 ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
                 ("optimizer" + _whose(mesh), optimizer_lines),
                 ("data", corpus.describe()),
@@ -129,11 +135,8 @@ def announce(
 
 def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
     """What the forward keeps on the first rank, by kind of block, from closed forms."""
-    precision = config.precision
-    if precision.dtype == "auto":
-        narrow = compute_dtype(precision, device) == torch.bfloat16
-        precision = dataclasses.replace(precision, dtype="bf16" if narrow else "fp32")
-    return activation_bytes(dataclasses.replace(config, precision=precision), ranks).as_dict()
+    narrow = compute_dtype(config.precision, device) == torch.bfloat16
+    return activation_bytes(as_run(config, device.type, narrow), ranks).as_dict()
 
 
 def _given(resolved: Resolved) -> dict[str, object]:

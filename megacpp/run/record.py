@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megacpp.config import Config
+from megacpp.memory.calibration import fingerprint
 from megacpp.model.count import ParameterCount
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "tyro", "rich")
@@ -31,7 +32,7 @@ def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> No
 def write_launch(
     folder: Path, config: Config, mesh: dict[str, int], count: ParameterCount, **more: Any
 ) -> None:
-    """launch.json: configuration, commit, versions, device, mesh, parameter counts.
+    """launch.json: configuration and its hash, commit, versions, device, mesh, parameter counts.
 
     A resumed run writes `launch-<step>.json` beside it.
     """
@@ -45,7 +46,9 @@ def write_launch(
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "mesh": mesh,
         "parameters": dataclasses.asdict(count),
+        "policy": dataclasses.asdict(config.recompute),
         "config": dataclasses.asdict(config),
+        "config_hash": fingerprint(dataclasses.asdict(config)),
         **more,
     }
     first = more.get("first_step", 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megacpp.memory.stream import Block, Stream
 
 ELSEWHERE = ("parameters", "optimizer_state", "batch", "communication", "muon_transient")
+KEPT = ("activations", "moe_routing", "head_loss")  # what the graph holds until it ends, of others
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class WorkingSet:
     """Most bytes at once in a phase of a part, and what they are.
 
     Counted: what is alive but for weights (shards, gathered, buffers of their collectives), the
-    optimizer's state, the batch, gradients of other parts' weights, and what parts before keep.
+    optimizer's state, the batch, gradients of other parts' weights, and what other parts keep.
     So: own kept tensors as far as they are alive, gradients that came from behind, temporaries,
     and the gradients of the part's own weights, whole.
     """
@@ -56,8 +57,14 @@ def _counted(stream: Stream, alive: set[int], part: str, place: dict[str, int]) 
         block = stream.blocks[number]
         if block.component in ELSEWHERE:
             continue
-        if block.component == "gradients" and block.part != part:
-            continue
+        if block.component == "gradients" and (
+            block.part != part or block.name.startswith("_reduce_scatter_base_")
+        ):
+            continue  # of others, or shards
         if place.get(block.part, len(place)) < place[part]:
+            continue
+        # The head makes the gradient of its input in its forward.
+        own = block.part == part or (part == "norm" and block.name.startswith("mm "))
+        if block.component in KEPT and not own:
             continue
         yield block

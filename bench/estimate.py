@@ -1,0 +1,223 @@
+"""How near the closed forms of memory are to traces of the trainer's own model, and how fast.
+
+    python -m bench.estimate                # a dozen points
+    python -m bench.estimate --points 40    # so many
+    python -m bench.estimate --full         # 216, for an idle hour
+
+A point is a preset on a mesh: ranks, tokens, tp, ep, cp, pp, policy, optimizer. Its trace runs the
+trainer's builder and a whole step on fake tensors: its peak is what tensors need. The estimate is
+compared without what no tensor asks for (context, libraries, allocator). `upper` must not be below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from megacpp.config import CheckpointingPolicy, Config
+from megacpp.errors import ConfigError
+from megacpp.memory.estimate import estimate
+from megacpp.presets import preset
+from megacpp.rules import check, resolve
+
+PRESETS = ("nam56r", "nam52_deep", "dense_110m", "hybrid_400m", "moe_small", "nam56r_quarter")
+WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (4096, 8192, 16384, 32768, 65536)
+POLICIES = {
+    "preset": None,
+    "nothing": CheckpointingPolicy(),
+    "experts": CheckpointingPolicy(eblock="expert_gemm_only", ablock="selective"),
+    "blocks": CheckpointingPolicy(
+        ablock="full", eblock="full", mblock="conv_bc_only", rblock="full_plus_norms", fblock="full"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration to trace and to estimate."""
+
+    preset: str
+    world: int
+    tokens: int
+    rows: int
+    tp: int
+    ep: int
+    cp: int
+    pp: int
+    policy: str
+    optimizer: str
+    sync: str
+    reshard: str
+
+    def config(self) -> Config:
+        """Resolved for its world.
+
+        Raises:
+            ConfigError: the trainer would refuse it.
+        """
+        base = preset(self.preset)
+        policy = POLICIES[self.policy]
+        config = replace(
+            base,
+            data=replace(base.data, seq_len=self.tokens),
+            train=replace(
+                base.train,
+                device_batch_size=self.rows,
+                tokens_per_step=0,
+                grad_accum=2 * self.pp,
+                gradient_sync=self.sync,  # type: ignore[arg-type]
+            ),
+            mesh=replace(
+                base.mesh,
+                tp=self.tp,
+                ep=self.ep,
+                cp=self.cp,
+                pp=self.pp,
+                reshard=self.reshard,  # type: ignore[arg-type]
+            ),
+            optim=replace(base.optim, name=self.optimizer),  # type: ignore[arg-type]
+            recompute=base.recompute if policy is None else policy,
+        )
+        check(config, self.world)
+        return resolve(config, self.world)
+
+    def __str__(self) -> str:
+        mesh = f"tp {self.tp} ep {self.ep:<2} cp {self.cp} pp {self.pp}"
+        how = f"{self.policy:7} {self.optimizer:10} {self.sync:8} {self.reshard:6}"
+        return f"{self.preset:14} {self.world:>4} x {self.rows} x {self.tokens:>5} {mesh} {how}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Bytes of a point.
+
+    Attributes:
+        upper: of tensors and allocator.
+        share: of the trace, by which the estimate is over it (under: negative).
+        seconds: that the trace took; `estimate_ms`: the estimate.
+    """
+
+    point: Point
+    trace: int
+    where: str
+    tensors: int
+    moment: str
+    upper: int
+    seconds: float
+    estimate_ms: float
+
+    @property
+    def share(self) -> float:
+        return self.tensors / self.trace - 1
+
+
+def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[Point]:
+    """Legal points, of every preset and world alike; the same ones for a number."""
+    draw, seen = random.Random(seed), set()
+    while len(seen) < number:
+        name = PRESETS[len(seen) % len(PRESETS)]
+        world = WORLDS[len(seen) // len(PRESETS) % len(WORLDS)]
+        point = Point(
+            name,
+            world,
+            draw.choice(TOKENS),
+            draw.choice((1, 1, 2)),
+            draw.choice((1, 1, 2, 4)),
+            draw.choice((1, 2, 4, 8)),
+            draw.choice((1, 1, 2, 4)),
+            draw.choice((1, 1, 1, 2)) if pipelines else 1,
+            draw.choice(tuple(POLICIES)),
+            draw.choice(("muon_adamw", "muon_adamw", "adamw")),
+            draw.choice(("defer", "defer", "each", "resident")),
+            draw.choice(("auto", "always", "never")),
+        )
+        try:
+            point.config()
+        except ConfigError:
+            continue
+        if point not in seen:
+            seen.add(point)
+            yield point
+
+
+def measure(point: Point) -> Result:
+    """Traces a point and estimates it."""
+    from megacpp.cli.trace import trace_step  # torch
+
+    config = point.config()
+    begin = time.perf_counter()
+    stream = trace_step(config, point.world)
+    event, peak = stream.peak()
+    traced = time.perf_counter() - begin
+    begin = time.perf_counter()
+    found = estimate(config, point.world)
+    took = (time.perf_counter() - begin) * 1e3
+    upper = found.upper - found.components.get("runtime_reserved", 0)
+    where = stream.where(event)
+    return Result(point, peak, where, found.tensors, found.moment, upper, traced, took)
+
+
+def latencies(number: int = 200) -> tuple[float, float]:
+    """Milliseconds of an estimate without detail: the mean over many points, and the worst."""
+    configs = [(point.config(), point.world) for point in points(number, True, seed=1)]
+    times = []
+    for config, world in configs:
+        begin = time.perf_counter()
+        estimate(config, world, detail=False)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.mean(times), max(times)
+
+
+def summary(results: list[Result]) -> dict[str, float]:
+    """Of the shares by which estimates are off."""
+    shares = [result.share for result in results]
+    return {
+        "points": len(results),
+        "median_abs": statistics.median(map(abs, shares)),
+        "max_over": max(0.0, *shares),
+        "max_under": max(0.0, *(-share for share in shares)),
+        "upper_below_trace": sum(result.upper < result.trace for result in results),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--points", type=int, default=12)
+    parser.add_argument("--full", action="store_true", help="216 points")
+    parser.add_argument("--pipelines", action="store_true", help="pp 2 among them")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = []
+    for point in points(216 if options.full else options.points, options.pipelines):
+        result = measure(point)
+        results.append(result)
+        if not options.json:
+            gib = result.trace / 2**30
+            print(
+                f"{point}  {gib:8.3f} GiB {100 * result.share:+7.3f} %  "
+                f"upper {result.upper / result.trace:5.2f}x  {result.where} / {result.moment}  "
+                f"{result.seconds:.0f} s",
+                flush=True,
+            )
+    found = summary(results)
+    mean, worst = latencies()
+    if options.json:
+        rows = [asdict(result) | {"share": result.share} for result in results]
+        print(json.dumps({**found, "mean_ms": mean, "worst_ms": worst, "rows": rows}, indent=1))
+        return
+    print(
+        f"{found['points']} points: median {100 * found['median_abs']:.3f} %, "
+        f"most over {100 * found['max_over']:.3f} %, most under {100 * found['max_under']:.3f} %, "
+        f"upper below the trace {found['upper_below_trace']} times"
+    )
+    print(f"an estimate takes {mean:.2f} ms on average, {worst:.2f} ms at most (without detail)")
+
+
+if __name__ == "__main__":
+    main()

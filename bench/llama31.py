@@ -1,0 +1,249 @@
+"""Llama-3.1-8B as torchtitan trained it in December 2024: every allocation of its steps.
+
+    stream = record(ranks=8, steps=2)          # seconds: all 32 layers, fake tensors
+
+One rank of many under FSDP2 with fake tensors and a fake process group: weights, gradients to
+reduce and moments in fp32, compute in bf16, two sequences of 8,192 tokens, selective recompute by
+operator, cross entropy in fp32 over all logits, AdamW with `foreach`, clipping, no compiler.
+Sources: pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, and what its train.py,
+parallelize_llama.py, models/llama/model.py and optimizer.py did then; pull request 642 for where
+logits become fp32. Written anew, for its allocations: weights are never set.
+
+Not in it: what the attention kernel's backward asks for inside (0.26 GiB while a layer's backward
+runs, when the loss has freed 23 GiB), buffers of NCCL (outside of the allocator).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from checkpointing.meter import local_part
+from checkpointing.recorder import Recorder
+from megacpp.memory.stream import Block, Stream
+from parallel.fake import fake_tensors
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of Llama-3.1-8B and its batch; letters of the model's files."""
+
+    num_layers: int = 32
+    dim: int = 4096
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    hidden: int = 14336
+    vocab: int = 128256
+    rows: int = 2
+    tokens: int = 8192
+
+
+class Norm(nn.Module):
+    """RMSNorm as torch ran it in eager mode then: in fp32, operator by operator."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(torch.pow(wide, 2).mean(-1, keepdim=True).add(1e-5))
+        return wide.mul(scale).type_as(x).mul(self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.dim // shape.num_heads
+        self.repeats = shape.num_heads // shape.num_kv_heads
+        linear = partial(nn.Linear, bias=False)
+        self.wq = linear(shape.dim, shape.num_heads * self.head_dim)
+        self.wk = linear(shape.dim, shape.num_kv_heads * self.head_dim)
+        self.wv = linear(shape.dim, shape.num_kv_heads * self.head_dim)
+        self.wo = linear(shape.num_heads * self.head_dim, shape.dim)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        heads = partial(torch.reshape, shape=(rows, tokens, -1, self.head_dim))
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k, v = heads(q), heads(k), heads(v)
+        q, k = turned(q, k, turns)
+        k, v = repeated(k, self.repeats), repeated(v, self.repeats)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        # By name: what `scaled_dot_product_attention` chooses on an H100.
+        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        return self.wo(out.transpose(1, 2).contiguous().view(rows, tokens, -1))
+
+
+def turned(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions, by complex numbers."""
+    q_ = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
+    k_ = torch.view_as_complex(k.float().reshape(*k.shape[:-1], -1, 2))
+    q_out = torch.view_as_real(q_ * turns).flatten(3)
+    k_out = torch.view_as_real(k_ * turns).flatten(3)
+    return q_out.type_as(q), k_out.type_as(k)
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    """Every head as often as queries share it."""
+    rows, tokens, heads, dim = x.shape
+    wider = x.unsqueeze(3).expand(rows, tokens, heads, times, dim)
+    return wider.reshape(rows, tokens, heads * times, dim)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.hidden, bias=False)
+        self.w2 = nn.Linear(shape.hidden, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+        self.attention_norm, self.ffn_norm = Norm(shape.dim), Norm(shape.dim)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), turns)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Llama(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocab, shape.dim)
+        size = 1, shape.tokens, 1, shape.dim // shape.num_heads // 2
+        self.register_buffer("turns", torch.empty(size, dtype=torch.complex64))
+        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = Norm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h, self.turns)
+        return self.head(self.norm(h))
+
+
+SAVED = {  # "selective op": outputs kept, but for every second product's
+    aten.mm.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten.max.default,
+}
+
+
+def contexts() -> Any:
+    """Of one layer's forward and of its second run."""
+    products: dict[bool, int] = defaultdict(int)
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator == aten.mm.default:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        save = operator in SAVED
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def sharded(shape: Shape, mesh: DeviceMesh) -> Llama:
+    """The model on the meta device under FSDP2, a layer a unit, the rest one more."""
+    with torch.device("meta"):
+        model = Llama(shape)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    last = shape.num_layers - 1
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(
+            block, context_fn=contexts, preserve_rng_state=False
+        )
+        fully_shard(
+            model.blocks[index], mesh=mesh, mp_policy=policy, reshard_after_forward=index < last
+        )
+    # FSDP2 of then never resharded the root after its forward.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
+    """All allocations of rank 0 of `ranks`, from the weights on, for a number of steps."""
+    shape = shape or Shape()
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        model = sharded(shape, init_device_mesh("cpu", (ranks,)))
+        with fake_tensors(memory=True), Recorder(model) as recorder:
+            model.to_empty(device="cpu")
+            # Shards instead of DTensors around them: the same memory in half the time.
+            shards = [nn.Parameter(local_part(p).detach()) for p in model.parameters()]
+            optimizer = torch.optim.AdamW(
+                shards, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+            )
+            for index in range(steps):
+                recorder.mark(f"step {index + 1}")
+                step(model, shards, optimizer, recorder, shape)
+            recorder.name_resting(optimizer)
+        return with_workspaces(recorder.stream())
+    finally:
+        dist.destroy_process_group()
+
+
+def with_workspaces(stream: Stream) -> Stream:
+    """Puts what cuBLAS asks of the allocator first: 32 MiB on Hopper for each handle.
+
+    Forward and backward run on threads, and so have handles, of their own. Source: pytorch,
+    aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
+    """
+    blocks = [Block(32 * 2**20, "runtime_reserved", "", "cuBLAS workspace") for _ in range(2)]
+    count = len(blocks)
+    return Stream(
+        blocks + stream.blocks,
+        [*range(count), *(number + count for number in stream.events)],
+        [(event + count, name) for event, name in stream.marks],
+    )
+
+
+def step(
+    model: Llama,
+    shards: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    recorder: Recorder,
+    shape: Shape,
+) -> None:
+    with recorder.stage("batch"):
+        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
+        labels = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
+    optimizer.zero_grad()
+    model.zero_grad()
+    logits = model(ids)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+    del logits
+    loss.backward()
+    recorder.note_gradients()
+    for shard, p in zip(shards, model.parameters(), strict=True):
+        assert p.grad is not None
+        shard.grad = local_part(p.grad)
+    with recorder.stage("clip"):
+        torch.nn.utils.clip_grad_norm_(shards, 1.0, foreach=True)
+    with recorder.stage("optimizer"):
+        optimizer.step()

@@ -1,0 +1,164 @@
+"""`megacpp memory trace`: most bytes of a training step on one rank, by component and by moment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacpp.arguments import parse_run, take_flag, take_value, wants_help
+from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
+from megacpp.config import Config
+from megacpp.memory.components import COMPONENTS
+from megacpp.memory.stream import Stream
+
+if TYPE_CHECKING:
+    from megacpp.memory.stream import Block
+
+LARGEST = 8  # blocks shown
+ROWS = 24  # moments shown: the fullest
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of the step: the most bytes alive in it, and those at its end."""
+
+    name: str
+    peak: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a stream comes to.
+
+    Attributes:
+        peak: bytes of all tensors at the fullest moment.
+        where: what ran then.
+        components: of `peak`.
+        resting: bytes between two steps.
+        moments: in order.
+        largest: blocks alive at the peak.
+    """
+
+    peak: int
+    where: str
+    components: dict[str, int]
+    resting: int
+    moments: tuple[Moment, ...]
+    largest: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, stream: Stream) -> Found:
+        event, peak = stream.peak()
+        alive = sorted((stream.blocks[n] for n in stream.alive_at(event)), key=lambda b: -b.bytes)
+        by_component = stream.by_component(event)
+        return cls(
+            peak,
+            stream.where(event),
+            {name: by_component[name] for name in COMPONENTS if name in by_component},
+            (stream.timeline() or [0])[-1],
+            moments_of(stream),
+            tuple(alive[:LARGEST]),
+        )
+
+
+def moments_of(stream: Stream) -> tuple[Moment, ...]:
+    """Between two marks each; what happens nothing in is left out."""
+    line = stream.timeline()
+    ends = [start for start, _ in stream.marks[1:]] + [len(line)]
+    return tuple(
+        Moment(name, max(line[start:end]), line[end - 1])
+        for (start, name), end in zip(stream.marks, ends, strict=True)
+        if start < end
+    )
+
+
+def trace(argv: Sequence[str]) -> int:
+    """usage: megacpp memory trace [PRESET] [--world N] [--rank R] [--section.key value ...]
+                            [--full] [--timeline FILE] [--json]
+
+    Most bytes that tensors of rank R (default 0) of N (default 1) have at once in an optimizer
+    step, what they are, and the most of every part of the step. What no tensor has (the context of
+    the device, what an allocator keeps) isn't counted.
+
+      --full      run all layers; else one of each kind, from which the others follow
+      --timeline  a snapshot for PyTorch's memory viewer (https://pytorch.org/memory_viz)
+
+    The model of train.py is run without values, so it takes seconds, whatever the model and the
+    mesh. Precision `auto` is bf16 here, as on a GPU, unless --train.device is cpu. Blocks aren't
+    compiled.
+    """
+    arguments = list(argv)
+    if wants_help(arguments, trace):
+        return 0
+    as_json, full = take_flag(arguments, "--json"), take_flag(arguments, "--full")
+    timeline = take_value(arguments, "--timeline", "")
+    size, rank = take_world(arguments)
+    config = parse_run(arguments, size).config
+    from megacpp.cli.trace import trace_step
+
+    stream = trace_step(config, size, rank, full)
+    found = Found.of(stream)
+    if timeline:
+        from megacpp.memory.timeline import write_snapshot
+
+        write_snapshot(stream, Path(timeline))
+    if as_json:
+        print(json.dumps(_content(config, size, rank, found), indent=2))
+        return 0
+    print("\n".join(_lines(config, size, rank, found)))
+    if timeline:
+        print(f"\ntimeline: {timeline}")
+    return 0
+
+
+def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, Any]:
+    """For machines; all numbers are bytes, or ranks."""
+    return {
+        "preset": config.preset,
+        "world": size,
+        "rank": rank,
+        "mesh": asdict(config.mesh),
+        "rows": config.train.device_batch_size,
+        "seq_len": config.data.seq_len,
+        **asdict(found),
+    }
+
+
+def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
+    """For people."""
+    from megacpp.cli.measure import coordinates
+
+    rows = [["alive at once", "bytes", "share"]]
+    rows += [
+        [name, readable(count), f"{count / max(1, found.peak):.1%}"]
+        for name, count in found.components.items()
+    ]
+    rows.append(["sum", readable(found.peak), ""])
+    largest = [["largest tensors then", "of", "bytes"]]
+    largest += [[b.name, b.part, readable(b.bytes)] for b in found.largest]
+    return [
+        *mesh_lines(config, size, rank, coordinates(config.mesh, size, rank)),
+        f"most at once: {readable(found.peak)}, in {found.where or 'nothing'}; "
+        f"between steps: {readable(found.resting)}",
+        "",
+        *table(rows),
+        "",
+        *table(largest, 2),
+        "",
+        *_moments(found),
+    ]
+
+
+def _moments(found: Found) -> list[str]:
+    """The fullest parts of the step, in order."""
+    fullest = sorted(found.moments, key=lambda m: -m.peak)[:ROWS]
+    least = min((m.peak for m in fullest), default=0)
+    shown = [m for m in found.moments if m.peak >= least][:ROWS]
+    rows = [["part of the step", "most", "at its end"]]
+    rows += [[m.name, readable(m.peak), readable(m.end)] for m in shown]
+    hidden = len(found.moments) - len(shown)
+    return [*table(rows), *([f"and {hidden} with less"] if hidden else [])]

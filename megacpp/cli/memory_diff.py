@@ -1,0 +1,69 @@
+"""`megacpp memory diff`: what grew between two snapshots of a run, why, and what helps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp.arguments import take_flag, wants_help
+from megacpp.errors import ConfigError
+from megacpp.memory.budget import words
+from megacpp.memory.snapshot import STEADY, Difference, compare, read_snapshot
+
+
+def memory_diff(argv: Sequence[str]) -> int:
+    """usage: megacpp memory diff RUN/memory/step-A.json RUN/memory/step-B.json [--json]
+
+    Bytes by component before and after, largest growth first, with the most likely cause and what
+    helps. A run writes snapshots every memory.snapshot_every steps and memory.snapshot_gap later.
+    """
+    arguments = list(argv)
+    if wants_help(arguments, memory_diff):
+        return 0
+    as_json = take_flag(arguments, "--json")
+    if len(arguments) != 2 or any(word.startswith("-") for word in arguments):
+        raise ConfigError(
+            f"arguments={' '.join(arguments)}: two snapshots are compared. Fix: megacpp memory "
+            "diff RUN/memory/step-A.json RUN/memory/step-B.json."
+        )
+    found = compare(*(read_snapshot(Path(word)) for word in arguments))
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+        return 0
+    print("\n".join(lines(found)))
+    return 0
+
+
+def lines(found: Difference) -> list[str]:
+    """A comparison as a table."""
+    before, after = found.before, found.after
+    head = f"rank {after.rank}, most bytes of a step"
+    said = [f"{head:32}{f'step {before.step}':>14}{f'step {after.step}':>14}{'grown':>14}"]
+    for row in found.rows:
+        shown = [words(row.before), words(row.after), signed(row.grown)]
+        said.append(f"  {row.bucket:30}" + "".join(f"{cell:>14}" for cell in shown))
+    for name in ("peak_bytes", "reserved_bytes", "resting_bytes"):
+        was, now = getattr(before, name), getattr(after, name)
+        if was or now:
+            cells = [words(was), words(now), signed(now - was)]
+            label = name.removesuffix("_bytes") + (" of the step" if name == "peak_bytes" else "")
+            said.append(f"{label:32}" + "".join(f"{cell:>14}" for cell in cells))
+    if not (before.followed and after.followed):
+        said.append("no tensors of a step were followed: only what rests is compared")
+    said.append("")
+    if found.cause is STEADY:
+        return [*said, f"{STEADY.name}: {STEADY.words}"]
+    top, grown = found.largest, next(iter(found.by_cause.values()))
+    said += [
+        f"top grower: {top.bucket}, {signed(top.grown)}",
+        f"diagnosis:  {found.cause.name}: {found.cause.words} ({signed(grown)})",
+        f"fix:        {found.cause.fix}",
+    ]
+    others = [f"{name} {signed(more)}" for name, more in list(found.by_cause.items())[1:]]
+    return [*said, *([f"beside it:  {', '.join(others)}"] if others else [])]
+
+
+def signed(n: int) -> str:
+    """Growth in words; nothing where there is none."""
+    return f"{'+' if n > 0 else '-'}{words(abs(n))}" if n else ""

@@ -1,0 +1,377 @@
+"""`megacpp plan`: the mesh, device batch and recompute policy that a cluster should run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from megacpp.arguments import (
+    flatten,
+    read_flags,
+    replace_keys,
+    take_flag,
+    take_int,
+    take_value,
+    wants_help,
+)
+from megacpp.cli.dry_run import readable
+from megacpp.config import Config, MeshConfig
+from megacpp.errors import config_error
+from megacpp.memory.components import COMPONENTS
+from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
+from megacpp.memory.traffic import Traffic, traffic
+from megacpp.model.flops import train_flops_per_token
+from megacpp.presets import preset
+from megacpp.recompute_flags import compiles, translate
+from megacpp.rules import check
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+WIDTH, BAR, GIB = 100, 30, 1 << 30
+UNITS = {
+    "": GIB,
+    "GIB": GIB,
+    "MIB": 1 << 20,
+    "TIB": 1 << 40,
+    "GB": 10**9,
+    "MB": 10**6,
+    "TB": 10**12,
+}
+# A letter and a colour for each component, in the order of a bar.
+PAINT = dict(
+    zip(
+        COMPONENTS,
+        (
+            *(("P", "blue"), ("G", "cyan"), ("O", "magenta"), ("A", "green"), ("E", "yellow")),
+            *(("H", "bright_blue"), ("F", "bright_green"), ("C", "red"), ("W", "bright_cyan")),
+            *(("M", "bright_magenta"), ("B", "white"), ("R", "bright_black")),
+            ("V", "bright_yellow"),
+        ),
+        strict=True,
+    )
+)
+AXES = ("tp", "ep", "cp", "pp", "dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is wanted of.
+
+    Attributes:
+        base: the preset; `config` with what the command line changes.
+        given: dotted settings of the command line, which a plan leaves alone.
+    """
+
+    base: Config
+    config: Config
+    given: dict[str, Any]
+    world: int
+    memory: int
+    tokens: int
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a device that the estimate may use."""
+        return int(self.memory * (1 - self.config.memory.headroom))
+
+
+def command(argv: Sequence[str]) -> int:
+    """usage: megacpp plan [PRESET] --world N --memory 141GiB [--tokens-per-step T] [--seq L]
+                    [--top K] [--explain] [--json] [--section.key value ...]
+
+    Which mesh, device batch, accumulation and recompute policy N devices of that memory should run,
+    best first: it fits, a larger device batch, nothing runs again, fewer microbatches, less work
+    repeated, more headroom, smaller tp, smaller ep. Settings of mesh, device batch and recompute
+    that are given stay as they are; all others are chosen. Nothing is started: memory, bytes sent
+    and FLOPs are closed forms.
+
+      --memory           of a device: 141GiB, 80GB, or a number of GiB
+      --tokens-per-step  of all ranks together (default: the preset's)
+      --seq              tokens of a row (default: the preset's)
+      --top              so many candidates (default: 8)
+      --explain          why each one comes before the next
+
+    A bar is the memory of a device, a letter of it what is in use at the fullest moment of a step,
+    and | where the headroom begins (--memory.headroom). "repeats" is what recompute adds to the
+    FLOPs of forward and backward.
+    """
+    arguments = list(argv)
+    if wants_help(arguments, command):
+        return 0
+    as_json, explains = take_flag(arguments, "--json"), take_flag(arguments, "--explain")
+    top = take_int(arguments, "--top", 8)
+    if top < 1:
+        raise config_error("top", top, "must be at least 1", "use --top 8")
+    asked = _asked(arguments)
+    found = plan(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given))
+    shown = found.candidates[:top]
+    for one in shown:
+        check(one.config, asked.world)
+    if as_json:
+        print(json.dumps(_content(asked, found, shown), indent=2))
+    else:
+        _show(asked, found, shown, explains)
+    return 0 if found.candidates else 1
+
+
+def _asked(arguments: list[str]) -> Asked:
+    """Reads the command line; every mistake is one line."""
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
+    base = preset(name)
+    world = take_int(arguments, "--world", 0)
+    if world < 1:
+        raise config_error("world", world, "must be at least 1", "write --world 8")
+    size = take_value(arguments, "--memory", "")
+    tokens, seq = (take_int(arguments, flag, 0) for flag in ("--tokens-per-step", "--seq"))
+    arguments += ["--data.seq-len", str(seq)] if seq else []
+    words, _ = translate(arguments, compiles(arguments, base.train.compile != "off"))
+    given = dict(read_flags(words))
+    config = replace_keys(base, given)
+    check(_alone(config), 1)
+    memory = memory_bytes(size) if size else int(config.memory.device_gib * GIB)
+    if not memory:
+        raise config_error("memory", size, "of a device is needed", "write --memory 141GiB")
+    tokens = tokens or config.train.tokens_per_step
+    if not tokens:
+        raise config_error(
+            "tokens_per_step", tokens, "the preset has none", "write --tokens-per-step 1048576"
+        )
+    return Asked(base, config, given, world, memory, tokens)
+
+
+def _alone(config: Config) -> Config:
+    """On one rank, for rules that no mesh and no batch has a part in."""
+    mesh = replace(config.mesh, pp=1, dp_replicate=1, dp_shard=-1, cp=1, tp=1, ep=1)
+    train = replace(config.train, device_batch_size=1, tokens_per_step=0, grad_accum=0)
+    return replace(config, mesh=mesh, train=train)
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of `141GiB`, `80GB` or `80` (GiB).
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    unit = match and UNITS.get(match[2].upper())
+    if not match or not unit or not float(match[1]):
+        rule = "must be a number and GiB, GB, MiB or TiB"
+        raise config_error("memory", text, rule, "write --memory 141GiB")
+    return int(float(match[1]) * unit)
+
+
+def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
+    """The command that starts a candidate: what differs from the preset, and how many ranks."""
+    nodes = ["--standalone", f"--nproc-per-node={asked.world}"]
+    if asked.world > 8 and asked.world % 8 == 0:
+        nodes = [f"--nnodes={asked.world // 8}", "--nproc-per-node=8"]
+    before, settings = flatten(asked.base), asked.given | candidate.knobs()
+    del settings["train.grad_accum"]  # follows from the tokens
+    if asked.config.mesh.dp_shard == -1:
+        del settings["mesh.dp_shard"]  # fills the world
+    settings["train.tokens_per_step"] = asked.tokens
+    flags = []
+    for key, value in settings.items():
+        if before.get(key) != value:
+            flags += [f"--{key.replace('_', '-')}", str(value).lower()]
+    return ["torchrun", *nodes, "train.py", asked.config.preset, *flags]
+
+
+def _flops(asked: Asked, candidate: Candidate) -> tuple[float, float]:
+    """Of a rank and step: forward and backward, and what is repeated."""
+    config, tokens = candidate.config, asked.tokens / asked.world
+    plain = train_flops_per_token(config.model, config.data.seq_len)
+    return plain * tokens, candidate.policy.replayed * tokens
+
+
+def _content(asked: Asked, found: Plan, shown: Sequence[Candidate]) -> dict[str, Any]:
+    """The plan for machines; all numbers are bytes, FLOPs, tokens or counts."""
+    return {
+        "preset": asked.config.preset,
+        "world": asked.world,
+        "memory_bytes": asked.memory,
+        "budget_bytes": asked.budget,
+        "tokens_per_step": asked.tokens,
+        "seq_len": asked.config.data.seq_len,
+        "considered": found.considered,
+        "legal": found.legal,
+        "estimated": found.estimated,
+        "fit": len(found.candidates),
+        "out": found.out,
+        "candidates": [_one(asked, candidate) for candidate in shown],
+        "nearest": _one(asked, found.nearest) if found.nearest else None,
+    }
+
+
+def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
+    sent = traffic(candidate.config, asked.world, candidate.rank)
+    plain, again = _flops(asked, candidate)
+    return {
+        "knobs": candidate.knobs(),
+        "policy": candidate.policy.name,
+        "checkpointing": candidate.checkpointing,
+        "device_tokens": candidate.device_tokens,
+        "score": candidate.score._asdict(),
+        "rank": candidate.rank,
+        "estimate": candidate.estimate.as_dict(),
+        "traffic_bytes": sent.as_dict(),
+        "flops": {"step": plain, "repeated": again},
+        "command": shlex.join(launch_words(asked, candidate)),
+    }
+
+
+def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool) -> None:
+    from rich.console import Console
+
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    for line in _heading(asked, found):
+        console.print(line, markup=False)
+    if not shown:
+        for line in _nothing_fits(asked, found):
+            console.print(line, markup=False, style="red")
+        return
+    sent = [traffic(one.config, asked.world, one.rank) for one in shown]
+    console.print(_table(asked, shown, sent))
+    console.print(_legend(shown))
+    axes = (f"{axis}\u00a0{readable(size)}" for axis, size in sent[0].by_axis.items())
+    words = f"#1 sends a step: {', '.join(axes) or 'nothing'}"
+    for line in textwrap.wrap(words.replace(" GiB", "\u00a0GiB"), WIDTH, subsequent_indent="  "):
+        console.print(line.replace("\u00a0", " "), markup=False)
+    if explains:
+        for line in _reasons(shown):
+            console.print(line, markup=False)
+    console.print("\nbest:", markup=False)
+    for line in _wrapped(launch_words(asked, shown[0])):
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _heading(asked: Asked, found: Plan) -> list[str]:
+    """What was asked for, and how many configurations were out for which reason."""
+    seq = asked.config.data.seq_len
+    lines = [
+        f"{asked.config.preset} on {asked.world} device(s) of {readable(asked.memory)}, of which "
+        f"{readable(asked.budget)} may be used",
+        f"{asked.tokens:,} tokens a step in rows of {seq:,}: {found.considered:,} configurations, "
+        f"{len(found.candidates):,} fit; out are",
+    ]
+    width = max(len(f"{n:,}") for n in found.out.values())
+    lines += [f"  {n:>{width},}  {REASONS[name]}" for name, n in found.out.items() if n]
+    return lines
+
+
+def _nothing_fits(asked: Asked, found: Plan) -> list[str]:
+    if found.nearest is None:
+        return ["no configuration is legal: see the reasons above"]
+    lacks = found.nearest.estimate.point - asked.budget
+    words = _wrapped(launch_words(asked, found.nearest))
+    return [f"nothing fits; nearest, {readable(lacks)} too large:", *(f"  {w}" for w in words)]
+
+
+def _table(asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name, side in (
+        *(("#", "right"), ("mesh", "left"), ("rows", "right"), ("acc", "right")),
+        *(("recompute", "left"), ("memory of the fullest rank", "left"), ("GiB", "right")),
+        *(("sent", "right"), ("repeats", "right")),
+    ):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for number, (one, moved) in enumerate(zip(shown, sent, strict=True), 1):
+        plain, again = _flops(asked, one)
+        risk = " ?" if one.score.misfit else ""
+        table.add_row(
+            str(number),
+            mesh_words(one.config.mesh),
+            str(one.config.train.device_batch_size),
+            str(one.config.train.grad_accum),
+            one.policy.name,
+            bar(one.estimate.components, asked.memory, asked.budget),
+            f"{one.estimate.point / GIB:.1f}{risk}",
+            readable(moved.bytes),
+            f"{again / plain:.1%}" if again else "-",
+        )
+    return table
+
+
+def mesh_words(mesh: MeshConfig) -> str:
+    """Degrees above 1: `tp2 ep4 dp4`."""
+    short = {"dp_replicate": "rep", "dp_shard": "dp"}
+    axes = [(short.get(axis, axis), getattr(mesh, axis)) for axis in AXES]
+    return " ".join(f"{name}{n}" for name, n in axes if n > 1) or "one rank"
+
+
+def bar(components: dict[str, int], memory: int, budget: int) -> Text:
+    """A device's memory: a letter for every thirtieth, `|` where the headroom begins."""
+    from rich.text import Text
+
+    text, total, at = Text(), 0, 0
+    for name, (letter, colour) in PAINT.items():
+        total += components.get(name, 0)
+        until = min(BAR, round(total / memory * BAR))
+        text.append(letter * (until - at), colour)
+        at = max(at, until)
+    text.append("." * (BAR - at), "dim")
+    line = min(BAR, round(budget / memory * BAR))
+    return Text("[") + text[:line] + Text("|", "bold") + text[line:] + Text("]")
+
+
+def _legend(shown: Sequence[Candidate]) -> Text:
+    """The letters that occur."""
+    from rich.text import Text
+
+    used = {n for one in shown for n, size in one.estimate.components.items() if size}
+    entries = [(letter, name, colour) for name, (letter, colour) in PAINT.items() if name in used]
+    if any(one.score.misfit for one in shown):
+        entries.append(("?", "unless routing is uneven", "bold"))
+    text, width = Text("bar:"), len("bar:")
+    for letter, name, colour in entries:
+        words = name.replace("_", " ")
+        if width + len(words) + 4 > WIDTH:
+            text.append("\n    ")
+            width = 4
+        text.append("  ").append(letter, colour).append(f" {words}")
+        width += len(words) + 4
+    return text
+
+
+def _reasons(shown: Sequence[Candidate]) -> list[str]:
+    """Why each comes before the next."""
+    lines = [""]
+    for number, (one, other) in enumerate(pairwise(shown), 1):
+        name = deciding(one.score, other.score)
+        a, b = (_value(candidate, name) for candidate in (one, other))
+        lines.append(f"#{number} before #{number + 1}: {CRITERIA[name]} ({a}, not {b})")
+    return lines
+
+
+def _value(candidate: Candidate, name: str) -> str:
+    """A criterion as a person reads it."""
+    config, value = candidate.config, getattr(candidate.score, name)
+    return {
+        "misfit": candidate.estimate.verdict.replace("_", " "),
+        "fewer_rows": f"{config.train.device_batch_size} rows",
+        "checkpointing": candidate.policy.name,
+        "less_headroom": f"{-value} %",
+        "policy": candidate.policy.name,
+    }.get(name, str(value))
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """A command over lines that a shell joins again."""
+    lines, line = [], ""
+    for i, word in enumerate(words):
+        flag = word.startswith("--") and i + 1 < len(words) and not words[i + 1].startswith("--")
+        needed = len(line) + 1 + len(word) + (1 + len(words[i + 1]) if flag else 0)
+        if line and needed > WIDTH - 6:
+            lines.append(f"{line} \\")
+            line = "  "
+        line += f"{' ' if line.strip() else ''}{shlex.quote(word)}"
+    return [*lines, line]

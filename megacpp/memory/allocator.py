@@ -1,0 +1,203 @@
+"""What a GPU's caching allocator reserves for the allocations of a step.
+
+    found = replay(stream)                             # trace_step(...) gives a stream
+    found.reserved_bytes                               # what the device sees
+    replay(stream, expandable=True).reserved_bytes     # with expandable_segments:True
+    replay(stream, limit=80 * 2**30).out_of_memory     # the allocation that doesn't fit, or None
+
+Tensors ask for bytes, the allocator hands out blocks (rounded up, sometimes with a rest that isn't
+worth splitting off) and reserves segments of the device's memory, of which parts are free at any
+time: fragmentation. Blocks freed are free at once here, so what PyTorch calls active is allocated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megacpp.memory.caching import MIB, CachingAllocator, Chunk, Listener
+from megacpp.memory.stream import Block, Stream
+
+# Of what the pools of all streams hold at their fullest: expected, and at most. From replays of
+# two and three steps, from the weights on (bench/allocator.py, bench/torchtitan_peaks.py), in GiB:
+#                                             tensors  beside   default   expandable
+#   dense_110m, 4 layers, 1 rank                1.94     0       20.6 %      6.6 %
+#   hybrid_400m, 8 layers, 1 rank               5.54     0        4.7 %      5.9 %
+#   moe_small, 6 layers, 1 rank                 2.71     0        8.2 %      1.8 %
+#   nam56r_quarter, AEMRF, 1 rank              13.02     0        4.1 %      0.6 %
+#   moe_small, 4 layers, 8 ranks                1.55    0.10     12.8 %      4.9 %
+#   dense_110m, 8 ranks                         4.91    0.13      5.2 %      2.2 %
+#   nam52_deep, 6 layers, TP 2 EP 4, 8 ranks    2.91    0.42     10.5 %      4.0 %
+#   nam56r, AEMRF, TP 2 EP 4, 8 ranks           4.82    0.40     10.5 %      2.3 %
+#   nam56r, AEMRF, EP 8, 2 rows, 8 ranks        7.00    0.40      9.5 %      9.3 %
+#   nam56r, AEMRF, TP 2 EP 4, 64 ranks          4.09    0.07     11.2 %      2.3 %
+#   hybrid_400m, 8 layers, CP 2, 16 ranks       2.84    0.10     14.0 %      4.2 %
+#   nam56r, 13 layers, TP 2 EP 4, 8 ranks       7.72    0.74      9.0 %      2.5 %
+#   Llama-3.1-8B, 8 ranks                      68.63    6.15     10.3 %      5.8 %
+#   Llama-3.1-8B, 128 ranks                    58.12    2.60     11.1 %      6.9 %
+SHARES = {False: (0.09, 0.12), True: (0.05, 0.10)}  # by whether segments are expandable
+# The same of what tensors hold, where nobody knows what is beside: 4 to 26 %, 1 to 19 %.
+SHARES_WITH_BESIDE = {False: (0.16, 0.25), True: (0.11, 0.20)}
+AT_LEAST = {False: 192 * MIB, True: 64 * MIB}  # of a bound: whole segments, however small a model
+
+
+def allocator_overhead(
+    allocated_bytes: int, expandable: bool, beside: int | None = None
+) -> tuple[int, int]:
+    """Bytes that will be reserved beyond what tensors hold: expected, and at most.
+
+    Args:
+        allocated_bytes: what tensors hold at the fullest moment of a step.
+        expandable: with `expandable_segments:True`.
+        beside: `beside_bytes` of the step; 0 on one rank. None: nobody knows, so the most.
+    """
+    if beside is None:
+        expected, most = (share * allocated_bytes for share in SHARES_WITH_BESIDE[expandable])
+    else:
+        held = allocated_bytes + beside
+        expected, most = (beside + share * held for share in SHARES[expandable])
+    return int(expected), int(most) + AT_LEAST[expandable]
+
+
+def beside_bytes(stream: Stream) -> int:
+    """What pools of several streams hold at their fullest beyond what they hold at once.
+
+    FSDP2 gathers weights on one stream and reduces gradients on another. Their memory stays theirs
+    when activations are at their fullest and no gradient is there.
+    """
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for number, sign in stream.changes():
+        block = stream.blocks[number]
+        now[block.stream] += sign * block.bytes
+        most[block.stream] = max(most[block.stream], now[block.stream])
+    return most.total() - stream.peak()[1]
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The allocation for which there was no memory.
+
+    Attributes:
+        event: its number in the stream.
+        block: what was to be allocated.
+        reserved_bytes: by then, with all that was cached given back.
+        allocated_bytes: of these.
+        where: the part of the step.
+    """
+
+    event: int
+    block: Block
+    reserved_bytes: int
+    allocated_bytes: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What an allocator did with a stream.
+
+    Attributes:
+        requested_bytes: most that tensors asked for at a time: the stream's peak.
+        allocated_bytes: most in blocks handed out.
+        reserved_bytes: most that was reserved.
+        event: after which that was reached first.
+        fragmentation_bytes: reserved then and not allocated.
+        by_component: bytes asked for then.
+        segments: reserved then, of whatever size.
+        retries: times that cached memory had to go back to the device first.
+        marks: (name, bytes reserved when it ended) of the parts of the step.
+        out_of_memory: where it ended early, if it did.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    event: int
+    fragmentation_bytes: int
+    by_component: dict[str, int]
+    segments: int
+    retries: int
+    marks: list[tuple[str, int]]
+    out_of_memory: OutOfMemory | None
+
+
+def stream_of(block: Block) -> int:
+    """The device stream that a block was allocated on."""
+    return block.stream
+
+
+def replay(
+    stream: Stream,
+    expandable: bool = False,
+    limit: int | None = None,
+    pools: Callable[[Block], int] = stream_of,
+    listener: Listener | None = None,
+) -> Replay:
+    """Runs a stream through an allocator.
+
+    Args:
+        expandable: as with `expandable_segments:True`.
+        limit: bytes of the device that may be reserved; none: any.
+        pools: the stream of the device that a block is allocated on: each has pools of its own.
+        listener: told of every change of the allocator.
+    """
+    allocator = CachingAllocator(expandable, limit, listener)
+    requested = now = allocated = reserved = segments = fragmentation = 0
+    at, failed, line = -1, None, []
+    for event, block, chunk in drive(stream, allocator, pools):
+        if chunk is None:
+            failed = OutOfMemory(
+                event, block, allocator.reserved, allocator.allocated, stream.where(event)
+            )
+            break
+        now += -block.bytes if chunk.free else block.bytes
+        requested = max(requested, now)
+        allocated = max(allocated, allocator.allocated)
+        line.append(allocator.reserved)
+        if allocator.reserved > reserved:
+            reserved, at = allocator.reserved, event
+            segments = sum(map(bool, allocator.segments.values()))
+            fragmentation = reserved - allocator.allocated
+    return Replay(
+        requested_bytes=requested,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        event=at,
+        fragmentation_bytes=fragmentation,
+        by_component=stream.by_component(at),
+        segments=segments,
+        retries=allocator.retries,
+        marks=list(_at_ends(stream.marks, line)),
+        out_of_memory=failed,
+    )
+
+
+def drive(
+    stream: Stream, allocator: CachingAllocator, pools: Callable[[Block], int] = stream_of
+) -> Iterator[tuple[int, Block, Chunk | None]]:
+    """(event, block, its chunk after it) of every event; ends where there is no memory.
+
+    A block of no bytes gets no memory: its chunk is an empty one.
+    """
+    held: dict[int, Chunk] = {}
+    for event, (number, sign) in enumerate(stream.changes()):
+        block = stream.blocks[number]
+        if sign > 0:
+            chunk = allocator.allocate(block.bytes, pools(block))
+            if chunk is not None:
+                held[number] = chunk
+        else:
+            allocator.free(chunk := held.pop(number))
+        yield event, block, chunk
+        if chunk is None:
+            return
+
+
+def _at_ends(marks: list[tuple[int, str]], line: list[int]) -> Iterator[tuple[str, int]]:
+    """What a line had come to by the end of each mark that began on it."""
+    ends = [*(start for start, _ in marks), len(line)][1:]
+    for (start, name), end in zip(marks, ends, strict=bool(marks)):
+        if start < len(line):
+            yield name, line[min(end, len(line)) - 1] if end else 0

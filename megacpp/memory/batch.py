@@ -1,0 +1,45 @@
+"""Bytes of a step's rows on one rank: ids, and what documents tell of them; no torch import."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megacpp.memory.activation_share import Share
+
+
+def ids_bytes(own: Share) -> int:
+    """Ids, labels, and numbers and positions of documents, of all microbatches of a step."""
+    return max(1, own.config.train.grad_accum) * own.rows * own.row * 4 * 8
+
+
+def mask_bytes(own: Share, letters: Collection[str], saved: bool = False) -> int:
+    """What all layers share of one microbatch: masks, angles, where documents start.
+
+    Args:
+        letters: kinds of blocks that this rank has.
+        saved: only what a backward reads, which stays when the documents themselves are gone.
+    """
+    config = own.config
+    rows, row, here = own.rows, own.row, own.here
+    model, mesh = config.model, config.mesh
+    found = rows * here * 4 * 8 if mesh.cp > 1 else 0
+    if "A" in letters:
+        a = model.attention
+        heads = mesh.cp > 1 and mesh.cp_attention == "heads"
+        queries = row if heads else here
+        if not (mesh.cp > 1 and mesh.cp_attention == "ring"):
+            found += (
+                rows * queries * row * ((not saved) + (own.compute if a.softcap is None else saved))
+            )
+        rotated = a.qk_rope_head_dim if a.kind == "mla" else a.head_dim
+        found += rows * here * rotated * own.wide
+    if "M" in letters:
+        tokens = row if mesh.cp > 1 and mesh.cp_mamba3 == "heads" else here
+        found += rows * tokens * (model.mamba3.chunk_size * own.wide + 6)
+    if "E" in letters:
+        found += rows * row * 16
+        if own.tp > 1 or mesh.cp > 1:
+            found += rows * row * 8 + own.stream * 48
+    if "R" in letters:
+        found += rows * row * 9
+    return found

@@ -1,0 +1,118 @@
+"""What a machine has left for its ranks, and which rank needs the most; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megacpp.config import Config
+from megacpp.memory.estimate import MemoryEstimate, estimate
+
+Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
+GIB = 1 << 30
+BRIEF: Estimator = partial(estimate, detail=False)  # of many configurations, for their sums alone
+
+
+def fullest(
+    config: Config, size: int, budget: int | None = None, estimator: Estimator = estimate
+) -> tuple[int, MemoryEstimate]:
+    """The rank of `size` that needs the most, and what it needs.
+
+    Ranks differ by their pipeline stage; of the ranks of a stage the first holds the longest
+    shards, where shards are uneven.
+    """
+    stride = size // config.mesh.pp
+    found = [
+        (stride * s, estimator(config, size, stride * s, budget)) for s in range(config.mesh.pp)
+    ]
+    return max(found, key=lambda one: one[1].point)
+
+
+def as_run(config: Config, device: str, narrow: bool) -> Config:
+    """`auto` settled as a run on that device settles it.
+
+    Args:
+        device: `cpu` or `cuda`.
+        narrow: it computes in bf16 if nothing else is asked for.
+    """
+    precision = config.precision
+    if precision.dtype == "auto":
+        precision = replace(precision, dtype="bf16" if narrow else "fp32")
+    train = replace(config.train, device="cuda" if device == "cuda" else "cpu")
+    return replace(config, precision=precision, train=train)
+
+
+def words(size_bytes: float) -> str:
+    """`12.3 GiB`, or MiB below a tenth of one."""
+    if abs(size_bytes) < GIB / 10:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / GIB:.{2 if abs(size_bytes) < 10 * GIB else 1}f} GiB"
+
+
+def host_available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that processes of this machine may still take: the kernel's figure, or less.
+
+    Every memory limit of a control group above this process counts (versions 1 and 2); files that
+    it only caches are free to go. None where the kernel doesn't say.
+
+    Args:
+        root: where `proc` and `sys` are, for tests.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([*(n * 1024 for n in kib), *_group_rooms(root)], default=None)
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """What this process holds of the machine's memory now (0: the kernel doesn't say)."""
+    try:
+        lines = (root / "proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("VmRSS:")), 0)
+
+
+def _group_rooms(root: Path) -> Iterator[int]:
+    """What each control group of this process leaves below its limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        limit, usage, cached = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else ("memory.max", "memory.current", "inactive_file")
+        )
+        folder = base / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            if level == base.parent:
+                break
+            most, used = _number(level / limit), _number(level / usage)
+            if most is not None and used is not None:
+                yield max(0, most - used + _entry(level / "memory.stat", cached))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:  # another version, or not to be seen from within a container
+        return None
+    return int(text) if text.isdigit() else None  # `max`: no limit
+
+
+def _entry(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) for x in lines if x.startswith(f"{name} ")), 0)

@@ -1,0 +1,213 @@
+"""What estimates were off by: a record per launch, and the margin that it adds to the next one.
+
+A record is found by a hash of everything that memory depends on: hardware, versions, model, mesh,
+policy, optimizer, precision and batch. Records that differ in the batch alone are neighbours: what
+was learned at 8 rows a device need not be found out again at 4 and 2. No torch import here.
+
+Which part of a miss grows with the batch can't be told from one record. So a neighbour's miss is
+taken over both as the bytes that it was and as the same part of the estimate; the larger counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megacpp.config import Config
+from megacpp.memory.budget import words
+
+TRUST = 0.05  # an estimate this close, relatively, is taken at its word
+# Of the optimizer and of training, what memory depends on; of a batch, what neighbours differ in.
+OPTIM = (
+    "name",
+    "adamw_state",
+    "muon_momentum_dtype",
+    "muon_dtype",
+    "muon_bucket_mib",
+    "muon_coefficients",
+)
+TRAIN = ("gradient_sync", "divisor", "nonfinite", "compile")
+BATCH = ("device_batch_size", "grad_accum")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a launch's memory depends on.
+
+    Attributes:
+        key: hash of all of it; `family`: of all but the batch.
+        rows: of a device batch.
+        about: the settings themselves, for whoever reads a record.
+    """
+
+    key: str
+    family: str
+    rows: int
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One launch: predicted against measured, the most over all ranks.
+
+    Attributes:
+        components: by name, predicted and measured bytes; None: not to be measured there.
+        steps: optimizer steps that had been taken.
+        written: Unix time.
+    """
+
+    key: str
+    family: str
+    rows: int
+    predicted_bytes: int
+    measured_bytes: int
+    components: dict[str, dict[str, int | None]]
+    steps: int = 1
+    written: float = 0.0
+
+    @property
+    def miss_bytes(self) -> int:
+        """Above 0: more was needed than predicted."""
+        return self.measured_bytes - self.predicted_bytes
+
+
+@dataclass(frozen=True)
+class Margin:
+    """What is kept free beside the configured headroom.
+
+    Attributes:
+        extra_bytes: 0 where the estimate is trusted, and where it was too large.
+        source: what it rests on: `record` of this very launch, a `neighbour` of another batch.
+        residual: of measured over predicted, less 1.
+        trusted: the residual is within 5 %.
+    """
+
+    extra_bytes: int = 0
+    source: Literal["none", "record", "neighbour"] = "none"
+    residual: float | None = None
+    rows: int | None = None
+    trusted: bool = False
+    unreadable: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """For the header of a run."""
+        bad = f"; unreadable and left out: {', '.join(self.unreadable)}" if self.unreadable else ""
+        if self.residual is None:
+            return f"calibration: no launch of this kind is on record{bad}"
+        such = "this launch" if self.source == "record" else f"one of {self.rows} rows a device"
+        word = "more" if self.residual > 0 else "less"
+        off = f"calibration: {such} took {abs(self.residual):.1%} {word} than estimated before"
+        if self.trusted:
+            return f"{off}: the estimate is trusted{bad}"
+        if not self.extra_bytes:
+            return f"{off}: the headroom stays as it is{bad}"
+        return f"{off}: {words(self.extra_bytes)} more stay free{bad}"
+
+
+def situation(
+    config: Config, size: int, device: str, versions: Mapping[str, str | None]
+) -> Situation:
+    """The situation of a resolved configuration on `size` devices of that name.
+
+    Args:
+        versions: of what decides about memory: torch and this package.
+    """
+    about = {
+        "hardware": {"device": device, "count": size},
+        "versions": dict(versions),
+        "model": asdict(config.model),
+        "mesh": asdict(config.mesh),
+        "policy": asdict(config.recompute),
+        "optimizer": {name: getattr(config.optim, name) for name in OPTIM},
+        "precision": {name: getattr(config.precision, name) for name in ("dtype", "fp8")},
+        "train": {name: getattr(config.train, name) for name in TRAIN},
+        "qk_clip": config.optim.qk_clip > 0,
+        "seq_len": config.data.seq_len,
+    }
+    batch = {name: getattr(config.train, name) for name in BATCH}
+    whole = {**about, "batch": batch}
+    return Situation(
+        fingerprint(whole)[:20], fingerprint(about)[:20], config.train.device_batch_size, whole
+    )
+
+
+def fingerprint(content: Any) -> str:
+    """SHA-256 of JSON in its canonical form: sorted keys, no spaces."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def margin(point: int, of: Situation, records: Iterable[Record]) -> Margin:
+    """What records add to the margin of an estimate of `point` bytes.
+
+    A record of this very situation says what will be measured. Otherwise the neighbour counts that
+    is nearest by the ratio of rows a device; of two as near, the one that was missed by more.
+    """
+    known = list(records)
+    exact = [r for r in known if r.key == of.key]
+    if exact:
+        newest = max(exact, key=lambda r: r.written)
+        return _of_miss(newest.measured_bytes - point, point, "record", newest.rows)
+    near = [r for r in known if r.family == of.family and r.predicted_bytes > 0]
+    if not near:
+        return Margin()
+    away = lambda r: abs(math.log2(r.rows / of.rows))  # noqa: E731
+    nearest = min(near, key=lambda r: (away(r), -r.miss_bytes))
+    miss = nearest.miss_bytes
+    scaled = round(miss * point / nearest.predicted_bytes)
+    return _of_miss(max(miss, scaled), point, "neighbour", nearest.rows)
+
+
+def _of_miss(
+    miss_bytes: int, point: int, source: Literal["record", "neighbour"], rows: int
+) -> Margin:
+    residual = miss_bytes / max(1, point)
+    trusted = abs(residual) <= TRUST
+    extra = 0 if trusted else max(0, miss_bytes)
+    return Margin(extra, source, residual, rows, trusted)
+
+
+def read_records(folder: Path) -> tuple[list[Record], tuple[str, ...]]:
+    """All records of a folder, and names of files that are none."""
+    found, bad = [], []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        try:
+            found.append(_parse(json.loads(path.read_text())))
+        except (OSError, ValueError, KeyError, TypeError):
+            bad.append(path.name)
+    return found, tuple(bad)
+
+
+def write_record(folder: Path, record: Record, of: Situation, **more: Any) -> Path:
+    """`folder/KEY.json`, whole or not at all; the newest launch of a situation is kept."""
+    content = {**asdict(record), "residual": record.miss_bytes / max(1, record.predicted_bytes)}
+    path = folder / f"{record.key}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({**content, **more, "about": of.about}, indent=2) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def _parse(content: Mapping[str, Any]) -> Record:
+    numbers = ("rows", "predicted_bytes", "measured_bytes", "steps", "written")
+    for name in numbers:
+        if not isinstance(content[name], (int, float)) or content[name] < 0:
+            raise ValueError(name)
+    if content["rows"] < 1:
+        raise ValueError("rows")
+    names = ("key", "family", *numbers, "components")
+    return Record(**{name: content[name] for name in names})
+
+
+def compared(
+    predicted: Mapping[str, int], measured: Mapping[str, int | None], names: Sequence[str]
+) -> dict[str, dict[str, int | None]]:
+    """Predicted and measured bytes side by side."""
+    return {n: {"predicted": predicted.get(n, 0), "measured": measured.get(n)} for n in names}

@@ -1,0 +1,255 @@
+"""The step of a deep model, composed of the traced step of a shallow one that has all its kinds.
+
+A layer does the same wherever it stands. What changes with its neighbours are their sizes: in its
+backward FSDP2 fetches the parameters of the layer before it, and lets go of the gradients of the
+one after it; the residual stream between two layers is freed by the other of them. So the events of
+a traced layer are played again for every layer that it stands for, and those among them that belong
+to a neighbour are the neighbour's own, as the layer traced for it had them.
+
+The first layer and the last stand for themselves alone (`shallow`). A stage of a pipeline is traced
+as one of as many stages, each of these few layers. Pure data, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from megacpp.config import Config, ModelConfig
+from megacpp.memory.stream import Block, Stream
+from megacpp.model.pattern import block_letters
+from megacpp.model.stages import stage_parts, stages_per_rank
+
+Phase = Literal["forward", "backward"]
+Event = tuple[int, int]  # block of the traced stream, +1 or -1
+Sign = tuple[int, str]  # of an event, and the component of its block
+NEAR = 1  # layers away: whose parameters are gathered, and gradients let go, during another's turn
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """A model to trace in the place of another.
+
+    Attributes:
+        model: of few layers.
+        parts: those of the deep model that the rank runs, in order, each with the traced one.
+    """
+
+    model: ModelConfig
+    parts: tuple[tuple[str, str], ...]
+
+
+def shallow(config: Config, size: int, rank: int) -> Shallow | None:
+    """The first layer of a rank, one of each kind between two others, and the last.
+
+    None: there are no fewer, or a rank of the pipeline has several stages.
+    """
+    model, mesh = config.model, config.mesh
+    letters = "".join(block_letters(model.pattern, model.depth))
+    layers, first, last, stage = range(len(letters)), True, True, 0
+    if mesh.pp > 1:
+        if stages_per_rank(mesh.pp_schedule) > 1:
+            return None
+        stage = rank // (size // mesh.pp)
+        part = stage_parts(model, mesh, stage)[0]
+        layers, first, last = part.layers, part.first, part.last
+    own = letters[layers.start : layers.stop]
+    between = list(dict.fromkeys(own[1:-1]))
+    few = "".join([own[0], *between, own[-1]])
+    if len(few) >= len(own):
+        return None
+    standing = [0, *(1 + between.index(letter) for letter in own[1:-1]), len(few) - 1]
+    ahead = stage * len(few)
+    parts = [("embed", "embed")] if first else []
+    parts += [(f"blocks.{i}", f"blocks.{ahead + j}") for i, j in zip(layers, standing, strict=True)]
+    parts += [("norm", "norm"), ("head", "head")] if last else []
+    pattern, depth = "|".join([few] * mesh.pp), len(few) * mesh.pp
+    return Shallow(dataclasses.replace(model, depth=depth, pattern=pattern), tuple(parts))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is asked for.
+
+    Attributes:
+        parts: see `Shallow`.
+        root: what buffers of the root unit, which has parameters of all layers, are multiplied by.
+        optimizer: most bytes that its step needs for a while.
+        first_alone: blocks that the first layer of a kind makes for all.
+    """
+
+    parts: Sequence[tuple[str, str]]
+    root: float
+    optimizer: int
+    first_alone: frozenset[int]
+
+
+def compose(few: Stream, whole: Whole) -> Stream:
+    """The deep model's stream."""
+    return _Composer(few, whole).run()
+
+
+class _Composer:
+    """Parts are numbered in the order in which a token meets them, in both models."""
+
+    def __init__(self, few: Stream, whole: Whole) -> None:
+        self.few, self.whole, self.out = few, whole, Stream()
+        self.parts = [name for name, _ in whole.parts]
+        self.traced_parts = sorted({traced for _, traced in whole.parts}, key=_order)
+        self.stands = [self.traced_parts.index(traced) for _, traced in whole.parts]
+        self.places: dict[int, list[int]] = defaultdict(list)  # of a traced part: of whom it is
+        for place, traced_part in enumerate(self.stands):
+            self.places[traced_part].append(place)
+        numbers = {name: i for i, name in enumerate(self.traced_parts)}
+        self.owner = [numbers.get(block.part) for block in few.blocks]
+        self.alive: dict[tuple[int | None, int], int] = {}
+
+    def run(self) -> Stream:
+        sections = list(_sections(self.few))
+        self._everywhere(sections[0][1])
+        index = 1
+        while index < len(sections):
+            phase, passed = _phase(sections[index][0]), {}
+            if phase is None:
+                self._stage(*sections[index])
+                index += 1
+                continue
+            before = None
+            while index < len(sections) and _phase(sections[index][0]) == phase:
+                name, events = sections[index]
+                part = self.traced_parts.index(name.partition(" ")[2])
+                if before is not None and (part <= before) == (phase == "forward"):
+                    break  # the next microbatch
+                passed[part], before = events, part
+                index += 1
+            self._pass(phase, passed)
+        return self.out
+
+    def _stage(self, name: str, events: list[Event]) -> None:
+        """A part of the step that is of no layer."""
+        self.out.mark(name)
+        if name == "optimizer" and self.whole.optimizer:
+            needed = Block(self.whole.optimizer, "muon_transient", "", "temporaries of the step")
+            self.out.free(self.out.allocate(needed))
+        self._everywhere(events)
+
+    def _pass(self, phase: Phase, passed: dict[int, list[Event]]) -> None:
+        """All parts forward, or all backward."""
+        places = range(len(self.parts))
+        for place in places if phase == "forward" else reversed(places):
+            self.out.mark(f"{phase} {self.parts[place]}")
+            if self._is_layer(place):
+                self._layer(phase, place, passed)
+            else:
+                self._everywhere(passed.get(self.stands[place], ()))
+
+    def _is_layer(self, place: int) -> bool:
+        return self.parts[place].startswith("blocks.")
+
+    def _layer(self, phase: Phase, place: int, passed: dict[int, list[Event]]) -> None:
+        """The turn of a layer: its own events, and its neighbours' as they have them."""
+        traced = self.stands[place]
+        events = passed.get(traced, [])
+        near = {
+            offset: self._of_neighbour(place + offset, -offset, passed)
+            for offset in range(-NEAR, NEAR + 1)
+            if offset and 0 <= place + offset < len(self.parts)
+        }
+        left: dict[tuple[int, Sign], int] = defaultdict(int)
+        for event in events:
+            offset = self._offset(event, traced)
+            if offset in near:
+                left[offset, self._sign(event)] += 1
+        # What FSDP2 does for others while it gathers, of which the traced neighbours had none.
+        unasked = (-1 if phase == "forward" else 1, "communication")
+        for event in events:
+            owner, offset = self.owner[event[0]], self._offset(event, traced)
+            if owner == traced:
+                if self.few.blocks[event[0]].component != "communication":
+                    for other in near:
+                        while near[other][unasked] and not left[other, unasked]:
+                            self._emit(place + other, near[other][unasked].popleft())
+                self._emit(place, event)
+            elif offset in near:
+                sign = self._sign(event)
+                left[offset, sign] -= 1
+                queue = near[offset][sign]
+                while queue and (len(queue) > left[offset, sign]):
+                    self._emit(place + offset, queue.popleft())
+            elif place == self.places[traced][0]:
+                self._everywhere([event])
+        for offset, queues in near.items():
+            for queue in queues.values():
+                for event in queue:
+                    self._emit(place + offset, event)
+
+    def _of_neighbour(
+        self, place: int, offset: int, passed: dict[int, list[Event]]
+    ) -> dict[Sign, deque[Event]]:
+        """What is of the part at `place` in the turn of the part `offset` away from it."""
+        traced = self.stands[place]
+        found: dict[Sign, deque[Event]] = defaultdict(deque)
+        for event in passed.get(traced + offset, ()):
+            if self.owner[event[0]] == traced:
+                found[self._sign(event)].append(event)
+        return found
+
+    def _offset(self, event: Event, traced: int) -> int | None:
+        owner = self.owner[event[0]]
+        return None if owner is None else owner - traced
+
+    def _sign(self, event: Event) -> Sign:
+        return event[1], self.few.blocks[event[0]].component
+
+    def _everywhere(self, events: Iterable[Event]) -> None:
+        """For every part that the blocks' parts stand for, one after the other; once for none."""
+        for owner, run in groupby(events, key=lambda event: self.owner[event[0]]):
+            found = list(run)
+            for place in [None] if owner is None else self.places[owner]:
+                for event in found:
+                    self._emit(place, event)
+
+    def _emit(self, place: int | None, event: Event) -> None:
+        """An event of a part; what is there already, or isn't, is left as it is."""
+        number, sign = event
+        if (
+            place is not None
+            and number in self.whole.first_alone
+            and place != self.places[self.stands[place]][0]
+        ):
+            return
+        key = place, number
+        if sign < 0:
+            if key in self.alive:
+                self.out.free(self.alive.pop(key))
+        elif key not in self.alive:
+            block = self.few.blocks[number]
+            if block.part == "root":
+                block = dataclasses.replace(block, bytes=round(block.bytes * self.whole.root))
+            elif place is not None:
+                block = dataclasses.replace(block, part=self.parts[place])
+            self.alive[key] = self.out.allocate(block)
+
+
+def _order(part: str) -> tuple[int, int]:
+    """Where a token meets a part of the model."""
+    name, _, number = part.partition(".")
+    return ("embed", "blocks", "norm", "head").index(name), int(number or 0)
+
+
+def _phase(name: str) -> Phase | None:
+    word = name.partition(" ")[0]
+    return word if word in ("forward", "backward") else None  # type: ignore[return-value]
+
+
+def _sections(stream: Stream) -> Iterator[tuple[str, list[Event]]]:
+    """Events between marks, those before the first without a name; empty ones too."""
+    changes = list(stream.changes())
+    starts = [0, *(start for start, _ in stream.marks), len(changes)]
+    names = ["", *(name for _, name in stream.marks)]
+    for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
+        yield name, changes[start:end]

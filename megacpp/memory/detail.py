@@ -1,0 +1,92 @@
+"""What the components of an estimate are made of; no torch import here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from megacpp.config import CheckpointingPolicy, Config
+from megacpp.memory.activation_experts import trip_of
+from megacpp.memory.activation_share import Share
+from megacpp.memory.activations import activation_bytes
+from megacpp.memory.parameters import RankBytes
+from megacpp.memory.units import stored_of
+
+
+def detail_of(config: Config, size: int, rank: int) -> dict[str, dict[str, int]]:
+    """By component; of activations and routing, what one microbatch keeps.
+
+    `parameters` and `optimizer_state` by class of shard and optimizer, `activations` by kind of
+    block, `recompute_saves` by setting of the policy, `moe_routing` by what is kept and what
+    passes through the experts (`at_most`: whatever the routers choose), `head_loss` by part.
+    """
+    stored = stored_of(config, size, rank).sums
+    kept = activation_bytes(config, size, rank)
+    by_kind: Counter[str] = Counter()
+    routing: Counter[str] = Counter()
+    head: Counter[str] = Counter()
+    for part in kept.parts:
+        kind = part.name.split()[0]
+        if kind in ("embed", "norm", "head"):
+            head[kind] += part.bytes
+            continue
+        for group, size_bytes in part.groups.items():
+            if kind == "E" and group in ("routing", "rows"):
+                routing[group] += size_bytes
+            else:
+                by_kind[kind] += size_bytes
+    return {
+        "parameters": _parameters(stored),
+        "gradients": dict(stored.gradients),
+        "optimizer_state": {
+            f"{by} {group}": n for by, of in stored.state.items() for group, n in of.items()
+        },
+        "activations": dict(by_kind),
+        "recompute_saves": saved(config, size, rank, kept.bytes),
+        "moe_routing": {**routing_of(config, size, rank), "kept": sum(routing.values())},
+        "head_loss": dict(head),
+    }
+
+
+def _parameters(stored: RankBytes) -> dict[str, int]:
+    found = {f"{by} {group}": n for (by, group), n in stored.by_mover.items()}
+    return found | ({"router buffers": stored.buffers} if stored.buffers else {})
+
+
+def routing_of(config: Config, size: int, rank: int) -> dict[str, int]:
+    """Of one E layer: logits, rows in front of the experts and behind them, and at most."""
+    if "E" not in config.model.pattern.upper():
+        return {}
+    own, most = (Share.of(config, size, rank, worst) for worst in (False, True))
+    moe, row = config.model.moe, config.model.dim * own.compute
+    trip, worst = trip_of(own), trip_of(most)
+    name = "capacity" if moe.capacity_factor is not None else "dropless at most"
+    return {
+        "router logits": own.stream * moe.num_experts * own.wide,
+        "gathered inputs": trip.slots * row,
+        "expert outputs": trip.slots * row,
+        name: 2 * worst.slots * row,
+    }
+
+
+LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("ablock", {"ablock": "none", "core_attn": False, "mla_q_upproj": False, "mla_kv": False}),
+    ("eblock", {"eblock": "none"}),
+    ("mblock", {"mblock": "none"}),
+    ("rblock", {"rblock": "none"}),
+    ("fblock", {"fblock": "none"}),
+    ("norms", {"norms": False}),
+    ("mlp", {"mlp": False}),
+)
+
+
+def saved(config: Config, size: int, rank: int, kept: int) -> dict[str, int]:
+    """Activation bytes that each lever of the policy saves, beside all others."""
+    found: dict[str, int] = {}
+    for name, off in LEVERS:
+        policy: CheckpointingPolicy = replace(config.recompute, **off)
+        if policy != config.recompute:
+            without = replace(config, recompute=policy)
+            found[name] = activation_bytes(without, size, rank).bytes - kept
+    return found

@@ -1,0 +1,242 @@
+"""The cheapest settings that make a launch fit, each with what it gains; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megacpp.arguments import flatten, replace_keys
+from megacpp.config import Config
+from megacpp.errors import ConfigError, config_error
+from megacpp.memory.budget import words
+from megacpp.memory.estimate import MemoryEstimate
+from megacpp.model.pattern import block_letters
+from megacpp.rules import broken, resolve
+
+Keys = dict[str, Any]
+Price = Callable[[Config], MemoryEstimate]
+MOST = 3
+WORTH = 0.005  # of the estimate, that a change must gain to be named
+LIGHT = {
+    "eblock": ("expert_gemm_only",),
+    "mblock": ("conv_bc_only",),
+    "rblock": ("recurrence", "full_plus_norms"),
+}
+HEAVY = {"ablock": ("selective", "full"), "fblock": ("full",), "eblock": ("full",)}
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change to a configuration that leaves its tokens a step alone.
+
+    Attributes:
+        keys: settings as a person would give them; `flags` says them.
+        gain_bytes: of the fullest rank.
+        fits: it is enough, by itself or on top of the changes before it.
+    """
+
+    keys: Keys
+    config: Config
+    gain_bytes: int
+    fits: bool
+
+    @property
+    def flags(self) -> str:
+        return " ".join(
+            f"--{key.replace('_', '-')} {str(value).lower()}" for key, value in self.keys.items()
+        )
+
+    def __str__(self) -> str:
+        return f"{self.flags} (-{words(self.gain_bytes)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"keys": self.keys, "gain_bytes": self.gain_bytes, "fits": self.fits}
+
+
+def levers(config: Config, size: int) -> Iterator[list[Keys]]:
+    """What may be turned, the least extra work first; of each, one or more notches.
+
+    1. recompute without matrix products: norms, hidden units, convolutions, one recurrence
+    2. the same work in other portions: fewer rows at once in more microbatches; fewer replicas,
+       whose parameters then come from further away
+    3. gradients reduced, and parameters gathered, more often
+    4. moments in 8 bits: no bytes travel, but they are rounded
+    5. recompute with matrix products: core attention, whole blocks
+    6. a trip to the memory of the host and back
+    7. more ranks to a row: exchanges within every layer (experts, tensors, tokens, stages)
+    """
+    recompute, train, mesh = config.recompute, config.train, config.mesh
+    letters = set(block_letters(config.model.pattern, config.model.depth))
+    if train.compile == "off":
+        yield from _light_recompute(config, letters)
+    else:
+        budgets = [b for b in (0.5, 0.25, 0.0) if b < recompute.activation_memory_budget]
+        yield [{"recompute.activation_memory_budget": b} for b in budgets]
+    rows = _halves(train.device_batch_size)
+    yield [{"train.device_batch_size": n, "train.grad_accum": 0} for n in rows]
+    yield [{"mesh.dp_replicate": n, "mesh.dp_shard": -1} for n in _halves(mesh.dp_replicate)]
+    if train.gradient_sync == "resident":
+        yield [{"train.gradient_sync": "defer"}]
+    if train.gradient_sync != "each":
+        yield [{"train.gradient_sync": "each"}]
+    if mesh.reshard != "always":
+        yield [{"mesh.reshard": "always"}]
+    if config.optim.adamw_state == "fp32":
+        yield [{"optim.adamw_state": "8bit"}]
+    if train.compile == "off":
+        for name, values in HEAVY.items():
+            now = getattr(recompute, name)
+            left = values[values.index(now) + 1 :] if now in values else values
+            if name[0].upper() in letters:
+                yield [{f"recompute.{name}": value} for value in left]
+    if train.device != "cpu" and train.compile == "off" and recompute.offload == "none":
+        yield [{"recompute.offload": "block_inputs"}, {"recompute.offload": "saved_tensors"}]
+    if train.device != "cpu" and config.optim.adamw_state != "cpu_offload":
+        yield [{"optim.adamw_state": "cpu_offload"}]
+    for axis in ("ep", "tp", "cp", "pp"):
+        yield [
+            {f"mesh.{axis}": n, "mesh.dp_shard": -1, "train.grad_accum": 0}
+            for n in _doubles(getattr(mesh, axis), size)
+        ]
+
+
+def _light_recompute(config: Config, letters: set[str]) -> Iterator[list[Keys]]:
+    recompute = config.recompute
+    for name in ("norms", "mlp"):
+        if not getattr(recompute, name):
+            yield [{f"recompute.{name}": True}]
+    for name, values in LIGHT.items():
+        now = getattr(recompute, name)
+        left = values[values.index(now) + 1 :] if now in values else values
+        if name[0].upper() in letters and now != "full":
+            yield [{f"recompute.{name}": value} for value in left]
+    if "A" not in letters:
+        return
+    if config.model.attention.kind == "mla":
+        for name in ("mla_kv", "mla_q_upproj"):
+            if not getattr(recompute, name):
+                yield [{f"recompute.{name}": True}]
+
+
+def cheapest_fixes(
+    config: Config, size: int, price: Price, before: MemoryEstimate
+) -> tuple[list[Fix], bool]:
+    """Three changes, fewer where fewer exist, and whether they make it fit.
+
+    Those that are enough alone come first, in the order of `levers`, and the largest gains fill up
+    the three. Where none is, they are to be made together: each is the cheapest that is enough on
+    top of those before it, or gains most.
+
+    Args:
+        config: resolved, for `size` ranks.
+        price: what a configuration needs of its fullest rank, against the budget.
+        before: what this one needs.
+    """
+    found = _fixes(config, size, price, before)
+    enough = [fix for fix in found if fix.fits][:MOST]
+    if enough:
+        rest = sorted((f for f in found if not f.fits), key=lambda f: -f.gain_bytes)
+        return [*enough, *rest][:MOST], True
+    chosen: list[Fix] = []
+    while found and len(chosen) < MOST:
+        chosen.append(_pick(found))
+        if chosen[-1].fits:
+            break
+        found = _fixes(chosen[-1].config, size, price, price(chosen[-1].config))
+    return chosen, bool(chosen) and chosen[-1].fits
+
+
+def _pick(found: Sequence[Fix]) -> Fix:
+    return next((fix for fix in found if fix.fits), max(found, key=lambda fix: fix.gain_bytes))
+
+
+def _fixes(config: Config, size: int, price: Price, before: MemoryEstimate) -> list[Fix]:
+    """The best notch of every lever that is worth naming."""
+    tried = (_best(config, size, notches, price, before) for notches in levers(config, size))
+    return [fix for fix in tried if fix is not None]
+
+
+def _best(
+    config: Config, size: int, notches: Sequence[Keys], price: Price, before: MemoryEstimate
+) -> Fix | None:
+    """The first notch that is enough, otherwise the one that gains most; None: nothing gained."""
+    found: list[Fix] = []
+    for keys in notches:
+        other = changed(config, size, keys)
+        if other is None:
+            continue
+        after = price(other)
+        fix = Fix(_said(config, other, keys), other, before.point - after.point, _fits(after))
+        if fix.fits:
+            return fix
+        found.append(fix)
+    best = max(found, key=lambda fix: fix.gain_bytes, default=None)
+    return best if best and best.gain_bytes >= WORTH * before.point else None
+
+
+def changed(config: Config, size: int, keys: Keys) -> Config | None:
+    """The configuration with other settings, resolved again; None where that breaks a rule.
+
+    Tokens a step stay; microbatches follow from them.
+    """
+    touches_batch = any(key.startswith(("mesh.", "train.")) for key in keys)
+    other = replace_keys(config, keys | ({"train.grad_accum": 0} if touches_batch else {}))
+    if next(broken(other, size), None) is not None:
+        return None
+    return resolve(other, size)
+
+
+def _said(config: Config, other: Config, first: Keys) -> Keys:
+    """Settings that differ, derived ones included: together they are right in any command."""
+    before, after = flatten(config), flatten(other)
+    order = [*(key for key in first if key in after), *after]
+    return {key: after[key] for key in dict.fromkeys(order) if before.get(key) != after[key]}
+
+
+def refusal(
+    config: Config, size: int, rank: int, price: Price, needs: MemoryEstimate, room: str
+) -> ConfigError:
+    """The one line of a launch that doesn't fit.
+
+    Args:
+        room: how the budget came about.
+    """
+    assert needs.budget is not None
+    fixes, together = cheapest_fixes(config, size, price, needs)
+    largest = sorted(needs.components.items(), key=lambda one: -one[1])[:3]
+    parts = ", ".join(f"{name} {words(size_bytes)}" for name, size_bytes in largest if size_bytes)
+    alone = [f"{fix}{'' if fix.fits else ', not enough alone'}" for fix in fixes]
+    ways = ", or ".join(alone) or "use more or larger devices"
+    if fixes and not fixes[0].fits:
+        said = "together they fit" if together else "together they are not enough either"
+        ways = f"{', and '.join(map(str, fixes))}; {said}"
+    where = f" in {needs.moment}" if needs.moment else ""
+    return config_error(
+        "memory.gate",
+        "on",
+        f"rank {rank} of {size} needs {words(needs.point)}{where} ({parts}), "
+        f"{words(needs.budget)} may be used ({room})",
+        f"{ways}; --memory.gate off starts all the same",
+    )
+
+
+def _fits(needs: MemoryEstimate) -> bool:
+    return needs.budget is not None and needs.point <= needs.budget
+
+
+def _halves(n: int) -> list[int]:
+    """n/2, n/4, ... 1, as long as that divides."""
+    found = []
+    while n > 1 and n % 2 == 0:
+        n //= 2
+        found.append(n)
+    return found
+
+
+def _doubles(n: int, most: int) -> list[int]:
+    found = []
+    while 2 * n <= most:
+        n *= 2
+        found.append(n)
+    return found

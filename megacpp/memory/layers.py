@@ -1,0 +1,84 @@
+"""The layers of a rank, put together of what each kind keeps, needs and moves; no torch import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from megacpp.memory.activation_share import Share
+from megacpp.memory.moment import Moment
+from megacpp.memory.parts import OUTER, forms_of
+from megacpp.memory.units import PartUnits, Unit
+from megacpp.memory.walk import Layer
+from megacpp.model.pattern import block_letters
+from megacpp.model.stages import stage_parts
+
+NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
+NO_UNITS = PartUnits(NO_UNIT, NO_UNIT, NO_UNIT)
+# Working sets in the forward and in the backward of a layer (-1: none) of a kind.
+Sets = Callable[[int, str], tuple[tuple[Moment, ...], tuple[Moment, ...]]]
+
+
+def layers_of(
+    own: Share,
+    stages: Sequence[Sequence[str]],
+    units: Mapping[str, PartUnits],
+    sharded: bool,
+    sets: Sets | None,
+) -> list[list[Layer]]:
+    """The parts of each stage of a rank, in order."""
+    config = own.config
+    model = config.model
+    letters = block_letters(model.pattern, model.depth)
+    number = iter(stage_layers(own))
+    named = [[(kind, -1 if kind in OUTER else next(number)) for kind in part] for part in stages]
+    forms = forms_of(own, tuple(sorted({name_of(*p, letters) for part in named for p in part})))
+    stream = own.stream * model.dim * own.residual
+    found = []
+    for part in named:
+        ends = {kind for kind, _ in part}
+        layers = []
+        for kind, number in part:
+            form = forms[name_of(kind, number, letters)]
+            forward, backward = sets(number, kind) if sets else (form.forward, form.backward)
+            mine, waits = units.get(kind, NO_UNITS), 0
+            if kind == "head" and model.tie_embeddings and "embed" in ends:
+                waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
+                block = replace(units["embed"].block, moved=0, cast=units["embed"].block.whole)
+                mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
+            layers.append(
+                Layer(
+                    kind if number < 0 else f"layer {number} ({kind})",
+                    kind,
+                    mine,
+                    forward,
+                    backward,
+                    form.kept,
+                    form.copies,
+                    stream,
+                    own.stream * model.dim * own.compute if kind == "norm" else 0,
+                    waits,
+                )
+            )
+        found.append(layers)
+    return found
+
+
+def name_of(kind: str, number: int, letters: str) -> str:
+    """Of a part: the last layer runs nothing again."""
+    return f"{kind} last" if number == len(letters) - 1 else kind
+
+
+def stage_layers(own: Share) -> list[int]:
+    """Numbers of this rank's layers."""
+    config = own.config
+    if config.mesh.pp == 1:
+        return list(range(config.model.depth))
+    return [i for part in stage_parts(config.model, config.mesh, own.stage) for i in part.layers]
+
+
+def root_unit(stages: Sequence[Sequence[Layer]]) -> Unit:
+    """All fp32-contract parameters of a rank."""
+    wide = [layer.units.wide for layers in stages for layer in layers if layer.units.wide.whole]
+    shards = max((unit.shards for unit in wide), default=1)
+    return Unit(shards, sum(u.own for u in wide), sum(u.whole for u in wide), 0, 0, 0)

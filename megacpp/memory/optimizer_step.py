@@ -1,0 +1,74 @@
+"""Temporaries of an optimizer step: whole matrices of Muon, and AdamW's; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megacpp.config import OptimConfig
+from megacpp.memory.muon import muon_transient_bytes
+from megacpp.memory.parameters import Place, Storage, Weight, held, mover
+
+PIECE = 1 << 22  # entries of packed moments that are unpacked at a time (optim/low_bit.py)
+PACKING_BYTES = 40  # of each of them
+
+Layers = Iterable[tuple[Weight, int]]  # and how many layers have it
+
+
+def optimizer_bytes(
+    found: Layers,
+    optim: OptimConfig,
+    storage: Storage,
+    place: Place,
+    on_cpu: bool,
+    batch_bytes: int,
+) -> int:
+    """Most bytes that a step of the optimizer has besides what rests and the gradients.
+
+    Args:
+        batch_bytes: of matrices that are orthogonalised together (optim/newton_schulz.py).
+    """
+    found = list(found)
+    muon = [(w, layers) for w, layers in found if mover(w, optim) == "muon"]
+    adamw = [(w, layers) for w, layers in found if mover(w, optim) == "adamw"]
+    transient = _muon(muon, optim, storage, place, on_cpu, batch_bytes)
+    return max(transient, _adamw(adamw, optim, storage, place))
+
+
+def _muon(
+    found: Layers,
+    optim: OptimConfig,
+    storage: Storage,
+    place: Place,
+    on_cpu: bool,
+    batch_bytes: int,
+) -> int:
+    sides: list[tuple[int, int]] = []
+    for w, layers in found:
+        if w.experts:
+            sides += [w.shape[1:]] * (w.shape[0] * layers)  # type: ignore[list-item]
+        else:
+            sides += [(height, w.shape[-1]) for height in w.heights or w.shape[:1]] * layers
+    wide = optim.muon_dtype == "fp32" or (optim.muon_dtype == "auto" and on_cpu)
+    wire = max(4, storage.store) if wide or storage.store == 8 else 2
+    return muon_transient_bytes(
+        sides,
+        place.holders,
+        optim.muon_bucket_mib,
+        wire,
+        storage.momentum,
+        storage.store,
+        batch_bytes,
+    )
+
+
+def _adamw(found: Layers, optim: OptimConfig, storage: Storage, place: Place) -> int:
+    sizes = [(held(w, place).own, layers) for w, layers in found]
+    largest = max((numel for numel, _ in sizes), default=0)
+    if optim.adamw_state in ("8bit", "4bit"):
+        return min(PIECE, largest) * PACKING_BYTES
+    if optim.adamw_state == "cpu_offload":
+        return 2 * largest * storage.store  # a weight's copies on their way
+    if optim.cautious_weight_decay and optim.weight_decay:
+        two = 2 * sum(numel * layers for numel, layers in sizes)
+        return (two + largest) * storage.store
+    return 0

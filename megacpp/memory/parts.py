@@ -1,0 +1,84 @@
+"""What one layer of each kind keeps and needs, once for all meshes that give it the same sizes.
+
+A planner asks for thousands of meshes whose ranks have layers of a few sizes: what a layer keeps
+and its working sets depend on `tp`, `cp`, `ep`, the microbatch and the policy, not on how many
+ranks share its weights. No torch import here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from megacpp.config import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.memory import working
+from megacpp.memory.activation_share import Share
+from megacpp.memory.activations import layer_groups
+from megacpp.memory.moment import Moment
+
+OUTER = ("embed", "norm", "head")
+ROUTING_GROUPS = ("routing", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Of one part: a letter, a letter with ` last`, `embed`, `norm`, `head`, or `received`.
+
+    Attributes:
+        forward, backward: fullest moments.
+        kept: bytes for the backward, by walk.KEPT; `copies`: of weights, for one product.
+    """
+
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+    kept: tuple[int, int, int]
+    copies: int
+
+
+def forms_of(own: Share, names: tuple[str, ...]) -> Mapping[str, Form]:
+    """Forms of parts of a rank, by name."""
+    config, mesh = own.config, own.config.mesh
+    alike = replace(mesh, pp=1, dp_replicate=1, dp_shard=1, reshard="auto", pp_schedule="1f1b")
+    return _forms(
+        config.model, alike, config.recompute, replace(own, config=SHAPELESS, stage=0), names
+    )
+
+
+@lru_cache(maxsize=4096)
+def _forms(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    policy: CheckpointingPolicy,
+    sizes: Share,
+    names: tuple[str, ...],
+) -> Mapping[str, Form]:
+    own = replace(sizes, config=Config(model=model, mesh=mesh, recompute=policy))
+    return MappingProxyType({name: _form(own, name) for name in names})
+
+
+SHAPELESS = Config()  # stands for a configuration of which nothing is asked
+
+
+def _form(own: Share, name: str) -> Form:
+    groups = Counter(layer_groups(own, name))
+    copies = groups.pop("weights", 0)
+    if name in OUTER:
+        kept = 0, 0, sum(groups.values())
+    else:
+        routing = sum(groups.pop(group, 0) for group in ROUTING_GROUPS) if name[0] == "E" else 0
+        kept = sum(groups.values()), routing, 0
+    forward, backward = working_sets(own, name)
+    return Form(forward, backward, kept, copies)
+
+
+def working_sets(own: Share, name: str) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """The fullest moment of a part in the forward and in the backward."""
+    return fullest(working.forward(own, name)), fullest(working.backward(own, name))
+
+
+def fullest(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """The one of them that counts."""
+    return (max(moments, key=lambda m: m.bytes),) if moments else ()

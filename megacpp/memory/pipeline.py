@@ -1,0 +1,115 @@
+"""A step through the stages of a pipeline, on one of its ranks; no torch import here.
+
+Gathered parameters stay from the first forward to the end of the step, gradients stay whole until
+then, every microbatch has its own masks, and torch keeps a buffer for whatever a stage receives
+from its neighbours, one for each microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megacpp.memory.activation_share import Share
+from megacpp.memory.batch import mask_bytes
+from megacpp.memory.units import Unit
+from megacpp.memory.walk import Layer, Walk
+from megacpp.model.stages import V_SHAPED, stage_parts, stages_per_rank
+
+
+def pipeline_step(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, own: Share) -> None:
+    """Forwards of as many microbatches as are in flight, and the backward of one, then all."""
+    total = microbatches(own)
+    flight = in_flight(own)
+    walk.habits = replace(walk.habits, again=False)
+    if walk.habits.sharded:
+        walk.gathered += root.gathered * walk.habits.store
+    for stage in stages:
+        for layer in stage:
+            walk.gather(layer.units.block)
+            walk.gather(layer.units.experts)
+    walk.flat = 0
+    moved = sum(x.units.experts.moved + x.units.block.moved for stage in stages for x in stage)
+    summed = (root.whole + moved) * walk.habits.store
+    kinds = {layer.kind for stage in stages for layer in stage}
+    mask = mask_bytes(own, kinds, saved=True)
+    for carried in (False, True) if total > 1 else (False,):
+        alive = [min(n, total - 1) if carried else n for n in flight]
+        walk.whole = summed if carried else 0
+        _round(walk, stages, alive, mask, carried)
+    walk.whole = summed
+    _reductions(walk, stages, root, total > 1)
+
+
+def _round(
+    walk: Walk, stages: Sequence[Sequence[Layer]], alive: Sequence[int], mask: int, carried: bool
+) -> None:
+    """The last forward before a backward, and that backward, with so many microbatches alive."""
+    base = walk.base
+    walk.rest({**base, "batch": base["batch"] + mask * (max(1, sum(alive)) - 1)})
+    for stage, number in zip(stages, alive, strict=True):
+        for layer in stage:
+            walk.keep(layer, number)
+            walk.gathered -= (number - 1) * layer.copies if number else 0
+    last = stages[-1]
+    for layer in last:
+        walk.keep(layer, -1)
+    for layer in last:
+        walk.forward(layer, gathers=False)
+    for layer in reversed(last):
+        walk.backward(layer, False, 0, carried, False, True)
+    for layer in last:
+        walk.keep(layer)
+    for stage, number in zip(stages, alive, strict=True):
+        for layer in stage:
+            walk.keep(layer, -number)
+            walk.gathered += (number - 1) * layer.copies if number else 0
+    walk.rest(base)
+
+
+def _reductions(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, carried: bool) -> None:
+    name = "reductions"
+    for stage in stages:
+        for layer in stage:
+            for unit in (layer.units.experts, layer.units.block):
+                if unit.whole:
+                    walk.finish(name, unit, 0, True, True, True)
+    walk.scatter = root.gathered * walk.habits.store
+    walk.see(name)
+    walk.whole = 0
+    walk.shards += root.own * walk.habits.store
+    walk.scatter = walk.gathered = walk.flat = 0
+
+
+def microbatches(own: Share) -> int:
+    """Of a step."""
+    return max(1, own.config.train.grad_accum)
+
+
+def in_flight(own: Share) -> list[int]:
+    """Of every stage of a rank: microbatches whose forward it keeps at once, at most."""
+    mesh, total = own.config.mesh, microbatches(own)
+    if mesh.pp_schedule == "gpipe":
+        return [total]
+    if mesh.pp_schedule == "1f1b":
+        return [min(total, mesh.pp - own.stage)]
+    if mesh.pp_schedule in V_SHAPED:
+        return [min(total, 2 * mesh.pp - own.stage), min(total, mesh.pp + own.stage)]
+    chunks = stages_per_rank(mesh.pp_schedule)
+    ahead = (mesh.pp - own.stage - 1) * 2 + (chunks - 1) * mesh.pp + 1
+    found = [0] * chunks
+    for number in range(min(ahead, total * chunks)):
+        found[number // mesh.pp % chunks] += 1
+    return [min(total, n) for n in found]
+
+
+def buffer_bytes(own: Share) -> int:
+    """What a rank's stages receive: inputs from the left, gradients from the right."""
+    if own.config.mesh.pp == 1:
+        return 0
+    config, mesh = own.config, own.config.mesh
+    one = own.stream * config.model.dim * own.compute
+    parts = stage_parts(config.model, mesh, own.stage)
+    sides = sum((not part.first) + (not part.last) for part in parts)
+    sent = sum(not part.first for part in parts)  # gradients of the input before, on their way
+    return (microbatches(own) * sides + sent) * one

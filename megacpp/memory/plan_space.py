@@ -1,0 +1,193 @@
+"""What a plan chooses from: meshes of a world, rows of a microbatch, recompute policies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megacpp.config import CheckpointingPolicy, Config, MeshConfig
+from megacpp.data.schedule import BatchSchedule
+from megacpp.memory.parameters import kinds_of
+from megacpp.memory.replayed import replayed_flops_per_token
+from megacpp.mesh_rules import first_broken
+from megacpp.model.pieces import BLOCK, Piece, layer_pieces
+from megacpp.model.stages import pipeline_rules
+
+# Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
+LADDER: dict[str, dict[str, Any]] = {
+    "none": {
+        "ablock": "none",
+        "eblock": "none",
+        "mblock": "none",
+        "rblock": "recurrence",
+        "fblock": "none",
+        "norms": False,
+        "core_attn": False,
+        "mlp": False,
+        "mla_q_upproj": False,
+        "mla_kv": False,
+    },
+    "experts": {"eblock": "expert_gemm_only"},
+    "selective": {
+        "ablock": "selective",
+        "eblock": "expert_gemm_only",
+        "mblock": "conv_bc_only",
+        "rblock": "full_plus_norms",
+        "norms": True,
+        "mlp": True,
+    },
+    "full": {
+        "ablock": "full",
+        "eblock": "full",
+        "mblock": "conv_bc_only",
+        "rblock": "full_plus_norms",
+        "fblock": "full",
+        "norms": True,
+    },
+}
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A rung of the ladder.
+
+    Attributes:
+        checkpointing: some block runs again (the older `gradient_checkpointing`).
+        replayed: FLOPs a token that backwards repeat.
+        pieces: what each layer runs again.
+    """
+
+    name: str
+    recompute: CheckpointingPolicy
+    checkpointing: bool
+    replayed: float
+    pieces: tuple[frozenset[Piece], ...]
+
+    def keeps_less(self, other: Policy) -> bool:
+        """All that `other` runs again this one does too, or it runs the whole block again."""
+        both = zip(self.pieces, other.pieces, strict=True)
+        return all(own >= BLOCK or own >= others for own, others in both)
+
+
+def policies(config: Config, fixed: Collection[str] = ()) -> list[Policy]:
+    """What may run again, the least work first; the preset's own policy is among them.
+
+    Only that one where recompute settings are given, or where the compiler decides.
+    """
+    found = {"preset": config.recompute}
+    given = any(key.startswith("recompute.") for key in fixed)
+    if not given and config.train.compile == "off":
+        plain = replace(config.recompute, **LADDER["none"])
+        found = {name: replace(plain, **levers) for name, levers in LADDER.items()}
+        found["preset"] = config.recompute
+    ladder: dict[Any, Policy] = {}
+    for name, policy in found.items():
+        pieces = tuple(layer_pieces(policy, config.model))
+        rung = replace(config, recompute=policy)
+        busy = any(pieces) or policy.activation_memory_budget < 1
+        ladder.setdefault(
+            (pieces, policy.rblock == "none"),
+            Policy(name, policy, busy, replayed_flops_per_token(rung), pieces),
+        )
+    return sorted(ladder.values(), key=lambda p: (p.checkpointing, p.replayed))
+
+
+def meshes(config: Config, world: int, fixed: Collection[str] = ()) -> Iterator[MeshConfig]:
+    """Every way to make axes of a world, small ones of the model first; legal or not."""
+
+    def degrees(axis: str, of: int) -> Sequence[int]:
+        given = getattr(config.mesh, axis)
+        if f"mesh.{axis}" in fixed and given != -1:
+            return [given] if of % given == 0 else []
+        return divisors(of)
+
+    found = []
+    for tp in degrees("tp", world):
+        for cp in degrees("cp", world // tp):
+            for pp in degrees("pp", world // tp // cp):
+                for copies in degrees("dp_replicate", world // tp // cp // pp):
+                    shards = world // tp // cp // pp // copies
+                    if shards not in degrees("dp_shard", shards):
+                        continue
+                    for ep in degrees("ep", shards * cp * tp):
+                        found.append((tp * cp * pp * copies, copies, pp, cp, tp, ep, shards))
+    for _, copies, pp, cp, tp, ep, shards in sorted(found):
+        yield replace(config.mesh, pp=pp, dp_replicate=copies, dp_shard=shards, cp=cp, tp=tp, ep=ep)
+
+
+def row_choices(
+    config: Config, mesh: MeshConfig, tokens_per_step: int, fixed: Collection[str] = ()
+) -> list[int]:
+    """Device batches that make that many tokens a step, smallest first; none if no batch does."""
+    of_ranks = tokens_per_step // config.data.seq_len
+    ranks = mesh.dp_replicate * mesh.dp_shard
+    if of_ranks % ranks:
+        return []
+    rows = of_ranks // ranks
+    train = config.train
+    return [
+        row
+        for row in divisors(rows)
+        if ("train.device_batch_size" not in fixed or row == train.device_batch_size)
+        and ("train.grad_accum" not in fixed or rows // row == train.grad_accum)
+    ]
+
+
+def with_knobs(
+    config: Config, mesh: MeshConfig, rows: int, tokens_per_step: int, policy: Policy
+) -> Config:
+    """A resolved configuration."""
+    per_micro = rows * config.data.seq_len * mesh.dp_replicate * mesh.dp_shard
+    train = replace(
+        config.train,
+        device_batch_size=rows,
+        tokens_per_step=tokens_per_step,
+        grad_accum=tokens_per_step // per_micro,
+    )
+    return replace(config, mesh=mesh, train=train, recompute=policy.recompute)
+
+
+def mesh_is_legal(config: Config, mesh: MeshConfig, world: int) -> bool:
+    """Whether the model fits the axes; how many microbatches there are comes later."""
+    return first_broken(replace(config, mesh=mesh), world) is None
+
+
+def pipeline_is_legal(config: Config, mesh: MeshConfig, microbatches: int) -> bool:
+    """Whether the schedule runs so many microbatches on the model's layers, and fewer at first."""
+    if mesh.pp == 1:
+        return True
+    if config.train.gradient_sync == "each":
+        return False
+    one = replace(config, mesh=mesh)
+    numbers = {microbatches}
+    if config.train.batch_warmup_steps:
+        ramp = BatchSchedule(1, microbatches, config.train.batch_warmup_steps)
+        numbers |= set(ramp.distinct_accums())
+    return not any(error for n in numbers for error in pipeline_rules(one, n))
+
+
+def stage_ranks(config: Config, world: int) -> list[int]:
+    """A rank of every pipeline stage that may be the fullest.
+
+    Of a stage it is the first, of which shards are longest, or the one with the row's last tokens,
+    which keeps most states of others. A stage of the same blocks as an earlier one never has more
+    microbatches in flight.
+    """
+    mesh, pp = config.mesh, config.mesh.pp
+    last = (mesh.cp - 1) * mesh.tp if mesh.cp_order == "contiguous" else 0
+    ranks = [stage * (world // pp) + last for stage in range(pp)]
+    if pp == 1 or config.mesh.pp_schedule not in ("1f1b", "gpipe"):
+        return ranks
+    seen: dict[tuple[str, ...], int] = {}
+    for rank in ranks:
+        (kinds,) = kinds_of(config, world, rank)
+        seen.setdefault(tuple(sorted(kinds)), rank)
+    return list(seen.values())
+
+
+def divisors(n: int) -> list[int]:
+    """In ascending order."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

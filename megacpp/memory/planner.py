@@ -1,0 +1,377 @@
+"""Which mesh, device batch and recompute policy a run should have: enumerated, gated, ranked.
+
+Nothing is run: `estimate` says what a configuration needs. The order, after the articles: it fits;
+a larger device batch; nothing runs again; fewer microbatches; (of policies that run something
+again, which the articles don't tell apart, one that repeats less;) more headroom; smaller tp;
+smaller ep; then smaller cp, pp and dp_replicate, so that no two are alike.
+
+A mesh that shares each row, or its layers, between many ranks has many rows to a microbatch for
+that reason alone, so its candidates compete only if sharing buys something. One is dominated if
+another one that fits has no larger axis (tp, cp, pp, dp_replicate) and a smaller one, gives every
+device as much to do in a microbatch or more, and repeats no more work.
+
+More rows of a microbatch never need less memory, nor does a policy that runs less again: so most
+candidates are decided without an estimate of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megacpp.config import Config, MeshConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.memory.estimate import MemoryEstimate, estimate
+from megacpp.memory.plan_space import (
+    MESH,
+    Policy,
+    mesh_is_legal,
+    meshes,
+    pipeline_is_legal,
+    policies,
+    row_choices,
+    stage_ranks,
+    with_knobs,
+)
+
+Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
+FITS, AT_RISK, TOO_LARGE = range(3)
+MISFITS = {"fits": FITS, "unknown": FITS, "at_risk": AT_RISK, "does_not_fit": TOO_LARGE}
+REASONS = {
+    "indivisible": "tokens a step that their data ranks don't divide",
+    "mesh": "axes that the model doesn't fit",
+    "pipeline": "too few microbatches for the pipeline",
+    "dominated": "another one gives a device as much to do with smaller axes",
+    "memory": "more memory than there is",
+}
+
+
+class Score(NamedTuple):
+    """What candidates are ranked by, the smallest first; each field beats all that follow."""
+
+    misfit: int  # 0 fits, 1 at risk: only if routers and allocator are kind
+    fewer_rows: int  # - device batch
+    checkpointing: bool
+    grad_accum: int
+    policy: int  # place on the ladder: how much runs again
+    less_headroom: int  # - free memory, in whole percent of the budget
+    tp: int
+    ep: int
+    cp: int
+    pp: int
+    dp_replicate: int
+
+
+CRITERIA = {
+    "misfit": "fits whatever routers and allocator do",
+    "fewer_rows": "a larger device batch",
+    "checkpointing": "nothing runs again",
+    "grad_accum": "fewer microbatches",
+    "policy": "less work repeated",
+    "less_headroom": "more headroom",
+    "tp": "a smaller tp",
+    "ep": "a smaller ep",
+    "cp": "a smaller cp",
+    "pp": "a smaller pp",
+    "dp_replicate": "fewer replicas",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that was scored.
+
+    Attributes:
+        config: resolved.
+        policy: its rung of the ladder.
+        estimate: of the rank that needs most.
+        rank: which one that is.
+        settings: see `knobs`.
+    """
+
+    config: Config
+    policy: Policy
+    estimate: MemoryEstimate
+    rank: int
+    score: Score
+    settings: tuple[tuple[str, Any], ...] = field(repr=False)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Blocks run again in the backward (the older `gradient_checkpointing`)."""
+        return self.policy.checkpointing
+
+    def knobs(self) -> dict[str, Any]:
+        """Dotted settings that make the run this candidate."""
+        return dict(self.settings)
+
+    @property
+    def device_tokens(self) -> float:
+        """Tokens of a microbatch through all layers that would be a device's part of the work."""
+        return device_tokens(self.config, self.config.mesh, self.config.train.device_batch_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Candidates in the order in which they should be tried.
+
+    Attributes:
+        budget_bytes: that a rank may use.
+        considered: candidates and all that are out; how many of these by reason (`REASONS`).
+        estimated: how many were estimated; bounds decided the others.
+        nearest: of what was estimated and is too large, that which lacks least.
+    """
+
+    world: int
+    budget_bytes: int
+    tokens_per_step: int
+    candidates: tuple[Candidate, ...]
+    considered: int
+    out: dict[str, int]
+    estimated: int
+    nearest: Candidate | None = None
+
+    @property
+    def legal(self) -> int:
+        """Configurations that could be run, given the memory."""
+        return self.considered - sum(self.out[r] for r in ("indivisible", "mesh", "pipeline"))
+
+    def instead_of(self, other: Candidate) -> Candidate | None:
+        """The first candidate that dominates one of another plan with the same policies."""
+        theirs = _cut(other)
+        return next((one for one in self.candidates if _cut(one).beats(theirs)), None)
+
+
+def plan(
+    config: Config,
+    world: int,
+    budget_bytes: int,
+    tokens_per_step: int,
+    fixed: Collection[str] = (),
+    estimator: Estimator = estimate,
+) -> Plan:
+    """Ranks what `world` ranks of `budget_bytes` each can run.
+
+    Args:
+        config: the run; what isn't of its mesh, batch or recompute policy stays as it is.
+        budget_bytes: memory of a device less the headroom.
+        fixed: dotted settings that aren't varied (`mesh.tp`, `train.device_batch_size`, ...).
+
+    Raises:
+        ConfigError: the tokens are no rows.
+    """
+    seq_len = config.data.seq_len
+    assert world > 0
+    if tokens_per_step < 1 or tokens_per_step % seq_len:
+        raise _no_rows(tokens_per_step, seq_len, world)
+    search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
+    for mesh in meshes(config, world, fixed):
+        search.look_at(mesh)
+    found = tuple(sorted(search.found, key=lambda c: c.score))
+    out = {reason: search.out[reason] for reason in REASONS}
+    considered = len(found) + sum(out.values())
+    return Plan(
+        *(world, budget_bytes, tokens_per_step),
+        *(found, considered, out, search.estimated, search.nearest),
+    )
+
+
+def deciding(better: Score, worse: Score) -> str:
+    """The first criterion in which two scores differ."""
+    return next(name for name in Score._fields if getattr(better, name) != getattr(worse, name))
+
+
+def _no_rows(tokens: int, seq_len: int, world: int) -> ConfigError:
+    unit = seq_len * world
+    low = tokens // unit * unit
+    near = low if low and tokens - low < low + unit - tokens else low + unit
+    rule = f"must be a multiple of data.seq_len ({seq_len})"
+    return config_error("tokens_per_step", tokens, rule, f"use {near}, rows for all {world} ranks")
+
+
+def device_tokens(config: Config, mesh: MeshConfig, rows: int) -> float:
+    """A device's part of a microbatch: its tokens, as if it had them to itself in all layers."""
+    return rows * config.data.seq_len / (mesh.tp * mesh.cp * mesh.pp)
+
+
+class _Cut(NamedTuple):
+    """What dominates, where each number is no larger and one of the axes is smaller."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp_replicate: int
+    fewer_tokens: float  # - `device_tokens`
+    policy: int
+
+    def beats(self, other: _Cut) -> bool:
+        return self[:4] != other[:4] and all(a <= b for a, b in zip(self, other, strict=True))
+
+
+def _cut(of: Candidate) -> _Cut:
+    mesh = of.config.mesh
+    axes = mesh.tp, mesh.cp, mesh.pp, mesh.dp_replicate
+    return _Cut(*axes, -of.device_tokens, of.score.policy)
+
+
+class _Search:
+    """Meshes looked at one after the other, those of small axes first."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: int,
+        budget: int,
+        tokens: int,
+        fixed: Collection[str],
+        estimator: Estimator,
+    ) -> None:
+        self.config, self.world, self.budget, self.tokens = config, world, budget, tokens
+        self.fixed, self.estimator = fixed, estimator
+        self.policies = policies(config, fixed)
+        self.found: list[Candidate] = []
+        self.out: Counter[str] = Counter()
+        self.estimated = 0
+        self.front: list[_Cut] = []
+        self.nearest: Candidate | None = None
+
+    def look_at(self, mesh: MeshConfig) -> None:
+        """Adds what fits of one mesh, and counts what doesn't."""
+        rows = row_choices(self.config, mesh, self.tokens, self.fixed)
+        if not rows:
+            self.out["indivisible"] += len(self.policies)
+            return
+        if not mesh_is_legal(self.config, mesh, self.world):
+            self.out["mesh"] += len(rows) * len(self.policies)
+            return
+        ranks = mesh.dp_replicate * mesh.dp_shard
+        of_ranks = self.tokens // self.config.data.seq_len // ranks
+        legal = [r for r in rows if pipeline_is_legal(self.config, mesh, of_ranks // r)]
+        self.out["pipeline"] += (len(rows) - len(legal)) * len(self.policies)
+        left = {i: self._undominated(mesh, legal, i) for i in range(len(self.policies))}
+        self.out["dominated"] += sum(len(legal) - len(some) for some in left.values())
+        looks = _Looks(self, mesh)
+        misfits: dict[int, int] = {}  # by policy: rows that don't fit
+        for i in reversed(left):  # the policy that keeps least comes first
+            bound = [
+                rows for j, rows in misfits.items() if self.policies[j].keeps_less(self.policies[i])
+            ]
+            some = [r for r in left[i] if r < min(bound, default=r + 1)]
+            fitting = _as_many_as_fit(some, lambda r, i=i: looks.at(r, i).score.misfit < TOO_LARGE)
+            self.out["memory"] += len(left[i]) - len(fitting)
+            if len(fitting) < len(some):
+                misfits[i] = some[len(fitting)]
+            self._add([looks.at(r, i) for r in fitting])
+
+    def _undominated(self, mesh: MeshConfig, rows: Sequence[int], policy: int) -> list[int]:
+        cuts = {r: self._cut(mesh, r, policy) for r in rows}
+        return [r for r, cut in cuts.items() if not any(c.beats(cut) for c in self.front)]
+
+    def _cut(self, mesh: MeshConfig, rows: int, policy: int) -> _Cut:
+        tokens = device_tokens(self.config, mesh, rows)
+        return _Cut(mesh.tp, mesh.cp, mesh.pp, mesh.dp_replicate, -tokens, policy)
+
+    def _add(self, found: Sequence[Candidate]) -> None:
+        self.found += found
+        sure = [c for c in found if c.score.misfit == FITS]
+        if sure:  # of those with the same policy, the one with the most rows beats what others beat
+            cut = _cut(max(sure, key=lambda c: c.config.train.device_batch_size))
+            if cut not in self.front:
+                self.front.append(cut)
+
+
+class _Looks:
+    """Candidates of one mesh, each estimated once."""
+
+    def __init__(self, search: _Search, mesh: MeshConfig) -> None:
+        self.search, self.mesh = search, mesh
+        self.ranks: list[int] = []
+        self.seen: dict[tuple[int, int], Candidate] = {}
+
+    def at(self, rows: int, policy: int) -> Candidate:
+        """So many rows on a rung of the ladder."""
+        key = rows, policy
+        if key not in self.seen:
+            self.seen[key] = self._look(rows, policy)
+        return self.seen[key]
+
+    def _look(self, rows: int, policy: int) -> Candidate:
+        search, rung = self.search, self.search.policies[policy]
+        config = with_knobs(search.config, self.mesh, rows, search.tokens, rung)
+        if not self.ranks:
+            self.ranks = stage_ranks(config, search.world)
+        search.estimated += 1
+        rank, needs, misfit = self._fullest(config)
+        score = score_of(config, needs, misfit, rung.checkpointing, policy, search.budget)
+        settings = tuple(_settings(config, search.config))
+        found = Candidate(config, rung, needs, rank, score, settings)
+        nearest = search.nearest
+        if misfit == TOO_LARGE and (nearest is None or needs.point < nearest.estimate.point):
+            search.nearest = found
+        return found
+
+    def _fullest(self, config: Config) -> tuple[int, MemoryEstimate, int]:
+        """The rank that needs most, what it needs, and the verdict on the worst one."""
+        search, worst, found = self.search, FITS, []
+        for rank in self.ranks:
+            needs = search.estimator(config, search.world, rank, search.budget)
+            worst = max(worst, MISFITS[needs.verdict])
+            found.append((needs.point, rank, needs))
+            if worst == TOO_LARGE:
+                break
+        _, rank, needs = max(found, key=lambda f: (f[0], -f[1]))
+        self.ranks.remove(rank)
+        self.ranks.insert(0, rank)  # the next look is likely decided there too
+        return rank, needs, worst
+
+
+def score_of(
+    config: Config,
+    needs: MemoryEstimate,
+    misfit: int,
+    checkpointing: bool,
+    policy: int,
+    budget: int,
+) -> Score:
+    """The place of a candidate among all."""
+    mesh, train = config.mesh, config.train
+    return Score(
+        misfit,
+        -train.device_batch_size,
+        checkpointing,
+        train.grad_accum,
+        policy,
+        -((budget - needs.point) * 100 // max(1, budget)),
+        mesh.tp,
+        mesh.ep,
+        mesh.cp,
+        mesh.pp,
+        mesh.dp_replicate,
+    )
+
+
+def _as_many_as_fit(rows: Sequence[int], fits: Callable[[int], bool]) -> Sequence[int]:
+    """The first of ascending `rows`, up to the last that fits, by halving."""
+    if not rows or not fits(rows[0]):
+        return []
+    low, high = 1, len(rows)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(rows[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return rows[:low]
+
+
+def _settings(config: Config, base: Config) -> Iterator[tuple[str, Any]]:
+    """Mesh and batch, and what of the policy differs from the run as it was given."""
+    for axis in MESH:
+        yield f"mesh.{axis}", getattr(config.mesh, axis)
+    yield "train.device_batch_size", config.train.device_batch_size
+    yield "train.grad_accum", config.train.grad_accum
+    for name, value in vars(config.recompute).items():
+        if value != getattr(base.recompute, name):
+            yield f"recompute.{name}", value

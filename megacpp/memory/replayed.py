@@ -1,0 +1,76 @@
+"""FLOPs that a backward repeats, from the configuration; the others are in megacpp/model/flops.py.
+
+Of matrix products alone, two FLOPs per multiply-add: norms, convolutions, gates and rotations run
+again for nothing here. What a piece repeats was counted on the running model (`megacpp activations
+--levers`), to which tests/memory/test_replayed.py holds this; groups of experts padded there aren't
+here. (Activation memory.)
+"""
+
+from __future__ import annotations
+
+from megacpp.config import Config, ModelConfig
+from megacpp.model.flops import block_flops
+from megacpp.model.pattern import block_letters
+from megacpp.model.pieces import BLOCK, Piece, layer_pieces
+from megacpp.model.sizes import m2rnn_heads
+
+
+def replayed_flops_per_token(config: Config) -> float:
+    """Of one token through all layers, under `config.recompute`."""
+    model, policy = config.model, config.recompute
+    letters = block_letters(model.pattern, model.depth)
+    total = 0.0
+    for letter, pieces in zip(letters, layer_pieces(policy, model), strict=True):
+        if letter == "R" and policy.rblock != "none":
+            total += _recurrence(model)
+        if pieces >= BLOCK:
+            total += block_flops(letter, model, config.data.seq_len) - _last_product(letter, model)
+            total += _padded_values(config) if letter == "A" else 0.0
+        else:
+            total += sum(_piece(piece, letter, config) for piece in pieces)
+    return total
+
+
+def _last_product(letter: str, model: ModelConfig) -> float:
+    """A block that runs again stops before the projection that nothing reads."""
+    if letter == "A":
+        a = model.attention
+        width = a.num_heads * (a.head_dim if a.kind == "gqa" else a.v_head_dim)
+        return 2.0 * model.dim * width
+    if letter == "R":
+        return 2.0 * model.dim * m2rnn_heads(model) * model.m2rnn.value_dim
+    return 0.0
+
+
+def _padded_values(config: Config) -> float:
+    """Values of MLA are as wide as keys to a fused kernel; block_flops counts what is asked for."""
+    a = config.model.attention
+    narrow = a.qk_nope_head_dim + a.qk_rope_head_dim - a.v_head_dim if a.kind == "mla" else 0
+    return 2.0 * config.data.seq_len * a.num_heads * narrow
+
+
+def _recurrence(model: ModelConfig) -> float:
+    """The products of state and weight that make the states between chunks again."""
+    r = model.m2rnn
+    return 2.0 * m2rnn_heads(model) * r.key_dim * r.value_dim**2
+
+
+def _piece(piece: Piece, letter: str, config: Config) -> float:
+    model = config.model
+    a, moe, d = model.attention, model.moe, model.dim
+    if piece == "core_attn":
+        width = a.head_dim if a.kind == "gqa" else a.qk_nope_head_dim + a.qk_rope_head_dim
+        return 4.0 * config.data.seq_len * a.num_heads * width
+    if piece == "mla_q_upproj":
+        into = a.q_lora_rank or d
+        return 2.0 * into * a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim)
+    if piece == "mla_kv":
+        return 2.0 * a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+    if piece == "mlp" and letter == "E":
+        return 4.0 * d * moe.num_shared * moe.shared_hidden_dim
+    if piece == "mlp":
+        return 2.0 * (2 if model.mlp.activation == "swiglu" else 1) * d * model.mlp.hidden_dim
+    if piece == "expert_gemm":
+        gates = 2 if moe.activation == "swiglu" else 1
+        return 2.0 * moe.top_k * gates * d * moe.hidden_dim
+    return 0.0

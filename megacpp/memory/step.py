@@ -1,0 +1,175 @@
+"""The moments of one optimizer step of a rank, composed from its layers; no torch import here.
+
+    resting    parameters, optimizer state, ids and what documents tell of them
+    forward    of every layer: what layers before keep, its own working set, gathered parameters
+    backward   of every layer, with the gradients that there are by then
+    clip, optimizer
+
+Of many microbatches one in the middle and the last are walked: both find the whole gradients, or
+shards, that those before have left, and the last reduces them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacpp.config import Config
+from megacpp.memory.activation_share import Share
+from megacpp.memory.batch import ids_bytes, mask_bytes
+from megacpp.memory.layers import Sets, layers_of, root_unit
+from megacpp.memory.parameters import Storage, kinds_of
+from megacpp.memory.parts import OUTER
+from megacpp.memory.pipeline import buffer_bytes, pipeline_step
+from megacpp.memory.units import Unit, stored_of
+from megacpp.memory.walk import Habits, Layer, Walk
+
+RESHARD_ABOVE_BYTES = 1 << 30  # of gathered parameters: parallel/fsdp.py
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What `step_bytes` found.
+
+    Attributes:
+        components: at the fullest moment; they sum to `most`.
+        moments: most bytes of each.
+        resting: between two steps.
+        beside: what pools of other streams hold when main's are at their fullest: reduced
+            gradients, and units as they arrive (megacpp/memory/allocator.py).
+        optimizer: bytes in the optimizer's step, without its temporaries.
+    """
+
+    components: dict[str, int]
+    moment: str
+    moments: dict[str, int]
+    most: int
+    resting: int
+    beside: int
+    optimizer: int
+
+
+def step_bytes(
+    config: Config, size: int, rank: int, most: bool = False, sets: Sets | None = None
+) -> StepBytes:
+    """The fullest moment of a step of rank `rank` of `size`.
+
+    Args:
+        most: dropless routers send as much here as they can.
+        sets: instead of the closed forms of working sets, for tests.
+    """
+    own, stored = Share.of(config, size, rank, most), stored_of(config, size, rank)
+    stages = layers_of(own, kinds_of(config, size, rank), stored.units, size > 1, sets)
+    base = {
+        "parameters": stored.parameters,
+        "optimizer_state": stored.state,
+        "batch": ids_bytes(own),
+        "communication": buffer_bytes(own),
+    }
+    walk = Walk(base, habits_of(config, own, stages, size > 1))
+    walk.see("between steps")
+    resting = walk.most
+    kinds = {layer.kind for layers in stages for layer in layers}
+    walk.rest({**base, "batch": base["batch"] + mask_bytes(own, kinds)})
+    root = root_unit(stages)
+    if config.mesh.pp > 1:
+        pipeline_step(walk, stages, root, own)
+    else:
+        microbatches(walk, stages[0], root, config)
+    walk.gathered = walk.flat = walk.scatter = 0
+    walk.rest(base)
+    walk.see("gradients of tp", communication=stored.partial)
+    walk.see("clip")
+    walk.see("optimizer step", stored.transient[0], other="muon_transient")
+    optimizer = walk.moments["clip"]
+    beside = beside_bytes(stages, walk) if size > 1 else 0
+    found = walk.components, walk.moment, walk.moments, walk.most, resting
+    return StepBytes(*found, beside, optimizer)
+
+
+def beside_bytes(stages: list[list[Layer]], walk: Walk) -> int:
+    """Shards of gradients, two of the largest unit and a block, less what was there at the peak."""
+    blocks = [layer for layers in stages for layer in layers if layer.kind not in OUTER]
+    ends = [layer for layers in stages for layer in layers if layer.kind in OUTER]
+    block = max((max(x.units.block.flat, x.units.experts.flat) for x in blocks), default=0)
+    largest = max([block, *(x.units.block.flat for x in ends)])
+    arriving = (2 * largest + block) * walk.habits.compute
+    return max(0, walk.shards + arriving - walk.elsewhere)
+
+
+def microbatches(walk: Walk, layers: list[Layer], root: Unit, config: Config) -> None:
+    """Those that can be the fullest: of one, it; else one in the middle, if any, and the last."""
+    total, sync = max(1, config.train.grad_accum), config.train.gradient_sync
+    if walk.habits.sharded:
+        walk.gathered += root.gathered * walk.habits.store
+    if total > 1:
+        walk.left(layers, root, sync)
+    for number in sorted({min(1, total - 1), total - 1}):  # a middle one, and the last
+        microbatch(walk, layers, root, number, total, sync)
+
+
+def microbatch(
+    walk: Walk, layers: list[Layer], root: Unit, number: int, total: int, sync: str
+) -> None:
+    """Forward and backward of one microbatch, without a pipeline."""
+    first, last = number == 0, number == total - 1
+    carried, reduces = not first and sync != "each", last or sync == "each"
+    stays, renewed = sync == "resident" and not last, sync == "each" and not first
+    gathers = first or sync != "resident"
+    narrow, again = walk.habits.compute, walk.habits.again
+    sharded = walk.habits.sharded
+    for layer in layers:
+        walk.forward(layer, gathers, looks=last or sync == "each")
+    walk.flat = 0
+    for place in reversed(range(len(layers))):
+        layer = layers[place]
+        left = next((x for x in reversed(layers[:place]) if x.units.block.whole), None)
+        ahead = 0
+        if again and left is not None and left.kind != "embed":
+            ahead = left.units.block.flat * narrow
+        gathered_anew = again and sharded and layer.kind not in OUTER
+        walk.backward(layer, gathered_anew, ahead, carried, reduces, stays, renewed)
+    if not sharded:
+        walk.whole -= layers[-1].waits
+        walk.finish("end of backward", layers[0].units.block, 0, carried, reduces, leaves=False)
+        return
+    end_of_backward(walk, layers, root, carried, reduces, stays, renewed)
+    if last:
+        walk.scatter = 0
+        walk.gathered -= root.gathered * walk.habits.store
+
+
+def end_of_backward(
+    walk: Walk,
+    layers: list[Layer],
+    root: Unit,
+    carried: bool,
+    reduces: bool,
+    stays: bool,
+    renewed: bool,
+) -> None:
+    """The root unit, then the embedding, whose input has no gradient that would tell when."""
+    name, store = "end of backward", walk.habits.store
+    if reduces and root.whole:
+        walk.scatter = root.gathered * store
+        wide = 0 if renewed else root.whole * store
+        walk.see(name)
+        walk.whole -= wide
+        walk.see(name, 0, root.own * store)
+        walk.shards += 0 if renewed else root.own * store
+    embed = layers[0]
+    if embed.kind == "embed" and embed.units.block.whole:
+        there = not walk.habits.again or layers[-1].waits > 0
+        walk.whole -= layers[-1].waits
+        walk.finish(name, embed.units.block, 0, carried, reduces, stays, there, renewed)
+
+
+def habits_of(config: Config, own: Share, stages: list[list[Layer]], sharded: bool) -> Habits:
+    """Whether units are gathered twice; every stage of a rank is asked for itself."""
+    reshard = "never" if config.train.gradient_sync == "resident" else config.mesh.reshard
+    whole = max(
+        sum(layer.units.block.whole + layer.units.experts.whole for layer in layers)
+        for layers in stages
+    )
+    large = whole * own.compute > RESHARD_ABOVE_BYTES
+    again = reshard == "always" or (reshard == "auto" and large)
+    return Habits(sharded, sharded and again, own.compute, Storage.of(config).store)

@@ -1,0 +1,127 @@
+"""A step's allocations as a file that PyTorch's memory viewer opens.
+
+    write_snapshot(trace_step(config, size), "step.pickle")
+    # drop it on https://pytorch.org/memory_viz, or python -m torch.cuda._memory_viz stats FILE
+
+What `torch.cuda.memory._dump_snapshot` writes of a GPU, here of a replay: allocations in their
+order, where they lie in which segments, and the state at the end. In place of a stack of calls an
+allocation has its component, part and operator; the component is its color, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from megacpp.memory.allocator import drive
+from megacpp.memory.caching import Action, CachingAllocator, Chunk
+from megacpp.memory.stream import Block, Stream
+
+PROTOCOL = 4  # of pickle: the newest that the viewer reads
+Entry = dict[str, Any]
+Frames = list[dict[str, str | int]]
+
+
+def write_snapshot(
+    stream: Stream, path: str | Path, expandable: bool = False, until: int | None = None
+) -> None:
+    """Writes a snapshot; `until`: the event after which it is taken, else after the last."""
+    Path(path).write_bytes(pickle.dumps(snapshot(stream, expandable, until), PROTOCOL))
+
+
+def snapshot(stream: Stream, expandable: bool = False, until: int | None = None) -> dict[str, Any]:
+    """What is written: `segments` as they are at last, and `device_traces`, one for the device.
+
+    Sizes of allocations are what tensors asked for, those of blocks what they got. `time_us` is the
+    number of the event.
+    """
+    new: list[tuple[Action, int, int, int]] = []
+    allocator = CachingAllocator(expandable, listener=lambda *change: new.append(change))
+    trace: list[Entry] = []
+    held: dict[int, Block] = {}
+    for event, block, chunk in drive(stream, allocator):
+        frames = _frames(block)
+        for change in new:
+            trace += _entries(change, block, frames, event)
+        new.clear()
+        if chunk is not None and not chunk.free:
+            held[chunk.address] = block
+        if event == until:
+            break
+    return {
+        "segments": _segments(allocator, held),
+        "device_traces": [trace],
+        "allocator_settings": {"expandable_segments": expandable},
+    }
+
+
+def _entries(
+    change: tuple[Action, int, int, int], block: Block, frames: Frames, event: int
+) -> list[Entry]:
+    """How the trace of a GPU says it."""
+    action, address, size, stream = change
+    of_tensor = action in ("alloc", "free")
+    actions = ("free_requested", "free_completed") if action == "free" else (action,)
+    return [
+        {
+            "action": name,
+            "addr": address,
+            "size": block.bytes if of_tensor else size,
+            "stream": stream,
+            "time_us": event,
+            "frames": frames,
+            # The viewer stops at a file with categories of which none is `unknown`.
+            "category": block.component if of_tensor else "unknown",
+        }
+        for name in actions
+    ]
+
+
+def _segments(allocator: CachingAllocator, held: dict[int, Block]) -> list[Entry]:
+    """Stretches of reserved memory without holes, and the blocks in them."""
+    found: list[Entry] = []
+    for chunk in allocator.chunks():
+        last = found[-1] if found else None
+        if last is None or last["address"] + last["total_size"] != chunk.address:
+            found.append(last := _segment(allocator, chunk))
+        last["total_size"] += chunk.bytes
+        last["blocks"].append(_block(chunk, held.get(chunk.address)))
+        for name in ("allocated_size", "active_size"):
+            last[name] += 0 if chunk.free else chunk.bytes
+        last["requested_size"] += last["blocks"][-1]["requested_size"]
+    return found
+
+
+def _segment(allocator: CachingAllocator, first: Chunk) -> Entry:
+    return {
+        "device": 0,
+        "address": first.address,
+        "total_size": 0,
+        "allocated_size": 0,
+        "active_size": 0,
+        "requested_size": 0,
+        "stream": first.pool.stream,
+        "segment_type": "small" if first.pool.small else "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": allocator.expandable,
+        "frames": [],
+        "blocks": [],
+    }
+
+
+def _block(chunk: Chunk, held: Block | None) -> Entry:
+    block = None if chunk.free else held
+    return {
+        "address": chunk.address,
+        "size": chunk.bytes,
+        "requested_size": block.bytes if block is not None else 0,
+        "state": "active_allocated" if block is not None else "inactive",
+        "frames": _frames(block) if block is not None else [],
+    }
+
+
+def _frames(block: Block) -> Frames:
+    """Innermost first, as a stack of calls is."""
+    names = ("operator", block.name), ("part", block.part or "(none)"), ("of", block.component)
+    return [{"filename": kind, "line": 0, "name": name} for kind, name in names]

@@ -1,0 +1,311 @@
+"""Bytes that a rank sends and receives in an optimizer step, by mesh axis, in closed form.
+
+A collective counts with the bytes of its larger side, as in `megacpp dry-run`, to which
+tests/memory/test_traffic.py holds this; of those a ring of n ranks moves (n - 1) / n. Numbers that
+no model size changes (counts, sums of losses) are left out. Routers choose evenly.
+
+Legend: U bytes of the residual stream of a microbatch that one tp group holds together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megacpp.config import Config
+from megacpp.memory.accumulation import travelling
+from megacpp.memory.activation_experts import trip_of
+from megacpp.memory.activation_share import Share
+from megacpp.memory.parameters import Held, Place, Weight, held, kinds_of, weights
+from megacpp.model.pieces import BLOCK, pieces_of
+from megacpp.model.sizes import m2rnn_heads
+from megacpp.model.stages import SPLIT_BACKWARD
+
+RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
+Sent = tuple[str, str, int]  # axis, what, bytes
+Stages = Sequence[Sequence[str]]  # parts of each stage of a rank
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank and step.
+
+    Attributes:
+        parts: by axis and what travels.
+    """
+
+    parts: dict[tuple[str, str], int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Bytes of each axis that something travels on."""
+        found: Counter[str] = Counter()
+        for (axis, _), size in self.parts.items():
+            found[axis] += size
+        return dict(found)
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """For machines: axis, then what travels."""
+        found: dict[str, dict[str, int]] = {}
+        for (axis, what), size in self.parts.items():
+            found.setdefault(axis, {})[what] = size
+        return found
+
+
+def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
+    """What rank `rank` of `size`, for which `config` is resolved, sends in an optimizer step."""
+    parts: Counter[tuple[str, str]] = Counter()
+    if size > 1:
+        own, place = Share.of(config, size, rank), Place.of(config, size, rank)
+        stages = kinds_of(config, size, rank)
+        kinds = [kind for stage in stages for kind in stage]
+        again = _run_again(own, kinds)
+        for found in (
+            _data_axes(own, place, stages),
+            _tensor_axis(own, place, kinds, again),
+            _expert_axis(own, kinds, again),
+            _context_axis(own, kinds, again),
+            _stages(own, stages),
+            _optimizer(own, place, kinds),
+        ):
+            for axis, what, count in found:
+                parts[axis, what] += count
+    return Traffic(dict(+parts))
+
+
+def _data_axes(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
+    """Parameters gathered for products, gradients reduced: units of FSDP2."""
+    config, mesh = own.config, own.config.mesh
+    times = config.train.grad_accum if config.train.gradient_sync == "each" else 1
+    again = _gathers_again(own, place, stages)
+    for kind in (kind for stage in stages for kind in stage):
+        if kind == "head" and config.model.tie_embeddings and any("embed" in s for s in stages):
+            continue
+        for weight in weights(config.model, kind, config.recompute.compress):
+            experts = weight.experts and place.apart
+            shards = place.expert_shards if experts else place.shards
+            if shards == 1:
+                continue
+            one = mesh.dp_shard * mesh.cp * (mesh.tp if experts else 1) == (
+                mesh.ep if experts else 1
+            )  # a single shard: replicas take its place
+            axis = "dp_replicate" if one else "efsdp" if experts else "fsdp"
+            numbers = held(weight, place).padded * shards
+            gathers = 1 if weight.wide else _gathers(config, kind, again)
+            itemsize = own.wide if weight.wide else own.compute
+            yield axis, "parameters", numbers * gathers * itemsize
+            yield axis, "gradients", numbers * times * own.wide
+            if mesh.dp_replicate > 1 and not one:
+                yield "dp_replicate", "gradients", numbers // shards * own.wide
+
+
+def _gathers(config: Config, kind: str, again: bool) -> int:
+    """How often a step gathers the weights of a part.
+
+    A pipeline keeps them between microbatches, or lets them go after each forward; those of the
+    last forward's backward then stay for all others. No backward reads the embedding's weight, and
+    the head's comes at once.
+    """
+    sync, micro = config.train.gradient_sync, config.train.grad_accum
+    twice = again and kind not in ("embed", "head")
+    if config.mesh.pp > 1:
+        return 1 if not again or kind == "head" or sync == "resident" else micro + twice
+    return travelling(sync, micro, twice, compute_bytes=1).gathered
+
+
+def _gathers_again(own: Share, place: Place, stages: Stages) -> bool:
+    """Weights are shards again between a forward and its backward."""
+    config = own.config
+    wanted = config.mesh.reshard
+    if config.mesh.pp > 1 and config.mesh.pp_schedule in SPLIT_BACKWARD:
+        return False
+    if wanted != "auto":
+        return wanted == "always"
+    numbers = max(
+        sum(
+            held(w, place).whole
+            for kind in stage
+            for w in weights(config.model, kind, config.recompute.compress)
+            if not w.wide
+        )
+        for stage in stages
+    )
+    return numbers * own.compute > RESHARD_ABOVE_BYTES
+
+
+def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
+    """Of each part: it runs again as a whole and so gathers again what it reads, but not the last.
+
+    The last layer of the model is the one in front of the last norm.
+    """
+    policy, model = own.config.recompute, own.config.model
+    following = [*kinds[1:], ""]
+    return [
+        kind in "AEMRF" and after != "norm" and pieces_of(policy, model, kind) >= BLOCK
+        for kind, after in zip(kinds, following, strict=True)
+    ]
+
+
+def _tensor_axis(
+    own: Share, place: Place, kinds: Sequence[str], run_again: Sequence[bool]
+) -> Iterator[Sent]:
+    """Doors of mixers: gathered and summed in the forward, the other way in the backward."""
+    if own.tp == 1:
+        return
+    config, model = own.config, own.config.model
+    micro, stream = config.train.grad_accum, own.tokens * model.dim * own.compute
+    partial = 0
+    for kind, again in zip(kinds, run_again, strict=True):
+        if kind in ("embed", "head"):
+            yield "tp", "activations", micro * 2 * stream
+        elif kind in "AFMR" or (kind == "E" and model.moe.num_shared):
+            yield "tp", "activations", micro * (4 + again) * stream
+        if kind == "head":
+            yield "tp", "loss", micro * own.tokens * own.tp * 3 * own.wide
+        if kind == "R":
+            yield "tp", "activations", micro * (2 + again) * own.tokens * own.wide
+        for weight in weights(model, kind, config.recompute.compress):
+            if weight.tp is None and not weight.experts and not weight.folded:
+                partial += held(weight, place).own
+    yield "tp", "gradients", partial * own.wide
+
+
+def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
+    """Rows to the experts and back, in either direction; choices that a document's load wants."""
+    config, moe = own.config, own.config.model.moe
+    layers, micro = kinds.count("E"), config.train.grad_accum
+    again = sum(x for kind, x in zip(kinds, run_again, strict=True) if kind == "E")
+    walks = micro * (2 * layers + again)  # forwards and backwards
+    if config.mesh.ep > 1 and layers:
+        trip = trip_of(own)
+        rows = max(trip.leaving, trip.arriving)
+        yield "ep", "rows", walks * 2 * rows * config.model.dim * own.compute
+        if moe.capacity_factor is None and config.mesh.ep_dispatch == "per_rank":
+            labels = 2 * min(moe.top_k, moe.num_experts // config.mesh.ep)
+            yield "ep", "labels", walks * rows * labels * own.wide
+    if moe.sequence_loss and layers and own.tp * own.cp > 1:
+        choices = own.stream * moe.top_k * own.tp * own.cp
+        yield "row", "choices", micro * (layers + again) * choices * 2 + micro * own.row * 8
+
+
+def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
+    """Keys and values, states, ends of chunks, or heads for tokens."""
+    if own.cp == 1:
+        return
+    micro = own.config.train.grad_accum
+    forms = {"A": _attention_context, "M": _mamba3_context, "R": _m2rnn_context}
+    for kind, again in zip(kinds, run_again, strict=True):
+        walks = 3 if again else 2  # forward and backward alike
+        for what, count in forms[kind](own) if kind in forms else ():
+            yield "cp", what, micro * count * walks // 2
+
+
+def _attention_context(own: Share) -> Iterator[tuple[str, int]]:
+    a, kind = own.config.model.attention, own.config.mesh.cp_attention
+    grouped, everyone = a.kind == "gqa", own.rows * own.row
+    heads = a.num_heads // own.tp
+    if grouped:
+        shared = a.num_kv_heads // own.tp * 2 * a.head_dim
+    else:
+        shared = a.kv_lora_rank + a.qk_rope_head_dim
+    if kind == "all_gather":
+        yield "keys and values", 2 * everyone * shared * own.compute
+    elif kind == "ring":  # blocks around in both walks, their gradients in fp32 home
+        block = own.tokens * shared
+        yield "keys and values", (own.cp - 1) * 2 * 2 * block * own.compute
+        yield "keys and values", (own.cp - 1) * 2 * block * own.wide
+    elif grouped:
+        yield "heads", 2 * own.tokens * (2 * heads * a.head_dim + shared) * own.compute
+    else:
+        widths = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
+        yield "heads", 2 * own.tokens * heads * widths * own.compute
+        yield "keys and values", 2 * everyone * shared * own.compute
+
+
+def _halo(own: Share, channels: int, taps: int) -> int:
+    """Ends of all chunks, gathered, and their gradients."""
+    return 2 * own.cp * own.chunks * own.rows * max(0, taps - 1) * channels * own.compute
+
+
+def _mamba3_context(own: Share) -> Iterator[tuple[str, int]]:
+    m, dim = own.config.model.mamba3, own.config.model.dim
+    heads, rank = m.expand * dim // m.headdim // own.tp, m.mimo_rank
+    bc, angles = 2 * m.ngroups * m.d_state * rank, int(m.d_state * m.rope_fraction) // 2
+    yield "ends of chunks", _halo(own, heads * m.headdim + bc, m.conv_kernel)
+    groups = max(1, m.ngroups // own.tp)
+    if own.config.mesh.cp_mamba3 == "state":
+        numbers = heads * (m.headdim * m.d_state + angles + m.headdim + 2)
+        numbers += rank * groups * m.d_state
+        yield "states", 2 * own.cp * own.chunks * own.rows * numbers * own.wide
+        return
+    bc = bc // m.ngroups * groups
+    cut = groups % own.cp == 0
+    moved = heads * (3 * m.headdim + 1) + (bc if cut else 0)
+    yield "heads", 2 * own.tokens * moved * own.compute
+    yield "heads", 2 * own.tokens * heads * 2 * own.wide
+    gathered = angles + (0 if cut else bc)
+    yield "heads", 2 * own.rows * own.row * gathered * own.compute
+
+
+def _m2rnn_context(own: Share) -> Iterator[tuple[str, int]]:
+    r, wanted = own.config.model.m2rnn, own.config.mesh.cp_m2rnn
+    heads = m2rnn_heads(own.config.model) // own.tp
+    qk = [n // own.tp if n > 1 else n for n in (r.num_q_heads, r.num_k_heads)]
+    channels = heads * r.value_dim + sum(qk) * r.key_dim
+    yield "ends of chunks", _halo(own, channels, r.conv_kernel)
+    if wanted == "serial" or (wanted == "auto" and heads % own.cp):
+        # A state over every border of two ranks' chunks, and its gradient back.
+        chunk = [own.context] if own.chunks == 1 else [own.context, 2 * own.cp - 1 - own.context]
+        most = own.cp * own.chunks
+        turning = own.chunks == 2 and own.context == own.cp - 1  # its two chunks are neighbours
+        borders = sum((c > 0) + (c < most - 1) for c in chunk) - 2 * turning
+        state = own.rows * heads * r.key_dim * r.value_dim * own.wide
+        yield "states", 2 * borders * state
+        return
+    moved = heads * 2 * r.value_dim + sum(n * r.key_dim for n in qk if n % own.cp == 0)
+    gathered = sum(n * r.key_dim for n in qk if n % own.cp)
+    yield "heads", 2 * own.tokens * moved * own.compute
+    yield "heads", 2 * own.tokens * heads * own.wide
+    yield "heads", 2 * own.rows * own.row * gathered * own.compute
+
+
+def _stages(own: Share, stages: Stages) -> Iterator[Sent]:
+    """The residual stream from stage to stage, and its gradient back; a tied weight's too."""
+    config, mesh = own.config, own.config.mesh
+    if mesh.pp == 1:
+        return
+    stream = own.stream * config.model.dim * own.compute
+    doors = sum(("embed" not in stage) + ("head" not in stage) for stage in stages)
+    yield "pp", "activations", config.train.grad_accum * 2 * doors * stream
+
+
+def _optimizer(own: Share, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:
+    """Cells of matrices that no rank has whole: to their owners and back."""
+    config = own.config
+    if config.optim.name != "muon_adamw":
+        return
+    wire = {"fp32": 4, "bf16": 2}.get(config.optim.muon_dtype, own.compute)
+    for kind in kinds:
+        for weight in weights(config.model, kind, config.recompute.compress):
+            if weight.folded or not weight.muon:
+                continue
+            cells = held(weight, place)
+            if _stays(weight, cells, own.tp):
+                continue
+            copies = config.mesh.dp_replicate
+            if not weight.experts and weight.tp is None:
+                copies *= own.tp
+            yield "muon", "updates", cells.own * wire // copies + cells.own * wire
+
+
+def _stays(weight: Weight, cells: Held, tp: int) -> bool:
+    """Each of its matrices lies whole on some rank: neither columns are cut nor rows of one."""
+    heights = set(weight.heights or weight.shape[-2:-1])
+    rows = cells.own // weight.shape[-1]
+    columns = weight.tp == 1 and tp > 1
+    return not columns and len(heights) == 1 and rows % heights.pop() == 0

@@ -1,0 +1,181 @@
+"""What FSDP2 moves for each part of a model, in elements of one rank; no torch import here.
+
+A block is a unit, its routed experts another one where their ranks differ, and the fp32-contract
+parameters of all parts together are the root's (parallel/fsdp.py). A gathered unit is there twice
+for a while: flat, as it arrived, and as parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+from megacpp.config import Config, ModelConfig, OptimConfig
+from megacpp.memory.muon import MIB
+from megacpp.memory.optimizer_step import optimizer_bytes
+from megacpp.memory.parameters import (
+    Place,
+    RankBytes,
+    Storage,
+    Weight,
+    held,
+    parameters_of,
+    router_buffers,
+    sums_of,
+    weights,
+)
+
+# What autocast casts and remembers: weights of linear layers (some read in one product), and of
+# the experts what their last product reads. The others are cast where they are used.
+REMEMBERED = frozenset(
+    "head.weight wq wk wv wo wq_a wq_b wkv_a wkv_b shared.w1 shared.w3 shared.gate "
+    "in_z in_x in_B in_C in_dt in_A in_trap in_angles out_proj "
+    "in_q in_k in_forget in_v in_gate output_projection w1 w3".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Elements of the parameters that travel together.
+
+    Attributes:
+        shards: ranks that share them.
+        own: of this rank's shards, as FSDP2 pads them.
+        whole: gathered, as products read them; `moved`: of these, those that have gradients.
+        last: of the last parameter, whose gradient lives until its reduction returns.
+        across: cut inside of their rows, so copied once more when they are gathered.
+        cast: of the weights that autocast makes narrow copies of, and keeps for the backward.
+    """
+
+    shards: int
+    own: int
+    whole: int
+    moved: int
+    last: int
+    across: int
+    cast: int = 0
+
+    @property
+    def gathered(self) -> int:
+        """All shards, padding included."""
+        return self.own * self.shards
+
+    @property
+    def flat(self) -> int:
+        """What arrives; one rank by itself gathers nothing."""
+        return self.gathered if self.shards > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartUnits:
+    """Of one layer, or of `embed`, `norm` or `head`.
+
+    Attributes:
+        block: what its own unit has; `experts`: of a unit of their own; `wide`: its part of the
+            root unit.
+    """
+
+    block: Unit
+    experts: Unit
+    wide: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a rank stores, and what travels.
+
+    Attributes:
+        sums: by class.
+        units: by kind of part.
+        parameters: bytes as FSDP2 stores them, every shard as long as the longest, and buffers.
+        state: bytes of the optimizer; `transient`: of its step, on a CPU and at most.
+        partial: bytes of the gradients that `tp` adds up.
+    """
+
+    sums: RankBytes
+    units: Mapping[str, PartUnits]
+    parameters: int
+    state: int
+    transient: tuple[int, int]
+    partial: int
+
+
+def stored_of(config: Config, size: int, rank: int) -> Stored:
+    """Of rank `rank` of `size`."""
+    counts = parameters_of(config, size, rank)
+    return _stored(
+        config.model,
+        config.recompute.compress,
+        config.optim,
+        Storage.of(config),
+        Place.of(config, size, rank),
+        tuple(counts.items()),
+        config.train.device == "cpu",
+    )
+
+
+@lru_cache(maxsize=1024)
+def _stored(
+    model: ModelConfig,
+    compress: float,
+    optim: OptimConfig,
+    storage: Storage,
+    place: Place,
+    counts: tuple[tuple[str, int], ...],
+    on_cpu: bool,
+) -> Stored:
+    found = [(w, n) for kind, n in counts for w in weights(model, kind, compress)]
+    buffers = dict(counts).get("E", 0) * router_buffers(model, storage.store)
+    sums = sums_of(found, place, storage, optim, buffers)
+    units = {kind: part_units(weights(model, kind, compress), place) for kind, _ in counts}
+    padded = sum(
+        n * (units[kind].block.own + units[kind].experts.own + units[kind].wide.own)
+        for kind, n in counts
+    )
+    whole = [(w, n) for w, n in found if place.tp > 1 and w.tp is None and not w.experts]
+    return Stored(
+        sums,
+        MappingProxyType(units),
+        padded * storage.store + buffers,
+        sum(sum(of.values()) for of in sums.state.values()),
+        (
+            optimizer_bytes(found, optim, storage, place, on_cpu, MIB),
+            optimizer_bytes(found, optim, storage, place, on_cpu, MIB if on_cpu else 64 * MIB),
+        ),
+        sum(n * held(w, place).own for w, n in whole) * storage.store,
+    )
+
+
+def part_units(found: Sequence[Weight], place: Place) -> PartUnits:
+    """Units of a part, from its parameters."""
+    wide = [w for w in found if w.wide]
+    apart = [w for w in found if w.experts and place.apart]
+    rest = [w for w in found if not w.wide and w not in apart]
+    return PartUnits(
+        unit_of(rest, place, place.shards),
+        unit_of(apart, place, place.expert_shards),
+        unit_of(wide, place, place.shards),
+    )
+
+
+def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
+    """All of these parameters together."""
+    sizes = [held(w, place) for w in found]
+    across = sum(
+        x.padded * shards for w, x in zip(found, sizes, strict=True) if w.experts and x.across
+    )
+    return Unit(
+        shards,
+        sum(x.padded for x in sizes),
+        sum(x.whole for x in sizes),
+        sum(x.whole for w, x in zip(found, sizes, strict=True) if not w.folded),
+        sizes[-1].whole if sizes else 0,
+        across,
+        sum(x.whole for w, x in zip(found, sizes, strict=True) if _remembered(w)),
+    )
+
+
+def _remembered(weight: Weight) -> bool:
+    return weight.name == "w2" if weight.experts else weight.name in REMEMBERED

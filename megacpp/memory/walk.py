@@ -1,0 +1,274 @@
+"""A step's moments, one after the other: what is alive on one rank at each of them.
+
+`Walk` holds what comes and goes between moments (gathered units, whole gradients and shards, what
+forwards keep) and remembers the fullest moment. It follows FSDP2 of torch 2.13, unit by unit:
+
+    forward   a unit arrives flat and is copied out; the flat copy lives until the next one is
+              copied out; the experts of a block are asked for when the block begins
+    backward  the flat copy is freed at once, and the unit to the left is asked for
+    after it  gradients are added to those of earlier microbatches in fp32, or copied into the
+              buffer of a reduce-scatter, which lives until the next unit's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacpp.memory.moment import Moment
+from megacpp.memory.units import PartUnits, Unit
+
+KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A part of the model on this rank.
+
+    Attributes:
+        name: for people: `layer 7 (E)`, `head`, ...
+        kind: a letter, `embed`, `norm` or `head`.
+        kept: bytes for the backward, by KEPT; `copies`: of weights, for one product.
+        stream: bytes of the residual stream's gradient.
+        passes: what the next part is given and doesn't keep.
+        waits: a tied head's gradient, until the embedding has its own.
+    """
+
+    name: str
+    kind: str
+    units: PartUnits
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+    kept: tuple[int, int, int]
+    copies: int
+    stream: int
+    passes: int = 0
+    waits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How FSDP2 is used in a step.
+
+    Attributes:
+        sharded: it is used at all; else one process computes under autocast.
+        again: units are shards again after their forward.
+        compute, store: bytes of a number in products, and in gradients that are summed.
+    """
+
+    sharded: bool
+    again: bool
+    compute: int
+    store: int
+
+
+@dataclass
+class Walk:
+    """What is alive now, and the fullest moment so far.
+
+    Attributes:
+        base: of components that rest: parameters, state, batch.
+        gathered: parameters of units, copies of weights; `flat`: as they arrived.
+        scatter: the last reduce-scatter's input.
+        whole: gradients that wait to be reduced; `shards`: reduced ones.
+        passed: the input of the part that runs, where nobody keeps it.
+        kept: by KEPT.
+        moments: most bytes of each name.
+        elsewhere: at the fullest moment, in pools of other streams.
+    """
+
+    base: dict[str, int]
+    habits: Habits
+    gathered: int = 0
+    flat: int = 0
+    scatter: int = 0
+    whole: int = 0
+    shards: int = 0
+    passed: int = 0
+    kept: tuple[int, int, int] = (0, 0, 0)
+    moments: dict[str, int] = field(default_factory=dict)
+    moment: str = ""
+    most: int = -1
+    elsewhere: int = 0
+    fullest: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.resting = sum(self.base.values())
+
+    @property
+    def components(self) -> dict[str, int]:
+        """At the fullest moment."""
+        base, kept, gradients, moved, tensors, other = self.fullest
+        found = {**base, **dict(zip(KEPT, kept, strict=True)), "gradients": gradients}
+        found["communication"] = base.get("communication", 0) + moved
+        found[other] = found.get(other, 0) + tensors
+        return {name: size for name, size in found.items() if size}
+
+    def rest(self, base: dict[str, int]) -> None:
+        """Other bytes rest from now on."""
+        self.base, self.resting = base, sum(base.values())
+
+    def see(
+        self,
+        name: str,
+        tensors: int = 0,
+        gradients: int = 0,
+        communication: int = 0,
+        other: str = "workspace",
+    ) -> None:
+        """A moment with so much more alive; `other`: what component its tensors are."""
+        moved = self.gathered + self.flat + self.scatter + communication
+        gradients += self.whole + self.shards
+        total = self.resting + sum(self.kept) + moved + gradients + tensors
+        if total > self.moments.get(name, -1):
+            self.moments[name] = total
+        if total > self.most:
+            self.most, self.moment = total, name
+            self.elsewhere = self.flat + self.shards
+            self.fullest = self.base, self.kept, gradients, moved, tensors, other
+
+    def keep(self, layer: Layer, times: int = 1) -> None:
+        """From now on a layer's tensors wait for the backward (or no longer: -1)."""
+        (a, b, c), (x, y, z) = self.kept, layer.kept
+        self.kept = a + times * x, b + times * y, c + times * z
+        self.gathered += times * layer.copies
+
+    def left(self, layers: Sequence[Layer], root: Unit, sync: str) -> None:
+        """What microbatches before have left: whole gradients, or shards and a buffer."""
+        size, store = self.habits.compute, self.habits.store
+        units = [u for x in layers for u in (x.units.block, x.units.experts)]
+        if sync == "each" and self.habits.sharded:
+            self.shards = (root.own + sum(u.own for u in units)) * store
+            self.scatter = layers[0].units.block.gathered * store
+        else:
+            self.whole = (root.whole + sum(u.moved for u in units)) * store
+        if sync == "resident" and self.habits.sharded:
+            self.gathered += sum(u.gathered for u in units) * size
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> int:
+        """A unit arrives and is copied out: its bytes; one process casts what it has."""
+        size = self.habits.compute
+        if not self.habits.sharded:
+            cast = unit.cast * size if size < self.habits.store else 0
+            self.gathered += cast
+            return cast
+        self.flat = unit.flat * size
+        self.gathered += unit.gathered * size
+        return unit.gathered * size
+
+    def forward(self, layer: Layer, gathers: bool = True, looks: bool = True) -> None:
+        """One layer's forward.
+
+        Args:
+            gathers: its parameters are shards before.
+            looks: its moments count; else another microbatch's are the same.
+        """
+        name, size = f"forward of {layer.name}", self.habits.compute
+        block, experts = layer.units.block, layer.units.experts
+        had = 0
+        if gathers and block.whole and (self.habits.sharded or layer.kind != "embed"):
+            had = self.gather(block)
+        if gathers and experts.whole:
+            if looks:
+                self.see(name, layer.stream, communication=experts.flat * size)
+            had += self.gather(experts)
+            if looks and experts.across:
+                self.see(name, layer.stream, communication=experts.across * size)
+        for m in layer.forward if looks else ():
+            self.see(name, m.tensors + self.passed, m.gradients)
+        self.passed = layer.passes
+        self.keep(layer)
+        if layer.kind == "head" and not self.habits.sharded:
+            self.gathered -= had  # behind it autocast ends, which remembered it
+        elif self.habits.again and layer.kind != "head":
+            self.gathered -= had
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def backward(
+        self,
+        layer: Layer,
+        gathers: bool,
+        ahead: int,
+        carried: bool,
+        reduces: bool,
+        stays: bool = False,
+        again: bool = False,
+    ) -> None:
+        """One layer's backward and what becomes of its gradients.
+
+        Args:
+            gathers: its parameters are shards before.
+            ahead: bytes of the unit to the left, which is asked for meanwhile.
+            carried: earlier microbatches left whole gradients.
+            reduces: this is the microbatch whose backward reduces them.
+            stays: its parameters stay whole for the next microbatch.
+            again: its gradients have been reduced before.
+        """
+        name, size = f"backward of {layer.name}", self.habits.compute
+        units = layer.units
+        self.keep(layer, -1)
+        if gathers:
+            self.gathered += units.block.gathered * size
+            self.gathered += units.experts.gathered * size
+        self.flat = ahead
+        for m in layer.backward:
+            self.see(name, m.tensors, m.gradients)
+        for unit in (units.experts, units.block):
+            if unit.whole and layer.kind != "embed":
+                there = self.habits.sharded or layer.kind != "head"
+                self.finish(name, unit, layer.stream, carried, reduces, stays, there, again)
+        self.whole += layer.waits
+        self.flat = ahead
+        if not carried and not again:
+            self.whole += units.wide.whole * self.habits.store
+
+    def finish(
+        self,
+        name: str,
+        unit: Unit,
+        tensors: int,
+        carried: bool,
+        reduces: bool,
+        stays: bool = False,
+        leaves: bool = True,
+        again: bool = False,
+    ) -> None:
+        """A unit's gradients are made: they are added up, and reduced if this is the time.
+
+        Args:
+            carried: `whole` holds those of earlier microbatches.
+            stays: parameters remain gathered; `leaves`: they are gathered now.
+            again: shards of earlier microbatches are there, to be added to.
+        """
+        narrow, store = self.habits.compute, self.habits.store
+        new, summed = unit.moved * narrow, unit.moved * store
+        if not self.habits.sharded:
+            if leaves and narrow < store:
+                self.gathered -= unit.cast * narrow
+            if not carried:
+                self.whole += summed
+            return
+        if carried:
+            self.see(name, tensors, new)
+        if leaves and not stays:
+            self.gathered -= unit.gathered * narrow
+        if not reduces:
+            if not carried and narrow < store:
+                self.see(name, tensors, summed + unit.last * narrow)
+            if not carried:
+                self.whole += summed
+            return
+        own, sent = unit.own * store, unit.gathered * store
+        if carried:
+            self.whole -= summed
+        old = summed if carried else new
+        self.scatter = sent
+        self.see(name, tensors, old)
+        left = unit.last * (store if carried else narrow)
+        alone = own if unit.shards == 1 else 0  # one rank divides by one, into a copy
+        self.see(name, tensors, left + own, alone)
+        self.shards += 0 if again else own

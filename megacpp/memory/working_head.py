@@ -1,0 +1,105 @@
+"""Working sets outside of the blocks: embedding, last norm, head, and what a stage receives.
+
+Legend: n tokens of this rank, t those of the residual stream, D model, v words of this rank, r
+tokens of a chunk; s bytes of a number in compute, w of what is never narrower than fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacpp.memory.activation_share import INDEX, Share
+from megacpp.memory.moment import Moment
+from megacpp.memory.working_frame import copied, norm_back, norm_forward
+
+FEWEST_ROWS = 128  # of a chunk of the head (megacpp/kernels/linear_cross_entropy.py)
+
+
+def embed(own: Share) -> Iterator[Moment]:
+    """Rows of the table; of a cut vocabulary zeros for other ranks' words, summed by tokens."""
+    t, n = _stream(own), own.tokens * own.config.model.dim * own.residual
+    words = own.tokens * (INDEX + 1) if own.tp > 1 else 0
+    if own.tp == 1:
+        yield Moment("embedding", t)
+        return
+    yield Moment("own words", words + 2 * n)
+    yield Moment("scatter", words + n * (1 + copied(own)) + t)
+
+
+def embed_back(own: Share) -> Iterator[Moment]:
+    """The table's gradient; of a tied one also the sum with the head's, which is the head's."""
+    model, t = own.config.model, _stream(own)
+    n, words = own.tokens * model.dim * own.residual, own.tokens * (INDEX + 1)
+    table = _words(own) * model.dim * (own.compute if own.parallel else own.wide)
+    if own.tp > 1:
+        yield Moment("gather", t + words + n * (1 + copied(own)))
+        yield Moment("own words", words + 2 * n)
+    yield Moment("embedding", (n + words) if own.tp > 1 else t, table)
+    if model.tie_embeddings:
+        yield Moment("tied gradients", table, table)
+
+
+def last_norm(own: Share) -> Iterator[Moment]:
+    """Behind the last block."""
+    yield norm_forward(own)
+
+
+def last_norm_back(own: Share) -> Iterator[Moment]:
+    """From the head's gradient."""
+    yield norm_back(own, 3 * own.stream * own.wide)
+
+
+def head(own: Share) -> Iterator[Moment]:
+    """Logits of some tokens at a time, and both gradients at once."""
+    model, s, w, n = own.config.model, own.compute, own.wide, own.tokens
+    v, D = _words(own), model.dim
+    rows = chunk_rows(n, D, v)
+    tied = model.tie_embeddings
+    made = v * D * (s if own.parallel else w)
+    # labels in place, which of them are here and valid, loss and log-sum of each token
+    held = n * (2 * INDEX + 2 + 2 * w) + n * D * s * (2 if own.tp > 1 else 1)
+    logits = rows * v * ((2 * w + s) if s < w else w) + (rows * D * w if s < w else 0)
+    if model.logit_softcap is not None:
+        logits += rows * v * w
+    if own.tp > 1:
+        x = n * D * s
+        yield Moment("gather", x * (1 + copied(own)))
+    yield Moment("logits", held + logits + v * D * w)
+    if own.parallel and s < w:
+        both = held + v * D * w
+        yield Moment("weight gradient", both + made * tied, made * (not tied))
+
+
+def head_back(own: Share) -> Iterator[Moment]:
+    """Gradients that the forward made are scaled; the input's goes back to its tokens."""
+    model, s = own.config.model, own.compute
+    v, D, x = _words(own), model.dim, own.tokens * model.dim * s
+    made = v * D * (s if own.parallel else own.wide)
+    back = x * copied(own) + _stream_in(own) if own.tp > 1 else 0
+    if model.tie_embeddings:
+        yield Moment("gradients", x + back + made)
+    else:
+        yield Moment("gradients", x + back, made)
+
+
+def received(own: Share) -> Iterator[Moment]:
+    """The residual stream from, or its gradient for, another stage."""
+    yield Moment("received", _stream(own))
+
+
+def chunk_rows(tokens: int, dim: int, words: int) -> int:
+    """Tokens of a chunk (`chunk_rows` of megacpp/kernels/linear_cross_entropy.py)."""
+    wanted = max(FEWEST_ROWS, -(-tokens * dim // words))
+    return min(max(1, tokens), 1 << (wanted - 1).bit_length())
+
+
+def _words(own: Share) -> int:
+    return own.config.model.vocab_size // own.tp
+
+
+def _stream(own: Share) -> int:
+    return own.stream * own.config.model.dim * own.residual
+
+
+def _stream_in(own: Share) -> int:
+    return own.stream * own.config.model.dim * own.compute

@@ -1,0 +1,251 @@
+"""Where memory goes while a trainer runs: snapshots by component, compared.
+
+    forensics = Forensics(folder, config, rank, device, lambda: StepWatch(model, optimizer))
+    for step in ...:
+        forensics.begin(step)
+        ...                      # the whole step
+        log.warn(forensics.end(step))
+    forensics.close(sum_over_ranks)
+
+Every `memory.snapshot_every` steps one step is followed, and again `memory.snapshot_gap` steps
+later; the two are compared. All other steps cost one comparison of integers. A followed step runs
+each operator through Python: it takes about half as long again on a CPU with small matrices.
+
+A compiled block hides its tensors, and Transformer Engine allocates past torch's dispatcher: there
+a snapshot has what rests and what the allocator says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megacpp.config import Config
+from megacpp.memory.budget import resident_bytes, words
+from megacpp.memory.snapshot import (
+    BUCKETS,
+    CAUSES,
+    STEADY,
+    Difference,
+    Snapshot,
+    as_text,
+    by_component,
+    compare,
+    file_name,
+    most_by_bucket,
+    snapshots_of,
+)
+from megacpp.memory.stream import Stream
+from megacpp.model.pattern import block_letters
+from megacpp.run.metrics import peak_resident_bytes
+from megacpp.run.record import write_json
+from megacpp.state.files import write_text
+
+KEPT = 2  # newest snapshots of ranks other than the first, beside the oldest one
+CAUSE_NAMES = (STEADY.name, *(cause.name for cause in CAUSES))
+
+
+class Watch(Protocol):
+    """Follows a step while it is entered (checkpointing/watch.py)."""
+
+    def __enter__(self) -> Watch: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def stream(self) -> Stream: ...
+
+    def rest(self) -> dict[str, int]: ...
+
+
+class Forensics:
+    """Takes, stores and compares the snapshots of one rank.
+
+    Args:
+        folder: of the run; snapshots go to `memory/` in it.
+        watch: makes what follows one step.
+        first_step: of this start; snapshots of steps that it does again are dropped.
+
+    Attributes:
+        first, last: snapshots of this start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        rank: int,
+        device: torch.device,
+        watch: Callable[[], Watch],
+        first_step: int = 0,
+    ) -> None:
+        self.config = config
+        self.folder, self.rank, self.device, self.watch = folder / "memory", rank, device, watch
+        self.every, self.gap = config.memory.snapshot_every, config.memory.snapshot_gap
+        self.follows = config.train.compile == "off" and config.precision.fp8 != "te"
+        self.letters = block_letters(config.model.pattern, config.model.depth)
+        self.tokens = config.train.device_batch_size * config.data.seq_len
+        self.first: Snapshot | None = None
+        self.last: Snapshot | None = None
+        self._before: dict[int, Snapshot] = {}  # those that wait for their second
+        self._running: Watch | None = None
+        for old in snapshots_of(self.folder, rank):
+            if old.step > first_step:
+                (self.folder / file_name(old.step, rank)).unlink(missing_ok=True)
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` (the first is 0) is one to look at; the first never is."""
+        done = step + 1
+        if self.every <= 0 or done < 2:
+            return False
+        return done % self.every == 0 or self._second(done)
+
+    def begin(self, step: int) -> None:
+        """Before anything of a step is allocated."""
+        if self.due(step) and self.follows:
+            self._running = self.watch()
+            self._running.__enter__()
+
+    def end(self, step: int) -> list[str]:
+        """After the optimizer's step: stores a snapshot of a step to look at.
+
+        Returns:
+            A line for people if memory grew since the snapshot that this one is compared with.
+        """
+        if not self.due(step):
+            return []
+        stream = None
+        if self._running is not None:
+            self._running.__exit__(None, None, None)
+            stream, self._running = self._running.stream(), None
+        found = self._snapshot(step + 1, stream)
+        self.first, self.last = self.first or found, found
+        self._store(found)
+        before = self._before.pop(found.step - self.gap, None)
+        if found.step % self.every == 0 and self.gap > 0:
+            self._before[found.step] = found
+        return growth_lines(compare(before, found)) if before is not None else []
+
+    def close(self, sum_over_ranks: Callable[[Tensor], Tensor], size: int) -> None:
+        """Peaks of every rank and what grew most, to `memory/summary.json`; all ranks call it.
+
+        Args:
+            sum_over_ranks: of a tensor, on all of them.
+        """
+        own = self._snapshot(0, None)
+        grown = [0] * 5
+        if self.first is not None and self.last is not None and self.first is not self.last:
+            found = compare(self.first, self.last)
+            cause = CAUSE_NAMES.index(found.cause.name)
+            bucket = BUCKETS.index(found.largest.bucket)
+            grown = [found.largest.grown, cause, bucket, self.first.step, self.last.step]
+        row = [own.reserved_bytes, own.allocated_bytes, peak_resident_bytes(), *grown]
+        table = torch.zeros(size, len(row), dtype=torch.int64, device=self.device)
+        table[self.rank] = torch.tensor(row)
+        table = sum_over_ranks(table).tolist()
+        if self.rank == 0:
+            write_json(self.folder / "summary.json", summary(table))
+
+    def live(self) -> dict[str, int]:
+        """Bytes by component, now: all of a step that is followed, otherwise what rests."""
+        if self._running is None:
+            return self.watch().rest()
+        stream = self._running.stream()
+        return by_component(stream, len(stream.events) - 1, self.letters)
+
+    def _second(self, done: int) -> bool:
+        return self.gap > 0 and done > self.gap and (done - self.gap) % self.every == 0
+
+    def _snapshot(self, step: int, stream: Stream | None) -> Snapshot:
+        rest = self.watch().rest()
+        resting = sum(rest.values())
+        values: dict[str, Any] = {"most": rest, "peak_bytes": resting, "at_peak": rest}
+        if stream is not None:
+            event, peak = stream.peak()
+            values = {
+                "most": most_by_bucket(stream, self.letters),
+                "at_peak": by_component(stream, event, self.letters),
+                "peak_bytes": peak,
+                "where": stream.where(event),
+            }
+        return Snapshot(
+            step=step,
+            rank=self.rank,
+            device=self.device.type,
+            followed=stream is not None,
+            resting_bytes=resting,
+            host_bytes=resident_bytes(),
+            tokens=self.tokens,
+            **values,
+            **allocator_state(self.device, resting),
+        )
+
+    def _store(self, found: Snapshot) -> None:
+        """Every rank keeps its own; of the others than the first only the oldest and newest."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / file_name(found.step, self.rank), as_text(found))
+        if self.rank:
+            for old in snapshots_of(self.folder, self.rank)[1:-KEPT]:
+                (self.folder / file_name(old.step, self.rank)).unlink(missing_ok=True)
+
+
+def growth_lines(found: Difference) -> list[str]:
+    """A line if something grew by much: routing alone moves a little from step to step."""
+    if not found.loud:
+        return []
+    row, (before, after) = found.largest, (found.before.step, found.after.step)
+    return [
+        f"memory: from step {before} to {after} {row.bucket} grew by {words(row.grown)} to "
+        f"{words(row.after)}: {found.cause.words}. Fix: {found.cause.fix}."
+    ]
+
+
+def summary(table: list[list[int]]) -> dict[str, Any]:
+    """What the record of a run holds; a row a rank, as `Forensics.close` makes them."""
+    rank, row = max(enumerate(table), key=lambda x: x[1][3])
+    grown, cause, bucket, first, last = row[3:]
+    return {
+        "peak_reserved_bytes": [r[0] for r in table],
+        "peak_allocated_bytes": [r[1] for r in table],
+        "peak_resident_bytes": [r[2] for r in table],
+        "largest_growth": None
+        if first == last
+        else {
+            "rank": rank,
+            "steps": [first, last],
+            "bucket": BUCKETS[bucket],
+            "grown_bytes": grown,
+            "cause": CAUSE_NAMES[cause],
+        },
+    }
+
+
+def allocator_state(device: torch.device, resting: int) -> dict[str, Any]:
+    """What the caching allocator of a GPU says, as fields of a snapshot; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    pools = {
+        f"{pool} {kind}": stats.get(f"{kind}_bytes.{pool}_pool.current", 0)
+        for pool in ("small", "large")
+        for kind in ("allocated", "reserved", "active", "inactive_split")
+    }
+    return {
+        "allocated_bytes": stats.get("allocated_bytes.all.peak", 0),
+        "reserved_bytes": stats.get("reserved_bytes.all.peak", 0),
+        "split_bytes": stats.get("inactive_split_bytes.all.current", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+        "ooms": stats.get("num_ooms", 0),
+        "loose_bytes": max(0, stats.get("allocated_bytes.all.current", 0) - resting),
+        "pools": pools,
+    }

@@ -1,0 +1,305 @@
+"""Where the seconds of a run went, over all its starts: an append-only file that survives a kill.
+
+    goodput = Goodput(folder, active)       # goodput.jsonl
+    for step in ...:
+        goodput.step(step)                  # what follows is `step` until something else says so
+        for batch in goodput.reading(batches): ...
+        with goodput.span("checkpoint"): ...
+    goodput.close()
+
+At each moment one class has the clock, so the seconds of all classes sum to those of the run. A
+line holds the seconds by class since the line before it. From the first step on it is written
+where a span begins and ends, and between steps when a second has passed: a kill loses no more than
+that and the span it is in, and what it loses is found as `restart_lost`, because the next start
+knows when the last line was written.
+
+    step          training, without what is below
+    compile       the first step of a start with compiled blocks
+    data          waiting for batches
+    checkpoint    saving; resuming
+    evaluation    held-out loss
+    oom_retry     attempts that ran out of memory
+    restart_lost  from the last sign of life to the next start, and steps done once more after it
+    idle          all the rest; `startup` says how much of it was before the first step
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+CLASSES = (
+    *("step", "compile", "data", "checkpoint", "evaluation"),
+    *("oom_retry", "restart_lost", "idle"),
+)
+OF_A_LINE = {*CLASSES, "startup"}
+EVERY_S = 1.0  # between two lines of fast steps
+FILE = "goodput.jsonl"
+T = TypeVar("T")
+
+
+class Goodput:
+    """Keeps the clock of one start; writes on the main rank only.
+
+    Args:
+        compiles: the first step counts as `compile`.
+        retried_s: until now, of attempts that ran out of memory.
+        began: when the process was made, by the clock on the wall; by default asked for.
+        now: seconds that never run backwards; `wall`: those since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        active: bool = True,
+        compiles: bool = False,
+        retried_s: float = 0.0,
+        began: float | None = None,
+        now: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = folder / FILE if active else None
+        self._now, self._compiles = now, compiles
+        began = process_began() if began is None else began
+        # The clock on the wall may be set meanwhile: it is read once.
+        self._offset = wall() - now()
+        self._class, self._since = "startup", began - self._offset
+        self._written = self._since
+        self._spent: dict[str, float] = {}
+        self._steps: list[int] = []
+        self._carried = False  # the step was in the line before
+        self._file: TextIO | None = None
+        self._turn("startup")
+        retried_s = min(retried_s, self._spent["startup"])
+        self._spent["startup"] -= retried_s
+        self._spent["oom_retry"] = retried_s
+
+    def step(self, step: int) -> None:
+        """Step `step` (the first is 0) begins, and the one before has ended."""
+        first = self._class == "startup"
+        self._open()
+        self._turn("compile" if first and self._compiles else "step")
+        if first or self._now() - self._written >= EVERY_S:
+            self._flush()
+            self._carried = True
+        if self._carried:
+            self._steps.clear()
+            self._carried = False
+        self._steps.append(step)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Something else than the step has the clock."""
+        assert name in CLASSES
+        before = self._class
+        self._turn(name)
+        self._flush()
+        try:
+            yield
+        finally:
+            self._turn(before)
+            self._flush()
+
+    def reading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Hands on what it is given; the time until each arrives is `data`."""
+        iterator, before = iter(batches), self._class
+        while True:
+            self._turn("data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._turn(before)
+            yield batch
+
+    def idle(self) -> None:
+        """The last step has ended."""
+        self._open()
+        self._turn("idle")
+        self._flush()
+
+    def close(self) -> None:
+        """The run came to its end: what passes until another start is nobody's loss."""
+        self.idle()
+        if self._file is not None:
+            self._write({"end": self._since + self._offset})
+            self._file.close()
+            self._file = self._path = None
+
+    def _open(self) -> None:
+        """A start that is refused before its first step leaves the file as it was."""
+        if self._path is None or self._file is not None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = self._path.open("a")
+        self._write({"start": self._written + self._offset}, "\n" if torn else "")
+
+    def _turn(self, name: str) -> None:
+        """Whose clock it is from now on."""
+        now = self._now()
+        self._spent[self._class] = self._spent.get(self._class, 0.0) + now - self._since
+        self._class, self._since = name, now
+
+    def _flush(self) -> None:
+        if self._path is not None and self._file is None:
+            return  # all that was spent before the first step is one line
+        if self._file is not None and self._since > self._written:
+            line: dict[str, Any] = {
+                "from": self._written + self._offset,
+                "to": self._since + self._offset,
+                "s": {name: spent for name, spent in self._spent.items() if spent},
+            }
+            if self._steps:
+                line["steps"] = [self._steps[0], self._steps[-1]]
+            self._write(line)
+        self._written = self._since
+        self._spent.clear()
+        self._steps, self._carried = self._steps[-1:], True  # what follows may still be its own
+
+    def _write(self, line: dict[str, Any], before: str = "") -> None:
+        if self._file is not None:
+            self._file.write(before + json.dumps(line) + "\n")
+            self._file.flush()
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Start:
+    """One start of a run: its lines."""
+
+    began: float
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def last(self) -> float:
+        """The last sign of life."""
+        return max([self.began, *(line["to"] for line in self.lines)])
+
+    @property
+    def first_step(self) -> int | None:
+        return next((line["steps"][0] for line in self.lines if line.get("steps")), None)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds of a run by class (CLASSES); they sum to `wall_s`.
+
+    Attributes:
+        startup_s: of `idle`, before the first steps.
+        starts: how many there were.
+        redone_s: of `restart_lost`, steps that a later start did once more.
+    """
+
+    seconds: dict[str, float]
+    wall_s: float
+    startup_s: float
+    redone_s: float
+    starts: int
+
+    @property
+    def goodput(self) -> float:
+        """The part of the wall time that was training."""
+        return self.seconds["step"] / self.wall_s if self.wall_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "wall_s": self.wall_s,
+            "goodput": self.goodput,
+            "starts": self.starts,
+            "seconds": dict(self.seconds),
+            "startup_s": self.startup_s,
+            "redone_s": self.redone_s,
+        }
+
+
+def read_starts(path: Path) -> list[Start]:
+    """The starts of a run in order; lines that a kill tore are left out."""
+    starts: list[Start] = []
+    if not path.exists():
+        return starts
+    for text in path.read_bytes().split(b"\n"):
+        line = _parsed(text)
+        if "start" in line:
+            starts.append(Start(line["start"]))
+        elif starts and "to" in line:
+            starts[-1].lines.append(line)
+        elif starts and "end" in line:
+            starts[-1].ended = True
+    return starts
+
+
+def account(starts: list[Start]) -> Account:
+    """Every second of a run, given to a class."""
+    seconds = dict.fromkeys(CLASSES, 0.0)
+    startup = redone = wall = 0.0
+    for number, start in enumerate(starts):
+        later = [s.first_step for s in starts[number + 1 :] if s.first_step is not None]
+        until = min(later, default=None)  # steps from here on were done again
+        known = 0.0
+        for line in start.lines:
+            again = _again(line.get("steps"), until)
+            for name, spent in line["s"].items():
+                known += spent
+                redone += spent * again
+                startup += spent * (1 - again) if name == "startup" else 0.0
+                own = "idle" if name == "startup" else name
+                seconds[own] += spent * (1 - again)
+                seconds["restart_lost"] += spent * again
+        lived = start.last - start.began
+        seconds["idle"] += max(0.0, lived - known)  # lines that are missing
+        wall += max(lived, known)
+        if number + 1 < len(starts) and not start.ended:
+            gap = max(0.0, starts[number + 1].began - start.last)
+            seconds["restart_lost"] += gap
+            wall += gap
+    return Account(seconds, wall, startup, redone, len(starts))
+
+
+def _again(steps: list[int] | None, until: int | None) -> float:
+    """The part of a line's steps that a later start did again."""
+    if not steps or until is None or steps[1] < until:
+        return 0.0
+    first, last = steps
+    return (last - max(first, until) + 1) / (last - first + 1)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """A line, or nothing if it isn't whole."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(line, dict):
+        return {}
+    times = [line[key] for key in ("start", "end", "from", "to") if key in line]
+    spent = line.get("s", {})
+    steps = line.get("steps", [0, 0])
+    sound = isinstance(spent, dict) and all(name in OF_A_LINE for name in spent)
+    sound &= isinstance(steps, list) and len(steps) == 2 and all(type(x) is int for x in steps)
+    numbers = [*times, *(spent.values() if isinstance(spent, dict) else ())]
+    sound &= all(isinstance(x, float | int) and math.isfinite(x) for x in numbers)
+    return line if sound and ("to" not in line or "s" in line) else {}
+
+
+def process_began() -> float:
+    """When this process was made, by the clock on the wall; now where the system doesn't say."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return time.time()
+    ticks = int(after_name[19])  # starttime, field 22
+    return time.time() - (up_s - ticks / os.sysconf("SC_CLK_TCK"))

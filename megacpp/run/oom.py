@@ -1,0 +1,167 @@
+"""One screen when memory runs out: predicted, live, grown, what helps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp.memory.budget import as_run, fullest, resident_bytes, words
+from megacpp.memory.components import COMPONENTS
+from megacpp.memory.fixes import cheapest_fixes
+from megacpp.memory.snapshot import STEADY, compare
+from megacpp.run.forensics import Forensics, allocator_state
+from megacpp.run.precision import compute_dtype
+
+# How torch and Python say that there is no memory left, beside the classes they have for it.
+NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+GAIN = 0.1  # of the estimate, that a fix should bring
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in NO_MEMORY)
+
+
+def oom_screen(error: BaseException, folder: Path, found: Forensics | None = None) -> str:
+    """One screen: what was asked for, predicted, live, grown, and what helps.
+
+    Args:
+        found: of the run that failed; without one it is looked for where the error came through.
+    """
+    found = found or forensics_of(error)
+    predicted = recorded_estimate(folder)
+    device = found.device if found else torch.device("cpu")
+    live = found.live() if found else {}
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    state = allocator_state(device, 0)
+    lines = ["out of memory", f"  {first[:200]}", "", *_table(predicted, live, device, state), ""]
+    lines += _grown(found, live)
+    lines += ["", "what helps, cheapest first", *(f"  {fix}" for fix in _fixes(found))]
+    return "\n".join(lines)
+
+
+def forensics_of(error: BaseException) -> Forensics | None:
+    """The forensics of the run that an error came through: they are on its stack."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, Forensics):
+                return value
+    return None
+
+
+def recorded_estimate(folder: Path) -> dict[str, Any]:
+    """`memory` of the newest launch record: the estimate, the gate's verdict; empty: none."""
+    later = sorted(folder.glob("launch-*.json"), reverse=True)
+    for path in (*later, folder / "launch.json"):
+        try:
+            memory = json.loads(path.read_text()).get("memory")
+        except (OSError, ValueError):
+            continue
+        if isinstance(memory, dict):
+            return memory
+    return {}
+
+
+def show_once(error: BaseException, folder: Path) -> Path:
+    """Writes the screen to `failures/oom-rank-N.txt`; one rank of a machine prints it too."""
+    path = folder / "failures" / f"oom-rank-{os.environ.get('RANK', '0')}.txt"
+    try:
+        screen = oom_screen(error, folder)
+    except Exception as second:  # what went wrong first is what has to be told
+        screen = f"out of memory, and no more is known: {type(second).__name__}: {second}"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(screen + "\n")
+    with contextlib.suppress(FileExistsError):
+        if "WORLD_SIZE" in os.environ:  # ranks of a machine have one parent, at each start another
+            (path.parent / f".shown-{os.getppid()}").open("x").close()
+        print(screen, file=sys.stderr, flush=True)
+    return path
+
+
+def _table(
+    memory: Mapping[str, Any], live: Mapping[str, int], device: torch.device, state: dict[str, Any]
+) -> list[str]:
+    """Predicted and live, a line a component."""
+    estimate = memory.get("estimate") or {}
+    predicted: Mapping[str, int] = estimate.get("components") or {}
+    known = sum(live.values())
+    rows = {name: (predicted.get(name), live.get(name)) for name in COMPONENTS}
+    lines = [f"  {'':24}{'predicted':>12}{'live':>12}"]
+    for name, (was, now) in rows.items():
+        if was or now:
+            lines.append(f"  {name:24}{_cell(was):>12}{_cell(now):>12}")
+    total = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    if total is not None and total > known:
+        lines.append(f"  {'not told apart':24}{'':>12}{words(total - known):>12}")
+    point = estimate.get("point")
+    lines.append(f"  {'all':24}{_cell(point):>12}{_cell(total or known):>12}")
+    if not estimate:
+        lines.append("  nothing was predicted: launch.json has no memory.estimate")
+    if not live:
+        lines.append("  what is live is not known: it failed before there was a model")
+    if state:
+        free, whole = torch.cuda.mem_get_info(device)
+        lines.append(
+            f"  device {words(whole)}, free {words(free)}; allocator: reserved "
+            f"{words(state['reserved_bytes'])}, in blocks partly used "
+            f"{words(state['split_bytes'])}, {state['retries']} retries"
+        )
+    lines.append(f"  resident set of the process {words(resident_bytes())}")
+    return lines
+
+
+def _grown(found: Forensics | None, live: Mapping[str, int]) -> list[str]:
+    """Since the last snapshot of this start, and from its first to its last."""
+    first, last = (found.first, found.last) if found else (None, None)
+    if first is None or last is None:
+        return ["grown: not known, there was no snapshot yet (memory.snapshot_every)"]
+    grown = {k: v - last.at_peak.get(k, 0) for k, v in live.items()}
+    top = sorted((x for x in grown.items() if x[1] > 0), key=lambda x: -x[1])[:3]
+    said = ", ".join(f"{name} {words(more)}" for name, more in top) or "no component is larger"
+    lines = [f"grown since the fullest moment of step {last.step}: {said}"]
+    if first is not last:
+        other, between = compare(first, last), f"from step {first.step} to {last.step}"
+        row, cause = other.largest, other.cause
+        lines.append(
+            f"grown {between}: {row.bucket} by {words(row.grown)}: {cause.words}. Fix: {cause.fix}."
+            if cause is not STEADY
+            else f"grown {between}: {STEADY.words}"
+        )
+    return lines
+
+
+def _fixes(found: Forensics | None) -> list[str]:
+    """Changes that gain a tenth of what was estimated, by the estimator's own figures."""
+    if found is None:
+        return ["--train.device-batch-size half as large: accumulation makes up for it"]
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    narrow = compute_dtype(found.config.precision, found.device) == torch.bfloat16
+    config = as_run(found.config, found.device.type, narrow)
+    needs = fullest(config, size)[1]
+    less = int(needs.point * (1 - GAIN))
+    fixes, _ = cheapest_fixes(config, size, lambda c: fullest(c, size, less)[1], needs)
+    return list(map(str, fixes)) or [
+        f"by the estimate, fullest in {needs.moment or 'a step'}, no setting would gain anything: "
+        "more ranks on mesh.dp_shard, or a smaller model"
+    ]
+
+
+def _cell(n: float | None) -> str:
+    return words(n) if n is not None else ""

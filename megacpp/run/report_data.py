@@ -1,0 +1,305 @@
+"""All that a run folder tells, gathered from its files; what is missing is said, not guessed.
+
+No torch import: a report of a run needs nothing that the run needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp.arguments import replace_keys
+from megacpp.config import Config
+from megacpp.errors import DataError, MegacppError
+from megacpp.memory.budget import as_run
+from megacpp.memory.snapshot import Snapshot, compare, snapshots_of
+from megacpp.memory.traffic import traffic
+from megacpp.rules import resolve
+from megacpp.run.goodput import FILE, account, read_starts
+
+NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
+EVENTS = 200  # of skipped steps and warnings, most that are listed
+
+
+def gather(folder: Path) -> dict[str, Any]:
+    """A run's records as plain data, by section; `missing` has a line for each that is not there.
+
+    Raises:
+        DataError: the folder is no run.
+    """
+    launches = _launches(folder)
+    steps = _json_lines(folder / "metrics.jsonl")
+    if not launches and not steps:
+        raise DataError(
+            f"{folder}: neither launch.json nor metrics.jsonl is there. Fix: give the folder of a "
+            "run (--run.dir)."
+        )
+    missing: list[str] = []
+
+    def have(name: str, found: Any, why: str) -> Any:
+        if not found:
+            missing.append(f"{name}: {why}")
+        return found
+
+    last = launches[-1] if launches else {}
+    first = last.get("first_step", 0)  # before it another mesh may have run
+    taken = [s for s in snapshots_of(folder / "memory") if s.step > first]
+    have("launch record", launches, "launch.json is not there")
+    have("steps", steps, "metrics.jsonl is not there, or empty")
+    starts = read_starts(folder / FILE)
+    have("goodput", starts, f"{FILE} is not there: the run is older than it, or never started")
+    have("snapshots", taken, "none was taken (memory.snapshot_every)")
+    return {
+        "folder": str(folder),
+        "header": _header(last),
+        "steps": _columns(steps),
+        "totals": _totals(steps, last),
+        "evaluations": _json_lines(folder / "evaluations.jsonl"),
+        "memory": _memory(folder, last, taken, have),
+        "traffic": _traffic(last, have),
+        "goodput": account(starts).as_dict() if starts else None,
+        "growth": _growth(folder, taken),
+        "attempts": last.get("attempts") or [],
+        "events": _events(folder, launches, steps, taken),
+        "missing": missing,
+    }
+
+
+def _header(launch: Mapping[str, Any]) -> dict[str, Any]:
+    """What was launched, without what other sections show."""
+    config = launch.get("config") or {}
+    count = launch.get("parameters") or {}
+    batch = {**(config.get("train") or {}), **(config.get("data") or {})}
+    names = ("device_batch_size", "grad_accum", "tokens_per_step", "seq_len")
+    return {
+        "preset": config.get("preset"),
+        "started": launch.get("started"),
+        "git_commit": launch.get("git_commit"),
+        "config_hash": launch.get("config_hash"),
+        "command": launch.get("command"),
+        "device": launch.get("device"),
+        "world_size": launch.get("world_size"),
+        "mesh": launch.get("mesh") or {},
+        "versions": {**(launch.get("versions") or {}), "python": launch.get("python")},
+        "parameters": {name: count[name] for name in ("total", "active") if name in count},
+        "policy": launch.get("policy") or config.get("recompute") or {},
+        "batch": {name: batch[name] for name in names if name in batch},
+        "precision": (config.get("precision") or {}).get("dtype"),
+        "optimizer": (config.get("optim") or {}).get("name"),
+        "pattern": (config.get("model") or {}).get("pattern"),
+        "depth": (config.get("model") or {}).get("depth"),
+    }
+
+
+def _columns(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The figures of steps by name, in the order of steps."""
+    names = ("step", "loss", "bits_per_byte", "tokens_per_s", "step_s", "grad_norm", "lr", "mfu")
+    names = [name for name in names if any(row.get(name) is not None for row in steps)]
+    return {name: [row.get(name) for row in steps] for name in names}
+
+
+def _totals(steps: list[dict[str, Any]], launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all steps together; the first of a start says nothing of speed."""
+    if not steps:
+        return {}
+    first = launch.get("first_step", 0)
+    speeds = sorted(row["tokens_per_s"] for row in steps if row["step"] > first) or [
+        row["tokens_per_s"] for row in steps
+    ]
+    healthy = [row for row in steps if not row.get("skipped")]
+    return {
+        "steps": steps[-1]["step"] + 1,
+        "of": ((launch.get("config") or {}).get("run") or {}).get("steps"),
+        "tokens": sum(row["tokens"] for row in steps),
+        "skipped": len(steps) - len(healthy),
+        "last_loss": healthy[-1]["loss"] if healthy else None,
+        "median_tokens_per_s": speeds[len(speeds) // 2],
+        "peak_bytes": max(row["peak_bytes"] for row in steps),
+    }
+
+
+# ---- memory and communication -------------------------------------------------------------------
+
+
+def _memory(
+    folder: Path,
+    launch: Mapping[str, Any],
+    taken: list[Snapshot],
+    have: Callable[[str, Any, str], Any],
+) -> dict[str, Any]:
+    """Predicted and measured bytes by component, with where each is from."""
+    found = launch.get("memory") or {}
+    estimate = found.get("estimate") or {}
+    have("estimate", estimate, "launch.json has no memory.estimate: launched without the gate")
+    record = _calibration(launch)
+    rank, first = found.get("rank", 0), launch.get("first_step", 0)
+    fullest = [s for s in snapshots_of(folder / "memory", rank) if s.step > first] if rank else []
+    followed = next((s for s in [*fullest, *taken] if s.followed), None)
+    measured, source = {}, ""
+    if followed is not None:
+        measured = followed.at_peak
+        source = f"the allocations of step {followed.step}, rank {followed.rank}"
+    elif record:
+        parts = record.get("components") or {}
+        measured = {name: v["measured"] for name, v in parts.items() if v.get("measured")}
+        source = "the calibration after the first step"
+    have("measured memory", measured, "no snapshot and no calibration record")
+    return {
+        "predicted": estimate.get("components") or {},
+        "predicted_bytes": estimate.get("point"),
+        "upper_bytes": estimate.get("upper"),
+        "moment": estimate.get("moment"),
+        "verdict": estimate.get("verdict"),
+        "budget_bytes": found.get("budget"),
+        "gate": found.get("gate"),
+        "rank": rank,
+        "measured": measured,
+        "measured_bytes": sum(measured.values()),
+        "measured_from": source,
+        "calibration": {
+            name: record[name]
+            for name in ("predicted_bytes", "measured_bytes", "residual")
+            if name in record
+        },
+        "peaks": _read_json(folder / "memory" / "summary.json"),
+    }
+
+
+def _calibration(launch: Mapping[str, Any]) -> dict[str, Any]:
+    """The record that this launch wrote, if its folder is still there."""
+    key = ((launch.get("memory") or {}).get("calibration") or {}).get("key")
+    folder = ((launch.get("config") or {}).get("memory") or {}).get("calibration")
+    return _read_json(Path(folder) / f"{key}.json") if key and folder else {}
+
+
+def _traffic(launch: Mapping[str, Any], have: Callable[[str, Any, str], Any]) -> dict[str, Any]:
+    """Bytes of the first rank and a step, by axis and what travels."""
+    if launch.get("traffic"):
+        return launch["traffic"]
+    size = launch.get("world_size", 1)
+    if not launch or size < 2:
+        have("communication", None, "one rank sends nothing" if launch else "no launch record")
+        return {}
+    try:
+        on_cpu = launch.get("device", "cpu") == "cpu"
+        config = resolve(replace_keys(Config(), _flat(launch["config"])), size)
+        config = as_run(config, "cpu" if on_cpu else "cuda", narrow=not on_cpu)
+    except (MegacppError, KeyError, TypeError, ValueError) as error:
+        have("communication", None, f"the recorded configuration is not of this version ({error})")
+        return {}
+    return traffic(config, size).as_dict()
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Dotted names of the settings of a recorded configuration."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{above}{name}"
+        found |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _growth(folder: Path, taken: list[Snapshot]) -> dict[str, Any]:
+    """From the first to the last followed step; `record`: over all ranks, as the run wrote it."""
+    record = (_read_json(folder / "memory" / "summary.json")).get("largest_growth")
+    followed = [s for s in taken if s.followed]
+    found: dict[str, Any] = {"record": record, "peaks": [[s.step, s.peak_bytes] for s in followed]}
+    if len(followed) > 1:
+        found["difference"] = compare(followed[0], followed[-1]).as_dict()
+    return found
+
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+def _events(
+    folder: Path,
+    launches: list[dict[str, Any]],
+    steps: list[dict[str, Any]],
+    taken: list[Snapshot],
+) -> list[dict[str, Any]]:
+    """What a person should know, in the order of steps; those without a step come last."""
+    found = []
+    for launch in launches:
+        first, when = launch.get("first_step", 0), launch.get("started", "")
+        words = f"resumed {when}" if first else f"started {when}"
+        found.append(_event(first, "restart" if first else "start", words))
+    strange = [event for row in steps for event in _of_step(row)]
+    found += strange[:EVENTS]
+    if len(strange) > EVENTS:
+        found.append(_event(None, "more", f"{len(strange) - EVENTS} further steps like these"))
+    before = None
+    for one in (s for s in taken if s.followed):
+        if before is not None and (change := compare(before, one)).loud:
+            grown = f"{change.largest.bucket} by {change.largest.grown:,} bytes"
+            found.append(_event(one.step, "growth", f"{grown}: {change.cause.words}"))
+        before = one
+    for path in sorted((folder / "failures").glob("*.txt")):
+        found.append(_event(None, "oom" if "oom" in path.name else "failure", _failure(path)))
+    for attempt in (launches[-1].get("attempts") if launches else None) or []:
+        words = f"{attempt.get('outcome')}: {attempt.get('detail') or attempt.get('changed')}"
+        found.append(_event(None, "attempt", f"{attempt.get('attempt')}: {words}"))
+    return sorted(found, key=lambda e: (e["step"] is None, e["step"] or 0))
+
+
+def _of_step(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    step, said = row["step"] + 1, []
+    if row.get("skipped"):
+        said.append(_event(step, "skipped", f"left out, {row.get('nonfinite', 0)} not finite"))
+    elif row.get("nonfinite"):
+        said.append(_event(step, "sanitised", f"{row['nonfinite']} values taken as zero"))
+    if (row.get("grad_norm_ratio") or 0) >= NORM_RATIO:
+        said.append(
+            _event(step, "warning", f"gradient norm {row['grad_norm_ratio']:.1f} times its average")
+        )
+    if (row.get("loss_sigma") or 0) >= SIGMAS:
+        said.append(_event(step, "warning", f"loss {row['loss_sigma']:.1f} sigma above its mean"))
+    return said
+
+
+def _event(step: int | None, kind: str, words: str) -> dict[str, Any]:
+    return {"step": step, "kind": kind, "words": words}
+
+
+def _failure(path: Path) -> str:
+    """The line of a failure's file that says what it was."""
+    rows = [row for row in path.read_text(errors="replace").splitlines() if row.strip()]
+    said = rows[1] if path.name.startswith("oom") and len(rows) > 1 else rows[-1] if rows else ""
+    return f"{path.name}: {said.strip()[:300]}"
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def _launches(folder: Path) -> list[dict[str, Any]]:
+    """launch.json and those of later starts, by the step that they began with."""
+    found = [_read_json(folder / "launch.json")]
+    paths = (p for p in folder.glob("launch-*.json") if re.fullmatch(r"launch-\d+", p.stem))
+    found += [_read_json(path) for path in sorted(paths)]
+    return [launch for launch in found if launch]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object; empty if there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file; a torn line is left out."""
+    found = []
+    if path.exists():
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                found.append(row)
+    return found

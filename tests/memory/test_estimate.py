@@ -1,0 +1,166 @@
+"""The estimate of a step against a trace of it, and what every estimate must be.
+
+A sampled few on small models; bench/estimate.py has the grid of large ones. Bounds are those of the
+launch gate: never more than half a percent under, two percent over at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from megacpp.arguments import parse_run
+from megacpp.cli.trace import trace_step
+from megacpp.config import CheckpointingPolicy, Config, ModelConfig
+from megacpp.errors import ConfigError
+from megacpp.memory.components import COMPONENTS
+from megacpp.memory.device import communicators, runtime_bytes
+from megacpp.memory.estimate import NO_TENSOR, MemoryEstimate, estimate, estimate_memory
+from megacpp.presets import nam52_deep, nam56r
+
+UNDER, OVER = 0.005, 0.02
+TWO = ["--train.tokens-per-step", "0", "--train.grad-accum", "2"]
+HYBRID = ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", *TWO]
+DENSE = ["dense_110m", "--model.depth", "2", "--model.dim", "192", "--data.seq-len", "512", *TWO]
+
+KEEP = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
+
+CASES = {  # ranks, flags
+    "cpu": (1, ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", "--train.device", "cpu"]),
+    "autocast, tied": (1, [*DENSE, "--model.vocab-size", "8192"]),
+    "fsdp, each": (4, [*HYBRID, "--train.gradient-sync", "each", "--mesh.dp-replicate", "2"]),
+    "tp ep, gathered twice": (
+        8,
+        [*HYBRID, "--mesh.tp", "2", "--mesh.ep", "4", "--mesh.reshard", "always"],
+    ),
+    "cp, resident": (
+        4,
+        [*HYBRID, *"--mesh.cp 2 --train.gradient-sync resident --optim.name adamw".split()],
+    ),
+    "1024 ranks, capacity": (
+        1024,
+        [*HYBRID, *KEEP, "--mesh.ep", "8", "--model.moe.capacity-factor", "1.25"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_agrees(case: str) -> None:
+    size, flags = CASES[case]
+    config = parse_run(flags, size).config
+    event, peak = (stream := trace_step(config, size)).peak()
+    found = estimate(config, size)
+    where = stream.where(event), found.moment
+    assert (1 - UNDER) * peak <= found.tensors <= (1 + OVER) * peak, (where, peak, found.tensors)
+    reserved = sum(found.components.get(name, 0) for name in NO_TENSOR)
+    assert found.upper - reserved >= peak or found.upper - runtime_bytes(config, size) >= peak
+
+
+MESHES = [
+    ("nam56r", 8, ["--mesh.tp", "2", "--mesh.ep", "4"]),
+    ("nam52_deep", 64, ["--mesh.ep", "8", "--mesh.cp", "2", "--data.seq-len", "16384"]),
+    ("dense_110m", 1, []),
+    ("moe_small", 16, ["--mesh.ep", "4", "--mesh.pp", "2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "flags"), MESHES, ids=[m[0] for m in MESHES])
+def test_what_every_estimate_is(name: str, size: int, flags: list[str]) -> None:
+    config = parse_run([name, *flags], size).config
+    found = estimate(config, size, budget=1 << 40)
+    assert set(found.components) <= set(COMPONENTS)
+    assert sum(found.components.values()) == found.point <= found.upper
+    assert found.point - found.tensors == sum(found.components[name] for name in NO_TENSOR)
+    assert found.moments[found.moment] == max(found.moments.values()) == found.tensors
+    assert found.resting < found.tensors and found.verdict == "fits"
+    assert estimate(config, size, budget=found.point).verdict == "at_risk"
+    assert estimate(config, size, budget=found.point - 1).verdict == "does_not_fit"
+    assert estimate(config, size).verdict == "unknown"
+    assert json.loads(json.dumps(found.as_dict()))["point"] == found.point
+    assert estimate(config, size, detail=False) == dataclasses.replace(
+        estimate(config, size), detail={}
+    )
+
+
+def test_a_cpu_reserves_nothing() -> None:
+    config = parse_run(["tiny", "--train.device", "cpu"], 2).config
+    found = estimate(config, 2)
+    assert found.point == found.tensors and not set(NO_TENSOR) & set(found.components)
+    assert communicators(config.mesh, 1) == 0 < communicators(config.mesh, 2)
+
+
+def test_detail_sums_to_what_is_stored_and_kept() -> None:
+    config = parse_run(["nam56r", "--mesh.tp", "2", "--mesh.ep", "4"], 8).config
+    found = estimate(config, 8)
+    assert sum(found.detail["optimizer_state"].values()) == found.components["optimizer_state"]
+    assert sum(found.detail["parameters"].values()) == found.components["parameters"]
+    assert {"A", "E", "M", "R"} == set(found.detail["activations"])
+    assert all(saved > 0 for saved in found.detail["recompute_saves"].values())
+    routing = found.detail["moe_routing"]
+    assert routing["dropless at most"] > routing["gathered inputs"] + routing["expert outputs"]
+
+
+def test_activations_grow_with_tokens_alone() -> None:
+    """Four times the tokens: four times what is kept, but for a state in front of every row's
+    first chunk (1 % of M); parameters and optimizer state don't move.
+    """
+
+    def at(tokens: int) -> MemoryEstimate:
+        return estimate_memory(nam56r().model, 8, tp_degree=2, ep_degree=4, seq_len=tokens)
+
+    short, long = at(4096), at(16384)
+    kept = [sum(found.detail["activations"].values()) for found in (short, long)]
+    assert kept[1] == pytest.approx(4 * kept[0], rel=3e-3)
+    assert short.components["parameters"] == long.components["parameters"]
+    assert short.components["optimizer_state"] == long.components["optimizer_state"]
+
+
+# ---- plain numbers ------------------------------------------------------------------------------
+
+
+def test_the_call_with_plain_numbers() -> None:
+    """An expert axis beside the others, or experts on ranks that share the data: the same mesh."""
+    wanted: dict[str, Any] = {"world_size": 8, "tp_degree": 2, "ep_degree": 4, "batch_size": 1}
+    one = estimate_memory(nam56r().model, **wanted, dp_degree=1, seq_len=4096, grad_checkpoint=True)
+    assert one == estimate_memory(nam56r().model, **wanted, dp_degree=4)
+    assert one == estimate_memory(nam56r().model, **wanted)
+    kept = estimate_memory(nam56r().model, **wanted, grad_checkpoint=False)
+    policy = estimate_memory(nam56r().model, **wanted, grad_checkpoint=CheckpointingPolicy())
+    assert kept == policy and kept.point > one.point
+    adamw = estimate_memory(nam56r().model, **wanted, optimizer="adamw")
+    assert adamw.components["optimizer_state"] > 2 * one.components["optimizer_state"]
+    assert one.gib["point"] == one.point / 2**30
+
+
+ODD = dataclasses.replace(
+    nam52_deep().model, m2rnn=dataclasses.replace(nam52_deep().model.m2rnn, num_heads=19)
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "starts"),
+    [
+        (nam56r().model, {"tp_degree": 3}, "world_size=8"),
+        (nam56r().model, {"tp_degree": 2, "dp_degree": 3}, "dp_degree=3"),
+        (nam56r().model, {"optimizer": "sgd"}, "optimizer=sgd"),
+        (ODD, {"tp_degree": 2, "ep_degree": 4, "dp_degree": 1}, "mesh.tp=2"),
+    ],
+    ids=["world", "data", "optimizer", "heads"],
+)
+def test_what_can_not_be_is_one_line(
+    model: ModelConfig, degrees: dict[str, Any], starts: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        estimate_memory(model, 8, **degrees)
+    text = str(error.value)
+    assert text.startswith(f"{starts}: ") and "Fix: " in text and "\n" not in text
+
+
+def test_other_ranks_of_a_pipeline_need_other_memory() -> None:
+    config: Config = parse_run(["nam56r", "--mesh.pp", "2", "--mesh.ep", "4"], 8).config
+    first, last = (estimate(config, 8, rank) for rank in (0, 4))
+    assert first.components["parameters"] != last.components["parameters"]
+    assert "forward of head" in last.moments and "forward of head" not in first.moments

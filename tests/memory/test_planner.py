@@ -1,0 +1,414 @@
+"""The planner's order, its bounds against looking at everything, and what it promises of a run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megacpp.config import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.errors import ConfigError
+from megacpp.memory.estimate import MemoryEstimate, estimate
+from megacpp.memory.plan_space import (
+    MESH,
+    mesh_is_legal,
+    meshes,
+    policies,
+    row_choices,
+    with_knobs,
+)
+from megacpp.memory.planner import Candidate, Plan, Score, deciding, device_tokens, plan
+from megacpp.memory.traffic import traffic
+from megacpp.presets import nam52_deep, preset, tiny
+from megacpp.recompute_flags import FULL, NONE
+from megacpp.rules import broken, resolve
+
+SEQ = 64
+KEPT = {"none": 40, "experts": 33, "preset": 21, "selective": 18, "full": 10}  # bytes a token
+
+
+def small(**model: object) -> Config:
+    """Every letter, in sizes that 8 ranks divide in several ways."""
+    base = tiny()
+    attention = replace(base.model.attention, num_heads=8, num_kv_heads=4)
+    other = {"depth": 6, "pattern": "AEMERF"} | model
+    return replace(
+        base,
+        model=replace(base.model, attention=attention, **other),
+        data=replace(base.data, seq_len=SEQ),
+    )
+
+
+def estimator(weights: int = 400_000, upper: float = 1.0):
+    """Memory that falls with every axis and grows with rows: a stand-in with known bounds."""
+
+    def needs(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
+        mesh, stage = config.mesh, rank // (size // config.mesh.pp)
+        names = {rung.recompute: rung.name for rung in policies(small())}
+        kept = KEPT[names[config.recompute]]
+        tokens = config.train.device_batch_size * config.data.seq_len / (mesh.tp * mesh.cp)
+        flying = min(config.train.grad_accum, mesh.pp - stage)
+        point = int(
+            weights / (mesh.pp * mesh.tp * mesh.dp_shard * mesh.cp)
+            + weights / 8 / mesh.ep
+            + 100 * tokens * kept * flying / mesh.pp / 10
+            + 3_000 * (stage == 0)
+        )
+        parts = {"activations": point}
+        return MemoryEstimate(parts, {}, "", {}, 0, point, int(point * upper), budget, ())
+
+    return needs
+
+
+def random_score(rng: random.Random) -> Score:
+    kinds = {"checkpointing": lambda: rng.random() < 0.5}
+    return Score(*(kinds.get(name, lambda: rng.randrange(3))() for name in Score._fields))
+
+
+def test_the_order_is_the_articles() -> None:
+    """`policy` tells apart what they don't: which of the policies that run something again."""
+    first = ("misfit", "fewer_rows", "checkpointing", "grad_accum", "less_headroom", "tp", "ep")
+    fields = [name for name in Score._fields if name != "policy"]
+    assert tuple(fields[: len(first)]) == first
+
+
+def test_each_criterion_beats_all_that_follow() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        one, other = random_score(rng), random_score(rng)
+        at = rng.randrange(len(Score._fields))
+        name = Score._fields[at]
+        if getattr(one, name) == getattr(other, name):
+            continue
+        other = Score(*one[:at], *other[at:])
+        better, worse = sorted((one, other))
+        assert deciding(better, worse) == name
+        assert getattr(better, name) < getattr(worse, name)
+
+
+def test_a_total_order_that_no_shuffle_changes() -> None:
+    rng = random.Random(1)
+    found = plan(small(), 8, 260_000, 8 * 8 * SEQ, estimator=estimator()).candidates
+    assert len(found) > 20
+    assert len({c.score for c in found}) == len(found)
+    for _ in range(20):
+        mixed = rng.sample(found, len(found))
+        assert tuple(sorted(mixed, key=lambda c: c.score)) == found
+
+
+def test_the_same_plan_twice() -> None:
+    first, second = (
+        plan(small(), 8, 260_000, 8 * 8 * SEQ, estimator=estimator()) for _ in range(2)
+    )
+    assert first == second
+
+
+def test_two_rows_in_eight_microbatches_before_one_in_sixteen() -> None:
+    """Also where memory is the same, and where it is less for the one row."""
+    fixed = ("mesh.tp", "mesh.ep", "mesh.cp", "mesh.pp", "mesh.dp_replicate", "recompute.norms")
+    for per_row in (0, 1000):
+
+        def needs(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
+            point = 5000 + per_row * config.train.device_batch_size  # noqa: B023
+            return MemoryEstimate({}, {}, "", {}, 0, point, point, budget, ())
+
+        found = plan(small(), 4, 7500, 4 * 16 * SEQ, fixed, needs).candidates
+        order = [(c.config.train.device_batch_size, c.config.train.grad_accum) for c in found]
+        assert order.index((2, 8)) < order.index((1, 16))
+        assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "memory"), ((4, 120_000), (4, 260_000), (4, 600_000), (8, 180_000))
+)
+def test_bounds_decide_as_looking_at_everything_does(world: int, memory: int) -> None:
+    """Every mesh, batch and policy, by the rules of a launch; then what the docstring says."""
+    config, tokens, needs = small(), world * 4 * SEQ, estimator()
+    found = plan(config, world, memory, tokens, estimator=needs)
+    fits: dict[tuple[MeshConfig, int, int], int] = {}
+    considered = 0
+    rungs = policies(config)
+    for mesh in _all_meshes(config, world):
+        ranks = mesh.dp_replicate * mesh.dp_shard
+        rows, rest = divmod(tokens // SEQ, ranks)
+        choices = [r for r in range(1, rows + 1) if rows % r == 0] if not rest else [0]
+        for row, (i, rung) in itertools.product(choices, enumerate(rungs)):
+            considered += 1
+            if not row:
+                continue
+            one = with_knobs(config, mesh, row, tokens, rung)
+            if next(broken(one, world), None) is None:
+                points = [needs(one, world, r, memory).point for r in _stages(one, world)]
+                if max(points) <= memory:
+                    fits[mesh, row, i] = max(points)
+    kept = {key for key in fits if not any(_dominates(config, y, key) for y in fits)}
+    assert found.considered == considered
+    assert {_key(c, rungs) for c in found.candidates} == kept
+    assert {_key(c, rungs): c.estimate.point for c in found.candidates} == {
+        key: fits[key] for key in kept
+    }
+    assert found.estimated < found.legal or memory > 500_000
+
+
+def _all_meshes(config: Config, world: int) -> list[MeshConfig]:
+    degrees = [d for d in range(1, world + 1) if world % d == 0]
+    found = []
+    for pp, copies, shards, cp, tp in itertools.product(degrees, repeat=5):
+        if pp * copies * shards * cp * tp == world:
+            folded = shards * cp * tp
+            found += [
+                replace(
+                    config.mesh, pp=pp, dp_replicate=copies, dp_shard=shards, cp=cp, tp=tp, ep=ep
+                )
+                for ep in degrees
+                if folded % ep == 0
+            ]
+    return found
+
+
+def _stages(config: Config, world: int) -> list[int]:
+    return [stage * (world // config.mesh.pp) for stage in range(config.mesh.pp)]
+
+
+def _dominates(config: Config, y: tuple, x: tuple) -> bool:
+    axes = ("tp", "cp", "pp", "dp_replicate")
+    a, b = ([getattr(mesh, axis) for axis in axes] for mesh, _, _ in (y, x))
+    smaller = all(m <= n for m, n in zip(a, b, strict=True)) and a != b
+    return (
+        smaller and device_tokens(config, *y[:2]) >= device_tokens(config, *x[:2]) and y[2] <= x[2]
+    )
+
+
+def _key(candidate: Candidate, rungs: list) -> tuple[MeshConfig, int, int]:
+    rows = candidate.config.train.device_batch_size
+    return candidate.config.mesh, rows, rungs.index(candidate.policy)
+
+
+def found_by(memory: int = 260_000, **kwargs: object) -> Plan:
+    return plan(small(), 8, memory, 8 * 8 * SEQ, estimator=estimator(), **kwargs)  # type: ignore
+
+
+def test_every_candidate_can_be_launched_and_has_the_tokens() -> None:
+    found = found_by()
+    for one in found.candidates:
+        train, mesh = one.config.train, one.config.mesh
+        rows = train.device_batch_size * train.grad_accum * mesh.dp_replicate * mesh.dp_shard
+        assert rows * SEQ == found.tokens_per_step == train.tokens_per_step
+        assert one.estimate.point <= found.budget_bytes
+        assert not list(broken(one.config, 8))
+        assert resolve(one.config, 8) == replace(
+            one.config, run=replace(one.config.run, dir="runs/tiny")
+        )
+
+
+def test_a_pipeline_must_run_the_first_steps_of_a_warmup() -> None:
+    """An eighth of the microbatches, which must be as many as stages."""
+    config = small()
+    config = replace(config, train=replace(config.train, batch_warmup_steps=10))
+    config = replace(config, mesh=replace(config.mesh, pp=2))
+    found = plan(config, 8, 10**9, 64 * 8 * SEQ, ("mesh.pp",), estimator()).candidates
+    assert found and all(not list(broken(c.config, 8)) for c in found)
+    assert min(c.config.train.grad_accum for c in found) == 16
+
+
+def test_knobs_make_the_candidate() -> None:
+    from megacpp.arguments import replace_keys
+
+    for one in found_by().candidates:
+        again = replace_keys(small(), one.knobs())
+        assert resolve(again, 8) == replace(one.config, run=replace(again.run, dir="runs/tiny"))
+
+
+def test_counts_add_up() -> None:
+    found = found_by()
+    assert found.considered == len(found.candidates) + sum(found.out.values())
+    assert found.legal == len(found.candidates) + found.out["dominated"] + found.out["memory"]
+    assert all(found.out[reason] for reason in ("mesh", "pipeline", "dominated", "memory"))
+
+
+def test_what_is_given_stays() -> None:
+    config = small()
+    config = replace(config, mesh=replace(config.mesh, tp=2, ep=4))
+    config = replace(config, train=replace(config.train, device_batch_size=4))
+    fixed = ("mesh.tp", "mesh.ep", "train.device_batch_size", "recompute.norms")
+    found = plan(config, 8, 10**9, 8 * 8 * SEQ, fixed, estimator()).candidates
+    assert found
+    for one in found:
+        mesh = one.config.mesh
+        assert (mesh.tp, mesh.ep, one.config.train.device_batch_size) == (2, 4, 4)
+        assert one.config.recompute == config.recompute
+
+
+def test_a_given_number_of_microbatches_stays() -> None:
+    config = small()
+    config = replace(config, train=replace(config.train, grad_accum=4))
+    found = plan(config, 8, 10**9, 8 * 8 * SEQ, ("train.grad_accum",), estimator()).candidates
+    assert {c.config.train.grad_accum for c in found} == {4}
+
+
+def test_what_may_not_fit_comes_after_all_that_does() -> None:
+    needs = estimator(upper=1.3)
+    found = plan(small(), 8, 260_000, 8 * 8 * SEQ, estimator=needs).candidates
+    verdicts = [c.estimate.verdict for c in found]
+    assert set(verdicts) == {"fits", "at_risk"}
+    assert verdicts == sorted(verdicts, reverse=True)
+
+
+def test_the_fullest_stage_decides() -> None:
+    """Weights that only the last stage has."""
+
+    def needs(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
+        last = rank // (size // config.mesh.pp) == config.mesh.pp - 1
+        point = 900 if last else 100
+        return MemoryEstimate({}, {}, "", {}, 0, point, point, budget, ())
+
+    fixed = ("mesh.pp",)
+    config = small()
+    config = replace(config, mesh=replace(config.mesh, pp=2))
+    assert not plan(config, 8, 800, 64 * SEQ, fixed, needs).candidates
+    found = plan(config, 8, 1000, 64 * SEQ, fixed, needs).candidates
+    assert {(c.rank, c.estimate.point) for c in found} == {(4, 900)}
+
+
+def test_nothing_fits_and_what_lacks_least() -> None:
+    found = found_by(memory=1000)
+    assert not found.candidates and found.nearest is not None
+    seen = found.nearest.estimate.point
+    assert seen > 1000 and found.nearest.estimate.verdict == "does_not_fit"
+    assert found.legal == found.out["memory"]
+
+
+def test_tokens_that_are_no_rows_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"^tokens_per_step=1000: .* \(64\)\. Fix: use 1024, "):
+        plan(small(), 8, 10**9, 1000, estimator=estimator())
+    with pytest.raises(ConfigError, match="use 512, rows for all 8 ranks"):
+        plan(small(), 8, 10**9, 30, estimator=estimator())
+
+
+def test_the_ladder_repeats_more_and_keeps_less() -> None:
+    for config in (small(), nam52_deep()):
+        ladder = policies(config)
+        assert [rung.name for rung in ladder] == ["none", "experts", "preset", "selective", "full"]
+        assert [rung.checkpointing for rung in ladder] == [False, True, True, True, True]
+        for less, more in itertools.pairwise(ladder):
+            assert more.keeps_less(less) and not less.keeps_less(more)
+            assert more.replayed > less.replayed
+
+
+def test_the_ends_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
+    """`--gradient-checkpointing true | false`, whose states a retry must not mix up."""
+    from megacpp.arguments import replace_keys
+    from megacpp.model.pieces import layer_pieces
+
+    words = {"true": True, "false": False}
+    config = small()
+    ladder = {rung.name: rung for rung in policies(config)}
+    for name, meaning in (("full", FULL), ("none", NONE)):
+        said = replace_keys(config, {k: words.get(v, v) for k, v in meaning.items()})
+        assert layer_pieces(said.recompute, config.model) == list(ladder[name].pieces)
+
+
+def test_a_dense_model_has_no_rung_twice() -> None:
+    config = small(pattern="AF", depth=4)
+    config = replace(config, recompute=CheckpointingPolicy())
+    names = [rung.name for rung in policies(config)]
+    assert names == ["none", "selective", "full"]
+
+
+def test_small_axes_come_first() -> None:
+    """What dominates is looked at before what it dominates."""
+    sizes = [m.tp * m.cp * m.pp * m.dp_replicate for m in meshes(small(), 16)]
+    assert sizes == sorted(sizes)
+    assert Counter(meshes(small(), 8)) == Counter(_all_meshes(small(), 8))
+
+
+def test_rows_are_all_divisors() -> None:
+    mesh = MeshConfig(dp_shard=4)
+    assert row_choices(small(), mesh, 48 * SEQ) == [1, 2, 3, 4, 6, 12]
+    assert row_choices(small(), mesh, 6 * SEQ) == []
+
+
+def test_settings_that_are_no_knobs_stay() -> None:
+    config = small()
+    config = replace(config, optim=replace(config.optim, name="adamw", adamw_state="fp32"))
+    found = plan(config, 8, 260_000, 8 * 8 * SEQ, estimator=estimator()).candidates
+    for one in found:
+        same = replace(one.config, mesh=config.mesh, train=config.train, recompute=config.recompute)
+        assert same == config
+        moved = {name.split(".")[0] for name in one.knobs()}
+        assert moved <= {"mesh", "train", "recompute"}
+        assert {f"mesh.{axis}" for axis in MESH} <= set(one.knobs())
+
+
+def test_a_model_that_no_axis_divides_still_has_data_parallelism() -> None:
+    model = ModelConfig(dim=96, depth=2, pattern="AF", vocab_size=997)
+    config = replace(small(), model=model)
+    found = plan(config, 6, 10**9, 12 * SEQ, estimator=estimator()).candidates
+    assert found and all(c.config.mesh.tp == 1 for c in found)
+
+
+def test_what_is_said_to_fit_does() -> None:
+    """No false verdict against a traced step, of the candidate with the least left."""
+    from megacpp.cli.trace import trace_step
+
+    config = small(pattern="AEMR", depth=4)
+    config = replace(config, train=replace(config.train, device="cpu"))
+    found = plan(config, 8, 28 << 20, 8 * 8 * SEQ)
+    sure = [c for c in found.candidates if c.estimate.verdict == "fits"]
+    tight = max(sure, key=lambda c: c.estimate.upper)
+    assert tight.estimate.upper > 0.95 * found.budget_bytes
+    _, peak = trace_step(tight.config, 8, tight.rank).peak()
+    assert 0.9 * found.budget_bytes < peak <= found.budget_bytes
+
+
+@pytest.mark.parametrize("name", ("nam56r", "dense_110m", "tiny"))
+def test_what_the_bounds_rest_on(name: str) -> None:
+    """More rows need no less memory, nor does a policy that runs less again."""
+    config, tokens, rng = preset(name), 1 << 19, random.Random(0)
+    legal = [mesh for mesh in meshes(config, 8) if mesh_is_legal(config, mesh, 8)]
+    rungs = policies(config)
+    for mesh in rng.sample(legal, 4):
+        rows = row_choices(config, mesh, tokens)[:3]
+        needs = {}
+        for row, (i, rung) in itertools.product(rows, enumerate(rungs)):
+            one = with_knobs(config, mesh, row, tokens, rung)
+            found = estimate(one, 8)
+            needs[row, i] = found.point, found.upper
+        for (few, i), (many, j) in itertools.product(needs, repeat=2):
+            if many >= few and (i == j or rungs[i].keeps_less(rungs[j])):
+                assert all(a <= b for a, b in zip(needs[few, i], needs[many, j], strict=True))
+
+
+POINTS = {  # preset, row: policy and rows of the article's mesh, which are out for ours
+    ("nam56r", 4096): ("none", 8),
+    ("nam56r", 16384): ("experts", 2),
+    ("nam52_deep", 4096): ("none", 16),
+    ("nam52_deep", 16384): ("experts", 4),
+}
+
+
+@pytest.mark.parametrize(("name", "seq"), POINTS)
+def test_the_articles_operating_points_fit_and_what_is_better(name: str, seq: int) -> None:
+    """TP 2, EP 4 on 8 devices of 141 GiB: at 4K without recompute, at 16K with that of experts."""
+    budget, (policy, rows) = int(0.9 * (141 << 30)), POINTS[name, seq]
+    config = preset(name)
+    config = replace(config, data=replace(config.data, seq_len=seq))
+    theirs = replace(config, mesh=replace(config.mesh, tp=2, ep=4))
+    at = plan(theirs, 8, budget, 1 << 20, ("mesh.tp", "mesh.ep")).candidates
+    point = next(c for c in at if c.policy.name == policy)
+    assert (point.config.train.device_batch_size, point.config.mesh.dp_shard) == (rows, 4)
+    assert point.estimate.verdict in ("fits", "at_risk")
+    found = plan(config, 8, budget, 1 << 20)
+    best, instead = found.candidates[0], found.instead_of(point)
+    mesh = best.config.mesh
+    assert (mesh.tp, mesh.ep, mesh.dp_shard, best.estimate.verdict) == (1, 1, 8, "fits")
+    # It works on more tokens at once, and less travels. So does what dominates the point,
+    # which has as much to do in a microbatch and repeats no more.
+    assert best.device_tokens >= 2 * point.device_tokens
+    assert instead is not None and instead.device_tokens == point.device_tokens
+    assert instead.config.mesh.tp == 1 and instead.policy.replayed <= point.policy.replayed
+    sent, other, theirs_sent = (traffic(c.config, 8).bytes for c in (best, instead, point))
+    assert 7 * sent < 4 * other < theirs_sent

@@ -1,0 +1,405 @@
+"""The ladder of a fitted run: with injected outcomes, then on real ranks that run out of memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacpp.arguments import parse_run, replace_keys
+from megacpp.config import Config
+from megacpp.errors import ConfigError, MegacppError
+from megacpp.memory.estimate import MemoryEstimate
+from megacpp.run import smoke
+from megacpp.run.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
+from megacpp.run.settle import _Orders
+from megacpp.run.smoke import SETTINGS, Order, Peers, arguments_of, order_of, out_of_memory
+from megacpp.state.checkpoint import latest_checkpoint
+from parallel.boundary import AccumulationBoundary
+from tests.launch import Done, _script, forked
+from tests.test_run import SMALL, records
+
+OOM, OK = Outcome("oom"), Outcome("ok", step_s=(9.0, 1.0, 2.0, 3.0))
+BASE = parse_run(["tiny", "--train.tokens-per-step", "32768"], 8).config
+
+
+@dataclass(frozen=True)
+class Rung:
+    config: Config
+    estimate: MemoryEstimate
+    checkpointing: bool
+    score: Any = 1
+
+
+def rung(point: int, checkpointing: bool, rows: int = 8, **other: Any) -> Rung:
+    """A candidate that is predicted to need `point` bytes."""
+    keys = {
+        "train.device_batch_size": rows,
+        "recompute.ablock": "full" if checkpointing else "none",
+    }
+    keys |= {key.replace("__", "."): value for key, value in other.items()}
+    needs = MemoryEstimate({}, {}, "", {}, 0, point, point, 100, ())
+    return Rung(replace_keys(BASE, keys), needs, checkpointing)
+
+
+def walked(
+    candidates: Sequence[Rung], outcomes: Sequence[Outcome], **given: Any
+) -> tuple[list[int], list[Attempt]]:
+    """Which candidates were tried, by their place in the plan; the last outcome repeats."""
+    ladder = Ladder(candidates, BASE, 120, 100, **given)
+    tried: list[int] = []
+
+    def run(number: int, candidate: Any) -> Outcome:
+        assert number == len(tried) + 1
+        tried.append(next(i for i, c in enumerate(candidates) if c is candidate))
+        return outcomes[min(number, len(outcomes)) - 1]
+
+    try:
+        climb(ladder, run)
+    except ConfigError:
+        tried.append(-1)
+    return tried, ladder.attempts
+
+
+PLAN = [
+    rung(95, False, 8),
+    rung(70, True, 8),
+    rung(80, False, 4),
+    rung(60, True, 4),
+    rung(65, False, 2),
+    rung(50, True, 2),
+    rung(40, True, 1),
+]
+
+
+def test_a_retry_preserves_gradient_checkpointing() -> None:
+    """The failure on record: 8 rows with recompute were traded for 4 rows without."""
+    candidates = [rung(90, True, 8), rung(80, False, 4), rung(60, True, 4)]
+    assert walked(candidates, [OOM, OK])[0] == [0, 2]
+    assert walked(PLAN, [OOM, OK])[0] == [0, 2], "nor is it switched on as long as rows can go"
+
+
+@pytest.mark.parametrize("failures", range(7))
+def test_out_of_memory_at_each_rung_walks_the_ladder_in_order(failures: int) -> None:
+    # Fewer rows as long as they help; then recompute with as many, one knob; then fewer again.
+    order = [0, 2, 4, 5, 6]
+    tried, attempts = walked(PLAN, [OOM] * failures + [OK])
+    whole = [*order, -1]
+    assert tried == whole[: min(failures + 1, len(whole))]
+    points = [attempt.candidate.estimate.point for attempt in attempts]
+    assert all(b <= a * (1 - BUMP) for a, b in pairwise(points))
+    heads = [attempt.headroom for attempt in attempts]
+    assert heads == sorted(heads) and heads[0] == round(1 - 100 / 120, 4)
+
+
+def test_what_is_predicted_to_need_as_much_is_not_tried() -> None:
+    """The second one fits on paper, as the first one did."""
+    candidates = [rung(90, False, 8), rung(89, False, 4), rung(88, False, 2)]
+    assert walked(candidates, [OOM, OK])[0] == [0, 2], "89 is within 2 % of 90"
+    assert walked([rung(101, False), rung(99, False)], [OK])[0] == [1], "beyond the budget"
+    extra = {"extra_bytes": lambda c: 5 if c is candidates[0] else 0}
+    assert walked([candidates[0], rung(96, False, 4)], [OK], **extra)[0] == [0]
+    assert walked([rung(96, False), candidates[1]], [OK], extra_bytes=lambda _: 5)[0] == [1]
+
+
+def test_one_knob_at_a_time_where_that_is_possible() -> None:
+    first = rung(95, False, 8)
+    both = rung(60, False, 4, mesh__tp=2, train__grad_accum=4)
+    rows, tensor = rung(70, False, 4), rung(50, False, 8, mesh__tp=2, mesh__dp_shard=4)
+    tried, attempts = walked([first, both, tensor, rows], [OOM, OK])
+    assert tried == [0, 2] and attempts[1].knobs == ("mesh.tp",), "dp_shard follows from tp"
+    tried, attempts = walked([first, both], [OOM, OK])
+    assert tried == [0, 1] and attempts[1].knobs == ("train.device_batch_size", "mesh.tp")
+    dropped = rung(60, True, 8)
+    assert walked([first, dropped, both], [OOM, OK])[0] == [0, 2], "recompute stays before that"
+    other = rung(9, True, 8, recompute__norms=True, recompute__mlp=False)
+    assert knobs_between(first.config, other.config) == ("recompute",), "a policy is one knob"
+
+
+def test_unsound_candidates_are_passed_over_and_say_nothing_of_memory() -> None:
+    bad = Outcome("unsound", "step 3: CRITICAL")
+    tried, attempts = walked(PLAN, [bad, OK])
+    assert tried == [0, 1] and attempts[1].headroom == attempts[0].headroom
+    record = attempts[0].as_dict()
+    assert record["outcome"] == "unsound" and record["detail"] == "step 3: CRITICAL"
+    assert attempts[1].as_dict()["changed"] == {"recompute.ablock": "full"}
+    assert attempts[1].as_dict()["median_step_s"] == 2.0
+
+
+def test_after_lack_of_memory_recompute_stays_as_it_is_for_good() -> None:
+    bad = Outcome("unsound")
+    assert walked(PLAN, [OOM, bad, OK])[0] == [0, 2, 4], "not 1, the next one of the plan"
+
+
+def test_other_failures_are_bugs_and_end_the_run() -> None:
+    ladder = Ladder(PLAN, BASE, 120, 100)
+    with pytest.raises(
+        MegacppError, match=r"attempt 1 .* and not for lack of memory: boom"
+    ) as found:
+        climb(ladder, lambda number, _: Outcome("failed", "boom", code=3))
+    assert found.value.exit_code == 3 and len(ladder.attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ([], "the plan has no candidate"),
+        ([rung(300, True), rung(200, True)], "no candidate fits: the smallest of 2 needs"),
+        (PLAN[:2], r"none of 2 candidates that were tried is left \(1: oom, 2: oom\)"),
+    ],
+    ids=["none", "too large", "tried"],
+)
+def test_nothing_left_is_one_line(plan: list[Rung], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as found:
+        climb(Ladder(plan, BASE, 120, 100), lambda *_: OOM)
+    text = str(found.value)
+    assert text.startswith("memory.fit=auto: ") and ". Fix: " in text and "\n" not in text
+    assert found.value.exit_code == 2
+
+
+def test_nothing_unscored_is_run() -> None:
+    with pytest.raises(AssertionError, match="never scored"):
+        Ladder([rung(1, False), Rung(BASE, PLAN[0].estimate, False, None)], BASE, 120, 100)
+    assert climb(Ladder(PLAN, BASE, 120, 100), lambda *_: OK) is PLAN[0]
+
+
+# ---- what four steps say -------------------------------------------------------------------------
+
+
+def steps(norms: Sequence[float | None], **of_last: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {
+            "step": i,
+            "loss": 5.0,
+            "grad_norm": norm,
+            "step_s": (100.0, 3.0, 1.0, 2.0)[i],
+            "tokens_per_s": (1.0, 10.0, 30.0, 20.0)[i],
+            "peak_bytes": 7 + i,
+            "skipped": False,
+            "nonfinite": 0,
+        }
+        for i, norm in enumerate(norms)
+    ]
+    rows[-1] |= of_last
+    return rows
+
+
+def test_the_first_step_counts_for_nothing() -> None:
+    found = judged(steps([1.0, 1.1, 1.2, 1.3]))
+    assert found.kind == "ok" and found.median_step_s == 2.0 and found.median_tokens_per_s == 20.0
+    assert found.peak_bytes == 10
+
+
+@pytest.mark.parametrize(
+    ("norms", "of_last", "kind"),
+    [
+        ([1160.0, 3648.0, 7200.0, 7000.0], {}, "ok"),  # a healthy start
+        ([1.0, 99.0, 60.0, 50.0], {}, "ok"),
+        ([1.0, 101.0, 1.0, 1.0], {}, "unsound"),
+        ([1.0, 1.0, 1.0, 150.0], {}, "unsound"),
+        ([1.0, 1.0, None, 1.0], {}, "unsound"),
+        ([1.0, 1.0, math.inf, 1.0], {}, "unsound"),
+        ([1.0, 1.0, 1.0, 1.0], {"loss": None}, "unsound"),
+        ([1.0, 1.0, 1.0, 1.0], {"skipped": True}, "unsound"),
+        ([1.0, 1.0, 1.0, 1.0], {"nonfinite": 3}, "unsound"),
+        ([1.0, 1.0, 1.0], {}, "failed"),
+    ],
+)
+def test_gradient_norms_against_their_average(
+    norms: list[float | None], of_last: dict[str, Any], kind: str
+) -> None:
+    assert judged(steps(norms, **of_last)).kind == kind
+
+
+# ---- what is started -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "tiny",
+        "nam56r --mesh.tp 2 --mesh.ep 4",
+        "nam52_deep --model.moe.capacity-factor none --optim.eps 1e-10",
+        "dense_110m --train.compile inductor --run.dir /a/b=c --model.attention.kind mla"
+        " --model.attention.qk-norm false --model.attention.yarn.factor 8",
+    ],
+)
+def test_a_configuration_and_its_command_line(flags: str) -> None:
+    config = parse_run(flags.split(), 8).config
+    assert parse_run(arguments_of(config), 8).config == config
+
+
+def test_four_steps_of_a_candidate_and_nothing_else(tmp_path: Path) -> None:
+    config = parse_run("nam56r --mesh.tp 2 --optim.warmup-steps 50".split(), 8).config
+    order = order_of(3, config, 8, tmp_path / "own")
+    run = parse_run(order.arguments, 8).config
+    assert run == replace_keys(config, {**SETTINGS, "run.dir": str(tmp_path / "own")})
+    assert (run.run.steps, run.memory.fit, run.checkpoint.every) == (4, "smoke", 0)
+    assert run.mesh == config.mesh and run.train == config.train and 0 < order.port < 65536
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "expected"),
+    [
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        (1, "RuntimeError: [enforce] DefaultCPUAllocator: can't allocate memory: 12", True),
+        (-9, "", True),
+        (1, "ValueError: sizes differ", False),
+        (0, "", False),
+    ],
+)
+def test_what_lack_of_memory_looks_like(code: int, said: str, expected: bool) -> None:
+    assert out_of_memory({"code": code, "said": said, "ended": False}) == expected
+    assert not out_of_memory({"code": -9, "said": "", "ended": True}), "ended for a peer's sake"
+
+
+def test_a_port_that_somebody_took_is_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Outcome("failed", "rank 0: torch.distributed.DistNetworkError: ... name: EADDRINUSE")
+    ends = [taken, taken, OK]
+    given: list[Order] = []
+
+    def run_order(order: Order, _: Peers) -> Outcome:
+        given.append(order)
+        return ends[len(given) - 1]
+
+    monkeypatch.setattr("megacpp.run.settle.run_order", run_order)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    orders, asked = _Orders(Peers(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
+    assert orders.run(1, asked) is OK
+    assert [order.number for order in given] == [1, 2, 3], "each is an order of its own"
+    assert {order.folder for order in given} == {str(tmp_path / "attempt-1")}
+    ends[2] = taken
+    given.clear()
+    assert orders.run(2, asked).kind == "failed", "three ports in a row are something else"
+
+
+# ---- on real ranks -------------------------------------------------------------------------------
+
+GLOO, START = dist.ProcessGroupGloo.__init__, dist.init_process_group
+
+
+class Forked:
+    """A rank of a candidate, forked where `train.py` starts an interpreter."""
+
+    def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode or 0
+
+
+def breaking(first: Callable[[], object]) -> Callable[..., Forked]:
+    """What starts children; in the first attempt rank 1 does `first` in the middle of a step."""
+
+    def child(arguments: Sequence[str], port: str, folder: Path) -> None:
+        dist.ProcessGroupGloo.__init__ = GLOO  # type: ignore[method-assign]
+        dist.init_process_group = START
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        if "attempt-1" in str(folder) and rank == 1:
+            AccumulationBoundary.accumulate = lambda *_: first()  # type: ignore[assignment]
+        meeting = folder / port
+        meeting.mkdir(exist_ok=True)
+        _script(tuple(arguments), rank, size, meeting)
+
+    def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> Forked:
+        return Forked(child, arguments, environment["MASTER_PORT"], Path(log.name).parent)
+
+    return spawn
+
+
+def fitted(
+    corpus: Path, folder: Path, patch: pytest.MonkeyPatch, first: Callable[[], object]
+) -> Done:
+    """Two ranks with `--fit auto`."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    patch.setattr(smoke, "spawn", breaking(first))
+    two = "--model.depth 2 --model.pattern AE --train.tokens-per-step 384 --run.eval-rows 2".split()
+    few = ["--run.steps", "2", "--run.sample-tokens", "0", "--memory.device-gib", "1"]
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder / "run")]
+    kept = [f"--memory.calibration={folder / 'calibration'}", "--fit", "auto"]
+    return forked("tiny", *SMALL, *two, *few, *paths, *kept, ranks=2)
+
+
+@pytest.mark.slow
+def test_a_run_that_finds_what_fits(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first candidate asks the allocator for what no machine has."""
+    done = fitted(corpus, tmp_path, monkeypatch, lambda: torch.empty(1 << 60, dtype=torch.uint8))
+    assert done.returncode == 0, done.stdout + done.stderr
+    launch = json.loads((tmp_path / "run/launch.json").read_text())
+    first, second = launch["attempts"]
+    assert first["outcome"] == "oom" and "rank 1: RuntimeError: " in first["detail"]
+    assert second["outcome"] == "ok" and second["median_step_s"] > 0
+    assert len(second["grad_norms"]) == 4 and second["predicted_bytes"] < first["predicted_bytes"]
+    assert second["headroom"] > first["headroom"]
+    tried = launch["plan"]["first"]
+    assert first["predicted_bytes"] == tried[0]["predicted_bytes"]
+    same = [c for c in tried if c["checkpointing"] == first["checkpointing"]]
+    below = [c for c in same if c["predicted_bytes"] <= first["predicted_bytes"] * (1 - BUMP)]
+    assert second["checkpointing"] == first["checkpointing"] or not below
+
+    config, asked = launch["config"], first["changed"] | second["changed"]
+    for key, value in asked.items():
+        section, name = key.split(".")
+        assert config[section][name] == value, key
+    assert config["train"]["tokens_per_step"] == 384 and config["run"]["steps"] == 2
+    assert "chosen by attempt 2 of memory.fit=auto" in done.stdout
+    sources = json.loads((tmp_path / "run/config.json").read_text())["provenance"]
+    assert all(sources[key] == "fitted" for key in second["changed"])
+    assert len(records(tmp_path / "run")) == 2
+    assert latest_checkpoint(tmp_path / "run/checkpoints") is not None
+    (kept,) = (tmp_path / "run.fit").iterdir()
+    assert [path.name for path in kept.iterdir()] == ["attempt-1"], "what failed can be read"
+    assert {path.name for path in (kept / "attempt-1").iterdir()} >= {"failures", "launch.json"}
+    assert not (kept / "attempt-1/checkpoints").exists()
+    known = launch["memory"]["calibration"]
+    assert known["source"] == "record", "the four steps were measured"
+
+
+@pytest.mark.slow
+def test_a_run_whose_candidate_is_broken(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = fitted(corpus, tmp_path, monkeypatch, lambda: torch.ones(2, 3) @ torch.ones(2, 3))
+    assert done.returncode == 1, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1 and ours[0].startswith("error: memory.fit=auto: attempt 1 "), done.stderr
+    assert "not for lack of memory: rank 1: RuntimeError: mat1 and mat2 shapes" in ours[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_smoke_keeps_nothing(corpus: Path, tmp_path: Path) -> None:
+    flags = ["--run.steps", "2", "--train.device-batch-size", "1", "--fit", "smoke"]
+    paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    done = forked("tiny", *SMALL, *flags, *paths)
+    assert done.returncode == 0, done.stderr
+    assert len(records(tmp_path / "run")) == 2 and "---- sample" not in done.stdout
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left >= {"config.json", "launch.json", "metrics.jsonl"}
+    assert not left & {"checkpoints", "final", "samples", "evaluations.jsonl"}, left

@@ -1,0 +1,239 @@
+"""The launch gate: what a machine has, what is refused, what the records say; then real runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp.arguments import parse_run
+from megacpp.cli.validate import validate
+from megacpp.config import Config
+from megacpp.errors import ConfigError
+from megacpp.memory.budget import host_available_bytes, resident_bytes, words
+from megacpp.memory.calibration import Record, write_record
+from megacpp.memory.estimate import MemoryEstimate
+from megacpp.presets import preset
+from megacpp.run.gate import Assessor, room_of, set_allocator
+from tests.launch import Done, forked
+from tests.test_run import SMALL, records
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+def machine(root: Path, available_kib: int, groups: str, **files: str) -> Path:
+    """A made-up /proc and /sys."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_what_a_machine_has_left(tmp_path: Path) -> None:
+    free = machine(tmp_path / "free", 1000, "0::/\n")
+    assert host_available_bytes(free) == 1000 * 1024
+    assert host_available_bytes(tmp_path / "nothing") is None
+    here = host_available_bytes()
+    assert here is not None and here > 1 << 20 and resident_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
+    """The tightest of a group and of those above it; cached files are free to go."""
+    names = {
+        1: ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("", "memory.max", "memory.current", "inactive_file"),
+    }
+    base, limit, usage, cached = names[version]
+    lines = {1: "5:cpu:/a/b\n4:memory:/a/b\n", 2: "0::/a/b\n"}[version]
+    files = {
+        f"{base}a/b/{limit}": "max\n" if version == 2 else "9223372036854771712\n",
+        f"{base}a/b/{usage}": "300000\n",
+        f"{base}a/{limit}": "500000\n",
+        f"{base}a/{usage}": "400000\n",
+        f"{base}a/memory.stat": f"{cached} 50000\nother 1\n",
+        f"{base}{limit}": "900000\n",
+    }
+    root = machine(tmp_path, 1000, lines, **files)
+    assert host_available_bytes(root) == 500000 - 400000 + 50000
+    (root / "sys/fs/cgroup" / base / "a" / usage).write_text("600000\n")
+    assert host_available_bytes(root) == 0, "over its limit: nothing is left"
+
+
+def config_of(*flags: str) -> Config:
+    return parse_run(["tiny", "--memory.calibration=", *flags], 2).config
+
+
+def test_the_room_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = room_of(config_of("--memory.device-gib", "10", "--memory.headroom", "0.2"), CPU)
+    assert given.device_bytes == 10 * GIB and given.budget_bytes == 8 * GIB
+    monkeypatch.setattr("megacpp.run.gate.host_available_bytes", lambda: 8 * GIB)
+    assert room_of(config_of(), CPU).device_bytes == 8 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert room_of(config_of(), CPU).device_bytes == 2 * GIB
+    monkeypatch.setattr("megacpp.run.gate.host_available_bytes", lambda: None)
+    unknown = room_of(config_of(), CPU)
+    assert unknown.device_bytes is None and unknown.budget_bytes is None
+
+
+def flat(point: float, upper: float) -> Callable[..., MemoryEstimate]:
+    """An estimator that says the same of every configuration, in GiB."""
+
+    def estimate(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
+        sizes = int(point * GIB), int(upper * GIB)
+        return MemoryEstimate({"activations": sizes[0]}, {}, "", {}, 0, *sizes, budget, ())
+
+    return estimate
+
+
+def assessor(point: float, upper: float) -> Assessor:
+    return Assessor(config_of("--memory.device-gib", "10"), 2, CPU, flat(point, upper))
+
+
+@pytest.mark.parametrize(
+    ("point", "upper", "verdict"),
+    [(9, 9, "fits"), (8, 9.5, "at_risk"), (9.01, 9.5, "does_not_fit")],
+)
+def test_ten_percent_stay_free(point: float, upper: float, verdict: str) -> None:
+    of = assessor(point, upper)
+    found = of.assess(config_of())
+    assert found.estimate.verdict == verdict
+    if verdict != "does_not_fit":
+        of.judge(found)
+        return
+    with pytest.raises(ConfigError, match=r"memory.gate=on: rank 0 of 2 needs 9.01 GiB") as caught:
+        of.judge(found)
+    assert "9.00 GiB may be used (10.0 GiB given, 10% headroom). Fix: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_gate_can_be_off_and_says_so() -> None:
+    of = assessor(9.5, 9.5)
+    found = of.assess(config_of("--memory.gate", "off"))
+    of.judge(found)
+    assert any("DOES NOT FIT; memory.gate=off" in line for line in found.lines())
+    assert found.as_dict()["gate"] == "off"
+    assert found.as_dict()["estimate"]["verdict"] == "does_not_fit"
+
+
+def test_one_rank_of_a_machine_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = assessor(9.5, 9.5)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    of.judge(of.assess(config_of()))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError):
+        of.judge(of.assess(config_of()))
+
+
+@pytest.mark.parametrize(
+    ("measured", "verdict"), [(8.8, "fits"), (8.39, "fits"), (9.1, "does_not_fit"), (4, "fits")]
+)
+def test_what_was_measured_widens_the_margin(tmp_path: Path, measured: float, verdict: str) -> None:
+    """8 GiB of 10 fit with 10 % headroom; if 9.1 were measured before, they don't."""
+    of = assessor(8, 8)
+    asked = config_of(f"--memory.calibration={tmp_path}")
+    where = of.assess(asked).situation
+    known = Record(where.key, where.family, where.rows, 8 * GIB, int(measured * GIB), {})
+    write_record(tmp_path, known, where)
+    found = of.assess(asked)
+    assert found.estimate.verdict == verdict
+    extra = 0 if abs(measured / 8 - 1) <= 0.05 else max(0, int(measured * GIB) - 8 * GIB)
+    assert found.margin.extra_bytes == extra
+    assert found.estimate.budget == 9 * GIB - extra
+    if verdict == "does_not_fit":
+        with pytest.raises(ConfigError, match=r"1\.10 GiB for what was misjudged"):
+            of.judge(found)
+
+
+def test_validate_shows_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["nam56r", "--world", "8", "--memory.device-gib"]
+    assert validate([*flags, "1000000"]) == 0
+    assert "may be used: fits" in capsys.readouterr().out
+    assert validate([*flags, "1", "--json"]) == 2
+    said = json.loads(capsys.readouterr().out)
+    assert said["errors"][0].startswith("memory.gate=on: rank 0 of 8 needs ")
+    assert said["memory"]["estimate"]["verdict"] == "does_not_fit"
+    assert validate([*flags, "1", "--memory.gate", "off"]) == 0
+    assert "does not fit (memory.gate=off)" in capsys.readouterr().out
+
+
+# ---- real runs -----------------------------------------------------------------------------------
+
+
+def run(corpus: Path, folder: Path, *flags: str, ranks: int = 1) -> Done:
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder / "run")]
+    kept = [f"--memory.calibration={folder / 'calibration'}", "--train.device-batch-size", "1"]
+    few = ["--run.steps", "2", "--run.eval-rows", "2", "--run.sample-tokens", "0"]
+    return forked("tiny", *SMALL, *few, *paths, *kept, *flags, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_does_not_fit_leaves_nothing(corpus: Path, tmp_path: Path, ranks: int) -> None:
+    done = run(corpus, tmp_path, "--memory.device-gib", "0.0001", ranks=ranks)
+    assert done.returncode == 2, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1 and ours[0].startswith(f"error: memory.gate=on: rank 0 of {ranks} needs ")
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_runs_are_measured_and_the_next_one_knows(corpus: Path, tmp_path: Path) -> None:
+    """Two ranks, gate off on a device that is much too small; then the same again."""
+    flags = ["--memory.device-gib", "0.0001", "--memory.gate", "off"]
+    done = run(corpus, tmp_path, *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "DOES NOT FIT; memory.gate=off" in done.stdout
+    assert "no launch of this kind is on record" in done.stdout
+    launch = json.loads((tmp_path / "run/launch.json").read_text())
+    memory = launch["memory"]
+    assert memory["gate"] == "off" and memory["estimate"]["verdict"] == "does_not_fit"
+    assert memory["budget"] == int(int(0.0001 * GIB) * 0.9)
+    assert len(launch["config_hash"]) == 64 and launch["policy"] == launch["config"]["recompute"]
+    assert launch["plan"] is None and launch["attempts"] == []
+
+    (path,) = (tmp_path / "calibration").iterdir()
+    assert path.stem == memory["calibration"]["key"]
+    kept = json.loads(path.read_text())
+    weights = launch["parameters"]["total"] * 4
+    measured = {name: pair["measured"] for name, pair in kept["components"].items()}
+    shard = measured["parameters"]  # the larger of two: half, and what doesn't divide evenly
+    assert weights / 2 <= shard < weights * 0.52
+    assert kept["peaks"]["gradients"] == shard, "one for each weight, by the time of the step"
+    assert 0 < measured["optimizer_state"] <= 2 * shard + 8 * 100
+    assert measured["activations"] is None and measured["workspace"] is None
+    assert kept["measured_bytes"] > shard + measured["optimizer_state"]
+    assert kept["predicted_bytes"] > 0 and kept["ranks"] == 2
+
+    again = run(corpus, tmp_path, *flags, "--checkpoint.resume", "never", ranks=2)
+    assert again.returncode == 0, again.stderr
+    residual = kept["residual"]
+    memory = json.loads((tmp_path / "run/launch.json").read_text())["memory"]
+    assert memory["calibration"]["source"] == "record"
+    extra = memory["calibration"]["extra_bytes"]
+    assert extra == (0 if residual <= 0.05 else kept["measured_bytes"] - kept["predicted_bytes"])
+    assert "calibration: this launch took " in again.stdout
+    assert len(records(tmp_path / "run")) == 2
+
+
+def test_bytes_in_words() -> None:
+    assert words(12.34 * GIB) == "12.3 GiB" and words(1.234 * GIB) == "1.23 GiB"
+    assert words(5 * 2**20) == "5.0 MiB" and words(-0.5 * GIB) == "-0.50 GiB"
+
+
+def test_segments_of_a_gpu_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    config = preset("tiny")
+    fixed = replace(config, memory=replace(config.memory, expandable_segments=False))
+    for device in ("cpu", "cuda"):
+        for each in (config, fixed):
+            set_allocator(each, torch.device(device))
+    assert said == ["expandable_segments:True", "expandable_segments:False"]

@@ -1,0 +1,287 @@
+"""The page of a run: all that its folder tells, nothing from elsewhere, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp.cli.main import main
+from megacpp.memory.snapshot import Snapshot, as_text, file_name
+from megacpp.presets import tiny
+from megacpp.rules import resolve
+from megacpp.run.report_data import gather
+from megacpp.run.report_page import page
+from megacpp.run.svg import POINTS, Bar, Line, bars, lines, nice_ticks, stacked, thinned
+
+MIB = 1 << 20
+SECTIONS = (
+    "Curves, by step",
+    "Memory, predicted against measured",
+    "Memory over the run",
+    "Communication by axis",
+    "Where the seconds went",
+    "Attempts of memory.fit=auto",
+    "Events",
+)
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": number,
+        "loss": 8.0 - number / 10,
+        "bits_per_byte": 3.0,
+        "grad_norm": 1.5,
+        "lr": 1e-3,
+        "tokens": 256,
+        "valid_tokens": 250,
+        "tokens_per_s": 1000.0 + number,
+        "step_s": 0.25,
+        "peak_bytes": 90 * MIB,
+        "grad_accum": 1,
+        "nonfinite": 0,
+        "skipped": False,
+        **more,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of two ranks with everything in it."""
+    run = tmp_path / "run"
+    (run / "memory").mkdir(parents=True)
+    (run / "failures").mkdir()
+    config = asdict(resolve(tiny(), 2))
+    launch = {
+        "started": "2026-01-02T03:04:05+0000",
+        "command": ["train.py", "tiny", "--data.path", "<script>alert(1)</script>"],
+        "git_commit": "0123456789abcdef",
+        "config_hash": "cafe",
+        "device": "cpu",
+        "world_size": 2,
+        "mesh": {"dp_shard": 2, "tp": 1},
+        "versions": {"torch": "2.13.0"},
+        "parameters": {"total": 6_160_144, "active": 3_948_304},
+        "config": config,
+        "first_step": 0,
+        "traffic": {"fsdp": {"gradients": 3 * MIB, "parameters": 5 * MIB}},
+        "memory": {
+            "gate": "on",
+            "budget": 100 * MIB,
+            "estimate": {
+                "components": {"parameters": 40 * MIB, "activations": 30 * MIB},
+                "point": 70 * MIB,
+                "upper": 80 * MIB,
+                "moment": "backward of layer 3 (M)",
+                "verdict": "fits",
+            },
+        },
+        "attempts": [
+            {"attempt": 1, "changed": {}, "outcome": "oom", "detail": "rank 1: no memory",
+             "predicted_bytes": 90 * MIB, "peak_bytes": None, "median_step_s": None},
+        ],
+    }  # fmt: skip
+    (run / "launch.json").write_text(json.dumps(launch))
+    rows = [step(n) for n in range(30)]
+    rows[7] = step(7, skipped=True, nonfinite=3, loss=None)
+    rows[9] = step(9, grad_norm_ratio=12.5, loss_sigma=7.25)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text(text + '{"step": 30, "lo')
+    held_out = {"step": 9, "loss": 6.0, "bits_per_byte": 2.5, "gzip_bits_per_byte": 2.33}
+    (run / "evaluations.jsonl").write_text(json.dumps(held_out) + "\n")
+    events = [
+        {"start": 100.0},
+        {"from": 100.0, "to": 105.0, "s": {"startup": 5.0}},
+        {"from": 105.0, "to": 115.0, "s": {"step": 9.0, "data": 1.0}, "steps": [0, 29]},
+        {"end": 115.0},
+    ]
+    (run / "goodput.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    for number, experts in ((10, 5), (20, 5), (30, 9)):
+        parts = {"parameters": 40 * MIB, "moe_routing/dispatch": experts * MIB}
+        at_peak = {"parameters": 40 * MIB, "moe_routing": experts * MIB}
+        one = Snapshot(number, most=parts, at_peak=at_peak, peak_bytes=sum(parts.values()))
+        (run / "memory" / file_name(number)).write_text(as_text(one))
+    (run / "failures" / "oom-rank-1.txt").write_text("out of memory\n  no room for 5 MiB\n")
+    (run / "failures" / "rank-0.txt").write_text("Traceback\n  ...\nValueError: bad shape\n")
+    return run
+
+
+class Tags(HTMLParser):
+    """Everything that is not plain text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def svgs(text: str) -> list[ET.Element]:
+    return [ET.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text, re.S)]
+
+
+def test_the_page_stands_alone_and_has_every_section(folder: Path) -> None:
+    text = page(gather(folder))
+    tags = Tags(text)
+    assert not tags.names & {"script", "link", "img", "iframe", "object"}
+    assert not tags.attributes & {"src", "href", "onload", "srcset"}
+    assert "url(" not in text and "@import" not in text
+    assert {u for u in re.findall(r"https?://[^\"'<> ]+", text)} == {"http://www.w3.org/2000/svg"}
+    assert "&lt;script&gt;alert(1)" in text
+    assert [name for name in SECTIONS if f"<h2>{name}</h2>" not in text] == []
+    assert "Not in this report" not in text
+    assert len(svgs(text)) == 8
+    for drawing in svgs(text):
+        _, _, width, height = map(float, str(drawing.get("viewBox")).split())
+        for part in drawing:
+            for name, most in (("x", width), ("x1", width), ("y", height), ("y2", height)):
+                assert 0 <= float(part.get(name, "0")) <= most
+
+
+def test_figures_of_the_page_are_those_of_the_records(folder: Path) -> None:
+    data = gather(folder)
+    assert data["missing"] == [] and data["totals"]["steps"] == 30
+    assert data["totals"]["skipped"] == 1 and data["totals"]["tokens"] == 30 * 256
+    assert data["goodput"]["goodput"] == 9 / 15 and data["goodput"]["seconds"]["idle"] == 5
+    assert data["memory"]["measured"] == {"parameters": 40 * MIB, "moe_routing": 5 * MIB}
+    growth = data["growth"]["difference"]
+    assert growth["cause"] == "dispatch" and growth["steps"] == [10, 30]
+    assert [(e["step"], e["kind"]) for e in data["events"]] == [
+        (0, "start"),
+        (8, "skipped"),
+        (10, "warning"),
+        (10, "warning"),
+        (30, "growth"),
+        (None, "oom"),
+        (None, "failure"),
+        (None, "attempt"),
+    ]
+    words = [e["words"] for e in data["events"]]
+    assert words[5] == "oom-rank-1.txt: no room for 5 MiB"
+    assert words[6] == "rank-0.txt: ValueError: bad shape"
+    text = page(data)
+    assert "6.16M / 3.95M" in text and "60.0%" in text and "40.0 MiB / 40.0 MiB" in text
+
+
+def test_bytes_that_travel_are_computed_where_none_are_recorded(folder: Path) -> None:
+    path = folder / "launch.json"
+    launch = json.loads(path.read_text())
+    del launch["traffic"]
+    path.write_text(json.dumps(launch))
+    assert sum(gather(folder)["traffic"]["fsdp"].values()) > 0
+    launch["config"]["model"]["gone"] = 1
+    path.write_text(json.dumps(launch))
+    data = gather(folder)
+    assert data["traffic"] == {} and "not of this version" in data["missing"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("launch.json", "launch record"),
+        ("metrics.jsonl", "steps"),
+        ("goodput.jsonl", "goodput"),
+        ("memory/*", "snapshots"),
+    ],
+)
+def test_a_run_that_lacks_a_file_is_reported_all_the_same(
+    folder: Path, name: str, section: str
+) -> None:
+    for path in folder.glob(name):
+        path.unlink()
+    data = gather(folder)
+    assert section in [line.split(":")[0] for line in data["missing"]]
+    assert "Not in this report" in page(data)
+    json.dumps(data, allow_nan=False)
+
+
+def test_an_old_launch_record_has_no_memory(folder: Path) -> None:
+    path = folder / "launch.json"
+    launch = json.loads(path.read_text())
+    for name in ("memory", "traffic", "attempts", "config_hash", "versions", "parameters"):
+        del launch[name]
+    path.write_text(json.dumps(launch | {"world_size": 1}))
+    data = gather(folder)
+    assert [m.split(":")[0] for m in data["missing"]] == ["estimate", "communication"]
+    page(data)
+
+
+def test_the_rank_that_was_estimated_is_the_one_that_is_shown(folder: Path) -> None:
+    path = folder / "launch.json"
+    launch = json.loads(path.read_text())
+    launch["memory"]["rank"] = 1
+    path.write_text(json.dumps(launch))
+    assert gather(folder)["memory"]["measured_from"].endswith("rank 0")
+    other = Snapshot(20, rank=1, at_peak={"parameters": 7}, most={"parameters": 7}, peak_bytes=7)
+    (folder / "memory" / file_name(20, 1)).write_text(as_text(other))
+    found = gather(folder)["memory"]
+    assert found["measured"] == {"parameters": 7}
+    assert found["measured_from"] == "the allocations of step 20, rank 1"
+
+
+def test_only_the_last_start_of_a_run_is_compared(folder: Path) -> None:
+    launch = json.loads((folder / "launch.json").read_text())
+    (folder / "launch-000015.json").write_text(json.dumps(launch | {"first_step": 15}))
+    data = gather(folder)
+    assert data["growth"]["difference"]["steps"] == [20, 30]
+    assert (15, "restart") in [(e["step"], e["kind"]) for e in data["events"]]
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert (folder / "report.html").read_text() == page(gather(folder))
+    out = tmp_path / "other.html"
+    assert main(["report", str(folder), "--out", str(out)]) == 0 and out.exists()
+    capsys.readouterr()
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == gather(folder)
+    assert main(["report", str(tmp_path)]) == 3
+    assert "neither launch.json nor metrics.jsonl" in capsys.readouterr().err
+    assert main(["report"]) == 2 and main(["report", str(folder), "--out"]) == 2
+    assert main(["report", str(folder), "--out", str(tmp_path / "no/such/x.html")]) == 2
+
+
+def test_ticks_are_round_and_span_what_is_asked() -> None:
+    assert nice_ticks(0, 1, 5) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    rng = random.Random(0)
+    for _ in range(500):
+        low = rng.uniform(-1, 1) * 10 ** rng.uniform(-6, 9)
+        high = low + 10 ** rng.uniform(-3, 6) * max(1e-3, abs(low))
+        inside, around = nice_ticks(low, high, 5), nice_ticks(low, high, 5, outside=True)
+        slack = 1e-6 * (high - low)
+        assert all(low - slack <= t <= high + slack for t in inside) and 2 <= len(inside) <= 6
+        assert around[0] <= low + slack and around[-1] >= high - slack and len(around) <= 8
+    assert len(nice_ticks(3, 3, 5)) > 1
+
+
+def test_drawings_of_little_or_nothing() -> None:
+    assert lines([Line("", [])], str) == "" and bars([Bar("a", [])], str) == ""
+    assert stacked([("a", 0.0, "")]) == ""
+    holes = [(0.0, 1.0), (1.0, math.nan), (2.0, math.inf), (3.0, 1.0)]
+    assert len(svgs(lines([Line("", holes)], str))) == 1
+    many = [(float(n), 1.0) for n in range(10_000)]
+    assert len(thinned(many)) <= POINTS and {y for _, y in thinned(many)} == {1.0}
+    assert thinned(many[:5]) == many[:5]
