@@ -49,13 +49,8 @@ def stand_ins() -> Iterator[None]:
 @contextmanager
 def memory_stand_ins() -> Iterator[None]:
     """The same for fewer originals: what is kept and computed is as it always is."""
-    spans = Plan.spans
-    Plan.spans = alike
-    try:
-        with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce)):
-            yield
-    finally:
-        Plan.spans = spans
+    with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce)):
+        yield
 
 
 @contextmanager
@@ -130,16 +125,6 @@ def balanced_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Gro
     sizes = [(T * K + e) // num_experts for e in range(num_experts)]
     padded = [-(-size // multiple) * multiple for size in sizes]
     return Groups(new(K, T), new(sum(padded)), new(num_experts))
-
-
-def alike(plan: Plan) -> list[slice]:
-    """In place of `Plan.spans`: every chunk is the first, as long as it is.
-
-    Fake tensors remember what an operator gave for tensors of such shapes at such a place in their
-    storage: three times as fast as to find it out for every chunk.
-    """
-    T = plan.seqs.starts_BT.shape[1]
-    return [slice(0, min(plan.chunk_size, T - s)) for s in range(0, T, plan.chunk_size)]
 
 
 class ChunkAtOnce(m2rnn_chunks._Chunk):

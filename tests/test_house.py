@@ -79,6 +79,7 @@ NO_TORCH = (
     "memory/muon.py",
     "memory/offload.py",
     "memory/compress.py",
+    "memory/compose.py",
     "memory/caching.py",
     "memory/allocator.py",
     "memory/timeline.py",

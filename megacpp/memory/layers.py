@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megacpp.memory.activation_share import Share
-from megacpp.memory.moment import Moment
 from megacpp.memory.parts import OUTER, forms_of
 from megacpp.memory.units import PartUnits, Unit
 from megacpp.memory.walk import Layer
@@ -15,8 +14,6 @@ from megacpp.model.stages import stage_parts
 
 NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
 NO_UNITS = PartUnits(NO_UNIT, NO_UNIT, NO_UNIT)
-# Working sets in the forward and in the backward of a layer (-1: none) of a kind.
-Sets = Callable[[int, str], tuple[tuple[Moment, ...], tuple[Moment, ...]]]
 
 
 def layers_of(
@@ -24,7 +21,6 @@ def layers_of(
     stages: Sequence[Sequence[str]],
     units: Mapping[str, PartUnits],
     sharded: bool,
-    sets: Sets | None,
 ) -> list[list[Layer]]:
     """The parts of each stage of a rank, in order."""
     config = own.config
@@ -40,7 +36,6 @@ def layers_of(
         layers = []
         for kind, number in part:
             form = forms[name_of(kind, number, letters)]
-            forward, backward = sets(number, kind) if sets else (form.forward, form.backward)
             mine, waits = units.get(kind, NO_UNITS), 0
             if kind == "head" and model.tie_embeddings and "embed" in ends:
                 waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
@@ -51,8 +46,8 @@ def layers_of(
                     kind if number < 0 else f"layer {number} ({kind})",
                     kind,
                     mine,
-                    forward,
-                    backward,
+                    form.forward,
+                    form.backward,
                     form.kept,
                     form.copies,
                     stream,

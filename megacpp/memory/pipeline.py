@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megacpp.config import CheckpointingPolicy
 from megacpp.memory.activation_share import Share
 from megacpp.memory.batch import mask_bytes
 from megacpp.memory.units import Unit
@@ -33,6 +34,9 @@ def pipeline_step(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, own
     summed = (root.whole + moved) * walk.habits.store
     kinds = {layer.kind for stage in stages for layer in stage}
     mask = mask_bytes(own, kinds, saved=True)
+    if own.config.recompute != CheckpointingPolicy():
+        # A graph that would run pieces again still holds the documents of the microbatch before.
+        walk.rest({**walk.base, "batch": walk.base["batch"] + mask_bytes(own, kinds)})
     for carried in (False, True) if total > 1 else (False,):
         alive = [min(n, total - 1) if carried else n for n in flight]
         walk.whole = summed if carried else 0

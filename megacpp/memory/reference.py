@@ -1,7 +1,7 @@
 """Formulas that the field reckons with, to set beside the estimate of the real trainer.
 
 They come from public articles on training hybrids and from Korthikanti et al. (arXiv 2205.05198):
-quick, and wrong in ways that are worth knowing (docs and tests/memory/test_reference.py say how).
+quick, and wrong in ways that are worth knowing (tests/memory/test_reference.py says how).
 No torch import here.
 """
 
@@ -11,7 +11,6 @@ import math
 
 BYTES_OF_A_LAYER = 34  # of a token and channel: GELU, dropout, bf16, no attention scores
 ADAMW_BYTES, MUON_BYTES = 8, 2  # of optimizer state, per parameter
-CALIBRATED = 0.05  # within this the next launch trusts an estimate
 
 
 def transformer_activations(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megacpp.config import Config
 from megacpp.memory.activation_share import Share
 from megacpp.memory.batch import ids_bytes, mask_bytes
-from megacpp.memory.layers import Sets, layers_of, root_unit
+from megacpp.memory.layers import layers_of, root_unit
 from megacpp.memory.parameters import Storage, kinds_of
 from megacpp.memory.parts import OUTER
 from megacpp.memory.pipeline import buffer_bytes, pipeline_step
@@ -48,17 +48,14 @@ class StepBytes:
     optimizer: int
 
 
-def step_bytes(
-    config: Config, size: int, rank: int, most: bool = False, sets: Sets | None = None
-) -> StepBytes:
+def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> StepBytes:
     """The fullest moment of a step of rank `rank` of `size`.
 
     Args:
         most: dropless routers send as much here as they can.
-        sets: instead of the closed forms of working sets, for tests.
     """
     own, stored = Share.of(config, size, rank, most), stored_of(config, size, rank)
-    stages = layers_of(own, kinds_of(config, size, rank), stored.units, size > 1, sets)
+    stages = layers_of(own, kinds_of(config, size, rank), stored.units, size > 1)
     base = {
         "parameters": stored.parameters,
         "optimizer_state": stored.state,

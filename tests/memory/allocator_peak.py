@@ -10,6 +10,7 @@ Experts are chosen evenly, as a trace without values takes them to be.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,7 @@ def allocator_peak(config: Config, size: int, rank: int = 0, watched: int = 0) -
 
 def _watched(config: Config, world: World, part: Callable[[Tensor], Slice]) -> int:
     model = _planned(config, world)
+    gc.collect()  # the end of what was there before would count as less of what is to come
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _steps(model, config, world, part)
     return _peak(profiler)

@@ -73,7 +73,9 @@ def test_offload_and_narrow_moments_are_traced_in_full() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "tiny --world 2 --rank 1 --train.device cpu --model.depth 2 --model.pattern AF".split()
+    arguments = (
+        "tiny --world 2 --rank 1 --train.device cpu --model.depth 2 --model.pattern AF".split()
+    )
     file = tmp_path / "step.pickle"
     assert main(["memory", "trace", *arguments, "--json", "--timeline", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)
