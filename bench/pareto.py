@@ -31,7 +31,7 @@ from checkpointing.meter import Meter
 from checkpointing.rebuild import Store
 from megacpp.cli.dry_run import readable
 from megacpp.config import CheckpointingPolicy, Config
-from megacpp.memory.offload import offload_bytes
+from megacpp.memory.forms.offload import offload_bytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import block_letters
 from megacpp.presets import PER_BLOCK, PRESETS

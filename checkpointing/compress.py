@@ -31,7 +31,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
 from megacpp.kernels.wanted import wanted_gradients
-from megacpp.memory.compress import projected_width
+from megacpp.memory.forms.compress import projected_width
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
 

@@ -29,9 +29,6 @@ from checkpointing.operators import storages_of
 from megacpp.memory.stream import Block, Stream
 from megacpp.model.documents import Documents
 
-# What routing keeps lies below these modules of an E block.
-ROUTING = ("router", "dispatch", "combine")
-
 
 class Recorder(Meter):
     """Follows a whole step; `begin` forgets when what is already there was made.
@@ -44,6 +41,7 @@ class Recorder(Meter):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.components: dict[int, str] = {}
+        self._modules = set(self._names.values())
         self._kept: set[int] = set()
         self._marks: list[tuple[int, str]] = []
         self._first = 0
@@ -171,8 +169,15 @@ class Recorder(Meter):
         if id(life) in self._kept:
             if life.part in ("embed", "norm", "head"):
                 return "head_loss"
-            return "moe_routing" if life.path.startswith(ROUTING) else "activations"
+            return "moe_routing" if self._routes(life) else "activations"
         return "workspace"
+
+    def _routes(self, life: Life) -> bool:
+        """Made by the router of an E block, or on the way of rows to its experts and back."""
+        if f"{life.part}.mixer.router" not in self._modules:
+            return False
+        weights = life.path == "mixer.experts" and len(life.shape) == 1  # of rows in their slots
+        return weights or life.path == "mixer" or life.path.startswith("mixer.router")
 
     def _name(self, storage: int, component: str) -> None:
         life = self._alive.get(storage)

@@ -7,7 +7,8 @@ so the work of a matrix is done once.
 
 Cells that cross the wire, per rank, of the M cells of all matrices that move, on S ranks that cut
 them evenly and R replicas: M / (R S) to the owners and M / S back, of which 1 / (R S) is the rank's
-own. Buffers live as long as the wave: optim/muon.py says when, megacpp/memory/muon.py how much.
+own. Buffers live as long as the wave: optim/muon.py says when, megacpp/memory/forms/muon.py how
+much.
 
 Legend: K matrices of a batch, R rows, C columns.
 """

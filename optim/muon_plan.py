@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.memory.muon import (
+from megacpp.memory.forms.muon import (
     BLOCK_CELLS,
     WaveBytes,
     newton_schulz_bytes,

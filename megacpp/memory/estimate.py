@@ -5,9 +5,9 @@
     found.components                    # what they are; they sum to the point
     found.upper                         # no less than that, whatever routers choose
 
-Pure Python in about a millisecond a configuration: the sums of megacpp/memory/step.py over the
-closed forms of parameters, activations and working sets. bench/estimate.py holds it against traces
-of the trainer's own model; `estimate_memory` takes plain numbers instead of a configuration.
+Pure Python in about a millisecond a configuration: megacpp/memory/forms/step.py over the closed
+forms of parameters, activations and working sets. bench/estimate.py holds it against traces of the
+trainer's own model; `estimate_memory` takes plain numbers instead of a configuration.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megacpp.config import (
     TrainConfig,
 )
 from megacpp.errors import config_error
-from megacpp.memory.activations import not_counted
-from megacpp.memory.detail import detail_of
 from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
-from megacpp.memory.step import step_bytes
-from megacpp.memory.units import stored_of
+from megacpp.memory.forms.activations import not_counted
+from megacpp.memory.forms.detail import detail_of
+from megacpp.memory.forms.step import step_bytes
+from megacpp.memory.forms.units import stored_of
 from megacpp.model.stages import SPLIT_BACKWARD
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]

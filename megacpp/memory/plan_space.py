@@ -8,7 +8,7 @@ from typing import Any
 
 from megacpp.config import CheckpointingPolicy, Config, MeshConfig
 from megacpp.data.schedule import BatchSchedule
-from megacpp.memory.parameters import kinds_of
+from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.mesh_rules import first_broken
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces

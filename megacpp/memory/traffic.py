@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megacpp.config import Config
-from megacpp.memory.accumulation import travelling
-from megacpp.memory.activation_experts import trip_of
-from megacpp.memory.activation_share import Share
-from megacpp.memory.parameters import Held, Place, Weight, held, kinds_of, weights
+from megacpp.memory.forms.accumulation import travelling
+from megacpp.memory.forms.activation_experts import trip_of
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.parameters import Held, Place, Weight, held, kinds_of, weights
 from megacpp.model.pieces import BLOCK, pieces_of
 from megacpp.model.sizes import m2rnn_heads
 from megacpp.model.stages import SPLIT_BACKWARD

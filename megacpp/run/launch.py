@@ -14,8 +14,8 @@ from megacpp.config import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import config_error
-from megacpp.memory.activations import activation_bytes
 from megacpp.memory.budget import as_run
+from megacpp.memory.forms.activations import activation_bytes
 from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token

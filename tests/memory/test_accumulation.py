@@ -10,7 +10,7 @@ import pytest
 
 from megacpp.config import MeshConfig
 from megacpp.data.batches import Batch
-from megacpp.memory.accumulation import GradientSync, held, travelling
+from megacpp.memory.forms.accumulation import GradientSync, held, travelling
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.head import LossSum
 from parallel.boundary import AccumulationBoundary

@@ -28,9 +28,9 @@ from megacpp.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from megacpp.memory.activation_experts import trip_of
-from megacpp.memory.activation_share import Share
-from megacpp.memory.activations import ActivationBytes, activation_bytes
+from megacpp.memory.forms.activation_experts import trip_of
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.activations import ActivationBytes, activation_bytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.presets import PER_BLOCK, preset
 from megacpp.rules import check

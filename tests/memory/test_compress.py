@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from checkpointing.compress import compress_linears
 from megacpp.config import Config, ModelConfig
-from megacpp.memory.compress import CompressedInput
+from megacpp.memory.forms.compress import CompressedInput
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.build import build_optimizer

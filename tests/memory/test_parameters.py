@@ -9,8 +9,8 @@ import pytest
 from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
 from megacpp.config import Config
-from megacpp.memory.parameters import rank_bytes
-from megacpp.memory.units import stored_of
+from megacpp.memory.forms.parameters import rank_bytes
+from megacpp.memory.forms.units import stored_of
 from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
 from megacpp.presets import PRESETS, preset
 from parallel.dry_run import class_of

@@ -8,9 +8,9 @@ import torch
 from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
 from megacpp.kernels import expert_mlp, linear_cross_entropy, softcap_attention
-from megacpp.memory import working_attention, working_experts, working_head
-from megacpp.memory.activation_share import Share
-from megacpp.memory.working import backward, first_attention, forward
+from megacpp.memory.forms import working_attention, working_experts, working_head
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.working import backward, first_attention, forward
 from megacpp.model.pattern import block_letters
 from tests.memory.working_sets import working_sets
 

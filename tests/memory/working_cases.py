@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.memory import working
-from megacpp.memory.activation_share import Share
+from megacpp.memory.forms import working
+from megacpp.memory.forms.activation_share import Share
 from tests.memory.working_sets import working_sets
 
 # Widths of a preset, for what is small beside them to be so here; short rows, one microbatch.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacpp.config import Config
-from megacpp.memory.muon import (
+from megacpp.memory.forms.muon import (
     WaveBytes,
     muon_state_bytes,
     muon_transient_bytes,

@@ -28,7 +28,7 @@ from megacpp.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from megacpp.memory.accumulation import travelling
+from megacpp.memory.forms.accumulation import travelling
 from megacpp.rules import check, resolve
 from parallel.dry_run import dry_run
 

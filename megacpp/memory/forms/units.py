@@ -13,9 +13,9 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from megacpp.config import Config, ModelConfig, OptimConfig
-from megacpp.memory.muon import MIB
-from megacpp.memory.optimizer_step import optimizer_bytes
-from megacpp.memory.parameters import (
+from megacpp.memory.forms.muon import MIB
+from megacpp.memory.forms.optimizer_step import optimizer_bytes
+from megacpp.memory.forms.parameters import (
     Place,
     RankBytes,
     Storage,

@@ -4,7 +4,7 @@ It follows megacpp/kernels/mamba3_*.py, causal_conv.py and recurrent_gates.py li
 is a copy of something wide in the compute dtype and `widened` the other way round: of fp32 models
 neither exists.
 
-Legend: as megacpp/memory/activation_mamba3.py, with T tokens that the scan sees (padding included)
+Legend: as activation_mamba3.py, with T tokens that the scan sees (padding included)
 times its heads, C tokens of a chunk.
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.activation_mamba3 import Mamba3Sizes, mamba3, operands
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_desk import Desk, returned
-from megacpp.memory.working_frame import given
+from megacpp.memory.forms.activation_mamba3 import Mamba3Sizes, mamba3, operands
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_desk import Desk, returned
+from megacpp.memory.forms.working_frame import given
 from megacpp.model.pieces import Piece
 
 

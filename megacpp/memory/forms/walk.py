@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp.memory.moment import Moment
-from megacpp.memory.units import PartUnits, Unit
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.units import PartUnits, Unit
 
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 

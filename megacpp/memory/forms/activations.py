@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp.config import Config
-from megacpp.memory.activation_blocks import attention, feed_forward, normed, residual
-from megacpp.memory.activation_experts import experts
-from megacpp.memory.activation_m2rnn import m2rnn
-from megacpp.memory.activation_mamba3 import mamba3
-from megacpp.memory.activation_share import Kept, Share
+from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed, residual
+from megacpp.memory.forms.activation_experts import experts
+from megacpp.memory.forms.activation_m2rnn import m2rnn
+from megacpp.memory.forms.activation_mamba3 import mamba3
+from megacpp.memory.forms.activation_share import Kept, Share
 from megacpp.model.pattern import block_letters
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, pieces_of
 from megacpp.model.stages import stage_parts

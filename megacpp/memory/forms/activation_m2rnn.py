@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.memory.activation_share import INDEX, Kept, Pieces, Share
+from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.pieces import BLOCK
 from megacpp.model.sizes import m2rnn_heads
 

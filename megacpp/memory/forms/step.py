@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacpp.config import Config
-from megacpp.memory.activation_share import Share
-from megacpp.memory.batch import ids_bytes, mask_bytes
-from megacpp.memory.layers import layers_of, root_unit
-from megacpp.memory.parameters import Storage, kinds_of
-from megacpp.memory.parts import OUTER
-from megacpp.memory.pipeline import buffer_bytes, pipeline_step
-from megacpp.memory.units import Unit, stored_of
-from megacpp.memory.walk import Habits, Layer, Walk
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.batch import ids_bytes, mask_bytes
+from megacpp.memory.forms.layers import layers_of, root_unit
+from megacpp.memory.forms.parameters import Storage, kinds_of
+from megacpp.memory.forms.parts import OUTER
+from megacpp.memory.forms.pipeline import buffer_bytes, pipeline_step
+from megacpp.memory.forms.units import Unit, stored_of
+from megacpp.memory.forms.walk import Habits, Layer, Walk
 
 RESHARD_ABOVE_BYTES = 1 << 30  # of gathered parameters: parallel/fsdp.py
 

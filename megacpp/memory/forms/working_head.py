@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.memory.activation_share import INDEX, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_frame import copied, norm_back, norm_forward
+from megacpp.memory.forms.activation_share import INDEX, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_frame import copied, norm_back, norm_forward
 
 FEWEST_ROWS = 128  # of a chunk of the head (megacpp/kernels/linear_cross_entropy.py)
 

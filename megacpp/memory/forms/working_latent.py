@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.activation_blocks import context_kind
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_attention import BLOCK, masks
-from megacpp.memory.working_frame import copied, given, gradient_bytes, kept_bytes, reads
+from megacpp.memory.forms.activation_blocks import context_kind
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_attention import BLOCK, masks
+from megacpp.memory.forms.working_frame import copied, given, gradient_bytes, kept_bytes, reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.activation_experts import Trip, trip_of
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_blocks import gated_backward, gated_forward
-from megacpp.memory.working_frame import given, gradient_bytes, kept_groups
+from megacpp.memory.forms.activation_experts import Trip, trip_of
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_blocks import gated_backward, gated_forward
+from megacpp.memory.forms.working_frame import given, gradient_bytes, kept_groups
 
 BLOCKS = 16  # in which the hidden units of experts are worked on (kernels/expert_mlp.py)
 

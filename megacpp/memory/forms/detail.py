@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from megacpp.config import CheckpointingPolicy, Config
-from megacpp.memory.activation_experts import trip_of
-from megacpp.memory.activation_share import Share
-from megacpp.memory.activations import activation_bytes
-from megacpp.memory.parameters import RankBytes
-from megacpp.memory.units import stored_of
+from megacpp.memory.forms.activation_experts import trip_of
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.activations import activation_bytes
+from megacpp.memory.forms.parameters import RankBytes
+from megacpp.memory.forms.units import stored_of
 
 
 def detail_of(config: Config, size: int, rank: int) -> dict[str, dict[str, int]]:

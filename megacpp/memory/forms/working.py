@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megacpp.memory import (
+from megacpp.memory.forms import (
     working_attention,
     working_blocks,
     working_experts,
@@ -22,9 +22,9 @@ from megacpp.memory import (
     working_m2rnn,
     working_mamba3,
 )
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_frame import framed_backward, framed_forward, framed_inside
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_frame import framed_backward, framed_forward, framed_inside
 from megacpp.model.pieces import NOTHING, pieces_of
 
 __all__ = ["Moment", "backward", "first_attention", "forward"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megacpp.memory.activation_share import Share
+from megacpp.memory.forms.activation_share import Share
 
 
 def ids_bytes(own: Share) -> int:

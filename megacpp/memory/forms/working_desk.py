@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megacpp.memory.activation_share import Kept, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_frame import copied
+from megacpp.memory.forms.activation_share import Kept, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_frame import copied
 
 
 class Desk:

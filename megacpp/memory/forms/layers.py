@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megacpp.memory.activation_share import Share
-from megacpp.memory.parts import OUTER, forms_of
-from megacpp.memory.units import PartUnits, Unit
-from megacpp.memory.walk import Layer
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.parts import OUTER, forms_of
+from megacpp.memory.forms.units import PartUnits, Unit
+from megacpp.memory.forms.walk import Layer
 from megacpp.model.pattern import block_letters
 from megacpp.model.stages import stage_parts
 

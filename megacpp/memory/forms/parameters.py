@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Literal
 
 from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig
-from megacpp.memory.compress import projected_width
+from megacpp.memory.forms.compress import projected_width
 from megacpp.model.pattern import block_letters
 from megacpp.model.sizes import m2rnn_heads
 from megacpp.model.stages import stage_parts

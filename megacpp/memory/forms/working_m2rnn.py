@@ -3,7 +3,7 @@
 It follows megacpp/model/m2rnn.py and megacpp/kernels/m2rnn_chunks.py as a trace sees them: of
 packed rows a GPU has the states of one chunk twice more, as each token may start a document.
 
-Legend: as megacpp/memory/activation_m2rnn.py.
+Legend: as megacpp/memory/forms/activation_m2rnn.py.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.activation_m2rnn import channels, context_kind, m2rnn
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_desk import Desk, returned
-from megacpp.memory.working_frame import given
+from megacpp.memory.forms.activation_m2rnn import channels, context_kind, m2rnn
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_desk import Desk, returned
+from megacpp.memory.forms.working_frame import given
 from megacpp.model.pieces import BLOCK, NOTHING
 from megacpp.model.sizes import m2rnn_heads
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.moment import Moment
-from megacpp.memory.working_frame import given, gradient_bytes, reads
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.working_frame import given, gradient_bytes, reads
 
 
 def feed_forward(own: Share, pieces: Pieces) -> Iterator[Moment]:

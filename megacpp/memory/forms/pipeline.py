@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megacpp.config import CheckpointingPolicy
-from megacpp.memory.activation_share import Share
-from megacpp.memory.batch import mask_bytes
-from megacpp.memory.units import Unit
-from megacpp.memory.walk import Layer, Walk
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.batch import mask_bytes
+from megacpp.memory.forms.units import Unit
+from megacpp.memory.forms.walk import Layer, Walk
 from megacpp.model.stages import V_SHAPED, stage_parts, stages_per_rank
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from megacpp.memory.activation_share import Pieces, Share
-from megacpp.memory.activations import MIXERS as KEPT
-from megacpp.memory.moment import Moment
-from megacpp.memory.parameters import Weight, weights
+from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.activations import MIXERS as KEPT
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.parameters import Weight, weights
 from megacpp.model.pieces import NOTHING
 
 # What a piece that runs again never comes to: nothing is saved any more.

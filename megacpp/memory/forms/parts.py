@@ -14,10 +14,10 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from megacpp.config import CheckpointingPolicy, Config, MeshConfig, ModelConfig
-from megacpp.memory import working
-from megacpp.memory.activation_share import Share
-from megacpp.memory.activations import layer_groups
-from megacpp.memory.moment import Moment
+from megacpp.memory.forms import working
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.activations import layer_groups
+from megacpp.memory.forms.moment import Moment
 
 OUTER = ("embed", "norm", "head")
 ROUTING_GROUPS = ("routing", "rows")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megacpp.memory.activation_share import INDEX, Kept, Pieces, Share
+from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.pieces import BLOCK
 
 ROWS = 48  # a group is padded to a multiple on a CPU, to one of 16 on a GPU (kernels/grouped_mm.py)
