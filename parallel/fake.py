@@ -57,13 +57,14 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
 
 
 @contextmanager
-def fake_tensors(memory: bool = False) -> Iterator[None]:
+def fake_tensors(memory: bool = False, every_chunk: bool = True) -> Iterator[None]:
     """Tensors made inside of the block have no values; local work is replaced by its shape.
 
     Args:
         memory: replace only what keeps and computes the same (parallel/stand_ins.py).
+        every_chunk: see there.
     """
-    instead = memory_stand_ins() if memory else stand_ins()
+    instead = memory_stand_ins(every_chunk) if memory else stand_ins()
     with FakeTensorMode(allow_non_fake_inputs=True), _RealStaysReal(), instead:
         yield
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,9 +47,15 @@ def stand_ins() -> Iterator[None]:
 
 
 @contextmanager
-def memory_stand_ins() -> Iterator[None]:
-    """The same for fewer originals: what is kept and computed is as it always is."""
-    with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce)):
+def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
+    """The same for fewer originals: what is kept and computed is as it always is.
+
+    Args:
+        every_chunk: of M2RNN; else the first and the last ones are run. They need what others
+            need, and do less.
+    """
+    few = () if every_chunk else ((Plan, FewChunks),)
+    with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
         yield
 
 
@@ -154,6 +160,22 @@ class ChunkAtOnce(m2rnn_chunks._Chunk):
         w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
         _by_head(dafter_CNBKV).baddbmm_(_by_head(dx_CNBKV), w_back_NVV)
         return dafter_CNBKV, dx_CNBKV, dh_NBKV
+
+
+class _Ends(list[slice]):
+    """As long as all chunks of a row; goes through those at its ends."""
+
+    def __iter__(self) -> Iterator[slice]:
+        last = max(2, len(self) - 2)
+        return iter([*self[:2], *self[last:]])
+
+
+@dataclass(frozen=True, eq=False)
+class FewChunks(Plan):
+    """In place of `m2rnn_chunks.Plan`: what a chunk leaves behind is overwritten by the next."""
+
+    def spans(self) -> list[slice]:
+        return _Ends(super().spans())
 
 
 def _by_head(x_CNBKV: Tensor) -> Tensor:

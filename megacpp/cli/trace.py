@@ -136,12 +136,14 @@ def _composes(config: Config) -> bool:
 def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Stream, Recorder]:
     """All layers of the model of `config`, and the recorder that has seen them run."""
     model = planned_model(config, world, Keeper(config))
-    with fake_tensors(memory=True), Recorder(model) as recorder:
+    with fake_tensors(memory=True, every_chunk=False), Recorder(model) as recorder:
         model.to_empty(device=world.device)
         model.train()
         trainee = Trainee.of(model, world, config, FakeBoundary)
-        if world.parallel:
+        if config.mesh.pp > 1:
             trainee.first_step(config, recorder.stage, optimizes)
+        elif world.parallel:
+            gather_once(model)
         recorder.begin(trainee.optimizer)
         trainee.step(config, microbatches(config), recorder.stage, optimizes)
         return recorder.stream(), recorder  # while there is an optimizer, which has its state
@@ -155,6 +157,17 @@ def _reshards(config: Config, world: World, cells: int) -> Literal["auto", "alwa
 
     itemsize = compute_dtype(config.precision, world.device).itemsize
     return "always" if cells * itemsize > RESHARD_ABOVE_BYTES else "never"
+
+
+def gather_once(model: HybridLM) -> None:
+    """Has FSDP2 make what stays when it first runs: the tensors that it fills with weights."""
+    from parallel.fsdp import fsdp_units
+
+    for number, unit in enumerate(fsdp_units(model)):
+        if number == 0:
+            unit._get_fsdp_state()._lazy_init()  # the root; a forward would do it
+        unit.unshard()
+        unit.reshard()
 
 
 def microbatches(config: Config) -> int:
