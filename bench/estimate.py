@@ -2,7 +2,7 @@
 
     python -m bench.estimate                # a dozen points
     python -m bench.estimate --points 40    # so many
-    python -m bench.estimate --full         # 216, for an idle hour
+    python -m bench.estimate --full --jobs 2  # 216, for an idle half hour
 
 A point is a preset on a mesh: ranks, tokens, tp, ep, cp, pp, policy, optimizer. Its trace runs the
 trainer's builder and a whole step on fake tensors: its peak is what tensors need. The estimate is
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 
 from megacpp.config import CheckpointingPolicy, Config
 from megacpp.errors import ConfigError
@@ -186,25 +187,28 @@ def summary(results: list[Result]) -> dict[str, float]:
     }
 
 
+def line(result: Result) -> str:
+    """One point, for people."""
+    gib, more = result.trace / 2**30, f"upper {result.upper / result.trace:5.2f}x"
+    where = f"{result.where} / {result.moment}  {result.seconds:.0f} s"
+    return f"{result.point}  {gib:8.3f} GiB {100 * result.share:+7.3f} %  {more}  {where}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--points", type=int, default=12)
     parser.add_argument("--full", action="store_true", help="216 points")
     parser.add_argument("--pipelines", action="store_true", help="pp 2 among them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that trace")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = []
-    for point in points(216 if options.full else options.points, options.pipelines):
-        result = measure(point)
-        results.append(result)
-        if not options.json:
-            gib = result.trace / 2**30
-            print(
-                f"{point}  {gib:8.3f} GiB {100 * result.share:+7.3f} %  "
-                f"upper {result.upper / result.trace:5.2f}x  {result.where} / {result.moment}  "
-                f"{result.seconds:.0f} s",
-                flush=True,
-            )
+    asked = points(216 if options.full else options.points, options.pipelines)
+    with get_context("fork").Pool(options.jobs, maxtasksperchild=10) as pool:
+        for result in pool.imap(measure, asked):
+            results.append(result)
+            if not options.json:
+                print(line(result), flush=True)
     found = summary(results)
     mean, worst = latencies()
     if options.json:

@@ -14,6 +14,7 @@ from html import escape
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 640, 64, 12, 10, 28
 POINTS = 600  # of a line, more are averaged
 SERIES = 8
+LETTER = 6.6  # width of a letter of a bar's words, about
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def bars(
     most = max([*ends, level[0] if level else 0.0, 0.0])
     if most <= 0:
         return ""
-    left, right = 168, 104
+    left, right = 168, 16 + round(LETTER * max(len(row.words) for row in rows))
     across = _scale(0, most, left, WIDTH - right)
     parts, y = [], 6.0
     for row in rows:

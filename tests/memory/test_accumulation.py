@@ -35,8 +35,8 @@ def kept(rank: int, _: int) -> dict[tuple[GradientSync, str], tuple[int, int, in
             boundary = AccumulationBoundary(model, world, config)
 
             with LiveBytes() as live:
-                watched = Watched(boundary._forward, live)
-                boundary._forward = watched  # type: ignore[method-assign]
+                watched = Watched(boundary._run, live)
+                boundary._run = watched  # type: ignore[method-assign]
                 boundary.accumulate(batches_of(0, world, run))
             contract = {id(p) for _, p in contract_parameters(model)}
             own = [p for p in model.parameters() if id(p) not in contract]

@@ -31,6 +31,7 @@ KEEP = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute
 CASES = {  # ranks, flags
     "cpu": (1, ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", "--train.device", "cpu"]),
     "autocast, tied": (1, [*DENSE, "--model.vocab-size", "8192"]),
+    "tied, gathered twice": (4, [*DENSE, "--mesh.reshard", "always"]),
     "fsdp, each": (4, [*HYBRID, "--train.gradient-sync", "each", "--mesh.dp-replicate", "2"]),
     "tp ep, gathered twice": (
         8,

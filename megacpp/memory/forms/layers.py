@@ -53,6 +53,7 @@ def layers_of(
                     stream,
                     own.stream * model.dim * own.compute if kind == "norm" else 0,
                     waits,
+                    kind == "embed" and model.tie_embeddings and "head" in ends,
                 )
             )
         found.append(layers)

@@ -33,6 +33,7 @@ class Layer:
         stream: bytes of the residual stream's gradient.
         passes: what the next part is given and doesn't keep.
         waits: a tied head's gradient, until the embedding has its own.
+        tied: an embedding whose unit is the head's too, and whole until the loss.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Layer:
     stream: int
     passes: int = 0
     waits: int = 0
+    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class Walk:
         self.keep(layer)
         if layer.kind == "head" and not self.habits.sharded:
             self.gathered -= had  # behind it autocast ends, which remembered it
-        elif self.habits.again and layer.kind != "head":
+        elif self.habits.again and layer.kind != "head" and not layer.tied:
             self.gathered -= had
 
     # ---- backward -----------------------------------------------------------------------------
