@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
@@ -114,8 +115,7 @@ def like(whole: Tensor, local: Tensor) -> Tensor:
 def _packed_class(bits: Bits) -> Any:
     try:
         with _quiet_import():
-            from torchao.optim.subclass_4bit import OptimState4bit
-            from torchao.optim.subclass_8bit import OptimState8bit
+            from torchao.optim import subclass_4bit, subclass_8bit
     except ImportError as error:
         raise config_error(
             "optim.adamw_state",
@@ -123,7 +123,11 @@ def _packed_class(bits: Bits) -> Any:
             f"torchao can't be imported ({error})",
             "pip install torchao (the lowp extra), or use optim.adamw_state=fp32",
         ) from error
-    return {"8bit": OptimState8bit, "4bit": OptimState4bit}[bits]
+    module = {"8bit": subclass_8bit, "4bit": subclass_4bit}[bits]
+    with _disable_current_modes():  # remembered for good: values of fake tensors would be, too
+        for table in (module.get_qmap_signed, module.get_qmap_unsigned):
+            table()
+    return {"8bit": subclass_8bit.OptimState8bit, "4bit": subclass_4bit.OptimState4bit}[bits]
 
 
 def _pack(own: Tensor, new: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from optim import low_bit
 from optim.local import local_part
 from optim.low_bit import BLOCKS, Bits, _quiet_import, is_packed
 from optim.muon_adamw import MuonAdamW
+from parallel.fake import fake_tensors
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("torchao")
@@ -217,3 +219,16 @@ def test_importing_torchao_leaves_logs_and_warnings_alone() -> None:
         assert not any(logger.isEnabledFor(logging.WARNING) for logger in loggers)
         warnings.filterwarnings("ignore", message="as torchao does")
     assert ([logger.level for logger in loggers], list(warnings.filters)) == before
+
+
+@pytest.mark.parametrize("bits", KINDS)
+def test_tables_are_real_where_tensors_are_fake(bits: Bits) -> None:
+    """torchao makes a table once; values made up for a trace would serve every later run."""
+    packed = low_bit._packed_class(bits)
+    module = sys.modules[packed.__module__]
+    module.get_qmap_signed.cache_clear()
+    module.get_qmap_unsigned.cache_clear()
+    with fake_tensors():
+        low_bit.new_low_bit_state(torch.empty(4096), bits)
+    for table in (module.get_qmap_signed(), module.get_qmap_unsigned()):
+        assert len(set(table)) == {"8bit": 256, "4bit": 16}[bits]
