@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.parts import OUTER, forms_of
 from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.memory.forms.walk import Layer
+from megacpp.memory.forms.working import first_attention
+from megacpp.memory.forms.working_attention import masks
 from megacpp.model.pattern import block_letters
 from megacpp.model.stages import stage_parts
 
@@ -33,7 +36,8 @@ def layers_of(
     found = []
     for part in named:
         ends = {kind for kind, _ in part}
-        layers = []
+        layers: list[Layer] = []
+        made = making_masks(own) if "A" in ends else ()
         for kind, number in part:
             form = forms[name_of(kind, number, letters)]
             mine, waits = units.get(kind, NO_UNITS), 0
@@ -46,7 +50,7 @@ def layers_of(
                     kind if number < 0 else f"layer {number} ({kind})",
                     kind,
                     mine,
-                    form.forward,
+                    form.forward + (made if kind == "A" else ()),
                     form.backward,
                     form.kept,
                     form.copies,
@@ -56,8 +60,17 @@ def layers_of(
                     kind == "embed" and model.tie_embeddings and "head" in ends,
                 )
             )
+            made = () if kind == "A" else made
         found.append(layers)
     return found
+
+
+def making_masks(own: Share) -> tuple[Moment, ...]:
+    """What the first A block of a microbatch has alive beside the masks, which are the batch's.
+
+    Of its two comparisons one stays, and is inverted while the narrow mask is there.
+    """
+    return tuple(replace(m, tensors=m.tensors - masks(own) // 2) for m in first_attention(own))
 
 
 def name_of(kind: str, number: int, letters: str) -> str:
