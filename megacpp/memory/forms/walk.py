@@ -172,6 +172,8 @@ class Walk:
         block, experts = layer.units.block, layer.units.experts
         had = 0
         if gathers and block.whole and (self.habits.sharded or layer.kind != "embed"):
+            if looks and self.habits.sharded:  # the one before is still there, as it arrived
+                self.see(name, self.passed, communication=(block.flat + block.gathered) * size)
             had = self.gather(block)
         if gathers and experts.whole:
             if looks:
