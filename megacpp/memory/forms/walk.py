@@ -214,6 +214,10 @@ class Walk:
         """
         name, size = f"backward of {layer.name}", self.habits.compute
         units = layer.units
+        if gathers and units.experts.across:  # rows of experts are put together once more
+            arriving = units.experts.flat + units.experts.gathered + units.experts.across
+            moved = (units.block.gathered + arriving) * size
+            self.see(name, layer.stream, 0, moved)
         self.keep(layer, -1)
         if gathers:
             self.gathered += units.block.gathered * size
