@@ -22,7 +22,7 @@ from multiprocessing import get_context
 
 from megacpp.config import CheckpointingPolicy, Config
 from megacpp.errors import ConfigError
-from megacpp.memory.estimate import estimate
+from megacpp.memory.estimate import NO_TENSOR, estimate
 from megacpp.presets import preset
 from megacpp.rules import check, resolve
 
@@ -99,7 +99,7 @@ class Result:
     """Bytes of a point.
 
     Attributes:
-        upper: of tensors and allocator.
+        upper: without what no tensor is expected to ask for.
         share: of the trace, by which the estimate is over it (under: negative).
         seconds: that the trace took; `estimate_ms`: the estimate.
     """
@@ -159,7 +159,7 @@ def measure(point: Point) -> Result:
     begin = time.perf_counter()
     found = estimate(config, point.world)
     took = (time.perf_counter() - begin) * 1e3
-    upper = found.upper - found.components.get("runtime_reserved", 0)
+    upper = found.upper - sum(found.components.get(name, 0) for name in NO_TENSOR)
     where = stream.where(event)
     return Result(point, peak, where, found.tensors, found.moment, upper, traced, took)
 
