@@ -10,6 +10,7 @@ from megacpp.arguments import Resolved, parse_or_exit
 RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 
 import time
+from functools import partial
 from pathlib import Path
 
 from checkpointing.apply import Keeper
@@ -95,7 +96,7 @@ def main(resolved: Resolved) -> None:
     calibrator = Calibrator(admission, model, optimizer, device, of_all, world.is_main)
     smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
     held_out = validation_share(corpus, config, *share)
-    watch = lambda: StepWatch(model, optimizer)  # noqa: E731
+    watch = partial(StepWatch, model, optimizer)
     forensics = Forensics(folder, config, world.rank, device, watch, state.step)
 
     # ---- the loop --------------------------------------------------------------------------------
