@@ -16,7 +16,7 @@ from typing import Any
 
 from checkpointing.meter import Life, Meter, Phase
 from megacpp.config import ModelConfig
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds, with_kinds
 
 Standing = tuple[str, str]  # a part that was metered, and the name of what it stands for
 
@@ -115,10 +115,9 @@ class Activations:
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:
-    """The same model with one layer of each letter, and the last layer."""
-    letters = block_letters(model.pattern, model.depth)
-    few = "".join([*dict.fromkeys(letters[:-1]), letters[-1]])
-    return dataclasses.replace(model, depth=len(few), pattern=few)
+    """The same model with one layer of each kind, and the last layer."""
+    kinds = layer_kinds(model)
+    return with_kinds(model, [*dict.fromkeys(kinds[:-1]), kinds[-1]])
 
 
 def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
@@ -126,12 +125,12 @@ def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
 
     `traced` is the model itself or `one_of_each` of it.
     """
-    few, letters = (block_letters(m.pattern, m.depth) for m in (traced, model))
-    same, last = few == letters, len(letters) - 1
+    few, kinds = (layer_kinds(m) for m in (traced, model))
+    same, last = few == kinds, len(kinds) - 1
     found: list[Standing] = [("embed", "embed")]
-    for i, letter in enumerate(letters[:-1]):
-        found.append((f"blocks.{i if same else few.index(letter)}", letter))
-    found.append((f"blocks.{last if same else len(few) - 1}", f"{letters[-1]} last"))
+    for i, kind in enumerate(kinds[:-1]):
+        found.append((f"blocks.{i if same else few.index(kind)}", kind))
+    found.append((f"blocks.{last if same else len(few) - 1}", f"{kinds[-1]} last"))
     return [*found, ("norm", "norm"), ("head", "head")]
 
 

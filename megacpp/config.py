@@ -22,6 +22,23 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class SparseAttentionConfig:
+    """DSA: queries of some A blocks attend to the keys that an indexer chooses (2512.02556)."""
+
+    # Which A blocks, by their rank among A blocks: "1,2,3" or "all" (empty: none).
+    layers: str = ""
+    top_k: int = 256  # keys of a query
+    num_heads: int = 8  # of the indexer
+    head_dim: int = 64
+    # Of every so many sparse blocks the first chooses keys, the others take its choice.
+    share: int = 1
+    own: str = ""  # ranks that choose for themselves beside those (first of a pipeline stage, ...)
+    # dense: all keys are attended to, and nothing but the indexers is trained, on their loss.
+    stage: Literal["sparse", "dense"] = "sparse"
+    loss: float = 1e-3  # of the divergence between what is attended to and what is chosen
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """A blocks. `gqa`: grouped-query; `mla`: DeepSeek multi-head latent attention."""
 
@@ -39,6 +56,7 @@ class AttentionConfig:
     v_head_dim: int = 64
     yarn: YarnConfig | None = None
     max_seq_len: int = 4096  # YaRN applies only beyond yarn.original_seq_len
+    sparse: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)
 
 
 @dataclass(frozen=True)
@@ -90,8 +108,12 @@ class MoEConfig:
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     softmax_order: Literal["pre", "post"] = "post"  # softmax before or after the top-k choice
     route_scale: float = 1.0
-    num_groups: int = 1
+    num_groups: int = 1  # of experts, as the nodes that hold them; a token visits top_k_groups
     top_k_groups: int = 1
+    # Part of the chosen slots that go to real experts (1: all); the rest go to null experts, which
+    # compute nothing. Then a token chooses top_k / null_rho slots, top_k real ones on average.
+    null_rho: float = 1.0
+    load_warning: float = 4.0  # busiest expert over the mean of its layer that is worth a warning
     bias_update_rate: float = 1e-3  # selection-only bias, sigmoid scores (0: no bias)
     capacity_factor: float | None = None  # None: dropless
     balance_loss: float = 0.0  # Switch loss over the microbatch
@@ -105,6 +127,67 @@ class MLPConfig:
 
     hidden_dim: int = 1024
     activation: Literal["swiglu", "relu2"] = "swiglu"
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """Multi-token prediction: further tokens from the last hidden states (2412.19437)."""
+
+    depths: int = 0  # tokens beyond the next (0: off)
+    shared: bool = True  # one block for all depths (FastMTP, 2509.18362), or one for each
+    loss: float = 0.3  # of the weighted mean over depths
+    loss_final: float = 0.3  # the same after `switch`
+    switch: float = 1.0  # part of run.steps after which loss_final takes over
+    beta: float = 0.6  # depth k weighs beta^k, normalised (1: all alike)
+    order: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
+    hidden: Literal["pre_norm", "post_norm"] = "pre_norm"  # of trunk and depths, before their norm
+    hidden_dim: int = 0  # of the block's feed-forward (0: 4 * dim, that of SwiGLU two thirds)
+    detach_trunk: bool = False  # the trunk learns nothing from it
+    detach_head: bool = False  # neither does the head
+
+
+@dataclass(frozen=True)
+class TOPConfig:
+    """Token order prediction: which tokens come sooner (2508.19228)."""
+
+    loss: float = 0.0  # 0: off
+    window: int = 2048  # tokens ahead that count
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Hashed n-grams, looked up and added to the token embedding; zero at the start."""
+
+    heads: int = 0  # tables of each order (0: off)
+    max_order: int = 3  # orders 2 to this one
+    table_size: int = 500_000  # each table has the next prime number of rows that is unused
+    dim: int = 16  # of a row
+    lr_factor: float = 5.0  # of optim.embed_lr, for the tables
+
+
+@dataclass(frozen=True)
+class EngramConfig:
+    """Engram: gated memories of hashed n-grams in front of some A blocks (2601.07372)."""
+
+    layers: str = ""  # by rank among A blocks: "0,4" or "all" (empty: none)
+    heads: int = 8  # tables of each order
+    max_order: int = 3  # orders 2 to this one
+    table_size: int = 100_000
+    dim: int = 256  # of all heads of one order together
+    conv_kernel: int = 4  # taps max_order tokens apart
+    lr_factor: float = 5.0  # of optim.embed_lr, for the tables
+
+
+@dataclass(frozen=True)
+class HyperConnectionConfig:
+    """Manifold-constrained hyper-connections: several residual streams (mHC, 2512.24880)."""
+
+    streams: int = 1  # 1: off
+    ordering: Literal["paper", "deepseek_v4", "megatron"] = "paper"
+    iterations: int = 20  # of Sinkhorn
+    # plain: the model at step 0 is the one without; published: as in the ordering's source.
+    init: Literal["plain", "published"] = "plain"
+    collapse: Literal["mean", "sum"] = "mean"  # of the streams behind the last block
 
 
 @dataclass(frozen=True)
@@ -125,6 +208,16 @@ class ModelConfig:
     m2rnn: M2RNNConfig = field(default_factory=M2RNNConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     mlp: MLPConfig = field(default_factory=MLPConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    top: TOPConfig = field(default_factory=TOPConfig)
+    ngram: NgramConfig = field(default_factory=NgramConfig)
+    engram: EngramConfig = field(default_factory=EngramConfig)
+    mhc: HyperConnectionConfig = field(default_factory=HyperConnectionConfig)
+
+    @property
+    def looks_around(self) -> bool:
+        """Something reads tokens of a row beside its own."""
+        return bool(self.mtp.depths or self.top.loss or self.ngram.heads or self.engram.layers)
 
 
 @dataclass(frozen=True)

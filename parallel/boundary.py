@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from megacpp.config import Config
 from megacpp.data.batches import Batch
 from megacpp.errors import NonFiniteError
+from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
-from megacpp.model.router import TERMS, Router
+from megacpp.model.router import Router
 from parallel.build import autocast_dtype, stages_of
 from parallel.context_layout import ContextLayout
 from parallel.guard import NonFiniteGuard
@@ -69,9 +70,11 @@ class AccumulationBoundary:
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
+        self.looks_around = config.model.looks_around
         self.guard = NonFiniteGuard(model, world, stages)
         self.loss_scale = LossScale(config.precision)
-        self.routers = [m for m in model.modules() if isinstance(m, Router)]
+        self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
+        self.routers = [m for m in self.sources if isinstance(m, Router)]
         self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNN) and m.clip]
 
     def accumulate(self, microbatches: Iterable[Batch]) -> StepSums:
@@ -125,7 +128,7 @@ class AccumulationBoundary:
         numbers = torch.cat([norm.double().view(1), sums.nll_sum.view(1), counts, sums.along])
         grad_norm, nll_sum, valid, target_bytes, nonfinite, losses, *rest = numbers.tolist()
         main, own = (math.sqrt(square) if square >= 0 else math.nan for square in rest[-2:])
-        on = {term for router in self.routers for term in router.auxiliary}
+        on = {term for source in self.sources for term in source.auxiliary}
         finite = math.isfinite(grad_norm) and not losses
         sanitizes = self.train.nonfinite == "sanitize"
         verdict = Verdict(
@@ -161,14 +164,16 @@ class AccumulationBoundary:
         if verdict is None or not verdict.clean or verdict.healthy:
             self.loss_scale.update(verdict is None or verdict.clean)
         if not self.routers or (verdict is not None and not verdict.healthy):
-            for router in self.routers:
-                router.forget()
+            for source in self.sources:
+                source.forget()
             return
         counts = torch.stack([router.tokens_per_expert for router in self.routers])
         self.world.sum(counts, "stage")
         for router, count in zip(self.routers, counts, strict=True):
             router.tokens_per_expert.copy_(count)
             router.update_bias()
+        for source in self.sources:
+            source.forget()
 
     def where(self) -> str:
         """Which ranks had values that weren't finite in which part of the model, for a message.
@@ -210,9 +215,12 @@ class AccumulationBoundary:
 
     def _share(self, batch: Batch) -> Batch:
         """This rank's tokens of a microbatch, on its device."""
-        if self.layout.degree > 1:
-            batch = batch.take(self.layout.index(batch.ids_BT.shape[1]))
-        return batch.to(self.world.device)
+        if self.layout.degree == 1:
+            batch = batch.to(self.world.device)
+            return batch.with_tokens() if self.looks_around else batch
+        if self.looks_around:
+            batch = batch.with_tokens()
+        return batch.take(self.layout.index(batch.ids_BT.shape[1])).to(self.world.device)
 
     def _run(self, batch: Batch) -> LossSum:
         with self._precision():
@@ -271,19 +279,20 @@ class AccumulationBoundary:
 
     def _set_scales(self, tokens: int) -> None:
         """Auxiliary losses, which are sums over tokens, become means; fp16 scales everything."""
-        for router in self.routers:
-            router.aux_scale.fill_(self.loss_scale.value / tokens)
+        for source in self.sources:
+            source.aux_scale.fill_(self.loss_scale.value / tokens * source.gradient_share)
         for clip in self.clips:
             clip.loss_scale = self.loss_scale.value
 
     @torch.no_grad()
     def _numbers_along(self, sums: Tensor) -> Tensor:
-        """What is summed over all ranks with the norm; each token's router is on one rank alone."""
+        """What is summed over all ranks with the norm."""
         numbers = torch.zeros(2 + len(TERMS) + 2, dtype=torch.float64, device=self.world.device)
         numbers[0] = self.guard.total
         numbers[1] = (~sums.isfinite()).sum()  # ranks of tp may differ in what they see
+        for source in self.sources:
+            numbers[2:-2] += source.loss_sums * source.record_share
         for router in self.routers:
-            numbers[2:-2] += router.loss_sums
             numbers[-2:] += router.gradient_squares
         return numbers
 

@@ -23,7 +23,7 @@ from megacpp.dtensor import is_dtensor
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.moe import Experts
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds, with_kinds
 from megacpp.run.precision import compute_dtype
 from parallel.build import stages_of
 from parallel.collective_log import MODEL_AXES, Collective, CollectiveLog
@@ -92,8 +92,7 @@ def gathers_again(model: HybridLM, config: Config) -> bool:
 
 def _one_of_each(config: Config, again: bool) -> Config:
     """One block of every kind, in the order in which they first appear; one stage."""
-    kinds = "".join(dict.fromkeys(block_letters(config.model.pattern, config.model.depth)))
-    model = replace(config.model, pattern=kinds, depth=len(kinds))
+    model = with_kinds(config.model, list(dict.fromkeys(layer_kinds(config.model))))
     mesh = replace(config.mesh, pp=1, reshard="always" if again else "never")
     return replace(config, model=model, mesh=mesh)
 

@@ -62,6 +62,7 @@ class Pipeline:
         self.owners = owners(config.mesh.pp_schedule, world.degree("pp"))
         self.tied = config.model.tie_embeddings and self.owners[0] != self.owners[-1]
         self.dim, self.dtype = config.model.dim, compute_dtype(config.precision, world.device)
+        self.looks_around = config.model.looks_around
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
@@ -167,6 +168,7 @@ class Pipeline:
 
         ids_Bt = stacked([batch.ids_BT for batch in batches])
         labels_Bt = stacked([batch.labels_BT for batch in batches])
+        around = {"tokens_BT": ids_Bt, "row_labels_BT": labels_Bt} if self.looks_around else {}
         if self.layout.degree > 1:
             index_t = self.layout.index(shape[1]).to(device)
             ids_Bt, labels_Bt = ids_Bt[:, index_t], labels_Bt[:, index_t]
@@ -179,6 +181,7 @@ class Pipeline:
             "positions_BT": stacked([batch.docs.positions_BT for batch in batches]),
             "labels_Bt": labels_Bt,
             "whole": all(batch.docs.whole for batch in batches),
+            **around,
         }
 
     def _forward(self, batch: Batch) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.model.documents import Documents
-from megacpp.model.hybrid import HybridLM
+from megacpp.model.hybrid import HybridLM, begin, finish
 from megacpp.model.stages import StagePart
 
 
@@ -48,6 +48,8 @@ class Stage(nn.Module):
         positions_BT: Tensor,
         labels_Bt: Tensor,
         whole: bool,
+        tokens_BT: Tensor | None = None,
+        row_labels_BT: Tensor | None = None,
     ) -> Tensor:
         """One microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
 
@@ -56,18 +58,21 @@ class Stage(nn.Module):
             documents_BT: document ids of whole rows, `positions_BT` positions in the document.
             labels_Bt: read by the last stage only.
             whole: every row is one document.
+            tokens_BT: ids of whole rows, where the model looks around; `row_labels_BT` labels.
         """
-        docs = Documents(documents_BT, positions_BT, whole)
+        docs = Documents(
+            documents_BT, positions_BT, whole, tokens_BT=tokens_BT, labels_BT=row_labels_BT
+        )
         if self.index_t is not None:
             docs = docs.take(self.index_t)
         if self.part.first:
-            x = self.embed(x)
+            x = begin(self, x, docs)
         for block in self.blocks.values():
             x = block(x, docs)
         if not self.part.last:
             assert self.hands_on in (None, (x.shape, x.dtype)), (self.hands_on, x.shape, x.dtype)
             return x
-        out = self.head(self.norm(x), labels_Bt)
+        out = finish(self, x, labels_Bt, docs)
         self.sums.append(torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double())
         return out.loss_sum
 

@@ -61,6 +61,10 @@ class Batch:
         ids_BT, labels_BT = self.ids_BT.to(device), self.labels_BT.to(device)
         return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
 
+    def with_tokens(self) -> Batch:
+        """The same batch whose documents know ids and labels of whole rows."""
+        return replace(self, docs=self.docs.with_tokens(self.ids_BT, self.labels_BT))
+
     def take(self, index_T: Tensor) -> Batch:
         """Some tokens of every row; the counts stay those of the whole rows."""
         ids_BT, labels_BT = self.ids_BT[:, index_T], self.labels_BT[:, index_T]

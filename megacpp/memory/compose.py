@@ -21,7 +21,7 @@ from typing import Literal
 
 from megacpp.config import Config, ModelConfig
 from megacpp.memory.stream import Block, Stream
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
 
 Phase = Literal["forward", "backward"]
@@ -49,26 +49,28 @@ def shallow(config: Config, size: int, rank: int) -> Shallow | None:
     None: there are no fewer, or a rank of the pipeline has several stages.
     """
     model, mesh = config.model, config.mesh
-    letters = "".join(block_letters(model.pattern, model.depth))
-    layers, first, last, stage = range(len(letters)), True, True, 0
+    kinds = layer_kinds(model)
+    layers, first, last, stage = range(len(kinds)), True, True, 0
     if mesh.pp > 1:
         if stages_per_rank(mesh.pp_schedule) > 1:
             return None
         stage = rank // (size // mesh.pp)
         part = stage_parts(model, mesh, stage)[0]
         layers, first, last = part.layers, part.first, part.last
-    own = letters[layers.start : layers.stop]
+    own = kinds[layers.start : layers.stop]
     between = list(dict.fromkeys(own[1:-1]))
-    few = "".join([own[0], *between, own[-1]])
+    few = [own[0], *between, own[-1]]
     if len(few) >= len(own):
         return None
-    standing = [0, *(1 + between.index(letter) for letter in own[1:-1]), len(few) - 1]
+    standing = [0, *(1 + between.index(kind) for kind in own[1:-1]), len(few) - 1]
     ahead = stage * len(few)
     parts = [("embed", "embed")] if first else []
     parts += [(f"blocks.{i}", f"blocks.{ahead + j}") for i, j in zip(layers, standing, strict=True)]
     parts += [("norm", "norm"), ("head", "head")] if last else []
-    pattern, depth = "|".join([few] * mesh.pp), len(few) * mesh.pp
-    return Shallow(dataclasses.replace(model, depth=depth, pattern=pattern), tuple(parts))
+    letters = "".join(kind[0] for kind in few)
+    traced = with_kinds(model, few * mesh.pp)
+    cut = dataclasses.replace(traced, pattern="|".join([letters] * mesh.pp))
+    return Shallow(cut, tuple(parts))
 
 
 @dataclass(frozen=True)

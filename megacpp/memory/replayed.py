@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megacpp.config import Config, ModelConfig
 from megacpp.model.flops import block_flops
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.sizes import m2rnn_heads
 
@@ -18,13 +18,13 @@ from megacpp.model.sizes import m2rnn_heads
 def replayed_flops_per_token(config: Config) -> float:
     """Of one token through all layers, under `config.recompute`."""
     model, policy = config.model, config.recompute
-    letters = block_letters(model.pattern, model.depth)
     total = 0.0
-    for letter, pieces in zip(letters, layer_pieces(policy, model), strict=True):
+    for kind, pieces in zip(layer_kinds(model), layer_pieces(policy, model), strict=True):
+        letter = kind[0]
         if letter == "R" and policy.rblock != "none":
             total += _recurrence(model)
         if pieces >= BLOCK:
-            total += block_flops(letter, model, config.data.seq_len) - _last_product(letter, model)
+            total += block_flops(kind, model, config.data.seq_len) - _last_product(letter, model)
             total += _padded_values(config) if letter == "A" else 0.0
         else:
             total += sum(_piece(piece, letter, config) for piece in pieces)

@@ -22,8 +22,9 @@ from megacpp.model.seam import PLAIN, Seam
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention | Mamba3 | M2RNN | MixtureOfExperts | MLP
 
 
-def build_mixer(letter: str, config: ModelConfig) -> Mixer:
-    """The mixer of a block letter (see megacpp/model/pattern.py)."""
+def build_mixer(kind: str, config: ModelConfig) -> Mixer:
+    """The mixer of a kind of layer (see `layer_kinds` in megacpp/model/pattern.py)."""
+    letter = kind[0]
     if letter == "A":
         mla = config.attention.kind == "mla"
         return MultiHeadLatentAttention(config) if mla else GroupedQueryAttention(config)
@@ -42,11 +43,11 @@ class Block(nn.Module):
 
     seam: Seam = PLAIN
 
-    def __init__(self, letter: str, config: ModelConfig) -> None:
+    def __init__(self, kind: str, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.letter = letter
+        self.letter, self.kind, self.layer = kind[0], kind, layer
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.mixer: Mixer = build_mixer(letter, config)
+        self.mixer: Mixer = build_mixer(kind, config)
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         return self.seam("block", self._forward, x_BTD, docs)
@@ -65,4 +66,8 @@ class Block(nn.Module):
         return {"norm.weight": self.norm.init_rules()["weight"], **mixer}
 
     def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        return x_BTD + self.mixer(self.seam("norm", self.norm, x_BTD), docs)
+        return x_BTD + self._mixed(x_BTD, docs)
+
+    def _mixed(self, x_BTD: Tensor, docs: Documents) -> Tensor:
+        """What is added to the stream."""
+        return self.mixer(self.seam("norm", self.norm, x_BTD), docs)

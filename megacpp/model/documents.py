@@ -6,8 +6,8 @@ Legend: B rows, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class Documents:
         whole: every row is one document, so that mixers may take their unmasked fast path.
         row: of a part of the tokens (`take`), the documents of the whole rows; else None.
         index_T: of a part, the positions in the row of its tokens; else None.
+        tokens_BT: int64 ids of whole rows, where something reads tokens beside its own.
+        labels_BT: labels of whole rows, likewise.
     """
 
     ids_BT: Tensor
@@ -32,6 +34,8 @@ class Documents:
     whole: bool = False
     row: Documents | None = None
     index_T: Tensor | None = None
+    tokens_BT: Tensor | None = None
+    labels_BT: Tensor | None = None
 
     def __post_init__(self) -> None:
         # No field: FSDP2 looks for tensors in the fields of what a module is given, and a part
@@ -107,19 +111,62 @@ class Documents:
         ids_BT, positions_BT = self.ids_BT[:, index_T], self.positions_BT[:, index_T]
         return Documents(ids_BT, positions_BT, False, self, index_T)
 
+    def with_tokens(self, tokens_BT: Tensor, labels_BT: Tensor) -> Documents:
+        """The same boundaries, and what stands in the rows (of whole rows; nothing is remembered
+        of what was)."""
+        assert self.row is None, "ids of a part of the tokens"
+        return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT)
+
+    def tokens_beside(self, by: int, fill: int) -> Tensor:
+        """`[B, T]`: of each token, the id `by` tokens after it (before it: `by` < 0).
+
+        `fill` where its document has no such token.
+        """
+        return self._beside("tokens_BT", by, fill)
+
+    def labels_beside(self, by: int, fill: int) -> Tensor:
+        """`[B, T]`: of each token, the label `by` tokens after it; `fill` outside its document."""
+        return self._beside("labels_BT", by, fill)
+
     def to(self, device: torch.device | str) -> Documents:
         """The same boundaries on another device."""
+
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device)
+
         return Documents(
             self.ids_BT.to(device),
             self.positions_BT.to(device),
             self.whole,
             None if self.row is None else self.row.to(device),
-            None if self.index_T is None else self.index_T.to(device),
+            moved(self.index_T),
+            moved(self.tokens_BT),
+            moved(self.labels_BT),
         )
+
+    def _beside(self, what: Literal["tokens_BT", "labels_BT"], by: int, fill: int) -> Tensor:
+        row = self if self.row is None else self.row
+        values_BT = getattr(row, what)
+        assert values_BT is not None, "documents that know no tokens (Documents.with_tokens)"
+        found_BT = beside(values_BT, row.ids_BT, by, fill)
+        return found_BT if self.index_T is None else found_BT[:, self.index_T]
 
     def _cu_seqlens(self) -> Tensor:
         starts = self.starts_BT.flatten().nonzero().flatten()
         return torch.nn.functional.pad(starts, (0, 1), value=self.ids_BT.numel()).to(torch.int32)
+
+
+def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tensor:
+    """Values of whole rows moved `by` tokens to the left, within documents; `fill` elsewhere."""
+    if by == 0:
+        return values_BT
+    moved_BT = torch.full_like(values_BT, fill)
+    if abs(by) >= values_BT.shape[1]:
+        return moved_BT
+    here, there = (slice(None, -by), slice(by, None)) if by > 0 else (slice(-by, None), slice(by))
+    same_BT = documents_BT[:, here] == documents_BT[:, there]
+    moved_BT[:, here] = torch.where(same_BT, values_BT[:, there], fill)
+    return moved_BT
 
 
 def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:

@@ -9,7 +9,7 @@ it to FlopCounterMode.
 from __future__ import annotations
 
 from megacpp.config import ModelConfig
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import m2rnn_heads
 
 
@@ -20,18 +20,14 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token: every block of the pattern, and the head."""
-    layers = sum(block_flops(letter, config, seq_len) for letter in _letters(config))
+    layers = sum(block_flops(kind, config, seq_len) for kind in layer_kinds(config))
     return layers + 2.0 * config.dim * config.vocab_size
 
 
-def block_flops(letter: str, config: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of one token in one block of a kind."""
+def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:
+    """Forward FLOPs of one token in one block of a kind (`layer_kinds`)."""
     kinds = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}
-    return 2.0 * kinds[letter](config, seq_len)
-
-
-def _letters(config: ModelConfig) -> str:
-    return block_letters(config.pattern, config.depth)
+    return 2.0 * kinds[kind[0]](config, seq_len)
 
 
 def _attention(config: ModelConfig, seq_len: int) -> float:

@@ -17,7 +17,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, LossSum
 from megacpp.model.init import Normal, Rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 
 
 class HybridLM(nn.Module):
@@ -33,29 +33,37 @@ class HybridLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config, self.begins = config, True
-        self.letters = block_letters(config.pattern, config.depth)
+        self.kinds = layer_kinds(config)
+        self.letters = "".join(kind[0] for kind in self.kinds)
         # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo.
         table_VD = torch.empty(config.vocab_size, config.dim)
         self.embed = nn.Embedding(config.vocab_size, config.dim, _weight=table_VD)
         self.blocks = nn.ModuleDict(
-            {str(i): Block(letter, config) for i, letter in enumerate(self.letters)}
+            {str(i): Block(kind, config, i) for i, kind in enumerate(self.kinds)}
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         tied = cast(nn.Parameter, self.embed.weight) if config.tie_embeddings else None
         self.head = LanguageModelHead(config, tied=tied)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None) -> LossSum:
-        """Summed loss of the valid labels (-100: ignored) and their number."""
-        return self.head(self.hidden(ids_BT, docs), labels_BT)
+        """Summed loss of the valid labels (-100: ignored) and their number.
+
+        A model that looks around (`ModelConfig.looks_around`) finds ids and labels of whole rows in
+        `docs`; where there are none, those that it is given are whole rows.
+        """
+        docs = self._documents(ids_BT, labels_BT, docs)
+        x_BTD = begin(self, ids_BT, docs)
+        for block in self.blocks.values():
+            x_BTD = block(x_BTD, docs)
+        return finish(self, x_BTD, labels_BT, docs)
 
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
         """Final hidden states `[B, T, D]`, after the last norm."""
-        if docs is None:
-            docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
-        x_BTD = self.embed(ids_BT)
+        docs = self._documents(ids_BT, ids_BT, docs)
+        x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)
-        return self.norm(x_BTD)
+        return self.norm(collapsed(self, x_BTD))
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
         """Decoding state of every block for `batch` empty sequences."""
@@ -114,7 +122,29 @@ class HybridLM(nn.Module):
             used, named = (self.embed, self.head) if self.begins else (self.head, self.embed)
             named._parameters["weight"] = used._parameters["weight"]
 
+    def _documents(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None) -> Documents:
+        if docs is None:
+            docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
+        if not self.config.looks_around or docs.row is not None or docs.tokens_BT is not None:
+            return docs
+        return docs.with_tokens(ids_BT, labels_BT)
+
     def _block(self, key: str) -> Block:
         block = self.blocks[key]
         assert isinstance(block, Block)
         return block
+
+
+def begin(parts: nn.Module, ids_BT: Tensor, docs: Documents) -> Tensor:
+    """What the first block gets: of a HybridLM, or of the stage of one that has its embedding."""
+    return parts.embed(ids_BT)  # type: ignore[operator]
+
+
+def collapsed(parts: nn.Module, x_BTD: Tensor) -> Tensor:
+    """Behind the last block: one stream `[B, T, D]`, before the last norm."""
+    return x_BTD
+
+
+def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) -> LossSum:
+    """The loss, from what the last block made: of a HybridLM or of its last stage."""
+    return parts.head(parts.norm(collapsed(parts, x_BTD)), labels_BT)  # type: ignore[operator]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
+from megacpp.config import ModelConfig
 from megacpp.errors import ConfigError, config_error
 
 LETTERS = {
@@ -45,6 +48,72 @@ def expand_pattern(pattern: str, depth: int) -> tuple[str, ...]:
 def block_letters(pattern: str, depth: int) -> str:
     """The `depth` letters of a pattern in layer order, stages joined."""
     return "".join(expand_pattern(pattern, depth))
+
+
+def layer_kinds(model: ModelConfig) -> list[str]:
+    """What each layer is: its letter, and for A blocks what is special about them.
+
+    Layers of one kind have the same parameters and run the same code:
+
+        A            attention to all keys
+        A.index      to those that an indexer of its own chooses
+        A.share      to those that the last A.index before it chose
+        ...+engram   with an n-gram memory in front
+
+    Raises:
+        ConfigError: the pattern, or ranks that no A block has.
+    """
+    kinds = list(block_letters(model.pattern, model.depth))
+    places = [i for i, letter in enumerate(kinds) if letter == "A"]
+    sparse = model.attention.sparse
+    chosen = named_ranks("model.attention.sparse.layers", sparse.layers, len(places))
+    own = named_ranks("model.attention.sparse.own", sparse.own, len(places))
+    for number, rank in enumerate(chosen):
+        chooses = number % max(1, sparse.share) == 0 or rank in own
+        kinds[places[rank]] = "A.index" if chooses else "A.share"
+    for rank in named_ranks("model.engram.layers", model.engram.layers, len(places)):
+        kinds[places[rank]] += "+engram"
+    return kinds
+
+
+def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
+    """A model of other layers; the first sparse one must choose keys."""
+    ranked = [kind for kind in kinds if kind[0] == "A"]
+
+    def ranks(wanted: str) -> str:
+        return ",".join(str(rank) for rank, kind in enumerate(ranked) if wanted in kind)
+
+    sparse = replace(
+        model.attention.sparse, layers=ranks("A."), own=ranks("A.index"), share=len(kinds)
+    )
+    return replace(
+        model,
+        depth=len(kinds),
+        pattern="".join(kind[0] for kind in kinds),
+        attention=replace(model.attention, sparse=sparse),
+        engram=replace(model.engram, layers=ranks("+engram")),
+    )
+
+
+def named_ranks(key: str, text: str, count: int) -> list[int]:
+    """Ranks of A blocks as a setting names them, in order: `""`, `"all"` or `"1,2,3"`.
+
+    Raises:
+        ConfigError: no number, or no such A block.
+    """
+    if text.strip() == "all":
+        return list(range(count))
+    try:
+        found = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        raise config_error(
+            key, text, "ranks of A blocks are numbers", "write 0,2,3 or all"
+        ) from None
+    if found and not 0 <= found[0] <= found[-1] < count:
+        raise config_error(
+            key, text, f"the model has {count} A blocks, ranks 0 to {count - 1}", "name those"
+        )
+    return found
 
 
 def letter_counts(pattern: str, depth: int) -> dict[str, int]:

@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from megacpp.config import ModelConfig
 from megacpp.kernels.wanted import wanted_gradients
+from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
-from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.seam import PLAIN, Seam, recomputing
 
-TERMS = ("balance", "sequence", "z")  # auxiliary losses
+ROUTER_TERMS = ("balance", "sequence", "z")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Routing:
     weights_TK: Tensor  # of the chosen experts, without the bias
 
 
-class Router(Fp32Contract):
+class Router(AuxiliarySource):
     """Token-choice routing; sigmoid scores with a selection bias (DeepSeek-V3), or softmax.
 
     Sigmoid: experts are chosen by score + bias, weighted by score / sum of the chosen scores.
@@ -49,19 +49,14 @@ class Router(Fp32Contract):
         expert_bias: `(E,)`, added to sigmoid scores for the choice only; moved by `update_bias`.
         tokens_per_expert: int64 `(E,)`, choices since the last `update_bias`; sum it over the
             ranks that hold different tokens before that.
-        aux_scale: set before the forward of a step to 1 / tokens that the step routes (all ranks,
-            all microbatches): the gradient of every auxiliary loss, which are sums over tokens.
-        loss_sums: for the record, coefficient * loss * T of each of TERMS.
         gradient_squares: for the record, the squared norms of the gradients of the logits by what
-            comes after the router, and by the auxiliary losses.
-            Both are sums over the tokens of all microbatches since the last `update_bias`, so
-            that sums over ranks are those of one process.
+            comes after the router, and by the auxiliary losses: sums over the tokens of all
+            microbatches since the last `update_bias`, so that sums over ranks are those of one
+            process.
     """
 
     expert_bias: Tensor
     tokens_per_expert: Tensor
-    aux_scale: Tensor
-    loss_sums: Tensor
     gradient_squares: Tensor
     seam: Seam = PLAIN
 
@@ -73,8 +68,7 @@ class Router(Fp32Contract):
         self.register_buffer("expert_bias", torch.empty(num_experts))
         counts_E = torch.empty(num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts_E, persistent=False)
-        self.register_buffer("aux_scale", torch.empty(()), persistent=False)
-        self.register_buffer("loss_sums", torch.empty(len(TERMS)), persistent=False)
+        self.register_losses()
         self.register_buffer("gradient_squares", torch.empty(2), persistent=False)
 
     def forward(
@@ -101,8 +95,8 @@ class Router(Fp32Contract):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        """Those of TERMS that are on."""
-        return tuple(term for term in TERMS if getattr(self.moe, f"{term}_loss"))
+        """Those of its losses that are on."""
+        return tuple(term for term in ROUTER_TERMS if getattr(self.moe, f"{term}_loss"))
 
     def route(self, x_TD: Tensor) -> Routing:
         """Scores, choices and weights: a function of the tokens and the bias, no side effect."""
@@ -134,12 +128,6 @@ class Router(Fp32Contract):
         return Routing(logits_TE, scores_TE.detach(), indices_TK, weights_TK)
 
     @torch.no_grad()
-    def record(self, losses: dict[str, Tensor]) -> None:
-        """Adds to `loss_sums`."""
-        for term, loss in losses.items():
-            self.loss_sums[TERMS.index(term)] += loss
-
-    @torch.no_grad()
     def count(self, indices_TK: Tensor) -> None:
         """Adds choices to `tokens_per_expert`."""
         chosen_N = indices_TK.flatten()
@@ -161,8 +149,9 @@ class Router(Fp32Contract):
     @torch.no_grad()
     def forget(self) -> None:
         """Drops what was counted and recorded."""
-        for buffer in (self.tokens_per_expert, self.loss_sums, self.gradient_squares):
-            buffer.zero_()
+        super().forget()
+        self.tokens_per_expert.zero_()
+        self.gradient_squares.zero_()
 
     def auxiliary_losses(self, routing: Routing, docs: Documents) -> dict[str, Tensor]:
         """coefficient * loss * T of every auxiliary loss that is on (sums over tokens)."""
@@ -195,13 +184,7 @@ class Router(Fp32Contract):
         return document_load(self._one_hot(chosen_TK), docs)
 
     def init_rules(self) -> dict[str, Rule]:
-        zeros = (
-            "expert_bias",
-            "tokens_per_expert",
-            "aux_scale",
-            "loss_sums",
-            "gradient_squares",
-        )
+        zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
         return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
 
     def _one_hot(self, chosen_TK: Tensor) -> Tensor:
@@ -264,25 +247,6 @@ class Pick(torch.autograd.Function):
         (indices_TK,) = ctx.saved_tensors
         zeros_TE = grads[0].new_zeros(len(indices_TK), ctx.num_experts)
         return zeros_TE.scatter_(1, indices_TK, grads[0]), None
-
-
-class AttachLoss(torch.autograd.Function):
-    """Identity on `x`; in backward `loss` gets the gradient `scale`.
-
-    So an auxiliary loss trains its router without being returned to the head: also in a pipeline
-    stage that has no head.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        ctx.loss_dtype = loss.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return grads[0], scale.to(ctx.loss_dtype), None
 
 
 class Fork(torch.autograd.Function):

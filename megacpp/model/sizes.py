@@ -8,15 +8,15 @@ together.
 from __future__ import annotations
 
 from megacpp.config import ModelConfig
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 
 
 def layer_parameters(config: ModelConfig) -> list[int]:
     """Parameters of every layer, its norm included."""
     kinds = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}
-    letters = block_letters(config.pattern, config.depth)
-    by_letter = {letter: config.dim + kinds[letter](config) for letter in sorted(set(letters))}
-    return [by_letter[letter] for letter in letters]
+    layers = layer_kinds(config)
+    by_kind = {kind: config.dim + kinds[kind[0]](config) for kind in sorted(set(layers))}
+    return [by_kind[kind] for kind in layers]
 
 
 def embedding_parameters(config: ModelConfig) -> int:

@@ -10,7 +10,7 @@ them, and what all layers share (ids, masks and places of documents) to none. (A
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from megacpp.memory.forms.activation_experts import experts
 from megacpp.memory.forms.activation_m2rnn import m2rnn
 from megacpp.memory.forms.activation_mamba3 import mamba3
 from megacpp.memory.forms.activation_share import Kept, Share
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, pieces_of
 from megacpp.model.stages import stage_parts
 
@@ -32,7 +32,8 @@ class PartBytes:
     """All layers of a kind together.
 
     Attributes:
-        name: a letter, a letter with ` last`, `embed`, `norm`, `head`, or `received` (by a stage).
+        name: a kind (`layer_kinds`), a kind with ` last`, `embed`, `norm`, `head`, or `received`
+            (by a stage).
         groups: bytes by what the tensors are.
         upper: bytes at most, whatever the routers choose.
         weights: bytes of weights put together for one product, on a mesh; besides `bytes`.
@@ -128,8 +129,8 @@ def not_counted(config: Config) -> tuple[str, ...]:
 def _names(own: Share) -> list[str]:
     """Parts in order, one for every layer of this rank."""
     model, mesh = own.config.model, own.config.mesh
-    letters: Sequence[str] = block_letters(model.pattern, model.depth)
-    blocks = [*letters[:-1], f"{letters[-1]} last"]
+    kinds = layer_kinds(model)
+    blocks = [*kinds[:-1], f"{kinds[-1]} last"]
     if mesh.pp == 1:
         return ["embed", *blocks, "norm", "head"]
     stages = stage_parts(model, mesh, own.stage)
@@ -151,15 +152,16 @@ def layer_groups(own: Share, name: str) -> dict[str, int]:
 
 def _form(own: Share, name: str) -> list[Kept]:
     """What one layer of a part keeps."""
-    letter, _, last = name.partition(" ")
-    if letter not in MIXERS:
-        return list({"embed": embed, "norm": last_norm, "head": head}.get(name, received)(own))
+    kind, _, last = name.partition(" ")
+    if kind in ENDS:
+        return list(ENDS[kind](own))
+    letter, mixer = kind[0], kind.partition("+")[0]
     model = own.config.model
     pieces: frozenset[Piece] = NOTHING if last else pieces_of(own.config.recompute, model, letter)
     kept = [residual(own)]
     if not pieces >= BLOCK:
         kept += normed(own, letter, pieces)
-    return [*kept, *MIXERS[letter](own, pieces)]
+    return [*kept, *MIXERS[mixer](own, pieces)]
 
 
 def embed(own: Share) -> Iterable[Kept]:
@@ -186,6 +188,9 @@ def head(own: Share) -> Iterable[Kept]:
     yield "head", own.tokens * model.dim, own.compute
     yield "head", model.vocab_size // own.tp * model.dim, weight
     yield "head", 1, 8 + 2 * own.wide
+
+
+ENDS = {"embed": embed, "norm": last_norm, "head": head, "received": received}
 
 
 def _in_flight(config: Config, own: Share) -> int | None:

@@ -12,7 +12,6 @@ from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.memory.forms.walk import Layer
 from megacpp.memory.forms.working import first_attention
 from megacpp.memory.forms.working_attention import masks
-from megacpp.model.pattern import block_letters
 from megacpp.model.stages import stage_parts
 
 NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
@@ -28,18 +27,18 @@ def layers_of(
     """The parts of each stage of a rank, in order."""
     config = own.config
     model = config.model
-    letters = block_letters(model.pattern, model.depth)
+    depth = model.depth
     number = iter(stage_layers(own))
     named = [[(kind, -1 if kind in OUTER else next(number)) for kind in part] for part in stages]
-    forms = forms_of(own, tuple(sorted({name_of(*p, letters) for part in named for p in part})))
+    forms = forms_of(own, tuple(sorted({name_of(*p, depth) for part in named for p in part})))
     stream = own.stream * model.dim * own.residual
     found = []
     for part in named:
         ends = {kind for kind, _ in part}
         layers: list[Layer] = []
-        made = making_masks(own) if "A" in ends else ()
+        made = making_masks(own) if any(kind[0] == "A" for kind in ends) else ()
         for kind, number in part:
-            form = forms[name_of(kind, number, letters)]
+            form = forms[name_of(kind, number, depth)]
             mine, waits = units.get(kind, NO_UNITS), 0
             if kind == "head" and model.tie_embeddings and "embed" in ends:
                 waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
@@ -50,7 +49,7 @@ def layers_of(
                     kind if number < 0 else f"layer {number} ({kind})",
                     kind,
                     mine,
-                    form.forward + (made if kind == "A" else ()),
+                    form.forward + (made if kind[0] == "A" else ()),
                     form.backward,
                     form.kept,
                     form.copies,
@@ -60,7 +59,7 @@ def layers_of(
                     kind == "embed" and model.tie_embeddings and "head" in ends,
                 )
             )
-            made = () if kind == "A" else made
+            made = () if kind[0] == "A" else made
         found.append(layers)
     return found
 
@@ -73,9 +72,9 @@ def making_masks(own: Share) -> tuple[Moment, ...]:
     return tuple(replace(m, tensors=m.tensors - masks(own) // 2) for m in first_attention(own))
 
 
-def name_of(kind: str, number: int, letters: str) -> str:
+def name_of(kind: str, number: int, depth: int) -> str:
     """Of a part: the last layer runs nothing again."""
-    return f"{kind} last" if number == len(letters) - 1 else kind
+    return f"{kind} last" if number == depth - 1 else kind
 
 
 def stage_layers(own: Share) -> list[int]:

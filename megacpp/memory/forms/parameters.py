@@ -16,7 +16,7 @@ from typing import Literal
 
 from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.compress import projected_width
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import m2rnn_heads
 from megacpp.model.stages import stage_parts
 
@@ -113,16 +113,16 @@ class Held:
 
 @lru_cache(maxsize=256)
 def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weight, ...]:
-    """Parameters of one layer of a letter, or of `embed`, `norm` or `head`."""
+    """Parameters of one layer of a kind, or of `embed`, `norm` or `head`."""
     if kind in ("embed", "head"):
         return (Weight(f"{kind}.weight", (model.vocab_size, model.dim), 0),)
     norm = Weight("norm.weight", (model.dim,), wide=True)
     if kind == "norm":
         return (norm,)
-    mixer = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}[kind](model)
+    mixer = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}[kind[0]](model)
     found = [norm]
     for w in mixer:
-        if compress and w.name in READERS.get(kind, ()):
+        if compress and w.name in READERS.get(kind[0], ()):
             width = projected_width(model.dim, compress)
             found += [
                 Weight(w.name, w.shape, w.tp, folded=True),
@@ -174,7 +174,7 @@ def mover(weight: Weight, optim: OptimConfig) -> Mover:
 
 
 def kinds_of(config: Config, size: int, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Of each stage of a rank, its parts in order: `embed`, letters, `norm`, `head`."""
+    """Of each stage of a rank, its parts in order: `embed`, kinds of layers, `norm`, `head`."""
     mesh = config.mesh
     stage = rank // (size // mesh.pp)
     return _kinds(config.model, mesh.pp, mesh.pp_schedule, stage)
@@ -182,13 +182,13 @@ def kinds_of(config: Config, size: int, rank: int) -> tuple[tuple[str, ...], ...
 
 @lru_cache(maxsize=1024)
 def _kinds(model: ModelConfig, pp: int, schedule: str, stage: int) -> tuple[tuple[str, ...], ...]:
-    letters = block_letters(model.pattern, model.depth)
+    kinds = layer_kinds(model)
     if pp == 1:
-        return (("embed", *letters, "norm", "head"),)
+        return (("embed", *kinds, "norm", "head"),)
     found = []
     for part in stage_parts(model, MeshConfig(pp=pp, pp_schedule=schedule), stage):  # type: ignore[arg-type]
         parts = ["embed"] if part.first else []
-        parts += [letters[i] for i in part.layers]
+        parts += [kinds[i] for i in part.layers]
         parts += ["norm", "head"] if part.last else []
         found.append(tuple(parts))
     return tuple(found)
@@ -294,7 +294,7 @@ PACKED_MIN = 4096  # entries of moments in 8 or 4 bits at least (optim/low_bit.p
 
 def router_buffers(model: ModelConfig, store: int = 4) -> int:
     """Bias and counts of experts, the scale of losses, and their sums for the record."""
-    return model.moe.num_experts * (store + 8) + (1 + 3 + 2) * store
+    return model.moe.num_experts * (store + 8) + (1 + 6 + 2) * store
 
 
 def _part(length: int, parts: int, index: int) -> int:

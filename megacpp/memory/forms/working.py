@@ -48,20 +48,22 @@ ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
 
 def forward(own: Share, name: str) -> tuple[Moment, ...]:
     """The fullest moments of a part (a name of `activations.PartBytes`) in the forward."""
-    letter, _, last = name.partition(" ")
-    if letter in ENDS:
-        return tuple(ENDS[letter][0](own))
+    kind, _, last = name.partition(" ")
+    if kind in ENDS:
+        return tuple(ENDS[kind][0](own))
+    letter = kind[0]
     pieces = NOTHING if last else pieces_of(own.config.recompute, own.config.model, letter)
-    return tuple(framed_forward(own, letter, pieces, _mixer(own, letter)[0]))
+    return tuple(framed_forward(own, letter, pieces, _mixer(own, kind)[0]))
 
 
 def backward(own: Share, name: str) -> tuple[Moment, ...]:
     """The same in the backward, with what it runs again."""
-    letter, _, last = name.partition(" ")
-    if letter in ENDS:
-        return tuple(ENDS[letter][1](own))
+    kind, _, last = name.partition(" ")
+    if kind in ENDS:
+        return tuple(ENDS[kind][1](own))
+    letter = kind[0]
     pieces = NOTHING if last else pieces_of(own.config.recompute, own.config.model, letter)
-    return tuple(framed_backward(own, letter, pieces, *_mixer(own, letter)))
+    return tuple(framed_backward(own, letter, pieces, *_mixer(own, kind)))
 
 
 def first_attention(own: Share) -> tuple[Moment, ...]:
@@ -75,8 +77,9 @@ def first_attention(own: Share) -> tuple[Moment, ...]:
     return tuple(framed_inside(own, "A", pieces, first))
 
 
-def _mixer(own: Share, letter: str) -> tuple[Inside, Inside]:
-    """Forward and backward of a letter's mixer."""
-    if letter == "A" and own.config.model.attention.kind == "mla":
+def _mixer(own: Share, kind: str) -> tuple[Inside, Inside]:
+    """Forward and backward of a kind's mixer."""
+    mixer = kind.partition("+")[0]
+    if mixer == "A" and own.config.model.attention.kind == "mla":
         return working_latent.latent, working_latent.latent_back
-    return MIXERS[letter]
+    return MIXERS[mixer]
