@@ -16,7 +16,7 @@ from typing import Any
 
 from checkpointing.meter import Life, Meter, Phase
 from megacpp.config import ModelConfig
-from megacpp.model.pattern import layer_kinds, with_kinds
+from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
 
 Standing = tuple[str, str]  # a part that was metered, and the name of what it stands for
 
@@ -127,11 +127,11 @@ def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
     """
     few, kinds = (layer_kinds(m) for m in (traced, model))
     same, last = few == kinds, len(kinds) - 1
-    found: list[Standing] = [("embed", "embed")]
+    found: list[Standing] = [(name, name) for name in entrance(model)]
     for i, kind in enumerate(kinds[:-1]):
         found.append((f"blocks.{i if same else few.index(kind)}", kind))
     found.append((f"blocks.{last if same else len(few) - 1}", f"{kinds[-1]} last"))
-    return [*found, ("norm", "norm"), ("head", "head")]
+    return [*found, *((name, name) for name in exit_parts(model))]
 
 
 def activations(meter: Meter, standing: Sequence[Standing]) -> Activations:

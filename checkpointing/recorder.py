@@ -28,6 +28,7 @@ from checkpointing.meter import Life, Meter, _replaced, in_backward, local_part,
 from checkpointing.operators import storages_of
 from megacpp.memory.stream import Block, Stream
 from megacpp.model.documents import Documents
+from megacpp.model.pattern import ENTRANCE, EXIT
 
 
 class Recorder(Meter):
@@ -167,7 +168,7 @@ class Recorder(Meter):
         if id(life) in self._of_unit or life.weight:
             return "communication"
         if id(life) in self._kept:
-            if life.part in ("embed", "norm", "head"):
+            if life.part in (*ENTRANCE, *EXIT):
                 return "head_loss"
             return "moe_routing" if self._routes(life) else "activations"
         return "workspace"

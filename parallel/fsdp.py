@@ -43,7 +43,7 @@ def shard_model(
     Parameters keep their dtype (fp32 master); units compute in `compute_dtype`.
 
     Args:
-        root: a HybridLM, or a pipeline stage of one: what it has of `embed`, `blocks`, `head`.
+        root: a HybridLM, or a pipeline stage of one: what it has of `embed`, `blocks`, `head`, ...
     """
     mesh = world.meshes["shard"]
     others = set(root.parameters()) - {p for _, p in contract_parameters(root)}
@@ -74,6 +74,9 @@ def shard_model(
             unit(head, False)
         if isinstance(embed, FSDPModule) and again:
             embed.set_unshard_in_backward(False)
+    for name in ("ngram", "mtp", "top"):
+        if (module := getattr(root, name, None)) is not None:
+            unit(module, again)
     blocks = root.blocks
     assert isinstance(blocks, nn.ModuleDict)
     for block in blocks.values():

@@ -234,7 +234,8 @@ class Pipeline:
 
 def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
     """The embedding of the first stage, the head of the last."""
-    module = stages[0].embed if stages[0].part.first else stages[-1].head
+    name = "embed" if stages[0].part.first else "head"
+    module = (stages[0] if stages[0].part.first else stages[-1]).get_submodule(name)
     weight = module._parameters["weight"]
     assert weight is not None
     return weight

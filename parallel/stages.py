@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM, begin, finish
+from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart
 
 
@@ -32,11 +33,11 @@ class Stage(nn.Module):
     def __init__(self, model: HybridLM, part: StagePart) -> None:
         super().__init__()
         self.part = part
-        if part.first:
-            self.embed = model.embed
+        modules = dict(model.named_children())
+        for name in (*ENTRANCE, *EXIT):
+            if name in modules and (part.first if name in ENTRANCE else part.last):
+                self.add_module(name, modules[name])
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
-        if part.last:
-            self.norm, self.head = model.norm, model.head
         self.index_t: Tensor | None = None
         self.hands_on: tuple[torch.Size, torch.dtype] | None = None
         self.sums: list[Tensor] = []

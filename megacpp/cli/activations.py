@@ -47,6 +47,9 @@ NAMES = {
     "R": "M2RNN",
     "F": "dense",
     "embed": "embedding",
+    "ngram": "n-gram embedding",
+    "mtp": "further tokens",
+    "top": "token order",
     "norm": "last norm",
     "head": "head and loss",
     "received": "received",
@@ -288,9 +291,11 @@ def flops(count: int) -> str:
 
 
 def _name(part: Part) -> str:
-    letter, _, last = part.name.partition(" ")
-    name = NAMES[letter] if letter in ("embed", "norm", "head", "received") else ""
-    return name or f"{letter}  {NAMES[letter]}" + (", last" if last else "")
+    kind, _, last = part.name.partition(" ")
+    if kind in NAMES and len(kind) > 1:
+        return NAMES[kind]
+    special = f" {kind[1:].strip('.')}" if kind[1:] else ""
+    return f"{kind[0]}  {NAMES[kind[0]]}{special}" + (", last" if last else "")
 
 
 def _bytes(kept: Sequence[Kept]) -> str:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from megacpp.config import Config, ModelConfig
 from megacpp.memory.stream import Block, Stream
-from megacpp.model.pattern import layer_kinds, with_kinds
+from megacpp.model.pattern import ENTRANCE, EXIT, entrance, exit_parts, layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
 
 Phase = Literal["forward", "backward"]
@@ -64,9 +64,9 @@ def shallow(config: Config, size: int, rank: int) -> Shallow | None:
         return None
     standing = [0, *(1 + between.index(kind) for kind in own[1:-1]), len(few) - 1]
     ahead = stage * len(few)
-    parts = [("embed", "embed")] if first else []
+    parts = [(name, name) for name in entrance(model)] if first else []
     parts += [(f"blocks.{i}", f"blocks.{ahead + j}") for i, j in zip(layers, standing, strict=True)]
-    parts += [("norm", "norm"), ("head", "head")] if last else []
+    parts += [(name, name) for name in exit_parts(model)] if last else []
     letters = "".join(kind[0] for kind in few)
     traced = with_kinds(model, few * mesh.pp)
     cut = dataclasses.replace(traced, pattern="|".join([letters] * mesh.pp))
@@ -240,7 +240,7 @@ class _Composer:
 def _order(part: str) -> tuple[int, int]:
     """Where a token meets a part of the model."""
     name, _, number = part.partition(".")
-    return ("embed", "blocks", "norm", "head").index(name), int(number or 0)
+    return (*ENTRANCE, "blocks", *EXIT).index(name), int(number or 0)
 
 
 def _phase(name: str) -> Phase | None:

@@ -17,7 +17,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, LossSum
 from megacpp.model.init import Normal, Rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds
 
 
 class HybridLM(nn.Module):
@@ -91,10 +91,13 @@ class HybridLM(nn.Module):
         for key in list(self.blocks):
             if int(key) not in layers:
                 del self.blocks[key]
-        if not first and not (last and self.config.tie_embeddings):
-            del self.embed
-        if not last:
-            del self.norm, self.head
+        named = last and self.config.tie_embeddings  # the head's weight is called after it
+        for name in ENTRANCE if not first else ():
+            if hasattr(self, name) and not (name == "embed" and named):
+                delattr(self, name)
+        for name in EXIT if not last else ():
+            if hasattr(self, name):
+                delattr(self, name)
 
     def init_rules(self) -> dict[str, Rule]:
         """One rule per parameter and buffer that is kept, by full name."""
@@ -104,10 +107,10 @@ class HybridLM(nn.Module):
         for key in self.blocks:
             block = self._block(key).init_rules().items()
             rules |= {f"blocks.{key}.{name}": rule for name, rule in block}
-        if hasattr(self, "norm"):
-            rules["norm.weight"] = self.norm.init_rules()["weight"]
-        if hasattr(self, "head") and not self.config.tie_embeddings:
-            rules |= {f"head.{name}": rule for name, rule in self.head.init_rules().items()}
+        for part in ("ngram", *EXIT):
+            if hasattr(self, part) and not (part == "head" and self.config.tie_embeddings):
+                own = getattr(self, part).init_rules().items()
+                rules |= {f"{part}.{name}": rule for name, rule in own}
         return rules
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridLM:

@@ -76,6 +76,21 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     return kinds
 
 
+ENTRANCE = ("embed", "ngram")  # modules in front of the first block, in order
+EXIT = ("norm", "mtp", "top", "head")  # and behind the last
+
+
+def entrance(model: ModelConfig) -> tuple[str, ...]:
+    """Those of ENTRANCE that a model has."""
+    return ("embed", "ngram") if model.ngram.heads else ("embed",)
+
+
+def exit_parts(model: ModelConfig) -> tuple[str, ...]:
+    """Those of EXIT that a model has."""
+    has = {"norm": True, "mtp": model.mtp.depths > 0, "top": model.top.loss > 0, "head": True}
+    return tuple(name for name in EXIT if has[name])
+
+
 def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
     """A model of other layers; the first sparse one must choose keys."""
     ranked = [kind for kind in kinds if kind[0] == "A"]

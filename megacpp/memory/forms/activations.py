@@ -20,7 +20,7 @@ from megacpp.memory.forms.activation_experts import experts
 from megacpp.memory.forms.activation_m2rnn import m2rnn
 from megacpp.memory.forms.activation_mamba3 import mamba3
 from megacpp.memory.forms.activation_share import Kept, Share
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import entrance, exit_parts, layer_kinds
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, pieces_of
 from megacpp.model.stages import stage_parts
 
@@ -132,13 +132,13 @@ def _names(own: Share) -> list[str]:
     kinds = layer_kinds(model)
     blocks = [*kinds[:-1], f"{kinds[-1]} last"]
     if mesh.pp == 1:
-        return ["embed", *blocks, "norm", "head"]
+        return [*entrance(model), *blocks, *exit_parts(model)]
     stages = stage_parts(model, mesh, own.stage)
     found = ["received" for stage in stages if not stage.first]
     for stage in stages:
-        found += ["embed"] if stage.first else []
+        found += entrance(model) if stage.first else []
         found += [blocks[layer] for layer in stage.layers]
-        found += ["norm", "head"] if stage.last else []
+        found += exit_parts(model) if stage.last else []
     return found
 
 

@@ -11,6 +11,7 @@ from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.memory.forms.parameters import RankBytes
+from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.units import stored_of
 
 
@@ -28,7 +29,7 @@ def detail_of(config: Config, size: int, rank: int) -> dict[str, dict[str, int]]
     head: Counter[str] = Counter()
     for part in kept.parts:
         kind = part.name.split()[0]
-        if kind in ("embed", "norm", "head"):
+        if kind in OUTER:
             head[kind] += part.bytes
             continue
         for group, size_bytes in part.groups.items():

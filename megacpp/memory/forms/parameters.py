@@ -16,7 +16,7 @@ from typing import Literal
 
 from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.compress import projected_width
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import entrance, exit_parts, layer_kinds
 from megacpp.model.sizes import m2rnn_heads
 from megacpp.model.stages import stage_parts
 
@@ -174,7 +174,7 @@ def mover(weight: Weight, optim: OptimConfig) -> Mover:
 
 
 def kinds_of(config: Config, size: int, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Of each stage of a rank, its parts in order: `embed`, kinds of layers, `norm`, `head`."""
+    """Of each stage of a rank, its parts in order: `embed`, kinds of layers, `norm`, `head`, ..."""
     mesh = config.mesh
     stage = rank // (size // mesh.pp)
     return _kinds(config.model, mesh.pp, mesh.pp_schedule, stage)
@@ -184,12 +184,12 @@ def kinds_of(config: Config, size: int, rank: int) -> tuple[tuple[str, ...], ...
 def _kinds(model: ModelConfig, pp: int, schedule: str, stage: int) -> tuple[tuple[str, ...], ...]:
     kinds = layer_kinds(model)
     if pp == 1:
-        return (("embed", *kinds, "norm", "head"),)
+        return ((*entrance(model), *kinds, *exit_parts(model)),)
     found = []
     for part in stage_parts(model, MeshConfig(pp=pp, pp_schedule=schedule), stage):  # type: ignore[arg-type]
-        parts = ["embed"] if part.first else []
+        parts = [*entrance(model)] if part.first else []
         parts += [kinds[i] for i in part.layers]
-        parts += ["norm", "head"] if part.last else []
+        parts += exit_parts(model) if part.last else []
         found.append(tuple(parts))
     return tuple(found)
 

@@ -18,8 +18,9 @@ from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import layer_groups
 from megacpp.memory.forms.moment import Moment
+from megacpp.model.pattern import ENTRANCE, EXIT
 
-OUTER = ("embed", "norm", "head")
+OUTER = (*ENTRANCE, *EXIT)
 ROUTING_GROUPS = ("routing", "rows")
 
 
