@@ -20,6 +20,7 @@ from megacpp.data.batches import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.run.evaluate import evaluate, validation_share
+from megacpp.run.expert_load import LoadWatch, load_figures
 from megacpp.run.failure import guarded
 from megacpp.run.final import export_final, write_sample
 from megacpp.run.forensics import Forensics
@@ -96,6 +97,7 @@ def main(resolved: Resolved) -> None:
     calibrator = Calibrator(admission, model, optimizer, device, of_all, world.is_main)
     smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
     held_out = validation_share(corpus, config, *share)
+    balance = LoadWatch(config.model.moe.load_warning)
     watch = partial(StepWatch, model, optimizer)
     forensics = Forensics(folder, config, world.rank, device, watch, state.step)
 
@@ -106,7 +108,7 @@ def main(resolved: Resolved) -> None:
         forensics.begin(step)
         grad_accum, scale = batches.accum(step), boundary.loss_scale.value
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
-        sums = boundary.accumulate(clock.reading(loader.take(grad_accum)))
+        sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         norm = clip_gradients(
             model,
             config.optim.clip_norm,
@@ -129,6 +131,7 @@ def main(resolved: Resolved) -> None:
         log.warn(forensics.end(step))
         if verdict.healthy:
             log.warn(health.observe(step, verdict.loss, verdict.grad_norm))
+            log.warn(balance.observe(step, verdict.loads))
         if verdict.trouble:
             fate = "left out" if not verdict.healthy else "taken with zeros instead"
             where = boundary.where() or "nobody's gradients before they were summed"
@@ -149,7 +152,8 @@ def main(resolved: Resolved) -> None:
             skipped=not verdict.healthy,
             mfu=mfu(sums.tokens / step_s),
             more=further_figures(verdict, health, scale if boundary.loss_scale.dynamic else None)
-            | (logits.figures() if logits else {}),
+            | (logits.figures() if logits else {})
+            | load_figures(verdict.loads),
         )
         log.write(record)
         log.warn(calibrator.after_step(updated=verdict.healthy))

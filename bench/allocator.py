@@ -1,6 +1,6 @@
 """What an allocator reserves beyond what the tensors of a run's first steps hold, without a GPU.
 
-    python bench/allocator.py 8 nam56r --mesh.tp 2 --mesh.ep 4 --model.depth 13
+    python bench/allocator.py 8 nam56r_base --mesh.tp 2 --mesh.ep 4 --model.depth 13
 
 Two steps of rank 0 of 8, from the weights on: the optimizer's state is made after the first
 backward, and lands in the gaps that activations left. Fake tensors, so any number of ranks; the

@@ -26,7 +26,14 @@ from megacpp.memory.estimate import NO_TENSOR, estimate
 from megacpp.presets import preset
 from megacpp.rules import check, resolve
 
-PRESETS = ("nam56r", "nam52_deep", "dense_110m", "hybrid_400m", "moe_small", "nam56r_quarter")
+PRESETS = (
+    "nam56r_base",
+    "nam52_deep_base",
+    "dense_110m",
+    "hybrid_400m",
+    "moe_small",
+    "nam56r_quarter",
+)
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (4096, 8192, 16384, 32768, 65536)
 POLICIES = {

@@ -1,7 +1,7 @@
 """Bytes that a forward keeps against FLOPs that its backward repeats, for every hybrid preset.
 
     python bench/pareto.py
-    python bench/pareto.py nam56r --svg docs/activation-pareto.svg
+    python bench/pareto.py nam56r_base --svg docs/activation-pareto.svg
 
 The choices of bench/choices.py on rank 0 of 8, with the rows of the preset on each rank, on fake
 tensors (a minute or two each), and below them all policies that say for each kind of block what
@@ -48,7 +48,7 @@ from parallel.fake import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HYBRIDS = ("tiny", "hybrid_400m", "nam56r", "nam52_deep")
+HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
 NORMS = Choice("norms", CheckpointingPolicy(rblock="none", norms=True))
 EXPERTS = Choice("by kind, no mlp", replace(PER_BLOCK, mlp=False))
 # What a policy may say of one kind, and the choice in which blocks of the kind do it.

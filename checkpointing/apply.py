@@ -14,15 +14,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from checkpointing.rebuild import BlockSeam, Check, Replays, Store, stay
+from checkpointing.rebuild import BlockSeam, Check, Handover, Replays, Store, stay
 from megacpp.config import CheckpointingPolicy, Config
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, layer_pieces
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.seam import Seam
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
+from megacpp.model.stream_groups import InGroup, places_in_groups
 
 CPU = torch.device("cpu")
+READS: frozenset[Piece] = frozenset({"read_streams"})
+MIXES: frozenset[Piece] = frozenset({"read_streams", "mix_streams"})
 
 
 class Keeper:
@@ -37,6 +40,7 @@ class Keeper:
 
     Attributes:
         pieces: what each layer of the whole model runs again.
+        groups: of each layer, where it is among those whose streams run again together.
         replays: counts of what ran again.
         compiled: layers where the compiler decides, of all or of a part, and in which words.
         offloader: what moves tensors to the host (None: nothing does).
@@ -51,6 +55,7 @@ class Keeper:
     ) -> None:
         self.config, self.device = config, device
         self.pieces = pieces or layer_pieces(config.recompute, config.model)
+        self.groups = places_in_groups(config)
         self.replays = Replays()
         self.compiled: dict[int, str] = {}
         self.fp8 = None
@@ -72,7 +77,8 @@ class Keeper:
             from checkpointing.fp8 import to_fp8
 
             self.fp8 = to_fp8(model, config, self.device)
-        set_seams(model, self.pieces, policy, self.replays, self._stores(model))
+        stores = self._stores(model)
+        set_seams(model, self.pieces, policy, self.replays, stores, self.groups)
         if config.precision.fp8 == "te":
             _seams_of_transformer_engine(model)
         if config.train.compile != "off":
@@ -118,6 +124,7 @@ def set_seams(
     policy: CheckpointingPolicy,
     replays: Replays,
     stores: Callable[[nn.Module], Store] = lambda block: stay,
+    groups: Sequence[InGroup | None] = (),
 ) -> None:
     """Gives every block that `model` holds its seam.
 
@@ -126,17 +133,27 @@ def set_seams(
         policy: the rest of the policy.
         replays: where it is counted.
         stores: where what a block keeps waits.
+        groups: of layers whose streams run again together.
     """
-    everything = policy.offload == "saved_tensors"
+    everything, handover = policy.offload == "saved_tensors", None
     for key, block in model.blocks.items():
         layer = int(key)
         chosen, last = pieces[layer], layer == len(pieces) - 1
+        before = after = None
+        if groups and (place := groups[layer]) is not None:
+            before = handover if place.place else None
+            handover = after = None if place.closes else Handover()
+            chosen = chosen | (READS if place.closes else MIXES)
         if chosen or (everything and not last):
             check = check_of(model.letters[layer])
-            give(block, BlockSeam(chosen, replays, stores(block), everything, check))
+            store = stores(block)
+            seam = BlockSeam(chosen, replays, store, everything, check, before, after)
+            give(block, seam)
         for module in block.modules():
             if isinstance(module, M2RNN):
                 module.keep_states = policy.rblock == "none"
+    if policy.mtp and hasattr(model, "mtp"):
+        model.mtp.seam = depth_seam(policy, replays)
 
 
 def _seams_of_transformer_engine(model: HybridLM) -> None:
@@ -167,18 +184,3 @@ def give(block: nn.Module, seam: Seam) -> None:
 def depth_seam(policy: CheckpointingPolicy, replays: Replays) -> Seam:
     """For each depth of multi-token prediction: `seam("block", step, ...)` runs it again."""
     return BlockSeam(BLOCK if policy.mtp else NOTHING, replays)
-
-
-def group_seams(
-    policy: CheckpointingPolicy, layers: int, replays: Replays
-) -> list[tuple[range, Seam]]:
-    """Layers of hyper-connections that run again together, and the seam to call each group by.
-
-    Groups of about the square root of their number keep fewest streams: one per group, and those
-    of one group while it runs again (arXiv 1604.06174). The blocks inside keep plain seams.
-    """
-    if policy.mhc_group_size < 0:
-        return [(range(layers), PLAIN)]
-    size = policy.mhc_group_size or max(1, round(layers**0.5))
-    starts = range(0, layers, size)
-    return [(range(a, min(a + size, layers)), BlockSeam(BLOCK, replays)) for a in starts]

@@ -7,6 +7,7 @@ block does is compiled, so names, hooks and saved state stay as they are:
 
 A, F    all of the block, one graph without a break
 E       the shared expert; sizes of what is routed depend on values, which no graph knows
+A.*     nothing of a sparse block: what it chooses is kept for others, and for its own backward
 M, R    nothing: their kernels are written by hand and say themselves what they keep
 
 Blocks of the same classes share their graphs. Without gradients nothing is kept and blocks run as
@@ -32,11 +33,14 @@ from megacpp.model.mla import MultiHeadLatentAttention
 from megacpp.model.moe import MixtureOfExperts, SharedExpert
 from megacpp.model.rope import rotary_table
 from megacpp.model.seam import PLAIN
+from megacpp.model.sparse import SparseAttention
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 ROUTED = "sizes of what is routed depend on values"
+CHOSEN = "its keys are chosen, or were by another block"
 CONTEXT = "keys come from other ranks"
 BY_HAND = "its kernels say themselves what they keep"
+LOOKED_UP = "what its memory looks up is hashed outside of graphs"
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,12 @@ class Graphs:
 def why_eager(block: Block) -> str | None:
     """What keeps a block from being one graph; None: nothing."""
     mixer = block.mixer
+    if block.engram is not None:
+        return LOOKED_UP
     if isinstance(mixer, MixtureOfExperts):
         return ROUTED
+    if isinstance(mixer, SparseAttention):
+        return CHOSEN
     if isinstance(mixer, Attention):
         replaced = "attend" in vars(mixer) or "forward" in vars(mixer.inner)
         return CONTEXT if replaced else None

@@ -292,7 +292,10 @@ class Meter(TorchDispatchMode):
         name = self._names.get(id(module))
         if name is None:
             return
-        self._calls.append(_split(name))
+        part, path = _split(name)
+        running = self._where()[0]
+        # A part may call another, whose work is then its own: tokens further ahead are looked up.
+        self._calls.append((running, name) if running not in ("", part) else (part, path))
         if self._calls[-1][1]:  # below a part: FSDP2 has gathered what it reads by now
             for p in module.parameters():
                 storage = local_part(p).untyped_storage()

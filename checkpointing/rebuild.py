@@ -72,6 +72,7 @@ class BlockSeam:
         store: where what is kept waits for the backward.
         everything: store all that is saved, not only arguments of pieces.
         check: "none" accepts tensors of another shape from a piece that runs again.
+        before, after: where the block in front left its streams, and where this one leaves its own.
     """
 
     def __init__(
@@ -81,15 +82,19 @@ class BlockSeam:
         store: Store = stay,
         everything: bool = False,
         check: Check = "default",
+        before: Handover | None = None,
+        after: Handover | None = None,
     ) -> None:
         self.pieces, self.replays, self.store = pieces, replays, store
         self.everything, self.check = everything, check
+        self.before, self.after = before, after
         self.forward: Forward | None = None  # of the block, while it runs
         self.region: _Region | None = None  # which runs now, for the first time or again
 
     def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
-        if piece == "block" and self.region is None and torch.is_grad_enabled():
-            return self._block(fn, args)
+        whole = piece == "connected" or (piece == "block" and self.forward is None)
+        if whole and self.region is None and torch.is_grad_enabled():
+            return self._block(piece, fn, args)
         if self.forward is None or self.region is not None or piece not in self.pieces:
             return fn(*args)
         return self.forward.run(piece, fn, args)
@@ -97,11 +102,16 @@ class BlockSeam:
     def keep(self, fn: Callable[..., R], *args: object) -> R:
         return fn(*args) if self.region is None else self.region.decide(fn, args)
 
-    def _block(self, fn: Callable[..., R], args: tuple[object, ...]) -> R:
+    def _block(self, piece: Piece, fn: Callable[..., R], args: tuple[object, ...]) -> R:
         forward = self.forward = Forward(self)
+        if self.before is not None:
+            forward.take(self.before)
         try:
             with saved_tensors_hooks(forward.pack, unpack):
-                return forward.run("block", fn, args) if "block" in self.pieces else fn(*args)
+                result = forward.run(piece, fn, args) if piece in self.pieces else fn(*args)
+            if self.after is not None:
+                forward.leave(result, self.after)
+            return result
         finally:
             self.forward = None
             forward.end()
@@ -116,6 +126,13 @@ class BlockSeam:
             self.region = None
 
 
+@dataclass
+class Handover:
+    """Between two blocks of a group: streams that the first made, until the second begins."""
+
+    results: dict[int, _Entry] = field(default_factory=dict)
+
+
 class Forward:
     """One forward of one block: whose results are dropped."""
 
@@ -124,10 +141,14 @@ class Forward:
         self._results: dict[int, _Entry] = {}
 
     def run(self, piece: Piece, fn: Callable[..., R], args: tuple[object, ...]) -> R:
-        """`fn(*args)`; what it saves and what it returns is dropped."""
+        """`fn(*args)`; what it saves and what it returns is dropped.
+
+        Between hyper-connections what a mixer returns is kept: streams are mixed again from it.
+        """
         region = _Region(self, piece, fn, args)
         result = region.first(self, args)
-        for i, t in enumerate(_tensors(result)):
+        mixed = piece == "block" and "read_streams" in self.seam.pieces
+        for i, t in enumerate(() if mixed else _tensors(result)):
             if _address(t) not in region.arguments and not _is_parameter(t):
                 self._results[_address(t)] = _Entry(region, i, t)
         return result
@@ -146,6 +167,16 @@ class Forward:
         """Forgets results: whatever was packed holds this object, and would hold their pieces'
         arguments until the block's last backward."""
         self._results.clear()
+
+    def take(self, handover: Handover) -> None:
+        """The streams that the block in front made are results to rebuild here too."""
+        self._results |= handover.results
+        handover.results = {}
+
+    def leave(self, result: Any, handover: Handover) -> None:
+        """Lets the next block take what this one made."""
+        places = map(_address, _tensors(result))
+        handover.results = {p: self._results[p] for p in places if p in self._results}
 
     def find(self, t: Tensor) -> _Result | None:
         """The handle of `t` if it is a view of an earlier piece's result."""

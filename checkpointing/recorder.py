@@ -211,7 +211,7 @@ class Recorder(Meter):
         if not name:
             self.forward_ended = 0  # another microbatch
             self._back = ""
-        elif part_of(name) == name:
+        elif self._where() == (name, ""):
             self.mark(f"forward {name}")
 
     def _enter_backward(self, part: str, grad: Tensor) -> None:
@@ -285,7 +285,9 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
     def begins(method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
         """A block's backward begins where its unit gathers, or fetches for the one before."""
         own = part(group)
-        if own.startswith("blocks.") and any(names.get(id(m)) == own for m in group.modules):
+        if own.startswith(("blocks.", "mtp")) and any(
+            names.get(id(m)) == own for m in group.modules
+        ):
             recorder.mark(f"backward {own}")
         return method(group, *args, **kwargs)
 

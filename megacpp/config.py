@@ -175,6 +175,7 @@ class EngramConfig:
     table_size: int = 100_000
     dim: int = 256  # of all heads of one order together
     conv_kernel: int = 4  # taps max_order tokens apart
+    seed: int = 0  # of the hashes, which are part of what is learned
     lr_factor: float = 5.0  # of optim.embed_lr, for the tables
 
 

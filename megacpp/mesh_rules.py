@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 
 from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
+from megacpp.model.engram_sizes import ROWS_MULTIPLE
+from megacpp.model.mtp_plan import hidden_width
 from megacpp.model.pattern import block_letters
-from megacpp.model.sizes import m2rnn_heads
+from megacpp.model.sizes import m2rnn_heads, ngram_rows
+from megacpp.moe_rules import straddling_groups
 
 AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the world
@@ -58,10 +61,12 @@ def _broken(config: Config, world_size: int) -> Iterator[Broken]:
         letters = set(block_letters(config.model.pattern, config.model.depth))
     except ConfigError:
         return  # reported by the rules of the model
+    letters |= {"A"} if config.model.mtp.depths else set()  # its blocks attend
     mesh = resolve_mesh(config.mesh, world_size)
     yield from _tensor(config, mesh, letters)
     yield from _context(config, mesh, letters)
     yield from _experts(config, mesh, letters)
+    yield from _sparse(config, mesh)
 
 
 def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> str:
@@ -135,12 +140,19 @@ def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
     """What `tp` must divide, by setting."""
     dims = {"model.vocab_size": config.vocab_size}
     a, m, r, e = config.attention, config.mamba3, config.m2rnn, config.moe
+    if config.ngram.heads:
+        dims["the rows of all n-gram tables"] = ngram_rows(config.ngram)
     if "A" in letters:
         dims["model.attention.num_heads"] = a.num_heads
         if a.kind == "gqa":
             dims["model.attention.num_kv_heads"] = a.num_kv_heads
+        if config.engram.layers:
+            dims["model.dim, channels of model.engram"] = config.dim
+            dims["rows of the tables of model.engram"] = ROWS_MULTIPLE
     if "F" in letters:
         dims["model.mlp.hidden_dim"] = config.mlp.hidden_dim
+    if config.mtp.depths:
+        dims["model.mtp.hidden_dim"] = hidden_width(config)
     if "E" in letters and e.num_shared:
         dims["model.moe.num_shared * shared_hidden_dim"] = e.num_shared * e.shared_hidden_dim
     if "M" in letters:
@@ -187,6 +199,8 @@ def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
         if letter in letters
     ]
     back = max(taps, default=0) - 1
+    if model.engram.layers:
+        back = max(back, (model.engram.conv_kernel - 1) * model.engram.max_order)
     if row // chunks < back:
         rule = f"leaves chunks of {row // chunks} tokens, a convolution looks back {back}"
         yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={back * chunks} or more")
@@ -218,3 +232,20 @@ def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
         yield Broken("ep", mesh.ep, "the model has no E block to spread", ("ep",))
     elif experts % mesh.ep:
         yield Broken("ep", mesh.ep, f"must divide model.moe.num_experts ({experts})", ("ep",))
+    elif "E" in letters and (rule := straddling_groups(config.model.moe, mesh)):
+        yield Broken("ep", mesh.ep, rule, ("ep",))
+
+
+def _sparse(config: Config, mesh: MeshConfig) -> Iterator[Broken]:
+    """What a choice of keys, and a warm-up that trains the choosers alone, can't be cut into."""
+    sparse = config.model.attention.sparse
+    if not sparse.layers.strip():
+        return
+    if mesh.cp > 1 and mesh.cp_attention != "all_gather":
+        rule = "sparse attention chooses among the keys of whole rows, for all heads alike"
+        yield Broken(
+            "cp_attention", mesh.cp_attention, rule, (), "use mesh.cp_attention=all_gather"
+        )
+    if mesh.pp > 1 and sparse.stage == "dense":
+        rule = "a stage without indexer would have no backward (model.attention.sparse.stage=dense)"
+        yield Broken("pp", mesh.pp, rule, ("pp",))

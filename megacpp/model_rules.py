@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacpp.config import Config
+from megacpp.engram_rules import engram_rules
 from megacpp.errors import ConfigError, config_error
+from megacpp.hyper_connection_rules import hyper_connection_rules
 from megacpp.model.pattern import block_letters
 from megacpp.model.sizes import m2rnn_heads
+from megacpp.moe_rules import null_rules
+from megacpp.mtp_rules import mtp_rules
 
 
 def model_rules(config: Config) -> Iterator[ConfigError]:
@@ -17,7 +21,9 @@ def model_rules(config: Config) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield error
         return
-    if "A" in letters:
+    yield from hyper_connection_rules(config)
+    yield from engram_rules(config)
+    if "A" in letters or config.model.mtp.depths:
         yield from _attention(config)
     if "M" in letters:
         yield from _mamba3(config)
@@ -25,6 +31,7 @@ def model_rules(config: Config) -> Iterator[ConfigError]:
         yield from _moe(config)
     if "R" in letters:
         yield from _m2rnn(config)
+    yield from mtp_rules(config)
 
 
 def _attention(config: Config) -> Iterator[ConfigError]:
@@ -107,6 +114,7 @@ def _mamba3(config: Config) -> Iterator[ConfigError]:
 
 def _moe(config: Config) -> Iterator[ConfigError]:
     e = config.model.moe
+    yield from null_rules(e)
     if e.top_k > e.num_experts:
         yield config_error(
             "model.moe.top_k",

@@ -7,6 +7,7 @@ Where sources contradict each other, the docstring says which reading the preset
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megacpp.config import (
     AttentionConfig,
@@ -14,13 +15,19 @@ from megacpp.config import (
     CheckpointingPolicy,
     Config,
     DataConfig,
+    EngramConfig,
+    HyperConnectionConfig,
     M2RNNConfig,
     Mamba3Config,
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    MTPConfig,
+    NgramConfig,
     OptimConfig,
     RunConfig,
+    SparseAttentionConfig,
+    TOPConfig,
     TrainConfig,
 )
 from megacpp.errors import ConfigError, did_you_mean
@@ -69,6 +76,65 @@ def tiny() -> Config:
         optim=OptimConfig(lr=3e-3, muon_lr=1e-2, schedule="wsd"),
         recompute=PER_BLOCK,
     )
+
+
+def tiny_full() -> Config:
+    """9.3M parameters / 7.1M active; every feature on; minutes; 2 CPU cores.
+
+    `tiny` with all of TINY_FEATURES: to see that everything works together, not because it learns
+    more (docs/32-ablation.md has what each does).
+    """
+    base = tiny()
+    model = base.model
+    for feature in TINY_FEATURES.values():
+        model = feature(model)
+    return replace(base, preset="tiny_full", model=model)
+
+
+def _sparse(model: ModelConfig) -> ModelConfig:
+    chosen = SparseAttentionConfig(layers="1,2", top_k=64, num_heads=4, head_dim=32, share=2)
+    return replace(model, attention=replace(model.attention, sparse=chosen))
+
+
+def _mtp(model: ModelConfig) -> ModelConfig:
+    return replace(model, mtp=MTPConfig(depths=2, hidden_dim=384))
+
+
+def _top(model: ModelConfig) -> ModelConfig:
+    return replace(model, top=TOPConfig(loss=0.5, window=64))
+
+
+def _ngram(model: ModelConfig) -> ModelConfig:
+    return replace(model, ngram=NgramConfig(heads=4, table_size=8_000, dim=8))
+
+
+def _engram(model: ModelConfig) -> ModelConfig:
+    return replace(model, engram=EngramConfig(layers="1", heads=4, table_size=8_000, dim=64))
+
+
+def _mhc(model: ModelConfig) -> ModelConfig:
+    return replace(model, mhc=HyperConnectionConfig(streams=4))
+
+
+def _null(model: ModelConfig) -> ModelConfig:
+    return replace(model, moe=replace(model.moe, null_rho=0.5))
+
+
+def _groups(model: ModelConfig) -> ModelConfig:
+    moe = replace(model.moe, num_groups=4, top_k_groups=2, shared_gate=True)
+    return replace(model, moe=moe)
+
+
+TINY_FEATURES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "sparse": _sparse,
+    "mtp": _mtp,
+    "top": _top,
+    "ngram": _ngram,
+    "engram": _engram,
+    "mhc": _mhc,
+    "null": _null,
+    "groups": _groups,
+}
 
 
 def dense_110m() -> Config:
@@ -158,19 +224,19 @@ def hybrid_400m() -> Config:
     )
 
 
-def nam56r() -> Config:
+def nam56r_base() -> Config:
     """4.5B parameters / 2.8B active; not yet run by us; weeks; 8 GPUs of 141 GB.
 
-    Pattern AEMEAEMEAEMR to depth 52: 13 A, 22 E, 13 M, 4 R. Readings: R is M2RNN (some sources
-    list an n-gram head); routed experts are two-matrix relu² of 896, top-4 of 16, with one gated
-    shared expert of 1024; M carries the short conv that the activation articles recompute
-    (author Mamba-3 has none); A is plain GQA 56/8; QK-clip at 100 is on (one source calls it a
-    switch that is off by default). Counting M *and* R as Mamba-2 style mixers
-    instead gives 4.74B / 3.04B, the published 4.73B / 3.03B to 0.4 % (`megacpp show nam56r`
-    prints both).
+    The blocks of nam56r alone, with grouped-query attention: pattern AEMEAEMEAEMR to depth 52,
+    13 A, 22 E, 13 M, 4 R. Readings: R is M2RNN (some sources list an n-gram head); routed experts
+    are two-matrix relu² of 896, top-4 of 16, with one gated shared expert of 1024; M carries the
+    short conv that the activation articles recompute (author Mamba-3 has none); A is plain GQA
+    56/8; QK-clip at 100 is on (one source calls it a switch that is off by default). Counting M
+    *and* R as Mamba-2 style mixers instead gives 4.74B / 3.04B, the published 4.73B / 3.03B to
+    0.4 % (`megacpp show nam56r_base` prints both).
     """
     return Config(
-        preset="nam56r",
+        preset="nam56r_base",
         model=ModelConfig(
             dim=3584,
             depth=52,
@@ -196,25 +262,55 @@ def nam56r() -> Config:
     )
 
 
+def nam56r() -> Config:
+    """4.6B parameters / 2.9B active; not yet run by us; weeks; 8 GPUs of 141 GB.
+
+    nam56r_base with latent attention, of whose 13 layers the ranks 1-3, 5-7 and 9-11 are sparse
+    (an indexer of 32 heads of 64 chooses 256 keys; of three layers the first chooses), two further
+    tokens by one shared plain block of width 18944, and 16 tables of hashed n-grams. Readings: the
+    latent ranks of 64 are those of the runs (one text has 512 and 24 heads); an early bring-up
+    had its sparse layers at ranks 0, 4 and 8; the trunk learns from the further tokens (the runs
+    cut that gradient).
+    """
+    base = nam56r_base()
+    attention = AttentionConfig(
+        kind="mla",
+        num_heads=56,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        sparse=SparseAttentionConfig(
+            layers="1,2,3,5,6,7,9,10,11", top_k=256, num_heads=32, head_dim=64, share=3
+        ),
+    )
+    model = replace(
+        base.model,
+        attention=attention,
+        mtp=MTPConfig(depths=2, hidden_dim=18_944),
+        ngram=NgramConfig(heads=8),
+    )
+    return replace(base, preset="nam56r", model=model)
+
+
 def nam56r_quarter() -> Config:
     """1.4B parameters / 1.0B active; not yet run by us; days; 1 GPU of 80 GB or more.
 
-    The first 13 layers of nam56r (4 A, 5 E, 3 M, 1 R), for a single device. The published
+    The first 13 layers of nam56r_base (4 A, 5 E, 3 M, 1 R), for a single device. The published
     1.8-2.0B quarter profile counts R as a Mamba mixer and carries further features.
     """
-    import dataclasses
-
-    full = nam56r()
-    return dataclasses.replace(
+    full = nam56r_base()
+    return replace(
         full,
         preset="nam56r_quarter",
-        model=dataclasses.replace(full.model, depth=13),
+        model=replace(full.model, depth=13),
         run=RunConfig(steps=20_000),
         train=TrainConfig(device_batch_size=2, tokens_per_step=131_072),
     )
 
 
-def nam52_deep() -> Config:
+def nam52_deep_base() -> Config:
     """3.9B parameters / 863M active; not yet run by us; weeks; 8 GPUs of 141 GB.
 
     The deep, narrow worked example: width 1536, depth 52, 64 gated experts, top-6, capacity
@@ -223,7 +319,7 @@ def nam52_deep() -> Config:
     expert width 512 follows from their up/down learning-rate ratio of about sqrt(D / 512).
     """
     return Config(
-        preset="nam52_deep",
+        preset="nam52_deep_base",
         model=ModelConfig(
             dim=1536,
             depth=52,
@@ -251,9 +347,39 @@ def nam52_deep() -> Config:
     )
 
 
+def nam52_deep() -> Config:
+    """4.0B parameters / 982M active; not yet run by us; weeks; 8 GPUs of 141 GB.
+
+    nam52_deep_base with four residual streams, half of the chosen slots null (12 of a pool of 128,
+    six real ones on average), and n-gram memories in front of the second and the fifth attention
+    block. Readings: the sources name these features and not which run had which; layers 2 and 15
+    of the memories' paper are here the attention blocks next to them; five Sinkhorn iterations, as
+    the port has, for the paper's 20.
+    """
+    base = nam52_deep_base()
+    model = replace(
+        base.model,
+        moe=replace(base.model.moe, null_rho=0.5),
+        mhc=HyperConnectionConfig(streams=4, iterations=5),
+        engram=EngramConfig(layers="1,4"),
+    )
+    return replace(base, preset="nam52_deep", model=model)
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f
-    for f in (tiny, dense_110m, moe_small, hybrid_400m, nam56r_quarter, nam56r, nam52_deep)
+    for f in (
+        tiny,
+        tiny_full,
+        dense_110m,
+        moe_small,
+        hybrid_400m,
+        nam56r_quarter,
+        nam56r_base,
+        nam56r,
+        nam52_deep_base,
+        nam52_deep,
+    )
 }
 
 

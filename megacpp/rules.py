@@ -19,6 +19,7 @@ from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.model.stages import enough_microbatches, pipeline_rules
 from megacpp.model_rules import model_rules
 from megacpp.recompute_rules import recompute_rules
+from megacpp.sparse_rules import promoted, sparse_rules
 
 # Smallest legal value of numeric settings; None in an optional setting is always legal.
 AT_LEAST: dict[str, float] = {
@@ -60,6 +61,13 @@ AT_LEAST: dict[str, float] = {
     "model.moe.sequence_loss": 0,
     "model.moe.z_loss": 0,
     "model.mlp.hidden_dim": 1,
+    "model.top.loss": 0,
+    "model.top.window": 1,
+    "model.ngram.heads": 0,
+    "model.ngram.max_order": 2,
+    "model.ngram.table_size": 2,
+    "model.ngram.dim": 1,
+    "model.ngram.lr_factor": 0,
     "model.z_loss": 0,
     "model.init_std": 0,
     "run.steps": 0,
@@ -145,6 +153,7 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from _optimizer(config)
     yield from _adamw_state(config)
     yield from recompute_rules(config)
+    yield from sparse_rules(config)
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -155,7 +164,7 @@ def resolve(config: Config, world_size: int) -> Config:
     train = dataclasses.replace(config.train, grad_accum=accum, tokens_per_step=per_micro * accum)
     mesh = resolve_mesh(config.mesh, world_size)
     run = dataclasses.replace(config.run, dir=config.run.dir.replace("{preset}", config.preset))
-    return dataclasses.replace(config, train=train, mesh=mesh, run=run)
+    return promoted(dataclasses.replace(config, train=train, mesh=mesh, run=run))
 
 
 def lookup(config: Config, key: str) -> Any:

@@ -2,7 +2,9 @@
 
 Muon takes the matrices between hidden states; AdamW takes what is looked up (embedding, head), what
 is a vector or a scalar, filters, and the projections to a number per head (dt, A, trap, angles,
-forget): the update of a handful of rows orthogonalised alone is nearly their normalised gradient.
+forget) or stream: the update of a handful of rows orthogonalised alone is nearly their normalised
+gradient. An indexer goes to AdamW as well: it learns from a loss of its own, whose published rates
+are AdamW's.
 A weight that moves through a latent (optim/compressed.py) is in its row but has no state; the
 latent is AdamW's. Where one parameter holds several matrices, each is orthogonalised alone: one
 matrix for all would trade singular values between them. Projections that the model keeps apart are
@@ -19,7 +21,7 @@ from typing import Literal
 
 from torch import nn
 
-from megacpp.config import OptimConfig
+from megacpp.config import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
@@ -44,7 +46,7 @@ class Row:
         view: Muon's matrices, from the mixer that owns the parameter.
         rate: the setting of `OptimConfig` that is the peak learning rate under AdamW, where 0 means
             `lr`; under Muon it is `muon_lr`.
-        lr_factor: of that rate, for this row alone.
+        lr_factor: of that rate, for this row alone; `factor`: the same, from a model's settings.
     """
 
     letters: str
@@ -54,6 +56,7 @@ class Row:
     view: View = lambda mixer: MatrixView()
     rate: Rate = "lr"
     lr_factor: float = 1.0
+    factor: Callable[[ModelConfig], float] = lambda model: 1.0
 
     def matches(self, letter: str, name: str) -> bool:
         inside = letter in self.letters if letter else not self.letters
@@ -85,9 +88,26 @@ def key_value_rows(mixer: nn.Module) -> MatrixView:
     return MatrixView((mixer.nope_dim, mixer.value_dim) * heads)
 
 
+def stream_rows(model: nn.Module) -> MatrixView:
+    """The keys of each residual stream are a matrix."""
+    assert isinstance(model, HybridLM)
+    streams = model.config.mhc.streams
+    return MatrixView((model.config.dim,) * streams) if streams > 1 else MatrixView()
+
+
 def experts(mixer: nn.Module) -> MatrixView:
     """Each expert is a matrix."""
     return MatrixView(batched=True)
+
+
+def ngram_factor(model: ModelConfig) -> float:
+    """Of the learning rate of n-gram tables."""
+    return model.ngram.lr_factor
+
+
+def memory_factor(model: ModelConfig) -> float:
+    """Of the learning rate of n-gram memories."""
+    return model.engram.lr_factor
 
 
 def vectors(letters: str, *names: str) -> Row:
@@ -97,13 +117,33 @@ def vectors(letters: str, *names: str) -> Row:
 
 TABLE = (
     Row("", ("embed.weight",), "adamw", True, rate="embed_lr"),
-    Row("", ("head.weight",), "adamw", True, rate="head_lr"),
-    vectors("", "norm.weight", "blocks.*.norm.weight"),
+    Row("", ("head.weight", "top.unembed.weight"), "adamw", True, rate="head_lr"),
+    # Most rows of a table are rarely read: large steps, and no decay between two of them.
+    Row("", ("ngram.tables.weight",), "adamw", False, rate="embed_lr", factor=ngram_factor),
+    Row(
+        "",
+        ("blocks.*.engram.tables.weight",),
+        "adamw",
+        False,
+        rate="embed_lr",
+        factor=memory_factor,
+    ),
+    Row("", ("ngram.proj.weight", "mtp.blocks.*.projection.weight"), "muon", True),
+    Row("", ("blocks.*.engram.wk.weight",), "muon", True, stream_rows),
+    Row("", ("blocks.*.engram.wv.weight",), "muon", True),
+    Row("", ("blocks.*.engram.conv.weight",), "adamw", False),
+    vectors("", "blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"),
+    vectors("", "norm.weight", "blocks.*.norm.weight", "mtp.blocks.*norm.weight"),
+    Row("", ("blocks.*.connection.phi",), "adamw", True),  # to a few numbers of a token
+    vectors("", "blocks.*.connection.scale", "blocks.*.connection.bias"),
     Row("A", ("wq.weight", "wk.weight", "wv.weight", "wo.weight"), "muon", True),
     Row("A", ("wq_a.weight", "wq_b.weight"), "muon", True),
     Row("A", ("wkv_a.weight",), "muon", True, latent_rows),
     Row("A", ("wkv_b.weight",), "muon", True, key_value_rows),
     vectors("A", "q_norm.weight", "k_norm.weight", "kv_norm.weight"),
+    Row("A", ("indexer.wq_b.weight", "indexer.wk.weight"), "adamw", True),
+    Row("A", ("indexer.weights_proj.weight",), "adamw", True),
+    vectors("A", "indexer.k_norm.weight", "indexer.k_norm.bias"),
     Row("M", ("in_[zxBC].weight", "out_proj.weight"), "muon", True),
     Row("M", ("in_dt.weight", "in_A.weight", "in_trap.weight", "in_angles.weight"), "adamw", True),
     vectors("M", "B_norm.weight", "C_norm.weight", "norm.weight"),
@@ -132,6 +172,7 @@ class Assignment:
     Attributes:
         algorithm: `fold` for a weight that moves through its latent.
         fold: of a latent: what its steps are added to.
+        factor: of the learning rate, from the model's settings.
     """
 
     name: str
@@ -140,12 +181,14 @@ class Assignment:
     algorithm: Algorithm
     view: MatrixView
     fold: Fold | None = None
+    factor: float = 1.0
 
     def lr(self, config: OptimConfig) -> float:
         """Peak learning rate."""
+        factor = self.row.lr_factor * self.factor
         if self.algorithm == "muon":
-            return config.muon_lr * self.row.lr_factor
-        return (getattr(config, self.row.rate) or config.lr) * self.row.lr_factor
+            return config.muon_lr * factor
+        return (getattr(config, self.row.rate) or config.lr) * factor
 
     def decay(self, config: OptimConfig) -> float:
         """Weight decay."""
@@ -210,14 +253,16 @@ def _assignments(
             continue
         muon = algorithm == "muon_adamw" and rows[0].algorithm == "muon"
         view = rows[0].view(mixer) if muon else MatrixView()
-        yield Assignment(name, parameter, rows[0], "muon" if muon else "adamw", view)
+        by: Algorithm = "muon" if muon else "adamw"
+        factor = rows[0].factor(model.config)
+        yield Assignment(name, parameter, rows[0], by, view, factor=factor)
 
 
 def _place(model: HybridLM, name: str) -> tuple[str, nn.Module, str]:
     """Letter and mixer that a parameter belongs to (none outside), and its name below."""
-    first, *rest = name.split(".", 3)
-    if first == "blocks" and rest[1] == "mixer":
-        block = model.blocks[rest[0]]
+    owner, inside, short = name.partition(".mixer.")
+    if inside:
+        block = model.get_submodule(owner)
         assert isinstance(block, Block)
-        return block.letter, block.mixer, rest[2]
+        return block.letter, block.mixer, short
     return "", model, name

@@ -22,6 +22,7 @@ from megacpp.model.attention import GroupedQueryAttention
 from megacpp.model.attention_logits import LogitRecorder, Statistic
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.mla import MultiHeadLatentAttention
+from megacpp.model.mtp_plan import num_blocks
 from megacpp.model.rope import softmax_scale
 from optim.boxes import cutting_order, shard_bounds
 from optim.local import local_part
@@ -89,12 +90,15 @@ class QKClip:
         scale = softmax_scale(sum(parts), self.config)
         self.recorder = LogitRecorder(scale, parts, statistic)  # of no layer: only its rules
         self.layers: list[Layer] = []
-        numbers = [i for i, letter in enumerate(model.letters) if letter == "A"]
-        assert numbers, "a model without attention"
-        self.num_layers, self.like = len(numbers), next(model.parameters())
-        for index, number in enumerate(numbers):
-            if str(number) in model.blocks:
-                mixer = model.get_submodule(f"blocks.{number}.mixer")
+        names = [f"blocks.{i}.mixer" for i, letter in enumerate(model.letters) if letter == "A"]
+        ahead = range(num_blocks(model.config.mtp))  # of multi-token prediction
+        names += [f"mtp.blocks.{i}.attention.mixer" for i in ahead]
+        assert names, "a model without attention"
+        self.num_layers, self.like = len(names), next(model.parameters())
+        here = model.mixers()
+        for index, name in enumerate(names):
+            if name in here:
+                mixer = here[name][1]
                 assert isinstance(mixer, GroupedQueryAttention | MultiHeadLatentAttention)
                 mixer.inner.recorder = LogitRecorder(scale, parts, statistic)
                 self.layers.append(Layer(index, mixer.inner.recorder, *query_and_key(mixer)))

@@ -15,13 +15,16 @@ from collections.abc import Callable
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megacpp.config import Config, MeshConfig
+from megacpp.model.engram import DilatedConv
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.mamba3 import Mamba3
 from megacpp.model.moe import MixtureOfExperts
+from megacpp.model.sparse import SparseAttention
 from megacpp.model.stages import stage_parts
 from megacpp.run.precision import compute_dtype
 from parallel.context_attention import ContextAttention
+from parallel.context_conv import ContextConv
 from parallel.context_layout import ContextLayout
 from parallel.context_m2rnn import ContextM2RNN, m2rnn_kind
 from parallel.context_mamba3 import ContextMamba3
@@ -30,6 +33,7 @@ from parallel.fsdp import shard_model
 from parallel.mesh import World
 from parallel.plans import row_of
 from parallel.routing import SpreadRouter
+from parallel.sparse import ContextSparse
 from parallel.stages import Stage, keep_parts, make_stages
 from parallel.tensor import Cut, cut_model
 
@@ -81,15 +85,20 @@ def context_plan(
 ) -> dict[str, ParallelStyle]:
     """Mixer to style: what it exchanges with the ranks that hold other tokens of its rows."""
     plan: dict[str, ParallelStyle] = {}
-    for name, mixer in _mixers(model).items():
+    for name, (_, mixer) in model.mixers().items():
         if isinstance(mixer, Mamba3):
             plan[name] = ContextMamba3(mesh.cp_mamba3, layout)
         elif isinstance(mixer, M2RNN):
             heads = mixer.num_heads // mesh.tp
             kind = m2rnn_kind(mesh.cp_m2rnn, heads, layout.degree)
             plan[name] = ContextM2RNN(kind, layout)
+        elif isinstance(mixer, SparseAttention):
+            plan[name] = ContextSparse(layout)
         elif hasattr(mixer, "wo"):
             plan[name] = ContextAttention(mesh.cp_attention, layout)
+    for name, module in model.named_modules():
+        if isinstance(module, DilatedConv):
+            plan[name] = ContextConv(layout)
     return plan
 
 
@@ -108,10 +117,5 @@ def expert_plan(
     return plan
 
 
-def _mixers(model: HybridLM) -> dict[str, object]:
-    names = (f"blocks.{key}.mixer" for key in model.blocks)
-    return {name: model.get_submodule(name) for name in names}
-
-
 def _moe(model: HybridLM) -> dict[str, MixtureOfExperts]:
-    return {n: m for n, m in _mixers(model).items() if isinstance(m, MixtureOfExperts)}
+    return {n: m for n, (_, m) in model.mixers().items() if isinstance(m, MixtureOfExperts)}

@@ -27,9 +27,11 @@ from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
+from megacpp.model.mtp import MultiTokenPrediction
 from megacpp.model.router import Router
 from parallel.build import autocast_dtype, stages_of
 from parallel.context_layout import ContextLayout
+from parallel.expert_load import LoadTable
 from parallel.guard import NonFiniteGuard
 from parallel.loss_scale import LossScale
 from parallel.mesh import World
@@ -70,14 +72,17 @@ class AccumulationBoundary:
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
-        self.looks_around = config.model.looks_around
+        self.looks_around, self.depths = config.model.looks_around, config.model.mtp.depths
+        self.steps = config.run.steps
         self.guard = NonFiniteGuard(model, world, stages)
         self.loss_scale = LossScale(config.precision)
         self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
+        self.ahead = [m for m in self.sources if isinstance(m, MultiTokenPrediction)]
         self.routers = [m for m in self.sources if isinstance(m, Router)]
+        self.loads = LoadTable(model, config.model, world.degree("stage"))
         self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNN) and m.clip]
 
-    def accumulate(self, microbatches: Iterable[Batch]) -> StepSums:
+    def accumulate(self, microbatches: Iterable[Batch], step: int = 0) -> StepSums:
         """Forward and backward over all microbatches, with one gradient reduction per unit.
 
         The divisor is known before the first backward; a step without a valid token yields zero
@@ -86,12 +91,13 @@ class AccumulationBoundary:
         Args:
             microbatches: whole rows; ranks of one context group get the same and take their part.
                 They are all taken before the first is run.
+            step: number of the optimizer step, for what changes with it.
         """
         batches = list(microbatches)
         assert batches, "a step of no microbatch"
         totals = self._totals(batches)
         divisors = totals.divisors(self.train.divisor) / self.loss_scale.value
-        self._set_scales(totals.tokens)
+        self._set_scales(totals, step)
         self.guard.reset()
         if self.pipeline is not None:
             sums = torch.stack(self.pipeline.accumulate(batches, divisors))
@@ -127,6 +133,7 @@ class AccumulationBoundary:
         counts = torch.stack([totals.valid.sum(), totals.target_bytes]).double()
         numbers = torch.cat([norm.double().view(1), sums.nll_sum.view(1), counts, sums.along])
         grad_norm, nll_sum, valid, target_bytes, nonfinite, losses, *rest = numbers.tolist()
+        rest, loads = rest[: len(TERMS) + 2], rest[len(TERMS) + 2 :]
         main, own = (math.sqrt(square) if square >= 0 else math.nan for square in rest[-2:])
         on = {term for source in self.sources for term in source.auxiliary}
         finite = math.isfinite(grad_norm) and not losses
@@ -146,6 +153,7 @@ class AccumulationBoundary:
                 if value or term in on
             },
             auxiliary_ratio=own / main if main > 0 and own > 0 else None,
+            loads=self.loads.read(loads),
         )
         if not verdict.clean and self.train.nonfinite == "raise":
             raise NonFiniteError(
@@ -238,9 +246,13 @@ class AccumulationBoundary:
         if self.train.divisor == "tokens":
             valid = [sum(valid)]
         target_bytes = sum(batch.target_bytes for batch in batches)
-        counts = torch.tensor([target_bytes, *valid]).to(self.world.device, non_blocking=True)
+        further = [[batch.num_ahead(k + 1) for batch in batches] for k in range(self.depths)]
+        host = [torch.tensor([target_bytes, *valid])]
+        host += [torch.stack(of_depth).sum(0, keepdim=True) for of_depth in further]
+        counts = torch.cat(host).to(self.world.device, non_blocking=True)
         self.world.sum(counts, "batch")
-        return Totals(tokens, counts[0], counts[1:], len(batches))
+        labels, ahead = counts[1:].split([len(valid), self.depths])
+        return Totals(tokens, counts[0], labels, len(batches), ahead)
 
     def _sync_gradients(self, last: bool) -> None:
         """What FSDP2 does in the backward of a microbatch; a pipeline's schedule does it itself.
@@ -277,10 +289,13 @@ class AccumulationBoundary:
             for part, new in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(new.view_as(part))
 
-    def _set_scales(self, tokens: int) -> None:
+    def _set_scales(self, totals: Totals, step: int) -> None:
         """Auxiliary losses, which are sums over tokens, become means; fp16 scales everything."""
+        scale = self.loss_scale.value / totals.tokens
         for source in self.sources:
-            source.aux_scale.fill_(self.loss_scale.value / tokens * source.gradient_share)
+            source.aux_scale.fill_(scale * source.gradient_share)
+        for source in self.ahead:
+            source.weigh(totals.tokens, totals.ahead, step, self.steps)
         for clip in self.clips:
             clip.loss_scale = self.loss_scale.value
 
@@ -294,7 +309,7 @@ class AccumulationBoundary:
             numbers[2:-2] += source.loss_sums * source.record_share
         for router in self.routers:
             numbers[-2:] += router.gradient_squares
-        return numbers
+        return torch.cat([numbers, self.loads.numbers(self.world.device)])
 
 
 def shortened(parts: Sequence[str], between: str = ", ", most: int = 3) -> str:

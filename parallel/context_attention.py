@@ -81,7 +81,7 @@ def grouped_gathered(
 ) -> Tensor:
     """Own queries on all keys: one all-gather of T K (H + V) numbers a row, back one
     reduce-scatter of as many."""
-    k_BTKH, v_BTKV = _of_all_ranks((k_BtKH, v_BtKV), group)
+    k_BTKH, v_BTKV = of_all_ranks((k_BtKH, v_BtKV), group)
     return _attend_gathered(inner, layout, q_BtNH, k_BTKH, v_BTKV, docs)
 
 
@@ -133,7 +133,7 @@ def latent_gathered(
 ) -> Tensor:
     """Own queries on all latents: one all-gather of T (C + R) numbers a row, back one
     reduce-scatter of as many."""
-    latents = _of_all_ranks((c_BtC, k_pe_BtR), group)
+    latents = of_all_ranks((c_BtC, k_pe_BtR), group)
     k_BTNH, v_BTNV = mixer.seam("mla_kv", mixer.expand_kv, *latents)
     return _attend_gathered(mixer.inner, layout, q_BtNH, k_BTNH, v_BTNV, docs)
 
@@ -216,7 +216,7 @@ def _attend_own_heads(
     return inner.seam("core_attn", causal_attention, q_BTnH, k_BTkH, v_BTkV, *settings)
 
 
-def _of_all_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def of_all_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Each `[B, t, ..., X]` as `[B, T, ..., X]` in rank order: one all-gather.
 
     They are joined along X with tokens in front, so that neither the all-gather nor the

@@ -1,20 +1,25 @@
 """Short convolutions over the context axis: each chunk borrows the tokens in front of it.
 
 Legend: B rows, t this rank's tokens of a row, J chunks of a rank, C tokens of a chunk, S = B J
-segments, L chunks of a row, X channels, K taps; a suffix K1 is K - 1 past tokens.
+segments, L chunks of a row, X channels, K taps; a suffix K1 is (K - 1) * dilation past tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from megacpp.model.documents import Documents
+from megacpp.model.engram import DilatedConv
+from megacpp.model.pieces import Piece
 from megacpp.model.seam import Seam
 from parallel.collectives import gather
 from parallel.context_layout import ContextLayout
@@ -37,14 +42,19 @@ def convolve_with_halo(
     x_BtX: Tensor,
     weight_X1K: Tensor,
     docs: Documents | None,
+    dilation: int = 1,
+    piece: Piece = "conv_bc",
 ) -> Tensor:
     """What `convolve` makes of this rank's tokens of whole rows, `[B, t, X]`.
 
-    One all-gather of the last K - 1 tokens of every chunk; its backward is one reduce-scatter. A
-    chunk must hold them: C >= K - 1. What is gathered is kept; all that is made of it is a piece.
+    One all-gather of the last K1 tokens of every chunk; its backward is one reduce-scatter. A
+    chunk must hold them: C >= K1. What is gathered is kept; all that is made of it is a piece.
+
+    Args:
+        dilation: tokens from tap to tap.
     """
     segments = segment_documents(docs, layout)
-    num_past = weight_X1K.shape[-1] - 1
+    num_past = (weight_X1K.shape[-1] - 1) * dilation
     x_SCX = cut(x_BtX, layout)
     assert x_SCX.shape[1] >= num_past, f"{num_past} past tokens from chunks of {x_SCX.shape[1]}"
 
@@ -58,7 +68,28 @@ def convolve_with_halo(
     ends_LBK1X = gather(ends_JBK1X.contiguous(), 0, group)
     with_past = segments.memo(("past", num_past), lambda: _with_past(segments, num_past))
     past_SK1X = _in_front(ends_LBK1X, layout)
-    return linked(mixer.seam("conv_bc", convolved, x_SCX, past_SK1X, weight_X1K), ends_LBK1X)
+    return linked(mixer.seam(piece, convolved, x_SCX, past_SK1X, weight_X1K), ends_LBK1X)
+
+
+class ContextConv(ParallelStyle):
+    """A convolution of an n-gram memory on the 1-D context mesh; its taps lie far apart."""
+
+    def __init__(self, layout: ContextLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, DilatedConv)
+        module.convolve = partial(  # type: ignore[method-assign]
+            convolve_with_halo,
+            module,
+            module.convolve,
+            self.layout,
+            device_mesh.get_group(),
+            dilation=module.dilation,
+            piece="engram",
+        )
+        return module
 
 
 def _in_front(ends_LBK1X: Tensor, layout: ContextLayout) -> Tensor:

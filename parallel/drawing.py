@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megacpp.config import Config, ModelConfig
 from megacpp.dtensor import is_dtensor
+from megacpp.model.engram_sizes import memory_width
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.moe import Experts
@@ -56,7 +57,7 @@ class Drawn:
 
 
 def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Drawn]]:
-    """The collectives of each kind of block in the order in which they happen, by letter.
+    """The collectives of each kind of block in the order in which they happen, by kind.
 
     Pipeline stages are left out: a block sends the same in each of them.
 
@@ -70,12 +71,12 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world)
         if not world.parallel:
-            return {letter: [] for letter in model.letters}
+            return {kind: [] for kind in model.kinds}
         with fake_tensors():
             log = _recorded(model, world, config)
         return {
-            letter: _of_block(model, i, log, config, world, again, once)
-            for i, letter in enumerate(model.letters)
+            kind: _of_block(model, i, log, config, world, again, once)
+            for i, kind in enumerate(model.kinds)
         }
 
 
@@ -114,7 +115,7 @@ def _of_block(
         if phase == BACKWARD and again:
             drawn += [replace(move, phase=BACKWARD) for move in gathers]
         calls = [c for c in log.of(scope=f"{i} {phase}") if not of_storage(c)]
-        drawn += _pictures(calls, phase, doors, model.letters[i], config.model)
+        drawn += _pictures(calls, phase, doors, model.kinds[i], config.model)
     return drawn + ends
 
 
@@ -215,19 +216,32 @@ Door = tuple[str, str, str, int]  # phase, kind, axis and elements -> what is dr
 def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
     """The moves of a block's doors, and their adjoints, by what a log shows of them."""
     B, T = config.train.device_batch_size, config.data.seq_len // config.mesh.cp
-    numel = B * T * config.model.dim
     found: dict[Door, str] = {}
     for name, _, enter, leave in doors_of(model):
         if not name.startswith(f"blocks.{i}."):
             continue
         for move in (enter, leave):
             if move is not None and move.axis is not None:
+                numel = B * T * door_width(name, config.model)
+                if move.kind == "exchange":  # there and back are as many numbers
+                    picture = _text(move.before, move.after, config).replace("->", "<->")
+                    here = numel // config.mesh.tp
+                    found.setdefault((FORWARD, "all_to_all", move.axis, here), picture)
+                    found.setdefault((BACKWARD, "all_to_all", move.axis, here), f"d {picture}")
+                    continue
                 kinds = ("all_gather", "reduce_scatter")
                 there, back = kinds if move.kind == "gather" else kinds[::-1]
                 found[FORWARD, there, move.axis, numel] = _text(move.before, move.after, config)
                 before, after = _adjoint(move)
                 found[BACKWARD, back, move.axis, numel] = _text(before, after, config)
     return found
+
+
+def door_width(name: str, model: ModelConfig) -> int:
+    """Numbers of a token that a door moves."""
+    if name.endswith("engram.tables"):
+        return memory_width(model)
+    return model.dim * (model.mhc.streams if name.endswith("engram.conv") else 1)
 
 
 def _adjoint(move: Move) -> tuple[Array, Array]:
@@ -255,9 +269,10 @@ def _with_context(array: Array, config: Config) -> Array:
 
 
 def _pictures(
-    calls: Sequence[Collective], phase: str, doors: dict[Door, str], letter: str, model: ModelConfig
+    calls: Sequence[Collective], phase: str, doors: dict[Door, str], kind: str, model: ModelConfig
 ) -> Iterator[Drawn]:
     """The calls of a block as doors of the plan, as context moves, or in words and shapes."""
+    letter = kind[0]
     rows = 0  # exchanges of whole rows so far: to the experts, and back
     turns = [call for call in calls if call.axis == "cp" and call.kind == "all_to_all"]
     for call in calls:
@@ -266,17 +281,17 @@ def _pictures(
             call = replace(call, axis="ep")
         if picture is None and call.axis == "cp":
             back = bool(turns) and call is turns[-1 if phase == FORWARD else 0]
-            picture = _context_move(call, phase, letter, model, bool(turns), back)
+            picture = _context_move(call, phase, kind, model, bool(turns), back)
         if picture is None:
             whole = call.axis == "ep" and call.shapes[0][-1:] == (model.dim,)
             shapes = " -> ".join(f"[{', '.join(map(str, shape))}]" for shape in call.shapes)
-            picture = f"{_word(call, phase, whole, rows)}{shapes}"
+            picture = f"{_word(call, phase, whole, rows, letter)}{shapes}"
             rows += whole
         yield Drawn(phase, picture, call.kind, call.axis, call.dtype, call.bytes)
 
 
 def _context_move(
-    call: Collective, phase: str, letter: str, model: ModelConfig, by_heads: bool, back: bool
+    call: Collective, phase: str, kind: str, model: ModelConfig, by_heads: bool, back: bool
 ) -> str | None:
     """What a mixer exchanges over `cp`: T tokens, J chunks of a row, heads Q.
 
@@ -284,7 +299,7 @@ def _context_move(
         by_heads: the mixer gives tokens for heads.
         back: the exchange that gives heads for tokens again.
     """
-    d = "" if phase == FORWARD else "d "
+    letter, d = kind[0], "" if phase == FORWARD else "d "
     if call.kind == "all_to_all":
         cut, whole = "heads[B, T_cp, Q]", "heads[B, T, Q_cp]"
         there = (whole, cut) if back == (phase == FORWARD) else (cut, whole)
@@ -292,8 +307,13 @@ def _context_move(
     if call.kind not in ("all_gather", "reduce_scatter") or letter not in "AMR":
         return None
     taps = model.mamba3.conv_kernel if letter == "M" else model.m2rnn.conv_kernel
-    if letter == "A":
+    engram = model.engram
+    past = (engram.conv_kernel - 1) * engram.max_order if engram.layers else 0
+    if letter == "A" and past and len(call.shapes[0]) == 4 and call.shapes[0][2] == past:
+        what, dims = "halo", "C"
+    elif letter == "A":
         what, dims = ("latent", "L") if model.attention.kind == "mla" else ("k, v", "K")
+        what += ", index key" if "A.index" in kind else ""
     elif len(call.shapes[0]) == 4 and call.shapes[0][2] == taps - 1:
         what, dims = "halo", "C"
     elif letter == "M":
@@ -307,8 +327,10 @@ def _context_move(
     return f"d {whole}{{cp}} -> d {cut}"
 
 
-def _word(call: Collective, phase: str, whole_rows: bool, before: int) -> str:
+def _word(call: Collective, phase: str, whole_rows: bool, before: int, letter: str) -> str:
     """What an exchange is for that no door of the plan describes."""
+    if letter == "A" and call.kind == "all_reduce":
+        return "attention of all heads "  # that the indexer is to resemble
     if call.kind == "all_gather" and not call.dtype.is_floating_point:
         return "choices " if call.dtype == torch.uint8 else "places "
     if call.axis == "ep":

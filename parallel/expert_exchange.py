@@ -5,8 +5,9 @@
              that one row comes back; the token's rank sums over ranks
     slots    every expert takes a fixed number of rows of every rank: equal splits, nothing counted
 
-Every `send_*` returns what the experts of this rank want (the rows that came, and the slots that
-hold copies of them) and the trip, whose `back` returns the tokens' outputs. Rows travel in the
+A choice of a null expert (id E) goes nowhere. Every `send_*` returns what the experts of this rank
+want (the rows that came, and the slots that hold copies of them) and the trip, whose `back` returns
+the tokens' outputs. Rows travel in the
 dtype of the tokens, gate weights in fp32 (or fp64). Against one process in bf16, `tokens` rounds
 once more: each rank's partial sum of a token, and each rank's part of its gradient, to 2^-9 of that
 part; the others round nothing more.
@@ -27,15 +28,15 @@ most experts that it can want of one rank.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.config import MoEConfig
 from megacpp.kernels.expert_rows import (
     Groups,
     gather_rows,
@@ -44,6 +45,7 @@ from megacpp.kernels.expert_rows import (
     spread_rows,
     sum_rows,
 )
+from megacpp.model.choices import circle, columns
 from megacpp.model.moe import Arrived
 from parallel.collectives import send_rows, send_rows_plain
 
@@ -122,6 +124,8 @@ Trip = Copies | Tokens | Slots
 class EvenRouting:
     """Choices that any host can foretell: all experts get an even share, on every rank alike.
 
+    Of the columns of the choices the first top_k are real experts, which is their mean.
+
     A token visits K neighbours on a shuffled circle of all experts, so that it meets about as many
     ranks as it would by chance. For runs without values (fake process groups, fake tensors) and for
     measurements that are to be free of luck; every rank must have as many tokens.
@@ -129,19 +133,27 @@ class EvenRouting:
 
     num_experts: int
     top_k: int
+    columns: int = 0  # of the choices (0: top_k); the rest are nulls
+    num_groups: int = 1
+    top_k_groups: int = 1
 
-    @cached_property
-    def circle(self) -> list[int]:
+    @staticmethod
+    def of(moe: MoEConfig) -> EvenRouting:
+        groups = moe.num_groups, moe.top_k_groups
+        return EvenRouting(moe.num_experts, moe.top_k, columns(moe), *groups)
+
+    @property
+    def circle(self) -> Sequence[int]:
         """Every expert once."""
-        order = list(range(self.num_experts))
-        random.Random(0).shuffle(order)
-        return order
+        return circle(self.num_experts, self.num_groups, self.top_k_groups)
 
     def indices(self, tokens: int, device: torch.device) -> Tensor:
         """`[T, K]`."""
         place_N = torch.arange(tokens * self.top_k, device=device) % self.num_experts
         circle_E = torch.tensor(self.circle, device=device)
-        return circle_E[place_N].view(tokens, self.top_k)
+        chosen_TK = circle_E[place_N].view(tokens, self.top_k)
+        nulls = max(0, self.columns - self.top_k)
+        return F.pad(chosen_TK, (0, nulls), value=self.num_experts) if nulls else chosen_TK
 
     def copies(self, tokens: int) -> list[int]:
         """Copies that the tokens of a rank send to each expert."""
@@ -168,7 +180,7 @@ def send_copies(
 ) -> tuple[Arrived, Copies]:
     """One row per chosen expert; groups are padded to a multiple of `multiple` rows."""
     E, W, e = owners.num_experts, owners.ranks, owners.each
-    counts_We = _count(indices_TK, E).view(W, e)
+    counts_We = _count(indices_TK, E + 1)[:E].view(W, e)
     if even is None:
         to_We, from_We = _agree(counts_We, owners)
     else:
@@ -197,14 +209,15 @@ def send_tokens(
 ) -> tuple[Arrived, Tokens]:
     """One row per rank that holds a chosen expert, with the ids and weights of its experts."""
     W, e = owners.ranks, owners.each
-    expert_TK, order_TK = indices_TK.sort(1)  # experts of one rank are neighbours
+    expert_TK, order_TK = indices_TK.sort(1)  # experts of one rank are neighbours, nulls last
     weights_TK = weights_TK.gather(1, order_TK)
     rank_TK = expert_TK // e
     first_TK = torch.ones_like(rank_TK, dtype=torch.bool)
     first_TK[:, 1:] = rank_TK[:, 1:] != rank_TK[:, :-1]
     to_TK = torch.where(first_TK, rank_TK, W)
     counts_W = _count(to_TK, W + 1)[:W, None]
-    counts_Wn = torch.cat([counts_W, _count(indices_TK, owners.num_experts).view(W, e)], 1)
+    counts_E = _count(indices_TK, owners.num_experts + 1)[:-1]
+    counts_Wn = torch.cat([counts_W, counts_E.view(W, e)], 1)
     if even is None:
         to_Wn, from_Wn = _agree(counts_Wn, owners)
     else:

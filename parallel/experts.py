@@ -49,7 +49,7 @@ class ExpertParallel(ParallelStyle):
         moe = module.moe
         owners = Owners(moe.num_experts, device_mesh.get_group())
         assert owners.each * owners.ranks == moe.num_experts
-        even = EvenRouting(moe.num_experts, moe.top_k) if self.balanced else None
+        even = EvenRouting.of(moe) if self.balanced else None
 
         def dispatch(
             x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False

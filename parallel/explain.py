@@ -28,7 +28,7 @@ class ParameterLine:
     """One parameter.
 
     Attributes:
-        letter: kind of the block that it is in, or OUTSIDE.
+        letter: kind of the block that it is in (`layer_kinds`), or OUTSIDE.
         block: its layer, or None.
         brackets: `[Q_tp·fsdp, D]`: after `_` the axes that cut a dim, the first one first.
         bytes: stored on this rank.
@@ -48,7 +48,7 @@ def parameter_lines(model: HybridLM) -> list[ParameterLine]:
     found = []
     for name, p in model.named_parameters():
         block = int(name.split(".")[1]) if name.startswith("blocks.") else None
-        letter = OUTSIDE if block is None else model.letters[block]
+        letter = OUTSIDE if block is None else model.kinds[block]
         local = own_shape(p)
         found.append(
             ParameterLine(

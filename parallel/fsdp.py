@@ -74,9 +74,16 @@ def shard_model(
             unit(head, False)
         if isinstance(embed, FSDPModule) and again:
             embed.set_unshard_in_backward(False)
-    for name in ("ngram", "mtp", "top"):
+    if (ngram := getattr(root, "ngram", None)) is not None:
+        unit(ngram.tables, again)
+        unit(ngram, False)  # its projection, which is small, and which the backward reads
+        if again:
+            ngram.tables.set_unshard_in_backward(False)
+    for name in ("mtp", "top"):
         if (module := getattr(root, name, None)) is not None:
             unit(module, again)
+            if name == "top" and again:  # whose gradients are made in the forward
+                module.set_unshard_in_backward(False)
     blocks = root.blocks
     assert isinstance(blocks, nn.ModuleDict)
     for block in blocks.values():

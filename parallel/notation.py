@@ -3,6 +3,7 @@
     [Q_tp, D]                       a parameter: dim 0 cut over `tp`, dim 1 whole
     x[B, T_tp, D] -> x[B, T, D]     an activation that is gathered along dim 1
     y[B, T, D]{tp} -> y[B, T_tp, D] one that is a partial sum on each rank, summed and cut
+    v[B, T_tp, C] -> v[B, T, C_tp]  one that is cut along another dim instead
 
 The letters name dims for the reader; the axes after `_` and in braces are what is done. Notation as
 in "How to Scale Your Model" (jax-ml.github.io/scaling-book), with `{X}` for its `{U_X}`.
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from parallel.collectives import gather, scatter_sum
+from parallel.collectives import exchange, gather, scatter_sum
 
 _ARRAY = re.compile(r"^(\w*)\[([^\]]*)\](?:\{(\w+)\})?$")
 
@@ -90,13 +91,13 @@ class Move:
         move = Move(Array.parse(left), Array.parse(right))
         if not arrow or move.before.dims != move.after.dims:
             raise ValueError(f"{text!r} does not move one tensor")
-        if move.kind not in ("gather", "scatter_sum"):
-            raise ValueError(f"{text!r} is neither a gather nor a sum that is cut")
+        if move.kind == "other":
+            raise ValueError(f"{text!r} is neither a gather nor a sum that is cut nor an exchange")
         return move
 
     @property
     def kind(self) -> str:
-        """`gather`, `scatter_sum`, or `other`: what no single collective of these two does."""
+        """`gather`, `scatter_sum`, `exchange`, or `other`: what no single one of these does."""
         before, after, axis = self.before, self.after, self.axis
         if axis is None or after.partial:
             return "other"
@@ -104,31 +105,41 @@ class Move:
             whole = tuple(None if a == axis else a for a in after.axes)
             return "scatter_sum" if whole == before.axes else "other"
         whole = tuple(None if a == axis else a for a in before.axes)
-        return "gather" if whole == after.axes else "other"
+        if whole == after.axes:
+            return "gather"
+        cut = tuple(None if a == axis else a for a in after.axes)
+        return "exchange" if axis in after.axes and whole == cut and before != after else "other"
 
     @property
     def axis(self) -> str | None:
         """The mesh axis of the collective."""
         if self.before.partial:
             return self.before.partial
-        return next((a for a in self.before.axes if a and a not in self.after.axes), None)
+        pairs = zip(self.before.axes, self.after.axes, strict=True)
+        return next((a for a, b in pairs if a and a != b), None)
 
     @property
     def dim(self) -> int:
-        """The dim that is joined or cut."""
+        """The dim that is joined, or cut by a sum."""
         assert self.axis is not None
-        dim = (self.before if self.kind == "gather" else self.after).dim_on(self.axis)
+        dim = (self.after if self.kind == "scatter_sum" else self.before).dim_on(self.axis)
         assert dim is not None
         return dim
 
     @property
     def names(self) -> tuple[str, str]:
         """The collectives of the forward and of the backward."""
+        if self.kind == "exchange":
+            return "all-to-all", "all-to-all"
         both = "all-gather", "reduce-scatter"
         return both if self.kind == "gather" else (both[1], both[0])
 
     def __call__(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The move of this rank's tensor over the ranks of its axis, with its gradient."""
+        if self.kind == "exchange":
+            split = self.after.dim_on(self.axis or "")
+            assert split is not None
+            return exchange(x, split, self.dim, group)
         collective = gather if self.kind == "gather" else scatter_sum
         return collective(x, self.dim, group)
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from megacpp.config import Config
 from megacpp.data.batches import Batch
+from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
 from megacpp.run.precision import compute_dtype
 from parallel.context_layout import ContextLayout
@@ -60,8 +61,8 @@ class Pipeline:
         self.stages, self.world, self.mesh, self.dry = list(stages), world, config.mesh, dry
         self.rank = world.coordinate("pp")
         self.owners = owners(config.mesh.pp_schedule, world.degree("pp"))
-        self.tied = config.model.tie_embeddings and self.owners[0] != self.owners[-1]
-        self.dim, self.dtype = config.model.dim, compute_dtype(config.precision, world.device)
+        self.tied = has_embedding_copy(config.model) and self.owners[0] != self.owners[-1]
+        self.model, self.dtype = config.model, compute_dtype(config.precision, world.device)
         self.looks_around = config.model.looks_around
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
@@ -153,9 +154,13 @@ class Pipeline:
             self._hidden_shape(rows, tokens), dtype=self.dtype, device="meta", requires_grad=True
         )
 
-    def _hidden_shape(self, rows: int, tokens: int) -> tuple[int, int, int]:
+    def _hidden_shape(self, rows: int, tokens: int) -> tuple[int, ...]:
         """Of what one rank hands to the next stage: the tokens that it holds between blocks."""
-        return rows, tokens // (self.layout.degree * self.world.degree("tp")), self.dim
+        streams, t = (
+            self.model.mhc.streams,
+            tokens // (self.layout.degree * self.world.degree("tp")),
+        )
+        return (rows, t, streams, self.model.dim) if streams > 1 else (rows, t, self.model.dim)
 
     def _inputs(self, batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Any]]:
         """Ids and what every stage gets besides, batches one below the other."""
@@ -219,8 +224,10 @@ class Pipeline:
         if not self.tied or self.rank not in ends:
             return
         peer = ends[1] if self.rank == ends[0] else ends[0]
-        grad = _tied_weight(self.stages).grad
-        assert grad is not None
+        weight = _tied_weight(self.stages)
+        if weight.grad is None:  # multi-token prediction that the trunk learns nothing from
+            weight.grad = torch.zeros_like(weight)
+        grad = weight.grad
         own = grad.to_local() if isinstance(grad, DTensor) else grad
         other, group = torch.empty_like(own), self.world.group("pp")
         exchange = [
@@ -233,9 +240,9 @@ class Pipeline:
 
 
 def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
-    """The embedding of the first stage, the head of the last."""
-    name = "embed" if stages[0].part.first else "head"
-    module = (stages[0] if stages[0].part.first else stages[-1]).get_submodule(name)
+    """The embedding of the first stage, that of the last or its head, which has the same weight."""
+    stage = stages[0] if stages[0].part.first else stages[-1]
+    module = stage.get_submodule("embed" if hasattr(stage, "embed") else "head")
     weight = module._parameters["weight"]
     assert weight is not None
     return weight

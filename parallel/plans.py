@@ -8,7 +8,9 @@ written here.
 
 Letters: V vocabulary, D model, Q and K query and key/value heads x head dim, W heads x head dim, H
 heads, L latent, F hidden, S groups x state, R MIMO rank, N state, P head dim, A angles, E experts,
-I hidden of an expert, Z random projection, O one, J taps, B rows, T tokens.
+I hidden of an expert, X heads x dim of an indexer, Z random projection, O one, J taps, Y rows of
+n-gram tables, U numbers of one or two D, C channels of all residual streams (or one), M memory, B
+rows, T tokens.
 """
 
 from __future__ import annotations
@@ -61,8 +63,21 @@ def shared_k(config: ModelConfig) -> bool:
 
 PARAMETERS = (
     # embedding, head and the norms of the residual stream
-    Row("", ("embed.weight", "head.weight"), "[V_tp, D]"),
+    Row("", ("embed.weight", "head.weight", "top.unembed.weight"), "[V_tp, D]"),
+    Row("", ("ngram.tables.weight",), "[Y_tp, U]"),
+    Row("", ("ngram.proj.weight",), "[D, U]"),
     Row("", ("norm.weight", "blocks.*.norm.weight"), "[D]"),
+    # multi-token prediction: U is a hidden state beside an embedding, 2 D
+    Row("", ("mtp.blocks.*norm.weight",), "[D]"),
+    Row("", ("mtp.blocks.*.projection.weight",), "[D, U]"),
+    # hyper-connections: whole, each rank for its own tokens of the residual streams
+    Row("", ("blocks.*.connection.phi",), "[K, C]"),
+    Row("", ("blocks.*.connection.scale", "blocks.*.connection.bias"), "[K]"),
+    # n-gram memory: tables are cut by row, its convolution by channel; the rest works on own tokens
+    Row("", ("blocks.*.engram.tables.weight",), "[V_tp, N]"),
+    Row("", ("blocks.*.engram.wk.weight", "blocks.*.engram.wv.weight"), "[C, M]"),
+    Row("", ("blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"), "[C]"),
+    Row("", ("blocks.*.engram.conv.weight",), "[C_tp, O, J]"),
     # A: heads are cut, the latents of MLA are whole
     Row("A", ("wq.weight",), "[Q_tp, D]"),
     Row("A", ("wk.weight", "wv.weight"), "[K_tp, D]"),
@@ -70,6 +85,10 @@ PARAMETERS = (
     Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "[N]"),
     Row("A", ("wq_a.weight", "wkv_a.weight"), "[L, D]"),
     Row("A", ("wq_b.weight", "wkv_b.weight"), "[Q_tp, L]"),
+    # the indexer of a sparse block is whole: every rank chooses for all tokens
+    Row("A", ("indexer.wq_b.weight",), "[X, L]"),
+    Row("A", ("indexer.wk.weight", "indexer.weights_proj.weight"), "[X, D]"),
+    Row("A", ("indexer.k_norm.weight", "indexer.k_norm.bias"), "[X]"),
     # latents of compressed layers (checkpointing/compress.py) lie as the weights' rows do
     Row("A", ("wq.latent",), "[Q_tp, Z]"),
     Row("A", ("wk.latent", "wv.latent"), "[K_tp, Z]"),
@@ -118,13 +137,17 @@ PARAMETERS = (
 )
 
 
+BEHIND = {"attention": "A", "feed_forward": "F"}  # blocks of multi-token prediction, by name
+
+
 @dataclass(frozen=True)
 class Door:
     """What moves where activations enter and leave a module.
 
     Attributes:
         letters: kinds of block; empty: outside of all blocks.
-        module: name below the mixer (outside: in the model); empty: the mixer itself.
+        module: name below the mixer (outside: in the model, `*` for any layer); empty: the mixer
+            itself.
     """
 
     letters: str
@@ -136,9 +159,20 @@ class Door:
 DOORS = (
     # The residual stream is cut by token (sequence parallelism); mixers see all tokens.
     Door("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
+    # what is looked up is narrower than the model, and projected where it arrives
+    Door("", "ngram.tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),
+    # A memory is looked up by all ranks, each in its rows; its convolution needs all tokens.
+    Door("", "blocks.*.engram.tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),
+    Door(
+        "",
+        "blocks.*.engram.conv",
+        "v[B, T_tp, C] -> v[B, T, C_tp]",
+        "v[B, T, C_tp] -> v[B, T_tp, C]",
+    ),
     Door("AFMR", "", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp} -> y[B, T_tp, D]"),
     # Router and routed experts work on the rank's own tokens; only the shared expert is cut.
     Door("E", "shared", "x[T_tp, D] -> x[T, D]", "y[T, D]{tp} -> y[T_tp, D]"),
+    Door("", "top", "x[B, T_tp, D] -> x[B, T, D]", None),
     Door("", "head", "x[B, T_tp, D] -> x[B, T, D]", None),
 )
 
@@ -168,10 +202,11 @@ def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> A
 
 def place(name: str, letters: list[str] | str) -> tuple[str, str]:
     """The letter of the block whose mixer has a parameter (none outside), and its name below."""
-    first, *rest = name.split(".", 3)
-    if first == "blocks" and rest[1] == "mixer":
-        return letters[int(rest[0])], rest[2]
-    return "", name
+    block, inside, short = name.partition(".mixer.")
+    if not inside:
+        return "", name
+    key = block.rpartition(".")[2]
+    return BEHIND[key] if key in BEHIND else letters[int(key)], short
 
 
 def doors_of(model: HybridLM) -> Iterator[tuple[str, nn.Module, Move | None, Move | None]]:
@@ -186,13 +221,11 @@ def doors_of(model: HybridLM) -> Iterator[tuple[str, nn.Module, Move | None, Mov
 
 def _owners(model: HybridLM, door: Door) -> list[str]:
     if not door.letters:
-        return [door.module]
+        layers = model.blocks if "*" in door.module else ("",)
+        return [door.module.replace("*", key) for key in layers]
     below = f".{door.module}" if door.module else ""
-    return [
-        f"blocks.{key}.mixer{below}"
-        for key in model.blocks
-        if model.letters[int(key)] in door.letters
-    ]
+    mixers = model.mixers().items()
+    return [f"{name}{below}" for name, (letter, _) in mixers if letter in door.letters]
 
 
 def _move(text: str | None) -> Move | None:

@@ -208,8 +208,8 @@ def _looks(ring: Ring, source: int) -> list[Look]:
             continue
         mask_B1TS = None
         if chunk in seen or not row_of(docs, layout).whole:
-            parts = (chunk_documents(docs, layout, chunks) for chunks in ((chunk,), seen))
-            mask_B1TS = document_mask(*parts)
+            own, others = (chunk_documents(docs, layout, chunks) for chunks in ((chunk,), seen))
+            mask_B1TS = document_mask(own, others)
         looks.append(Look(slice(place * size, (place + 1) * size), len(seen) * size, mask_B1TS))
     return looks
 

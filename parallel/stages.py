@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.model.documents import Documents
-from megacpp.model.hybrid import HybridLM, begin, finish
+from megacpp.model.engram import look_ahead
+from megacpp.model.hybrid import HybridLM, begin, finish, has_embedding_copy
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart
 
 
 class Stage(nn.Module):
     """What one stage runs: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
+
+    A last stage that predicts further tokens has `embed` too, to look up those before them.
 
     Attributes:
         part: which layers it has, and whether it is the first or the last stage.
@@ -35,7 +38,8 @@ class Stage(nn.Module):
         self.part = part
         modules = dict(model.named_children())
         for name in (*ENTRANCE, *EXIT):
-            if name in modules and (part.first if name in ENTRANCE else part.last):
+            looked_up = name == "embed" and part.last and "mtp" in modules
+            if name in modules and (part.first if name in ENTRANCE else part.last) | looked_up:
                 self.add_module(name, modules[name])
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
         self.index_t: Tensor | None = None
@@ -66,6 +70,7 @@ class Stage(nn.Module):
         )
         if self.index_t is not None:
             docs = docs.take(self.index_t)
+        look_ahead(self.blocks.values(), docs)
         if self.part.first:
             x = begin(self, x, docs)
         for block in self.blocks.values():
@@ -95,6 +100,6 @@ def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
 
 def tied_copies(model: HybridLM) -> list[nn.Parameter]:
     """Parameters of which this rank holds the second copy: they must not count in a norm."""
-    copy = model.config.tie_embeddings and not model.begins and hasattr(model, "head")
-    weight = model.head._parameters["weight"] if copy else None
+    copy = has_embedding_copy(model.config) and not model.begins and hasattr(model, "head")
+    weight = model.embed._parameters["weight"] if copy else None
     return [] if weight is None else [weight]

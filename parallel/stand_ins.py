@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megacpp.kernels import m2rnn_chunks
 from megacpp.kernels.expert_rows import Groups, group_rows
+from megacpp.kernels.lightning_indexer import query_blocks
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan
 from megacpp.kernels.mamba3_chunks import mamba3_chunked
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
@@ -51,10 +52,10 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
     """The same for fewer originals: what is kept and computed is as it always is.
 
     Args:
-        every_chunk: of M2RNN; else the first and the last ones are run. They need what others
-            need, and do less.
+        every_chunk: of M2RNN, and of the queries of an indexer; else the first and the last ones
+            are run. They need what others need, and do less.
     """
-    few = () if every_chunk else ((Plan, FewChunks),)
+    few = () if every_chunk else ((Plan, FewChunks), (query_blocks, ends_of_queries))
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
         yield
 
@@ -125,12 +126,17 @@ class Recurrence:
         return out[0], out[1] if plan.final_states else None
 
 
-def balanced_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Groups:
+def balanced_rows(
+    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+) -> Groups:
     """In place of `group_rows`: every expert has an even share of the copies."""
     (T, K), new = expert_TK.shape, expert_TK.new_zeros
-    sizes = [(T * K + e) // num_experts for e in range(num_experts)]
+    sizes = [(T * (expected or K) + e) // num_experts for e in range(num_experts)]
     padded = [-(-size // multiple) * multiple for size in sizes]
-    return Groups(new(K, T), new(sum(padded)), new(num_experts))
+    if expected is None:
+        return Groups(new(K, T), new(sum(padded)), new(num_experts))
+    kept_KT = new(K, T, dtype=torch.bool)
+    return Groups(new(K, T), new(sum(padded) + 1)[:-1], new(num_experts + 1), kept_KT)
 
 
 class ChunkAtOnce(m2rnn_chunks._Chunk):
@@ -176,6 +182,12 @@ class FewChunks(Plan):
 
     def spans(self) -> list[slice]:
         return _Ends(super().spans())
+
+
+def ends_of_queries(tokens: int) -> list[slice]:
+    """In place of `lightning_indexer.query_blocks`: the first block, and the last, the fullest."""
+    blocks = query_blocks(tokens)
+    return [*blocks[:-1][:1], blocks[-1]]
 
 
 def _by_head(x_CNBKV: Tensor) -> Tensor:

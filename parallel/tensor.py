@@ -33,9 +33,12 @@ from megacpp.model.head import LanguageModelHead
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.mamba3 import Mamba3
 from megacpp.model.norm import RMSNorm
+from megacpp.model.sparse import SparseAttention
+from megacpp.model.top import TokenOrder
 from parallel.collectives import all_sum, gather_plain
 from parallel.notation import Array, Move
 from parallel.plans import doors_of, row_of
+from parallel.sparse import spread_heads
 
 
 class Cut(ParallelStyle):
@@ -73,7 +76,7 @@ class Cut(ParallelStyle):
 
 
 class CutEmbedding(Cut):
-    """A vocabulary in parts: each rank looks up the words that it holds, zeros for the others."""
+    """A table in parts: each rank looks up the rows that it holds, zeros for the others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -87,14 +90,28 @@ class CutHead(Cut):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LanguageModelHead)
         super()._apply(module, device_mesh)
-        words = module._parameters["weight"].shape[0] // device_mesh.size()  # type: ignore[union-attr]
-        first, group = device_mesh.get_local_rank() * words, device_mesh.get_group()
+        module.shard, enter = _words(module, device_mesh), self.enter
+        group = device_mesh.get_group()
 
-        def merge(own: ShardStatistics) -> ShardStatistics:
-            all_R3n = gather_plain(torch.stack(own)[None], 0, group)
-            return merge_statistics([ShardStatistics(*of_rank) for of_rank in all_R3n])
+        def entering(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, labels, *ahead = args  # hidden states for tokens further ahead come the same way
+            further = [a._replace(x_NTD=enter(a.x_NTD, group)) for a in ahead] if enter else ahead
+            return x, labels, *further
 
-        module.shard = VocabularyShard(first, merge)
+        module.register_forward_pre_hook(entering)
+        return module
+
+
+class CutTop(Cut):
+    """The same of token order prediction; every rank finds the loss of all words, and notes it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, TokenOrder)
+        super()._apply(module, device_mesh)
+        module.shard, module.record_share = (
+            _words(module.unembed, device_mesh),
+            1 / device_mesh.size(),
+        )
         return module
 
 
@@ -105,6 +122,8 @@ class CutHeads(Cut):
         super()._apply(module, device_mesh)
         if isinstance(module, Mamba3) and module.mamba.ngroups > 1:
             _choose_groups(module, device_mesh)
+        if isinstance(module, SparseAttention):
+            spread_heads(module, device_mesh.get_group())
         return module
 
 
@@ -143,6 +162,8 @@ class CutExperts(Cut):
 def cut_model(model: HybridLM, tp: DeviceMesh) -> None:
     """Applies the plan over the axis `tp`, in place; the model may be on the meta device."""
     parallelize_module(model, tp, tensor_plan(model))  # type: ignore[arg-type]
+    if hasattr(model, "mtp"):
+        model.mtp.record_share = 1 / tp.size()  # the head tells each rank the whole loss
     model.tie()
 
 
@@ -154,10 +175,9 @@ def tensor_plan(model: HybridLM) -> dict[str, ParallelStyle]:
         if array.dim_on("ep") is None:
             arrays.setdefault(owner, {})[leaf] = array
     doors = {name: (enter, leave) for name, _, enter, leave in doors_of(model)}
-    mixers = (f"blocks.{key}.mixer" for key in model.blocks)
     return {
         name: _style(name, model)(arrays.get(name, {}), *doors.get(name, (None, None)))
-        for name in dict.fromkeys((*arrays, *doors, *mixers))
+        for name in dict.fromkeys((*arrays, *doors, *model.mixers()))
     }
 
 
@@ -211,7 +231,26 @@ def _style(name: str, model: HybridLM) -> type[Cut]:
     last = name.rpartition(".")[2]
     if last == "mixer":
         return CutExperts if hasattr(model.get_submodule(name), "experts") else CutHeads
-    return {"embed": CutEmbedding, "head": CutHead, "g_norm": CutNorm}.get(last, Cut)
+    styles: dict[str, type[Cut]] = {
+        "embed": CutEmbedding,
+        "tables": CutEmbedding,
+        "top": CutTop,
+        "head": CutHead,
+        "g_norm": CutNorm,
+    }
+    return styles.get(last, Cut)
+
+
+def _words(owner: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
+    """Those that this rank has of an unembedding, and how ranks tell each other of theirs."""
+    words = owner._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
+    group = mesh.get_group()
+
+    def merge(own: ShardStatistics) -> ShardStatistics:
+        all_R3n = gather_plain(torch.stack(own)[None], 0, group)
+        return merge_statistics([ShardStatistics(*of_rank) for of_rank in all_R3n])
+
+    return VocabularyShard(mesh.get_local_rank() * words, merge)
 
 
 def _look_up(embedding: nn.Embedding, rank: int, ids_BT: Tensor) -> Tensor:

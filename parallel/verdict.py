@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megacpp.run.expert_load import ExpertLoad
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -15,12 +17,14 @@ class Totals:
         tokens: the same number of every rank, so nobody need ask.
         target_bytes: int64, a number.
         valid: int64, labels that count: of each microbatch or, where that is enough, of all.
+        ahead: int64, labels further ahead that count, by depth of multi-token prediction.
     """
 
     tokens: int
     target_bytes: Tensor
     valid: Tensor
     microbatches: int
+    ahead: Tensor
 
     def divisors(self, rule: str) -> Tensor:
         """What the loss sum of each microbatch is divided by; never 0. fp64 `(microbatches,)`.
@@ -46,7 +50,7 @@ class StepSums:
         totals: see there.
         along: fp64 numbers of this rank that wait to be summed over all ranks together with the
             gradient norm: values that weren't finite, losses that weren't, auxiliary losses,
-            gradients of routers.
+            gradients of routers, loads of experts.
     """
 
     loss_sum: Tensor
@@ -83,6 +87,7 @@ class Verdict:
             layers.
         auxiliary_ratio: norm of the gradient of the auxiliary losses over that of the main loss,
             both of the logits of all routers; None without the one or the other.
+        loads: of the experts of every E layer of the model.
     """
 
     grad_norm: float
@@ -95,6 +100,7 @@ class Verdict:
     healthy: bool
     auxiliary: dict[str, float]
     auxiliary_ratio: float | None
+    loads: tuple[ExpertLoad, ...] = ()
 
     @property
     def clean(self) -> bool:

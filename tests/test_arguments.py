@@ -142,7 +142,7 @@ def test_an_unknown_preset_without_neighbours_lists_all() -> None:
 
 
 def test_every_value_has_a_source() -> None:
-    resolved = parse_run("nam56r --run.steps 5 --mesh.dp-replicate 2".split(), world_size=8)
+    resolved = parse_run("nam56r_base --run.steps 5 --mesh.dp-replicate 2".split(), world_size=8)
     source = resolved.provenance
     assert source.keys() == flatten(resolved.config).keys()
     assert source["run.steps"] == source["mesh.dp_replicate"] == "command line"
@@ -150,7 +150,7 @@ def test_every_value_has_a_source() -> None:
     assert source["model.norm_eps"] == source["optim.beta1"] == "default"
     for key in ("train.grad_accum", "mesh.dp_shard", "run.dir"):
         assert source[key] == "derived", key
-    assert resolved.config.mesh.dp_shard == 4 and resolved.config.run.dir == "runs/nam56r"
+    assert resolved.config.mesh.dp_shard == 4 and resolved.config.run.dir == "runs/nam56r_base"
 
 
 def test_a_given_value_counts_as_given_even_if_it_is_the_default() -> None:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from megacpp.config import Config, MeshConfig
+from megacpp.config import AttentionConfig, Config, EngramConfig, MeshConfig, NgramConfig
 from megacpp.mesh_rules import mesh_rules, resolve_mesh, tensor_dims
 from megacpp.presets import PRESETS, preset
 from megacpp.rules import broken
@@ -28,7 +28,20 @@ CASES = [
         {},
         "mesh.tp=3: must divide model.vocab_size (4096). Fix: use mesh.tp=2.",
     ),
-    ("nam56r", 64, {"tp": 16}, {}, "must divide model.attention.num_heads (56). Fix: use mesh.tp="),
+    (
+        "tiny",
+        6,
+        {"tp": 3},
+        {"model.vocab_size": 4098, "model.ngram": NgramConfig(heads=1, table_size=100)},
+        "mesh.tp=3: must divide the rows of all n-gram tables (256). Fix: use mesh.tp=2.",
+    ),
+    (
+        "nam56r_base",
+        64,
+        {"tp": 16},
+        {},
+        "must divide model.attention.num_heads (56). Fix: use mesh.tp=",
+    ),
     ("tiny", 4, {"tp": 2}, {"data.seq_len": 255}, "must divide data.seq_len / mesh.cp (255)"),
     ("tiny", 2, {"ep": 4}, {}, "mesh.ep=4: must divide dp_shard * cp * tp (2)"),
     (
@@ -39,6 +52,14 @@ CASES = [
         "mesh.ep=3: must divide model.moe.num_experts (8). Fix: use mesh.ep=2.",
     ),
     ("dense_110m", 2, {"ep": 2}, {}, "mesh.ep=2: the model has no E block to spread"),
+    (
+        "tiny",
+        6,
+        {"ep": 6},
+        {"model.moe.num_experts": 24, "model.moe.num_groups": 4, "model.moe.top_k_groups": 2},
+        "mesh.ep=6: must divide model.moe.num_groups (4) or be a multiple of it: a token visits 2 "
+        "groups, and those that straddle ranks don't bound what it is sent to. Fix: use mesh.ep=",
+    ),
     ("tiny", 8, {"cp": 8}, {"data.seq_len": 24}, "head_tail order cuts data.seq_len (24) into 16"),
     (
         "tiny",
@@ -46,6 +67,25 @@ CASES = [
         {"cp": 8},
         {"data.seq_len": 32},
         "leaves chunks of 2 tokens, a convolution looks back 3",
+    ),
+    (
+        "tiny",
+        2,
+        {"cp": 2},
+        {"data.seq_len": 32, "model.engram": EngramConfig(layers="0")},
+        "leaves chunks of 8 tokens, a convolution looks back 9. Fix: use mesh.cp=1, or "
+        "data.seq_len=36 or more.",
+    ),
+    (
+        "dense_110m",
+        3,
+        {"tp": 3},
+        {
+            "model.engram": EngramConfig(layers="all"),
+            "model.vocab_size": 30_000,
+            "model.attention": AttentionConfig(num_heads=12, num_kv_heads=3, head_dim=64),
+        },
+        "mesh.tp=3: must divide rows of the tables of model.engram (256). Fix: use mesh.tp=",
     ),
     (
         "tiny",
@@ -80,7 +120,7 @@ CASES = [
         "dualpipev needs 2 * mesh.pp",
     ),
     (
-        "nam52_deep",
+        "nam52_deep_base",
         4,
         {"pp": 2, "cp": 2, "cp_m2rnn": "serial", "pp_schedule": "zbv"},
         {"train.grad_accum": 4},
@@ -100,9 +140,14 @@ CASES = [
 def config_of(name: str, mesh: dict[str, object], others: dict[str, object]) -> Config:
     config = dataclasses.replace(preset(name), mesh=MeshConfig(**mesh))  # type: ignore[arg-type]
     for key, value in others.items():
-        section, field = key.split(".")
-        part = dataclasses.replace(getattr(config, section), **{field: value})
-        config = dataclasses.replace(config, **{section: part})
+        *sections, field = key.split(".")
+        parts = [config]
+        for section in sections:
+            parts.append(getattr(parts[-1], section))
+        changed = dataclasses.replace(parts[-1], **{field: value})
+        for part, section in zip(parts[-2::-1], reversed(sections), strict=True):
+            changed = dataclasses.replace(part, **{section: changed})
+        config = changed
     return config
 
 

@@ -50,6 +50,8 @@ NAMES = {
     "ngram": "n-gram embedding",
     "mtp": "further tokens",
     "top": "token order",
+    "spread": "streams",
+    "collapse": "mean of streams",
     "norm": "last norm",
     "head": "head and loss",
     "received": "received",

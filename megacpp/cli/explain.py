@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from parallel.drawing import Drawn
     from parallel.explain import Explanation
 
-KINDS = {"A": "attention", "M": "Mamba-3", "E": "mixture of experts", "R": "M2RNN", "F": "dense"}
+KINDS = {
+    "A": "attention",
+    "A.index": "attention to keys that it chooses",
+    "A.share": "attention to keys that a block before it chose",
+    "M": "Mamba-3",
+    "E": "mixture of experts",
+    "R": "M2RNN",
+    "F": "dense",
+}
 
 FOR_ALL = (
     "Once a step for all blocks together: fp32 parameters (norms, router, ...) are gathered and\n"
@@ -85,7 +93,8 @@ def _blocks(found: Explanation) -> dict[str, list[int]]:
 
 def _block(letter: str, found: Explanation, drawn: list[Drawn]) -> list[str]:
     numbers = _blocks(found).get(letter, [])
-    title = f"{letter}  {KINDS[letter]}, {len(numbers)} here"
+    plain, *with_more = letter.split("+")
+    title = f"{letter}  {', '.join([KINDS[plain], *with_more])}, {len(numbers)} here"
     if not drawn:
         return [f"{title}: nothing moves"]
     rows = [[title, "", "axis", "dtype", "bytes"]]

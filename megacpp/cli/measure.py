@@ -23,7 +23,9 @@ from checkpointing.meter import Meter, local_part, part_of
 from megacpp.config import Config, MeshConfig
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import SPLIT_BACKWARD, StagePart, stage_parts
+from megacpp.model.stream_groups import places_in_groups, stream_groups
 from megacpp.run.precision import compute_dtype
 from parallel.fake import (
     FakeBoundary,
@@ -50,6 +52,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     """
     given, place = config, (size, rank)
     config, mesh = as_trained(config), config.mesh
+    full = full or bool(stream_groups(config))  # layers of a kind differ by their place in one
     traced = config.model if full else one_of_each(config.model)
     standing, stages = standing_for(traced, config.model), []
     if mesh.pp > 1:  # a stage is a model on a pp-th of the ranks
@@ -60,6 +63,8 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     with fake_world(few, size, rank) as world:
         few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
         keeper = Keeper(few)
+        if full:  # groups end with stages, which this model hasn't
+            keeper.groups = places_in_groups(config)
         if keeper.offloader is not None:
             keeper.offloader = HostLedger.like(keeper.offloader)
         model = planned_model(few, world, keeper)
@@ -113,16 +118,19 @@ def short(config: Config) -> Config:
 
 def _of_stage(standing: Sequence[Standing], part: StagePart) -> list[Standing]:
     """The places of a pipeline stage among those of the model."""
-    embed, *blocks, norm, head = standing
+    ahead = [place for place in standing if place[0] in ENTRANCE]
+    behind = [place for place in standing if place[0] in EXIT]
+    blocks = standing[len(ahead) : len(standing) - len(behind)]
     here = [blocks[layer] for layer in part.layers]
-    return [*([embed] if part.first else []), *here, *([norm, head] if part.last else [])]
+    return [*(ahead if part.first else []), *here, *(behind if part.last else [])]
 
 
 def _received(config: Config, world: World) -> Part:
     """What a stage gets from the one before, which its first norm keeps."""
     dtype = compute_dtype(config.precision, world.device)
     tokens = config.data.seq_len // (config.mesh.cp * config.mesh.tp)
-    shape = (config.train.device_batch_size, tokens, config.model.dim)
+    rows, n, dim = config.train.device_batch_size, config.model.mhc.streams, config.model.dim
+    shape = (rows, tokens, dim) if n == 1 else (rows, tokens, n, dim)
     name, size = str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize
     return Part("received", 1, (Kept("recv", "", shape, name, 1, size),), 0, 0, 0)
 

@@ -81,7 +81,7 @@ def show(argv: Sequence[str]) -> int:
         print(json.dumps(content, indent=2))
         return 0
     print("\n".join(table_lines(model)))
-    if resolved.config.preset == "nam56r":
+    if resolved.config.preset == "nam56r_base":
         print(
             f"with M and R both read as Mamba-2 style mixers: {published} (published: 4.73B and "
             f"3.03B active; {published.total / 4.73e9 - 1:+.2%} and "

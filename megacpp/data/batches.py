@@ -23,7 +23,7 @@ from megacpp.data.order import shuffled
 from megacpp.data.shards import TOKENIZER, SplitReader, fingerprint, read_index
 from megacpp.data.tokenizer import PAD, CodeTokenizer
 from megacpp.errors import DataError
-from megacpp.model.documents import Documents
+from megacpp.model.documents import Documents, beside
 
 IGNORED = -100  # label of a position that predicts nothing
 
@@ -64,6 +64,12 @@ class Batch:
     def with_tokens(self) -> Batch:
         """The same batch whose documents know ids and labels of whole rows."""
         return replace(self, docs=self.docs.with_tokens(self.ids_BT, self.labels_BT))
+
+    def num_ahead(self, depth: int) -> Tensor:
+        """Valid labels `depth` tokens further ahead, of whole rows: an int64 number."""
+        assert self.docs.row is None, "a part of the rows"
+        ahead_BT = beside(self.labels_BT, self.docs.ids_BT, depth, IGNORED)
+        return (ahead_BT != IGNORED).sum()
 
     def take(self, index_T: Tensor) -> Batch:
         """Some tokens of every row; the counts stay those of the whole rows."""

@@ -96,16 +96,21 @@ def attention_mask(
     return queries.memo(("attention_bias", other, dtype), lambda: _additive(mask_B1TS, dtype))
 
 
-def document_mask(queries: Documents, keys: Documents) -> Tensor:
+def document_mask(
+    queries: Documents,
+    keys: Documents,
+    of_queries: slice = slice(None),
+    of_keys: slice = slice(None),
+) -> Tensor:
     """bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
 
     Queries and keys may be different tokens of one row (context parallelism), as long as their
-    ids and positions are those of the whole row.
+    ids and positions are those of the whole row. The slices cut a tile out of T and S.
     """
     rows = slice(1) if _whole(queries) and _whole(keys) else slice(None)
-    same_BTS = queries.ids_BT[rows, :, None] == keys.ids_BT[rows, None, :]
-    past_BTS = queries.positions_BT[rows, :, None] >= keys.positions_BT[rows, None, :]
-    return (same_BTS & past_BTS)[:, None]
+    same_BTS = queries.ids_BT[rows, of_queries, None] == keys.ids_BT[rows, None, of_keys]
+    of_T, of_S = queries.positions_BT[rows, of_queries], keys.positions_BT[rows, of_keys]
+    return (same_BTS & (of_T[:, :, None] >= of_S[:, None, :]))[:, None]
 
 
 def _whole(docs: Documents) -> bool:

@@ -1,7 +1,7 @@
 """Depthwise causal convolution over a row of packed documents, with an optional SiLU.
 
 Legend: B rows, T tokens of a row, C channels, K taps (weight[..., K-1] meets the current token);
-a suffix K1 is K - 1 past tokens.
+a suffix K1 is (K - 1) * dilation past tokens.
 """
 
 from __future__ import annotations
@@ -20,41 +20,55 @@ Activation = Literal["silu"] | None
 
 
 def causal_conv(
-    x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None, activation: Activation = "silu"
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    docs: Documents | None,
+    activation: Activation = "silu",
+    dilation: int = 1,
 ) -> Tensor:
-    """y[t] = act(sum_j weight[K-1-j] * x[t-j]) over the tokens of t's own document.
+    """y[t] = act(sum_j weight[K-1-j] * x[t - j dilation]) over the tokens of t's own document.
 
     Sums in at least fp32 and keeps only `x_BTC` for backward; the output has the dtype of `x_BTC`.
     `docs=None`: one document per row. The weight is stored as `nn.Conv1d(groups=C)` stores it.
     """
     num_taps = weight_C1K.shape[-1]
-    keep = None if docs is None or docs.whole else _keep(docs, num_taps)
-    return _CausalConv.apply(x_BTC, weight_C1K, keep, activation)  # type: ignore[return-value]
+    keep = None if docs is None or docs.whole else _keep(docs, num_taps, dilation)
+    return _CausalConv.apply(  # type: ignore[return-value]
+        x_BTC, weight_C1K, keep, activation, dilation
+    )
 
 
 def causal_conv_step(
-    x_BC: Tensor, taps_BCK1: Tensor, weight_C1K: Tensor, activation: Activation = "silu"
+    x_BC: Tensor,
+    taps_BCK1: Tensor,
+    weight_C1K: Tensor,
+    activation: Activation = "silu",
+    dilation: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """One token: the output `[B, C]` and the taps (the last K-1 inputs) for the next token.
+    """One token: the output `[B, C]` and the taps (the last K1 inputs) for the next token.
 
     A document starts with taps of zeros.
     """
-    window_BCK = torch.cat([taps_BCK1.to(x_BC.dtype), x_BC[..., None]], -1)
-    y_BC = (wide(window_BCK) * weight_C1K[:, 0]).sum(-1).to(x_BC.dtype)
-    return _activate(y_BC, activation), window_BCK[..., 1:]
+    window = torch.cat([taps_BCK1.to(x_BC.dtype), x_BC[..., None]], -1)
+    y_BC = (wide(window[..., ::dilation]) * weight_C1K[:, 0]).sum(-1).to(x_BC.dtype)
+    return _activate(y_BC, activation), window[..., 1:]
 
 
 def causal_conv_sequential(
-    x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None, activation: Activation = "silu"
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    docs: Documents | None,
+    activation: Activation = "silu",
+    dilation: int = 1,
 ) -> Tensor:
     """Reference of `causal_conv`: token by token, with taps that empty where a document starts."""
     B, T, C = x_BTC.shape
-    taps_BCK1 = x_BTC.new_zeros(B, C, weight_C1K.shape[-1] - 1)
+    taps_BCK1 = x_BTC.new_zeros(B, C, (weight_C1K.shape[-1] - 1) * dilation)
     ys_BC = []
     for t in range(T):
         if docs is not None:
             taps_BCK1 = torch.where(docs.starts_BT[:, t, None, None], 0.0, taps_BCK1)
-        y_BC, taps_BCK1 = causal_conv_step(x_BTC[:, t], taps_BCK1, weight_C1K, activation)
+        y_BC, taps_BCK1 = causal_conv_step(x_BTC[:, t], taps_BCK1, weight_C1K, activation, dilation)
         ys_BC.append(y_BC)
     return torch.stack(ys_BC, 1)
 
@@ -70,29 +84,31 @@ class _CausalConv(torch.autograd.Function):
         weight_C1K: Tensor,
         keep: list[Tensor] | None,
         activation: Activation,
+        dilation: int,
     ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_C1K)
-        ctx.keep, ctx.activation = keep, activation
-        y_BTC = _summed(x_BTC, _taps(weight_C1K, x_BTC), keep)
+        ctx.keep, ctx.activation, ctx.dilation = keep, activation, dilation
+        y_BTC = _summed(x_BTC, _taps(weight_C1K, x_BTC), keep, dilation)
         return y_BTC if activation is None else F.silu(y_BTC, inplace=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_BTC, weight_C1K = ctx.saved_tensors
         weight_KC, dy_BTC = _taps(weight_C1K, x_BTC), grads[0]
         if ctx.activation is not None:
-            y_BTC = _summed(x_BTC, weight_KC, ctx.keep)
+            y_BTC = _summed(x_BTC, weight_KC, ctx.keep, ctx.dilation)
             dy_BTC = torch.ops.aten.silu_backward(dy_BTC, y_BTC)
         dx_BTC = dy_BTC * weight_KC[-1]
         dweight_KC = torch.zeros_like(weight_KC)
         dweight_KC[-1] = _dot(x_BTC, dy_BTC)
-        for j in range(1, _reach(x_BTC, weight_KC)):
-            dlater_BTC = _masked(dy_BTC[:, j:], ctx.keep, j)
-            dx_BTC[:, :-j].addcmul_(dlater_BTC, weight_KC[-1 - j])
-            dweight_KC[-1 - j] = _dot(x_BTC[:, :-j], dlater_BTC)
+        for j in range(1, _reach(x_BTC, weight_KC, ctx.dilation)):
+            lag = j * ctx.dilation
+            dlater_BTC = _masked(dy_BTC[:, lag:], ctx.keep, j)
+            dx_BTC[:, :-lag].addcmul_(dlater_BTC, weight_KC[-1 - j])
+            dweight_KC[-1 - j] = _dot(x_BTC[:, :-lag], dlater_BTC)
         dweight_C1K = dweight_KC.t()[:, None].to(weight_C1K.dtype)
-        return dx_BTC.to(x_BTC.dtype), dweight_C1K, None, None
+        return dx_BTC.to(x_BTC.dtype), dweight_C1K, None, None, None
 
 
 def _taps(weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
@@ -100,31 +116,33 @@ def _taps(weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
     return weight_C1K[:, 0].t().to(wide(x_BTC[:0]).dtype).contiguous()
 
 
-def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None) -> Tensor:
+def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilation: int) -> Tensor:
     """The convolution before its activation, in the dtype of `x_BTC`."""
     y_BTC = x_BTC * weight_KC[-1]
-    for j in range(1, _reach(x_BTC, weight_KC)):
-        past_BTC = _masked(x_BTC[:, :-j], keep, j)
-        y_BTC[:, j:].addcmul_(past_BTC, weight_KC[-1 - j])
+    for j in range(1, _reach(x_BTC, weight_KC, dilation)):
+        lag = j * dilation
+        past_BTC = _masked(x_BTC[:, :-lag], keep, j)
+        y_BTC[:, lag:].addcmul_(past_BTC, weight_KC[-1 - j])
     return y_BTC.to(x_BTC.dtype)
 
 
-def _keep(docs: Documents, num_taps: int) -> list[Tensor]:
-    """Per lag j: which tokens t >= j reach back to t - j in their own document, [B, T-j, 1]."""
+def _keep(docs: Documents, num_taps: int, dilation: int) -> list[Tensor]:
+    """Per tap of lag j: which tokens t >= j reach back to t - j in their document, [B, T-j, 1]."""
+    lags = range(0, num_taps * dilation, dilation)
     return docs.memo(
-        ("causal_conv", num_taps),
-        lambda: [docs.positions_BT[:, j:, None] >= j for j in range(num_taps)],
+        ("causal_conv", num_taps, dilation),
+        lambda: [docs.positions_BT[:, lag:, None] >= lag for lag in lags],
     )
 
 
-def _masked(x_BTC: Tensor, keep: list[Tensor] | None, lag: int) -> Tensor:
+def _masked(x_BTC: Tensor, keep: list[Tensor] | None, tap: int) -> Tensor:
     # where, not a product: a NaN of another document times zero would still be a NaN.
-    return x_BTC if keep is None else torch.where(keep[lag], x_BTC, 0.0)
+    return x_BTC if keep is None else torch.where(keep[tap], x_BTC, 0.0)
 
 
-def _reach(x_BTC: Tensor, weight_KC: Tensor) -> int:
-    """Lags worth visiting: a row shorter than the kernel has no further past."""
-    return min(weight_KC.shape[0], x_BTC.shape[1])
+def _reach(x_BTC: Tensor, weight_KC: Tensor, dilation: int) -> int:
+    """Taps worth visiting: a row shorter than the kernel has no further past."""
+    return min(weight_KC.shape[0], (x_BTC.shape[1] - 1) // dilation + 1)
 
 
 def _dot(a_BTC: Tensor, b_BTC: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ class Groups:
     """Where the copies of T tokens lie: S slots, ordered by expert, padded with copies of token 0.
 
     Attributes:
-        slot_KT: int64, the slot of each copy; 0 for a copy that was dropped.
+        slot_KT: int64, the slot of each copy; 0 for a copy that has none.
         token_S: int64, the token in each slot; 0 in a padding slot.
         counts_E: slots of each expert in order (the last also owns any slots past the sum), as a
-            list where the host knows them, or None when every expert has S / E.
+            list where the host knows them, or None when every expert has S / E. With one number
+            more than experts the last is of slots that nobody owns: what lies there is undefined.
         kept_KT: bool, copies that have a slot; None: all of them.
     """
 
@@ -34,24 +35,52 @@ class Groups:
     kept_KT: Tensor | None = None
 
 
-def group_rows(expert_TK: Tensor, num_experts: int, multiple: int = 1) -> Groups:
+def group_rows(
+    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+) -> Groups:
     """Groups that hold every copy, each padded to a multiple of `multiple` slots.
 
     One stable sort, so copies keep their token order within an expert. S is exact on a CPU; on
     other devices it is the most that these shapes can need, so that nothing waits for the counts.
+
+    Args:
+        expected: copies of a token that have an expert, on average, where others are nobody's (of
+            expert `num_experts`) and have no slot; None: all have one.
     """
+    if expected is not None:
+        return _group_owned(expert_TK, num_experts, multiple)
     sorted_N, order_N, first_E = _sort(expert_TK, num_experts)
     size_E = torch.diff(first_E, append=first_E.new_tensor([expert_TK.numel()]))
     padded_E = (size_E + (multiple - 1)) // multiple * multiple
     shift_E = padded_E.cumsum(0) - padded_E - first_E
     slot_N = torch.arange(len(sorted_N), device=sorted_N.device) + shift_E[sorted_N]
-    if expert_TK.device.type == "cpu":
-        slots = int(padded_E.sum())
-    else:
-        most = len(sorted_N) + min(num_experts, len(sorted_N)) * (multiple - 1)
-        slots = most // multiple * multiple
+    slots = _slots(padded_E, len(sorted_N), multiple)
     token_S = slot_N.new_zeros(slots).scatter_(0, slot_N, order_N // expert_TK.shape[1])
     return Groups(_unsort(slot_N, order_N, expert_TK), token_S, padded_E)
+
+
+def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
+    """`group_rows` of copies some of which are nobody's; slots past the groups aren't either."""
+    sorted_N, order_N, first_X = _sort(expert_TK, num_experts + 1)  # the last: of nobody's
+    size_E = torch.diff(first_X)
+    padded_E = (size_E + (multiple - 1)) // multiple * multiple
+    shift_X = torch.zeros_like(first_X)
+    shift_X[:-1] = padded_E.cumsum(0) - padded_E - first_X[:-1]
+    kept_N = sorted_N < num_experts
+    slot_N = torch.arange(len(sorted_N), device=sorted_N.device) + shift_X[sorted_N]
+    slots = _slots(padded_E, len(sorted_N), multiple)
+    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what has none
+    token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
+    slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
+    counts_X = torch.cat([padded_E, (slots - padded_E.sum()).view(1)])
+    return Groups(slot_KT, token_S[:-1], counts_X, _unsort(kept_N, order_N, expert_TK))
+
+
+def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
+    """Slots that groups of these sizes have; where the host can't see them, the most they can."""
+    if padded_E.device.type == "cpu":
+        return int(padded_E.sum())
+    return (copies + min(len(padded_E), copies) * (multiple - 1)) // multiple * multiple
 
 
 def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:
@@ -79,12 +108,14 @@ def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int =
 def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Groups:
     """Groups of exactly `capacity` slots: an expert's copies past that are dropped, latest first.
 
-    Shapes are static and nothing waits for the counts. Dropping by token order keeps a causal
+    Shapes are static and nothing waits for the counts. A copy for expert `num_experts` is nobody's
+    and has no slot. Dropping by token order keeps a causal
     model causal: no token can lose its place to a later one.
     """
     sorted_N, order_N, first_E = _sort(expert_TK, num_experts)
-    place_N = torch.arange(len(sorted_N), device=sorted_N.device) - first_E[sorted_N]
-    kept_N = place_N < capacity
+    place_N = torch.arange(len(sorted_N), device=sorted_N.device)
+    place_N -= first_E[sorted_N.clamp(max=num_experts - 1)]
+    kept_N = (place_N < capacity) & (sorted_N < num_experts)
     slot_N = sorted_N * capacity + place_N
     slots = num_experts * capacity
     token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what is dropped
@@ -132,6 +163,8 @@ def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
 
 def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
     """What lies in each token's slots, added up in at least fp32; no gradient."""
+    if not len(groups.token_S):  # nobody has a slot
+        return _at_least_fp32(rows_SD.new_zeros(groups.slot_KT.shape[1], rows_SD.shape[1]))
     total_TD: Tensor | None = None
     for k, slot_T in enumerate(groups.slot_KT):
         part_TD = _at_least_fp32(rows_SD.index_select(0, slot_T))
@@ -154,6 +187,8 @@ def _weights_of_slots(weights_KT: Tensor, groups: Groups) -> Tensor:
 
 def _copies_of_slots(value_S: Tensor, groups: Groups) -> Tensor:
     """What lies in the slot of each copy, `[K, T]`; 0 for a dropped one."""
+    if not len(groups.token_S):
+        return value_S.new_zeros(groups.slot_KT.shape)
     value_KT = value_S.index_select(0, groups.slot_KT.flatten()).view_as(groups.slot_KT)
     if groups.kept_KT is not None:
         value_KT.masked_fill_(~groups.kept_KT, 0.0)
@@ -218,7 +253,7 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(rows_SD, weights_KT)
         ctx.groups = groups
         y_TD = weights_KT.new_zeros(weights_KT.shape[1], rows_SD.shape[1])
-        for slot_T, w_T in zip(groups.slot_KT, weights_KT, strict=True):
+        for slot_T, w_T in zip(groups.slot_KT, weights_KT, strict=True) if len(rows_SD) else ():
             y_TD.addcmul_(rows_SD.index_select(0, slot_T).to(y_TD.dtype), w_T[:, None])
         return y_TD
 

@@ -37,8 +37,9 @@ def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Counts = None) ->
     """Rows `[S, F]`: each row of `x_SD` times the weight of the expert that owns its slot.
 
     `counts_E` slots belong to the experts in order and the last expert owns what is left over;
-    without counts every expert has S / E slots, and one batched product does it. Counts in a tensor
-    stay where they are as long as nothing needs them on the host.
+    without counts every expert has S / E slots, and one batched product does it. One count more
+    than experts is of slots at the end that nobody owns, whose rows come out undefined. Counts in a
+    tensor stay where they are as long as nothing needs them on the host.
     """
     x_SD, weight_EFD = autocast(x_SD, weight_EFD)
     return _Grouped.apply(x_SD, weight_EFD, counts_E)  # type: ignore[return-value]
@@ -61,7 +62,7 @@ def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
         return torch.ops.aten._unsafe_view(y_ECF, (len(x_SD), y_ECF.shape[2]))
     backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EDF.shape[1:])
     if backend == "grouped_mm" and len(x_SD) > 0:
-        return F.grouped_mm(x_SD, weight_EDF, offs=_ends(counts_E, x_SD))
+        return F.grouped_mm(x_SD, weight_EDF, offs=_ends(counts_E, x_SD, len(weight_EDF)))
     return _loop(x_SD, weight_EDF, *_either(counts_E))
 
 
@@ -76,7 +77,7 @@ def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts:
     sizes = right_SD.shape[1], left_SF.shape[1]
     backend = grouped_backend(right_SD.device.type, right_SD.dtype, *sizes)
     if backend == "grouped_mm" and len(right_SD) > 0:
-        return F.grouped_mm(left_SF.mT, right_SD, offs=_ends(counts_E, right_SD))
+        return F.grouped_mm(left_SF.mT, right_SD, offs=_ends(counts_E, right_SD, experts))
     return _outer_loop(left_SF, right_SD, *_either(counts_E), experts)
 
 
@@ -98,8 +99,11 @@ def grouped_linear_reference(
     return torch.cat([F.linear(x, w_FD) for x, w_FD in zip(parts, weight_EFD, strict=True)])
 
 
-def _ends(counts_E: Tensor | Sequence[int], x_SD: Tensor) -> Tensor:
+def _ends(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tensor:
     """int32 `(E,)`: the slot after the last one of each expert."""
+    if len(counts_E) > experts:  # what lies past the last end isn't touched
+        assert isinstance(counts_E, Tensor)
+        return counts_E[:experts].cumsum(0, dtype=torch.int32)
     if isinstance(counts_E, Tensor):
         end_E = counts_E.cumsum(0, dtype=torch.int32)
     else:
@@ -152,7 +156,7 @@ def _loop(
     cuts = [[min(most, size - i) for i in range(0, size, most)] for size in groups]
     flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
-    for w_DF, cut in zip(weight_EDF, cuts, strict=True):
+    for w_DF, cut in zip(weight_EDF, cuts):  # noqa: B905 - the last may be nobody's
         for _ in cut:
             x, y = next(parts)
             torch.mm(x, w_DF, out=y)
@@ -169,7 +173,7 @@ def _outer_loop(
 ) -> Tensor:
     y_EFD = right_SD.new_empty(experts, left_SF.shape[1], right_SD.shape[1])
     groups = _sizes(_given(counts_E, sizes), len(right_SD))
-    parts = zip(left_SF.split(groups), right_SD.split(groups), y_EFD, strict=True)
+    parts = zip(left_SF.split(groups), right_SD.split(groups), y_EFD)  # noqa: B905 - as above
     for left, right, out_FD in parts:
         torch.mm(left.T, right, out=out_FD)
     return y_EFD

@@ -53,6 +53,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
+    weight_N: Tensor | None = None,
 ) -> CrossEntropy:
     """Summed cross entropy of `softcap * tanh(x W^T / softcap)`, never holding `[N, V]`.
 
@@ -67,6 +68,7 @@ def linear_cross_entropy(
         chunk: tokens at a time, by default `chunk_rows`.
         shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
             vocabulary; the gradient of `x` is the part that these words contribute.
+        weight_N: factors of the tokens' losses in `loss_sum`, at least fp32; without gradient.
     """
     device = x_ND.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -75,7 +77,7 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()  # inside the function it is always off
     with torch.autocast(device, enabled=False):
         out = _LinearCrossEntropy.apply(
-            x_ND, weight_VD, target_N, softcap, z_loss, rows, grad, shard
+            x_ND, weight_VD, target_N, softcap, z_loss, rows, grad, shard, weight_N
         )
     return CrossEntropy(*out)
 
@@ -166,6 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
         grad: bool,
         shard: VocabularyShard | None,
+        weight_N: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
@@ -188,6 +191,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             lse_N[part] = lse_n = whole.lse_N
             nll_N[part] = torch.where(valid_n, lse_n - whole.correct_N, 0)
             if want_x or want_weight:
+                if weight_N is not None:
+                    valid_n, here_n = valid_n * weight_N[part], here_n * weight_N[part]
                 factor_n = valid_n * (1 + 2 * z_loss * lse_n) / whole.sumexp_N
                 if shard is not None:
                     factor_n = factor_n * (own.max_N - whole.max_N).exp()
@@ -196,15 +201,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
                 if dw_VD is not None:
-                    _accumulate(dw_VD, g_nV, x_nD, first=start == 0)
+                    accumulate(dw_VD, g_nV, x_nD, first=start == 0)
                 del g_nV
             del logits_nV, slope_nV  # before the next chunk is made: one at a time
         dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
         nll_sum = nll_N.sum()
-        loss_sum = nll_sum.clone()  # an output of its own for autograd
+        # an output of its own for autograd
+        loss_sum = nll_sum.clone() if weight_N is None else (nll_N * weight_N).sum()
         if z_loss:
-            loss_sum += z_loss * (lse_N.square() * valid_N).sum()
+            counts_N = valid_N if weight_N is None else valid_N * weight_N
+            loss_sum += z_loss * (lse_N.square() * counts_N).sum()
         out = loss_sum, valid_N.sum(), nll_sum, lse_N
         ctx.mark_non_differentiable(*out[1:])
         return out
@@ -218,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Looking at the value would make a GPU wait, so only the CPU skips a factor of 1.
             if grad is not None and (scale.is_cuda or scale.item() != 1.0):
                 grad.mul_(scale)
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def _logits(
@@ -250,7 +257,7 @@ def _logit_gradient(
     return g_nV if slope_nV is None else g_nV.mul_(slope_nV)
 
 
-def _accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
+def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
     """dw += g^T x (dw = g^T x at first) without rounding the product to a narrow type."""
     if g_nV.is_cuda and g_nV.dtype != dw_VD.dtype:
         product_VD = torch.mm(g_nV.T, x_nD, out_dtype=dw_VD.dtype)

@@ -23,6 +23,7 @@ from megacpp.config import Config, ModelConfig
 from megacpp.memory.stream import Block, Stream
 from megacpp.model.pattern import ENTRANCE, EXIT, entrance, exit_parts, layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
+from megacpp.model.stream_groups import stream_groups
 
 Phase = Literal["forward", "backward"]
 Event = tuple[int, int]  # block of the traced stream, +1 or -1
@@ -49,6 +50,8 @@ def shallow(config: Config, size: int, rank: int) -> Shallow | None:
     None: there are no fewer, or a rank of the pipeline has several stages.
     """
     model, mesh = config.model, config.mesh
+    if stream_groups(config):
+        return None  # layers of a kind differ by their place in one
     kinds = layer_kinds(model)
     layers, first, last, stage = range(len(kinds)), True, True, 0
     if mesh.pp > 1:

@@ -30,6 +30,7 @@ from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
+from megacpp.model.choices import null_copies
 from megacpp.model.stages import SPLIT_BACKWARD
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
@@ -143,6 +144,8 @@ def assumptions(config: Config) -> tuple[str, ...]:
     found = ["kernels as on a CPU: what they keep and need is what a trace of the model shows"]
     if uneven(config):
         found.append("every expert gets as many tokens; the upper bound: one rank gets all it can")
+    if uneven(config) and null_copies(config.model.moe) and config.mesh.ep == 1 and on_gpu(config):
+        found.append("null experts: without mesh.ep a GPU has rows for all slots: the upper bound")
     if config.data.seq_len and "A" in config.model.pattern.upper():
         found.append("rows hold several documents: attention has one mask a microbatch")
     if on_gpu(config):

@@ -9,26 +9,49 @@ here. (Activation memory.)
 from __future__ import annotations
 
 from megacpp.config import Config, ModelConfig
-from megacpp.model.flops import block_flops
+from megacpp.model.engram_sizes import memory_width
+from megacpp.model.flops import ahead_flops, block_flops, connection_flops
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.sizes import m2rnn_heads
+from megacpp.model.stream_groups import places_in_groups
 
 
 def replayed_flops_per_token(config: Config) -> float:
     """Of one token through all layers, under `config.recompute`."""
     model, policy = config.model, config.recompute
-    total = 0.0
-    for kind, pieces in zip(layer_kinds(model), layer_pieces(policy, model), strict=True):
+    total, (read, mix) = 0.0, connection_flops(model)
+    layers = zip(
+        layer_kinds(model), layer_pieces(policy, model), places_in_groups(config), strict=True
+    )
+    for kind, pieces, group in layers:
+        if group is not None:
+            total += read if group.closes else read + mix
         letter = kind[0]
         if letter == "R" and policy.rblock != "none":
             total += _recurrence(model)
         if pieces >= BLOCK:
-            total += block_flops(kind, model, config.data.seq_len) - _last_product(letter, model)
-            total += _padded_values(config) if letter == "A" else 0.0
+            total += block_flops(kind, model, config.data.seq_len)
+            if model.mhc.streams == 1 or group is not None:
+                total -= _last_product(letter, model)
+            total += _padded_values(config) if kind.partition("+")[0] == "A" else 0.0
+            total += _learnt_again(config) if "A.index" in kind else 0.0
         else:
-            total += sum(_piece(piece, letter, config) for piece in pieces)
-    return total
+            ran = pieces if "+engram" in kind else pieces - {"engram"}
+            total += sum(_piece(piece, letter, config) for piece in ran)
+            if "core_attn" in pieces and kind.startswith("A."):  # its blocks pad no values
+                total -= _padded_values(config)
+    return total + _ahead(config)
+
+
+def _ahead(config: Config) -> float:
+    """Depths of multi-token prediction: all of their products but the head's."""
+    model = config.model
+    if not (config.recompute.mtp and model.mtp.depths):
+        return 0.0
+    whole = ahead_flops(model, config.data.seq_len) / model.mtp.depths
+    own = whole - 2.0 * model.dim * model.vocab_size + _padded_values(config)
+    return model.mtp.depths * own
 
 
 def _last_product(letter: str, model: ModelConfig) -> float:
@@ -49,6 +72,17 @@ def _padded_values(config: Config) -> float:
     return 2.0 * config.data.seq_len * a.num_heads * narrow
 
 
+def _learnt_again(config: Config) -> float:
+    """The loss of an indexer makes its gradients at once, and the logits that it resembles.
+
+    Scores of block_flops are the loss's: the choice is taken over from the first run.
+    """
+    a = config.model.attention
+    head_dim = a.head_dim if a.kind == "gqa" else a.qk_nope_head_dim + a.qk_rope_head_dim
+    gradients = 3 * a.sparse.num_heads * a.sparse.head_dim
+    return 2.0 * config.data.seq_len * (gradients + a.num_heads * head_dim)
+
+
 def _recurrence(model: ModelConfig) -> float:
     """The products of state and weight that make the states between chunks again."""
     r = model.m2rnn
@@ -58,6 +92,8 @@ def _recurrence(model: ModelConfig) -> float:
 def _piece(piece: Piece, letter: str, config: Config) -> float:
     model = config.model
     a, moe, d = model.attention, model.moe, model.dim
+    if piece == "engram":
+        return 2.0 * (model.mhc.streams + 1) * d * memory_width(model)
     if piece == "core_attn":
         width = a.head_dim if a.kind == "gqa" else a.qk_nope_head_dim + a.qk_rope_head_dim
         return 4.0 * config.data.seq_len * a.num_heads * width

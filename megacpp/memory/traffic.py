@@ -17,10 +17,14 @@ from megacpp.config import Config
 from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.parameters import Held, Place, Weight, held, kinds_of, weights
+from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
+from megacpp.memory.forms.weights import COPY, Weight, weights
+from megacpp.model.choices import columns
+from megacpp.model.engram_sizes import memory_width
 from megacpp.model.pieces import BLOCK, pieces_of
-from megacpp.model.sizes import m2rnn_heads
+from megacpp.model.sizes import m2rnn_heads, ngram_width
 from megacpp.model.stages import SPLIT_BACKWARD
+from megacpp.model.stream_groups import stream_groups
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
 Sent = tuple[str, str, int]  # axis, what, bytes
@@ -70,7 +74,7 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
             _tensor_axis(own, place, kinds, again),
             _expert_axis(own, kinds, again),
             _context_axis(own, kinds, again),
-            _stages(own, stages),
+            _stages(own, place, stages),
             _optimizer(own, place, kinds),
         ):
             for axis, what, count in found:
@@ -96,7 +100,7 @@ def _data_axes(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
             )  # a single shard: replicas take its place
             axis = "dp_replicate" if one else "efsdp" if experts else "fsdp"
             numbers = held(weight, place).padded * shards
-            gathers = 1 if weight.wide else _gathers(config, kind, again)
+            gathers = 1 if weight.wide else _gathers(config, kind, again, weight)
             itemsize = own.wide if weight.wide else own.compute
             yield axis, "parameters", numbers * gathers * itemsize
             yield axis, "gradients", numbers * times * own.wide
@@ -104,17 +108,20 @@ def _data_axes(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
                 yield "dp_replicate", "gradients", numbers // shards * own.wide
 
 
-def _gathers(config: Config, kind: str, again: bool) -> int:
-    """How often a step gathers the weights of a part.
+def _gathers(config: Config, kind: str, again: bool, weight: Weight) -> int:
+    """How often a step gathers a weight of a part.
 
     A pipeline keeps them between microbatches, or lets them go after each forward; those of the
-    last forward's backward then stay for all others. No backward reads the embedding's weight, and
-    the head's comes at once.
+    last forward's backward then stay for all others. No backward reads the embedding's weight, or
+    that of another unembedding, and the head's comes at once.
     """
     sync, micro = config.train.gradient_sync, config.train.grad_accum
-    twice = again and kind not in ("embed", "head")
+    twice = again and kind not in ("embed", "ngram", "top", "head", COPY)
+    if kind == "embed" and config.model.mtp.depths and config.mesh.pp == 1:
+        twice = again  # tokens further ahead are looked up in a second forward
     if config.mesh.pp > 1:
-        return 1 if not again or kind == "head" or sync == "resident" else micro + twice
+        stays = kind == "head" or weight.name == "ngram.proj.weight"
+        return 1 if not again or stays or sync == "resident" else micro + twice
     return travelling(sync, micro, twice, compute_bytes=1).gathered
 
 
@@ -141,12 +148,14 @@ def _gathers_again(own: Share, place: Place, stages: Stages) -> bool:
 def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
     """Of each part: it runs again as a whole and so gathers again what it reads, but not the last.
 
-    The last layer of the model is the one in front of the last norm.
+    The last layer of the model is the one in front of the last norm, or of the streams' mean.
     """
     policy, model = own.config.recompute, own.config.model
     following = [*kinds[1:], ""]
     return [
-        kind in "AEMRF" and after != "norm" and pieces_of(policy, model, kind) >= BLOCK
+        kind[0] in "AEMRF"
+        and after not in ("norm", "collapse")
+        and pieces_of(policy, model, kind[0]) >= BLOCK
         for kind, after in zip(kinds, following, strict=True)
     ]
 
@@ -159,14 +168,27 @@ def _tensor_axis(
         return
     config, model = own.config, own.config.model
     micro, stream = config.train.grad_accum, own.tokens * model.dim * own.compute
+    # What a mixer returned is made again too, unless streams are mixed of it in groups.
+    returned = model.mhc.streams > 1 and not stream_groups(config)
     partial = 0
     for kind, again in zip(kinds, run_again, strict=True):
-        if kind in ("embed", "head"):
-            yield "tp", "activations", micro * 2 * stream
-        elif kind in "AFMR" or (kind == "E" and model.moe.num_shared):
-            yield "tp", "activations", micro * (4 + again) * stream
-        if kind == "head":
-            yield "tp", "loss", micro * own.tokens * own.tp * 3 * own.wide
+        ends = {"embed": 1, "top": 1, "head": 1 + model.mtp.depths}.get(kind, 0)
+        yield "tp", "activations", micro * 2 * ends * stream
+        if kind == "mtp":  # the embedding's, and the doors of an A and an F block
+            again_too = 4 * config.recompute.mtp
+            learns = not model.mtp.detach_trunk
+            yield "tp", "activations", micro * model.mtp.depths * (9 + learns + again_too) * stream
+        elif kind == "ngram":
+            yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
+        elif kind[0] in "AFMR" or (kind == "E" and model.moe.num_shared):
+            yield "tp", "activations", micro * (4 + again * (1 + returned)) * stream
+        if "A.index" in kind:  # what attention looks at, summed over heads
+            slots = min(model.attention.sparse.top_k, own.row)
+            yield "tp", "indexer", micro * (1 + again) * own.tokens * slots * own.wide
+        if "+engram" in kind:
+            yield "tp", "memories", micro * engram_moves(own, again)
+        if kind in ("top", "head"):
+            yield "tp", "loss", micro * ends * own.tokens * own.tp * 3 * own.wide
         if kind == "R":
             yield "tp", "activations", micro * (2 + again) * own.tokens * own.wide
         for weight in weights(model, kind, config.recompute.compress):
@@ -186,7 +208,7 @@ def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) ->
         rows = max(trip.leaving, trip.arriving)
         yield "ep", "rows", walks * 2 * rows * config.model.dim * own.compute
         if moe.capacity_factor is None and config.mesh.ep_dispatch == "per_rank":
-            labels = 2 * min(moe.top_k, moe.num_experts // config.mesh.ep)
+            labels = 2 * min(columns(moe), moe.num_experts // config.mesh.ep)
             yield "ep", "labels", walks * rows * labels * own.wide
     if moe.sequence_loss and layers and own.tp * own.cp > 1:
         choices = own.stream * moe.top_k * own.tp * own.cp
@@ -199,10 +221,21 @@ def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -
         return
     micro = own.config.train.grad_accum
     forms = {"A": _attention_context, "M": _mamba3_context, "R": _m2rnn_context}
-    for kind, again in zip(kinds, run_again, strict=True):
+    mtp, policy = own.config.model.mtp, own.config.recompute
+    layers = list(zip(kinds, run_again, strict=True))
+    layers += [("A", policy.mtp)] * (mtp.depths * ("mtp" in kinds))
+    for kind, again in layers:
         walks = 3 if again else 2  # forward and backward alike
-        for what, count in forms[kind](own) if kind in forms else ():
+        letter = kind[0]
+        for what, count in forms[letter](own) if letter in forms else ():
             yield "cp", what, micro * count * walks // 2
+        if "A.index" in kind:
+            keys = own.rows * own.row * own.config.model.attention.sparse.head_dim
+            yield "cp", "indexer", micro * keys * own.compute * walks
+        if "+engram" in kind:
+            e, channels = own.config.model.engram, own.config.model.dim // own.tp
+            halo = _halo(own, channels * own.config.model.mhc.streams, e.conv_kernel, e.max_order)
+            yield "cp", "ends of chunks", micro * halo * walks // 2
 
 
 def _attention_context(own: Share) -> Iterator[tuple[str, int]]:
@@ -227,9 +260,18 @@ def _attention_context(own: Share) -> Iterator[tuple[str, int]]:
         yield "keys and values", 2 * everyone * shared * own.compute
 
 
-def _halo(own: Share, channels: int, taps: int) -> int:
+def _halo(own: Share, channels: int, taps: int, apart: int = 1) -> int:
     """Ends of all chunks, gathered, and their gradients."""
-    return 2 * own.cp * own.chunks * own.rows * max(0, taps - 1) * channels * own.compute
+    past = max(0, taps - 1) * apart
+    return 2 * own.cp * own.chunks * own.rows * past * channels * own.compute
+
+
+def engram_moves(own: Share, again: bool) -> int:
+    """Rows of tables summed to their tokens, and tokens for channels, there and back."""
+    model, walks = own.config.model, 3 if again else 2
+    rows = own.tokens * memory_width(model)
+    turned = 2 * own.stream * model.dim * model.mhc.streams
+    return walks * (rows + turned) * own.compute
 
 
 def _mamba3_context(own: Share) -> Iterator[tuple[str, int]]:
@@ -274,14 +316,18 @@ def _m2rnn_context(own: Share) -> Iterator[tuple[str, int]]:
     yield "heads", 2 * own.rows * own.row * gathered * own.compute
 
 
-def _stages(own: Share, stages: Stages) -> Iterator[Sent]:
+def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
     """The residual stream from stage to stage, and its gradient back; a tied weight's too."""
     config, mesh = own.config, own.config.mesh
     if mesh.pp == 1:
         return
-    stream = own.stream * config.model.dim * own.compute
+    stream = own.stream * config.model.mhc.streams * config.model.dim * own.compute
     doors = sum(("embed" not in stage) + ("head" not in stage) for stage in stages)
     yield "pp", "activations", config.train.grad_accum * 2 * doors * stream
+    ends = sum(part in stage for stage in stages for part in ("embed", "head"))
+    if ends == 1 and (config.model.tie_embeddings or config.model.mtp.depths):
+        (weight,) = weights(config.model, "embed")  # two copies, whose gradients are summed
+        yield "pp", "gradients", 2 * held(weight, place).own * own.wide
 
 
 def _optimizer(own: Share, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:

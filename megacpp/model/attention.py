@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megacpp.config import AttentionConfig, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.attention import attend, causal_attention
+from megacpp.kernels.sparse_attention import chosen_mask
 from megacpp.model.attention_logits import LogitRecorder
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
@@ -60,9 +61,14 @@ class CoreAttention(nn.Module):
         if self.recorder is not None and self.training and not recomputing():
             self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
-    def decode(self, q_B1NH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor) -> Tensor:
-        """One query that sees every cached token: `[B, 1, N, V]`."""
-        return attend(q_B1NH.to(k_BSKH.dtype), k_BSKH, v_BSKV, self.scale, self.softcap)
+    def decode(
+        self, q_B1NH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, chosen_B1C: Tensor | None = None
+    ) -> Tensor:
+        """One query that sees every cached token, or those chosen (-1: none): `[B, 1, N, V]`."""
+        q_B1NH, mask_B1TS = q_B1NH.to(k_BSKH.dtype), None
+        if chosen_B1C is not None:
+            mask_B1TS = chosen_mask(chosen_B1C, k_BSKH.shape[1])[:, None]
+        return attend(q_B1NH, k_BSKH, v_BSKV, self.scale, self.softcap, mask_B1TS)
 
 
 @dataclass(frozen=True)
@@ -120,13 +126,18 @@ class GroupedQueryAttention(nn.Module):
         empty = torch.empty(shape, device=device, dtype=dtype)
         return KVCache(empty, empty)
 
-    def step(self, x_BD: Tensor, state: KVCache) -> tuple[Tensor, KVCache]:
-        """One token `[B, D]` after those in the cache: its output `[B, D]` and the longer cache."""
+    def step(
+        self, x_BD: Tensor, state: KVCache, chosen: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
+        """One token `[B, D]` after those in the cache: its output `[B, D]` and the longer cache.
+
+        It attends to all of them and itself, or to the chosen ones.
+        """
         position, attention = state.k_BSKH.shape[1], self.config.attention
         table_11P2 = rotary_table_at(position, self.head_dim, attention, like=x_BD)
         q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_11P2)
         state = state.append(k_B1KH, v_B1KH)
-        o_B1NH = self.inner.decode(q_B1NH, state.k_BSKH, state.v_BSKH).to(q_B1NH.dtype)
+        o_B1NH = self.inner.decode(q_B1NH, state.k_BSKH, state.v_BSKH, chosen).to(q_B1NH.dtype)
         return self.wo(o_B1NH.flatten(2))[:, 0].to(x_BD.dtype), state
 
     def init_rules(self) -> dict[str, Rule]:

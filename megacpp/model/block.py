@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from megacpp.config import ModelConfig
 from megacpp.model.attention import GroupedQueryAttention
 from megacpp.model.documents import Documents
+from megacpp.model.engram import Engram
+from megacpp.model.hyper_connections import HyperConnection
 from megacpp.model.init import Rule
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.mamba3 import Mamba3
@@ -18,15 +20,19 @@ from megacpp.model.mlp import MLP
 from megacpp.model.moe import MixtureOfExperts
 from megacpp.model.norm import RMSNorm
 from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.sparse import SparseGroupedQueryAttention, SparseLatentAttention
 
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention | Mamba3 | M2RNN | MixtureOfExperts | MLP
 
 
-def build_mixer(kind: str, config: ModelConfig) -> Mixer:
+def build_mixer(kind: str, config: ModelConfig, layer: int = 0) -> Mixer:
     """The mixer of a kind of layer (see `layer_kinds` in megacpp/model/pattern.py)."""
     letter = kind[0]
     if letter == "A":
         mla = config.attention.kind == "mla"
+        if kind.startswith("A."):
+            sparse = SparseLatentAttention if mla else SparseGroupedQueryAttention
+            return sparse(config, kind, layer)
         return MultiHeadLatentAttention(config) if mla else GroupedQueryAttention(config)
     if letter == "M":
         return Mamba3(config)
@@ -39,34 +45,74 @@ def build_mixer(kind: str, config: ModelConfig) -> Mixer:
 
 
 class Block(nn.Module):
-    """Pre-norm residual block, `[B, T, D]` to `[B, T, D]`."""
+    """Pre-norm residual block, `[B, T, D]` to `[B, T, D]`.
+
+    With hyper-connections streams `[B, T, n, D]` go in and come out, and what the mixer returns may
+    run again without them (megacpp/model/hyper_connections.py).
+    """
 
     seam: Seam = PLAIN
 
     def __init__(self, kind: str, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.letter, self.kind, self.layer = kind[0], kind, layer
+        remembers = "+engram" in kind
+        self.engram = Engram(config, layer, config.mhc.streams) if remembers else None
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.mixer: Mixer = build_mixer(kind, config)
+        self.mixer: Mixer = build_mixer(kind, config, layer)
+        several = config.mhc.streams > 1
+        self.connection = HyperConnection(config, layer) if several else None
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        return self.seam("block", self._forward, x_BTD, docs)
+        if self.connection is None:
+            return self.seam("block", self._forward, x_BTD, docs)
+        return self.seam("connected", self._forward, x_BTD, docs)
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Decoding state of `batch` empty sequences."""
-        return self.mixer.init_state(batch, device, dtype)
+        state = self.mixer.init_state(batch, device, dtype)
+        if self.engram is None:
+            return state
+        return self.engram.init_state(batch, device, dtype), state
 
-    def step(self, x_BD: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One token: output `[B, D]` and the next state."""
-        y_BD, state = self.mixer.step(self.norm(x_BD), state)
-        return x_BD + y_BD, state
+    def step(self, x_BD: Tensor, state: Any, ids_B: Tensor | None = None) -> tuple[Tensor, Any]:
+        """One token: output `[B, D]` and the next state.
+
+        Args:
+            ids_B: the token itself, which an n-gram memory looks up.
+        """
+        if self.engram is None:
+            return self._step(x_BD, state)
+        assert ids_B is not None
+        memory, state = state
+        out_BD, memory = self.engram.step(x_BD, ids_B, memory)
+        y_BD, state = self._step(x_BD + out_BD, state)
+        return y_BD, (memory, state)
 
     def init_rules(self) -> dict[str, Rule]:
-        mixer = {f"mixer.{name}": rule for name, rule in self.mixer.init_rules().items()}
-        return {"norm.weight": self.norm.init_rules()["weight"], **mixer}
+        parts = {"engram": self.engram, "mixer": self.mixer, "connection": self.connection}
+        rules = {"norm.weight": self.norm.init_rules()["weight"]}
+        for name, part in parts.items():
+            own = part.init_rules().items() if part is not None else ()
+            rules |= {f"{name}.{leaf}": rule for leaf, rule in own}
+        return rules
 
     def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        return x_BTD + self._mixed(x_BTD, docs)
+        if self.engram is not None:
+            x_BTD = self.seam("engram", torch.add, x_BTD, self.engram(x_BTD, docs))
+        if self.connection is None:
+            return x_BTD + self._mixed(x_BTD, docs)
+        u_BTD, *coefficients = self.seam("read_streams", self.connection.read, x_BTD)
+        y_BTD = self.seam("block", self._mixed, u_BTD, docs)
+        return self.seam("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)
+
+    def _step(self, x_BD: Tensor, state: Any) -> tuple[Tensor, Any]:
+        if self.connection is None:
+            y_BD, state = self.mixer.step(self.norm(x_BD), state)
+            return x_BD + y_BD, state
+        u_BD, *coefficients = self.connection.read(x_BD)
+        y_BD, state = self.mixer.step(self.norm(u_BD), state)
+        return self.connection.mix(x_BD, y_BD, *coefficients), state
 
     def _mixed(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         """What is added to the stream."""

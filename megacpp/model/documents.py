@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,6 +91,16 @@ class Documents:
         if key not in memo:
             memo[key] = make()
         return memo[key]  # type: ignore[return-value]
+
+    def note(self, key: Hashable, value: object) -> None:
+        """Leaves something for later layers (`noted`); a new value takes the place of an old."""
+        vars(self)["_memo"][key] = value
+
+    def noted(self, key: Hashable) -> Any:
+        """What an earlier layer left."""
+        memo = vars(self)["_memo"]
+        assert key in memo, f"no layer before this one noted {key}"
+        return memo[key]
 
     def forget(self) -> None:
         """Lets go of what was remembered, when no backward is to come.

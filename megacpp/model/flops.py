@@ -9,25 +9,63 @@ it to FlopCounterMode.
 from __future__ import annotations
 
 from megacpp.config import ModelConfig
+from megacpp.model.engram_sizes import memory_width
+from megacpp.model.mtp_plan import block_model
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.sizes import m2rnn_heads
+from megacpp.model.sizes import m2rnn_heads, ngram_width
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Forward and backward FLOPs of one token in a row of `seq_len` tokens."""
-    return 3.0 * forward_flops_per_token(config, seq_len)
+    return 3.0 * (forward_flops_per_token(config, seq_len) + ahead_flops(config, seq_len))
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of one token: every block of the pattern, and the head."""
+    """Forward FLOPs of one token in training: every block, the head, and what is beside them."""
     layers = sum(block_flops(kind, config, seq_len) for kind in layer_kinds(config))
-    return layers + 2.0 * config.dim * config.vocab_size
+    layers += config.depth * sum(connection_flops(config))
+    unembeddings = 2 if config.top.loss else 1
+    hashed = ngram_width(config.ngram) if config.ngram.heads else 0
+    return layers + 2.0 * config.dim * (unembeddings * config.vocab_size + hashed)
+
+
+def ahead_flops(config: ModelConfig, seq_len: int) -> float:
+    """Forward FLOPs of one token in multi-token prediction, which training alone runs."""
+    if not config.mtp.depths:
+        return 0.0
+    plain, d = block_model(config), config.dim
+    blocks = block_flops("A", plain, seq_len) + block_flops("F", plain, seq_len)
+    return config.mtp.depths * (4.0 * d * d + blocks + 2.0 * d * config.vocab_size)
 
 
 def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token in one block of a kind (`layer_kinds`)."""
     kinds = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}
-    return 2.0 * kinds[kind[0]](config, seq_len)
+    own = kinds[kind[0]](config, seq_len)
+    memory = _engram(config) if "+engram" in kind else 0.0
+    chosen = indexer_flops(config, seq_len) if "A.index" in kind else 0.0
+    return 2.0 * (own + memory) + chosen
+
+
+def indexer_flops(config: ModelConfig, seq_len: int) -> float:
+    """Forward FLOPs of one token in an indexer: projections, and a score of every key of the row.
+
+    Backward is twice that, as of any product. Attention to chosen keys multiplies queries with all
+    keys and masks the others, so it is counted as attention. The second scores that the loss is
+    made of and the logits that it compares them with are no more counted than recomputation.
+    """
+    a, sparse, d = config.attention, config.attention.sparse, config.dim
+    into = (a.q_lora_rank or d) if a.kind == "mla" else d
+    width = sparse.num_heads * sparse.head_dim
+    return 2.0 * (into * width + d * (sparse.head_dim + sparse.num_heads) + seq_len * width)
+
+
+def connection_flops(config: ModelConfig) -> tuple[float, float]:
+    """Of one token around one block: coefficients and what is read, and the streams behind it."""
+    n, d = config.mhc.streams, config.dim
+    if n == 1:
+        return 0.0, 0.0
+    return 2.0 * n * d * (n * n + 2 * n + 1), 2.0 * n * n * d
 
 
 def _attention(config: ModelConfig, seq_len: int) -> float:
@@ -41,6 +79,11 @@ def _attention(config: ModelConfig, seq_len: int) -> float:
     kv = d * (a.kv_lora_rank + a.qk_rope_head_dim)
     expand = a.kv_lora_rank * n * (a.qk_nope_head_dim + a.v_head_dim)
     return q + kv + expand + n * a.v_head_dim * d + seq_len * n * (qk + a.v_head_dim)
+
+
+def _engram(config: ModelConfig) -> float:
+    """A key for each residual stream, and a value for all; looking up multiplies nothing."""
+    return (config.mhc.streams + 1) * config.dim * memory_width(config)
 
 
 def _mamba3(config: ModelConfig, seq_len: int) -> float:

@@ -6,6 +6,7 @@ Legend: B rows, T tokens, D model, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from megacpp.config import ModelConfig
 from megacpp.kernels.linear_cross_entropy import (
+    CrossEntropy,
     VocabularyShard,
     linear_cross_entropy,
     soft_cap,
@@ -29,11 +31,25 @@ class LossSum:
         loss_sum: what is differentiated: cross entropy plus z-loss, summed over valid tokens.
         valid_tokens: int64 number of labels that aren't -100.
         nll_sum: cross entropy alone in nats, for reports; carries no gradient.
+        ahead_sum: weighted losses of tokens further ahead (`Ahead`), beside `loss_sum`.
     """
 
     loss_sum: Tensor
     valid_tokens: Tensor
     nll_sum: Tensor
+    ahead_sum: Tensor | None = None
+
+
+class Ahead(NamedTuple):
+    """Further hidden states `[N, T, D]` with labels `[N, T]` (-100: ignored), for the same head.
+
+    Each label's loss counts `weight_N`; with `detached` the head learns nothing from them.
+    """
+
+    x_NTD: Tensor
+    labels_NT: Tensor
+    weight_N: Tensor
+    detached: bool = False
 
 
 # FSDP2 looks for tensors in a module's output to start its backward; it must see into this one.
@@ -59,17 +75,31 @@ class LanguageModelHead(nn.Module):
         self.weight = tied
         self.shard: VocabularyShard | None = None
 
-    def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> LossSum:
-        """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens."""
-        out = linear_cross_entropy(
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor, ahead: Ahead | None = None) -> LossSum:
+        """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens.
+
+        `ahead` has the same soft cap and z-loss. It comes with the same call: FSDP2 would reduce
+        the weight's gradient once for each.
+        """
+        out = self._loss(x_BTD, labels_BT, self.weight)
+        if ahead is None:
+            return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum)
+        weight = self.weight.detach() if ahead.detached else self.weight
+        further = self._loss(ahead.x_NTD, ahead.labels_NT, weight, ahead.weight_N)
+        return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum, further.loss_sum)
+
+    def _loss(
+        self, x_BTD: Tensor, labels_BT: Tensor, weight: Tensor, counts_N: Tensor | None = None
+    ) -> CrossEntropy:
+        return linear_cross_entropy(
             x_BTD.flatten(0, -2),
-            self.weight,
+            weight,
             labels_BT.flatten(),
             self.softcap,
             self.z_loss,
             shard=self.shard,
+            weight_N=counts_N,
         )
-        return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """`[..., V]` of hidden states `[..., D]`, in their dtype, soft-capped: for sampling."""

@@ -14,10 +14,16 @@ from torch import Tensor, nn
 from megacpp.config import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
+from megacpp.model.engram import look_ahead
 from megacpp.model.head import LanguageModelHead, LossSum
+from megacpp.model.hyper_connections import Collapse, Spread
 from megacpp.model.init import Normal, Rule
+from megacpp.model.mtp import MultiTokenPrediction, with_depths
+from megacpp.model.ngram import NgramEmbedding
 from megacpp.model.norm import RMSNorm
 from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds
+from megacpp.model.sparse import choice_of, freeze_all_but_indexers, handed_on
+from megacpp.model.top import TokenOrder
 
 
 class HybridLM(nn.Module):
@@ -38,12 +44,22 @@ class HybridLM(nn.Module):
         # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo.
         table_VD = torch.empty(config.vocab_size, config.dim)
         self.embed = nn.Embedding(config.vocab_size, config.dim, _weight=table_VD)
+        if config.ngram.heads:
+            self.ngram = NgramEmbedding(config)
         self.blocks = nn.ModuleDict(
             {str(i): Block(kind, config, i) for i, kind in enumerate(self.kinds)}
         )
+        if config.mhc.streams > 1:
+            self.spread, self.collapse = Spread(config), Collapse(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
+        if config.top.loss:
+            self.top = TokenOrder(config)
+        if config.mtp.depths:
+            self.mtp = MultiTokenPrediction(config)
         tied = cast(nn.Parameter, self.embed.weight) if config.tie_embeddings else None
         self.head = LanguageModelHead(config, tied=tied)
+        if config.attention.sparse.layers and config.attention.sparse.stage == "dense":
+            freeze_all_but_indexers(self)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None) -> LossSum:
         """Summed loss of the valid labels (-100: ignored) and their number.
@@ -52,6 +68,7 @@ class HybridLM(nn.Module):
         `docs`; where there are none, those that it is given are whole rows.
         """
         docs = self._documents(ids_BT, labels_BT, docs)
+        look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)
@@ -60,27 +77,43 @@ class HybridLM(nn.Module):
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
         """Final hidden states `[B, T, D]`, after the last norm."""
         docs = self._documents(ids_BT, ids_BT, docs)
+        look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)
         return self.norm(collapsed(self, x_BTD))
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-        """Decoding state of every block for `batch` empty sequences."""
-        return [self._block(i).init_state(batch, device, dtype) for i in self.blocks]
+        """Decoding state of every block for `batch` empty sequences, then of hashed n-grams."""
+        found: list[Any] = [self._block(i).init_state(batch, device, dtype) for i in self.blocks]
+        return [*found, self.ngram.init_state(batch, device)] if hasattr(self, "ngram") else found
 
     def step(self, ids_B: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
         """Logits `[B, V]` of the next token after feeding one token, and the next state."""
-        x_BD, following = self.embed(ids_B), []
+        x_BD, following, choice = self.embed(ids_B), [], None
+        of_ngrams: list[Any] = []
+        if hasattr(self, "ngram"):
+            *state, recent = state
+            x_BD, recent = self.ngram.step(x_BD, ids_B, recent)
+            of_ngrams = [recent]
+        x_BD = spread(self, x_BD)
         for key, before in zip(self.blocks, state, strict=True):
-            x_BD, after = self._block(key).step(x_BD, before)
+            x_BD, after = self._block(key).step(x_BD, handed_on(before, choice), ids_B)
+            choice = choice_of(after, choice)
             following.append(after)
-        return self.head.logits(self.norm(x_BD)), following
+        following += of_ngrams
+        return self.head.logits(self.norm(collapsed(self, x_BD))), following
+
+    def mixers(self) -> dict[str, tuple[str, nn.Module]]:
+        """Letter and mixer of every block by the mixer's name, those behind the trunk included."""
+        blocks = ((name, m) for name, m in self.named_modules() if isinstance(m, Block))
+        return {f"{name}.mixer": (block.letter, block.mixer) for name, block in blocks}
 
     def keep(self, layers: Collection[int], first: bool, last: bool) -> None:
         """Lets go of what a part of the model doesn't run; names of the rest stay as they are.
 
-        A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too.
+        A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too;
+        and multi-token prediction looks tokens up there.
 
         Args:
             layers: blocks to keep.
@@ -91,7 +124,7 @@ class HybridLM(nn.Module):
         for key in list(self.blocks):
             if int(key) not in layers:
                 del self.blocks[key]
-        named = last and self.config.tie_embeddings  # the head's weight is called after it
+        named = last and has_embedding_copy(self.config)
         for name in ENTRANCE if not first else ():
             if hasattr(self, name) and not (name == "embed" and named):
                 delattr(self, name)
@@ -140,14 +173,38 @@ class HybridLM(nn.Module):
 
 def begin(parts: nn.Module, ids_BT: Tensor, docs: Documents) -> Tensor:
     """What the first block gets: of a HybridLM, or of the stage of one that has its embedding."""
-    return parts.embed(ids_BT)  # type: ignore[operator]
+    x_BTD = parts.embed(ids_BT)  # type: ignore[operator]
+    if hasattr(parts, "ngram"):
+        x_BTD = parts.ngram(x_BTD, docs)  # type: ignore[operator]
+    return spread(parts, x_BTD)
 
 
-def collapsed(parts: nn.Module, x_BTD: Tensor) -> Tensor:
-    """Behind the last block: one stream `[B, T, D]`, before the last norm."""
-    return x_BTD
+def spread(parts: nn.Module, x: Tensor) -> Tensor:
+    """What blocks add to: one stream `[..., D]`, or several alike `[..., n, D]`."""
+    return parts.spread(x) if hasattr(parts, "spread") else x  # type: ignore[operator]
+
+
+def collapsed(parts: nn.Module, x: Tensor) -> Tensor:
+    """Behind the last block: one stream `[..., D]`, before the last norm."""
+    return parts.collapse(x) if hasattr(parts, "collapse") else x  # type: ignore[operator]
 
 
 def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) -> LossSum:
     """The loss, from what the last block made: of a HybridLM or of its last stage."""
-    return parts.head(parts.norm(collapsed(parts, x_BTD)), labels_BT)  # type: ignore[operator]
+    x_BTD = collapsed(parts, x_BTD)
+    normed_BTD = parts.norm(x_BTD)  # type: ignore[operator]
+    if hasattr(parts, "top"):
+        normed_BTD = parts.top.attached(normed_BTD, docs)  # type: ignore[operator]
+    mtp = getattr(parts, "mtp", None)
+    if mtp is not None and mtp.training:  # it predicts nothing for anybody else
+        ends = cast(nn.Module, parts.embed), cast(nn.Module, parts.head)
+        return with_depths(mtp, *ends, x_BTD, normed_BTD, labels_BT, docs)
+    return parts.head(normed_BTD, labels_BT)  # type: ignore[operator]
+
+
+def has_embedding_copy(config: ModelConfig) -> bool:
+    """Whether the last part of a model cut in parts has `embed` too: a second copy of the first's.
+
+    For its head, or to look up the tokens that multi-token prediction is fed.
+    """
+    return config.tie_embeddings or config.mtp.depths > 0

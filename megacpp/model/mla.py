@@ -117,8 +117,12 @@ class MultiHeadLatentAttention(nn.Module):
         shape = (batch_size, 0, self.latent_dim + self.rope_dim)
         return LatentCache(torch.empty(shape, device=device, dtype=dtype))
 
-    def step(self, x_BD: Tensor, state: LatentCache) -> tuple[Tensor, LatentCache]:
+    def step(
+        self, x_BD: Tensor, state: LatentCache, chosen: Tensor | None = None
+    ) -> tuple[Tensor, LatentCache]:
         """One token `[B, D]` after those in the cache: its output `[B, D]` and the longer cache.
+
+        It attends to all of them and itself, or to the chosen ones.
 
         Absorbed: (W_k c) . q = c . (W_k^T q), so a head's query is moved into the latent space
         once instead of moving every cached latent out of it; values likewise on the way back.
@@ -135,7 +139,7 @@ class MultiHeadLatentAttention(nn.Module):
         q_B1NL = torch.cat((torch.einsum("btnh,nhc->btnc", q_nope, w_k), q_pe_B1NR), dim=-1)
         memory_BS1L = state.latent_BSL[:, :, None]
         # The latent is key and value at once; the value's last R columns are dropped.
-        o_B1NL = self.inner.decode(q_B1NL, memory_BS1L, memory_BS1L).to(q_B1NL.dtype)
+        o_B1NL = self.inner.decode(q_B1NL, memory_BS1L, memory_BS1L, chosen).to(q_B1NL.dtype)
         o_B1NV = torch.einsum("btnc,nvc->btnv", o_B1NL[..., : self.latent_dim], w_v_NVC)
         return self.wo(o_B1NV.flatten(2))[:, 0].to(x_BD.dtype), state
 

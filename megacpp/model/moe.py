@@ -99,7 +99,8 @@ class MixtureOfExperts(nn.Module):
 
     Dropless by default: every choice is computed. With `capacity_factor` each expert takes the
     first `capacity` choices of a batch and the rest contribute nothing; then shapes are static,
-    but whether a token is dropped depends on the tokens before it, of any document.
+    but whether a token is dropped depends on the tokens before it, of any document. Choices of null
+    experts (`Router`) have no slot and are never sent.
 
     Expert parallelism replaces `dispatch` and `combine`. Nothing between the two but `experts`
     touches a row, so recomputing `experts` alone repeats neither.
@@ -124,11 +125,11 @@ class MixtureOfExperts(nn.Module):
 
         When decoding nothing is dropped and nothing is padded.
         """
-        num_experts = self.moe.num_experts
+        num_experts, real = self.moe.num_experts, self.moe.top_k if self.router.nulls else None
         if decoding:
-            groups = group_rows(indices_TK, num_experts)
+            groups = group_rows(indices_TK, num_experts, expected=real)
         elif self.moe.capacity_factor is None:
-            groups = group_rows(indices_TK, num_experts, row_multiple(x_TD.device))
+            groups = group_rows(indices_TK, num_experts, row_multiple(x_TD.device), real)
         else:
             slots = expert_capacity(len(x_TD), self.moe)
             groups = group_rows_to_capacity(indices_TK, num_experts, slots)
@@ -171,6 +172,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def expert_capacity(tokens: int, moe: MoEConfig) -> int:
-    """Slots per expert in capacity mode: an even share of the choices times the factor, up."""
+    """Slots per expert in capacity mode: an even share of the choices times the factor, up.
+
+    Of null experts there are none: top_k is how many real ones a token chooses on average.
+    """
     assert moe.capacity_factor is not None
     return math.ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor)

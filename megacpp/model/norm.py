@@ -1,12 +1,13 @@
-"""RMSNorm with its weight under the fp32 contract."""
+"""Norms with their weights under the fp32 contract."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.kernels.rms_norm import rms_norm
-from megacpp.model.fp32 import Fp32Contract
+from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule
 
 
@@ -26,3 +27,19 @@ class RMSNorm(Fp32Contract):
 
     def init_rules(self) -> dict[str, Rule]:
         return {"weight": Constant(1.0)}
+
+
+class LayerNorm(Fp32Contract):
+    """(x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(wide(x), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
+
+    def init_rules(self) -> dict[str, Rule]:
+        return {"weight": Constant(1.0), "bias": Constant(0.0)}

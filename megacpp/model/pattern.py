@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megacpp.config import ModelConfig
 from megacpp.errors import ConfigError, config_error
+from megacpp.model.primes import primes_from
 
 LETTERS = {
     "A": "attention",
@@ -76,18 +77,25 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     return kinds
 
 
-ENTRANCE = ("embed", "ngram")  # modules in front of the first block, in order
-EXIT = ("norm", "mtp", "top", "head")  # and behind the last
+ENTRANCE = ("embed", "ngram", "spread")  # modules in front of the first block, in order
+EXIT = ("collapse", "norm", "top", "mtp", "head")  # and behind the last
 
 
 def entrance(model: ModelConfig) -> tuple[str, ...]:
     """Those of ENTRANCE that a model has."""
-    return ("embed", "ngram") if model.ngram.heads else ("embed",)
+    has = {"embed": True, "ngram": model.ngram.heads > 0, "spread": model.mhc.streams > 1}
+    return tuple(name for name in ENTRANCE if has[name])
 
 
 def exit_parts(model: ModelConfig) -> tuple[str, ...]:
     """Those of EXIT that a model has."""
-    has = {"norm": True, "mtp": model.mtp.depths > 0, "top": model.top.loss > 0, "head": True}
+    has = {
+        "collapse": model.mhc.streams > 1,
+        "norm": True,
+        "mtp": model.mtp.depths > 0,
+        "top": model.top.loss > 0,
+        "head": True,
+    }
     return tuple(name for name in EXIT if has[name])
 
 
@@ -106,8 +114,20 @@ def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
         depth=len(kinds),
         pattern="".join(kind[0] for kind in kinds),
         attention=replace(model.attention, sparse=sparse),
-        engram=replace(model.engram, layers=ranks("+engram")),
+        engram=replace(
+            model.engram, layers=ranks("+engram"), table_size=_first_table(model, kinds)
+        ),
     )
+
+
+def _first_table(model: ModelConfig, kinds: Sequence[str]) -> int:
+    """Where fewer memories begin with their tables to end with as many rows as the model's."""
+    e = model.engram
+    if not any("+engram" in kind for kind in kinds):
+        return e.table_size
+    fewer = sum("+engram" in kind for kind in layer_kinds(model))
+    fewer -= sum("+engram" in kind for kind in kinds)
+    return primes_from(e.table_size, max(0, fewer) * e.heads * (e.max_order - 1) + 1)[-1]
 
 
 def named_ranks(key: str, text: str, count: int) -> list[int]:

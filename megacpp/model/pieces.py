@@ -8,13 +8,17 @@ from megacpp.config import CheckpointingPolicy, ModelConfig
 from megacpp.model.pattern import block_letters
 
 Piece = Literal[
-    "block",  # all of a block: norm, mixer, sum
+    "block",  # all of a block: norm, mixer, sum; of one in hyper-connections norm and mixer
+    "connected",  # all of a block in hyper-connections; never runs again as a whole
+    "read_streams",  # what hyper-connections read of their streams, and coefficients
+    "mix_streams",  # the streams behind a layer
     "norm",  # an RMSNorm
     "core_attn",  # softmax(q k^T) v
     "mla_q_upproj",  # latent to the queries of all heads
     "mla_kv",  # latent to the keys and values of all heads
     "mlp",  # gate and up of a dense feed-forward or shared expert, and their product
     "expert_gemm",  # the routed experts' rows, gate and up, and their product
+    "engram",  # n-gram memory: projections, gate, norm, convolution, sums; not what it looked up
     "conv_bc",  # Mamba: short convolution, norms and biases of B and C, rotation, gate
 ]
 
@@ -34,6 +38,7 @@ def pieces_of(policy: CheckpointingPolicy, model: ModelConfig, letter: str) -> f
             "core_attn": selective or policy.core_attn,
             "mla_q_upproj": mla and (selective or policy.mla_q_upproj),
             "mla_kv": mla and (selective or policy.mla_kv),
+            "engram": selective and bool(model.engram.layers),
         }
         found |= {piece for piece, is_wanted in wanted.items() if is_wanted}
     if letter in "EF" and policy.mlp:

@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts, with what weight, and how to keep them even.
 
 Legend: B rows, T tokens (of all rows, where there is no B), D model, E experts, K experts of a
-token.
+token at most (megacpp/model/choices.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from megacpp.config import ModelConfig
 from megacpp.kernels.wanted import wanted_gradients
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
+from megacpp.model.choices import columns, first_null_score, null_copies, slots
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.seam import PLAIN, Seam, recomputing
 
+FINE = 2.0**24  # in what scores are counted
 ROUTER_TERMS = ("balance", "sequence", "z")
 
 
@@ -31,8 +33,8 @@ class Routing:
 
     logits_TE: Tensor
     scores_TE: Tensor  # sigmoid or softmax of the logits, without gradient
-    indices_TK: Tensor  # int64, the chosen experts
-    weights_TK: Tensor  # of the chosen experts, without the bias
+    indices_TK: Tensor  # int64, the chosen experts; E is a null
+    weights_TK: Tensor  # of the chosen experts, without the bias; 0 of nulls
 
 
 class Router(AuxiliarySource):
@@ -45,10 +47,22 @@ class Router(AuxiliarySource):
     `route_scale`. A single normalised weight is constant: with `top_k=1`, sigmoid and post-softmax
     routers learn from the auxiliary losses alone.
 
+    With `null_rho` < 1 a choice may go to a null expert, which computes nothing and weighs nothing:
+    the K best experts are chosen as far as their score (and bias) is above that of a null. Weights
+    are of the others alone, so that no loss has a gradient for the score of a null, which therefore
+    is no function of the token: a learned row of `weight` would stay what it was at first. It is
+    measured instead: where scores rise or fall together, nothing but their order matters to a loss,
+    and steps of a bias could not keep up.
+
     Attributes:
         expert_bias: `(E,)`, added to sigmoid scores for the choice only; moved by `update_bias`.
+        null_score: `()`, with null experts: what their score is, that between the `top_k` best
+            experts of a token and the others (bias included), on average over the last step.
+        null_bias: `()`, added to it (to its logarithm, of a softmax); moved by `update_bias`, so
+            that tokens have `top_k` real experts on average.
         tokens_per_expert: int64 `(E,)`, choices since the last `update_bias`; sum it over the
-            ranks that hold different tokens before that.
+            ranks that hold different tokens before that. With null experts `(E + 2,)`: choices that
+            were null, of K each, and the sum of what `null_score` is the mean of, times `FINE`.
         gradient_squares: for the record, the squared norms of the gradients of the logits by what
             comes after the router, and by the auxiliary losses: sums over the tokens of all
             microbatches since the last `update_bias`, so that sums over ranks are those of one
@@ -56,6 +70,8 @@ class Router(AuxiliarySource):
     """
 
     expert_bias: Tensor
+    null_score: Tensor
+    null_bias: Tensor
     tokens_per_expert: Tensor
     gradient_squares: Tensor
     seam: Seam = PLAIN
@@ -64,9 +80,13 @@ class Router(AuxiliarySource):
         super().__init__()
         self.config, self.moe = config, config.moe
         num_experts = config.moe.num_experts
+        self.top_k, self.nulls = columns(config.moe), null_copies(config.moe)
         self.weight = nn.Parameter(torch.empty(num_experts, config.dim))
         self.register_buffer("expert_bias", torch.empty(num_experts))
-        counts_E = torch.empty(num_experts, dtype=torch.int64)
+        if self.nulls:
+            self.register_buffer("null_score", torch.empty(()))
+            self.register_buffer("null_bias", torch.empty(()))
+        counts_E = torch.empty(num_experts + 2 * (self.nulls > 0), dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts_E, persistent=False)
         self.register_losses()
         self.register_buffer("gradient_squares", torch.empty(2), persistent=False)
@@ -91,6 +111,8 @@ class Router(AuxiliarySource):
             weights_TK = AttachLoss.apply(routing.weights_TK, total, self.aux_scale)
         if learns and not recomputing():
             self.count(routing.indices_TK)
+            if self.nulls:
+                self.measure(routing.scores_TE)
         return weights_TK, routing.indices_TK
 
     @property
@@ -118,12 +140,15 @@ class Router(AuxiliarySource):
             # Elsewhere the weights follow from the chosen logits: backward needs no others.
             scores_TE = self.scores(logits_TE if pre else logits_TE.detach())
             indices_TK = self.seam.keep(self._choose, scores_TE.detach())
-            weights_TK = Pick.apply(scores_TE if pre else logits_TE, indices_TK)
+            pick = PickReal if self.nulls else Pick
+            weights_TK = pick.apply(scores_TE if pre else logits_TE, indices_TK)
             if self.moe.score == "sigmoid":
                 weights_TK = weights_TK.sigmoid()
                 weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
             elif not pre:
                 weights_TK = weights_TK.softmax(1)
+            if self.nulls and self.moe.score == "softmax":
+                weights_TK = weights_TK.masked_fill(indices_TK == self.moe.num_experts, 0.0)
         weights_TK = weights_TK * self.moe.route_scale
         return Routing(logits_TE, scores_TE.detach(), indices_TK, weights_TK)
 
@@ -134,13 +159,40 @@ class Router(AuxiliarySource):
         self.tokens_per_expert.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
     @torch.no_grad()
+    def measure(self, scores_TE: Tensor) -> None:
+        """Adds where the score of a null belongs, in whole numbers, whose sum has no order."""
+        best_TK = self._selection(scores_TE).topk(self.top_k, dim=1).values
+        last, next_one = self.moe.top_k - 1, min(self.moe.top_k, self.top_k - 1)
+        between_T = (best_TK[:, last] + best_TK[:, next_one]).double() / 2
+        self.tokens_per_expert[-1] += (between_T * FINE).round().to(torch.int64).sum()
+
+    @property
+    def null_level(self) -> Tensor:
+        """The score of a null with its bias."""
+        if self.moe.score == "sigmoid":
+            return self.null_score + self.null_bias
+        return self.null_score * self.null_bias.exp()
+
+    @torch.no_grad()
     def update_bias(self) -> None:
         """Once per optimizer step, after the counts were summed over ranks: b += rate * sign.
 
         sign(mean count - count): idle experts become easier to choose, busy ones harder. The
-        comparison is of integers, so that equal loads leave the bias exactly alone.
+        comparison is of integers, so that equal loads leave the bias exactly alone. That of nulls
+        goes up while tokens have more than `top_k` real experts on average, down while fewer. A
+        router that isn't trained chooses as it did.
         """
-        counts_E = self.tokens_per_expert
+        if not self.weight.requires_grad:
+            self.forget()
+            return
+        counts_E = self.tokens_per_expert[: self.moe.num_experts]
+        if self.nulls:
+            nulls, scores = self.tokens_per_expert[-2:]
+            chosen = counts_E.sum() + nulls
+            too_many = counts_E.sum() * self.top_k - chosen * self.moe.top_k
+            self.null_bias.add_(torch.sign(too_many), alpha=self.moe.bias_update_rate)
+            mean = scores.double() / (chosen / self.top_k).clamp(min=1.0) / FINE
+            self.null_score.copy_(torch.where(chosen > 0, mean, self.null_score))
         if self.moe.score == "sigmoid":
             direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
             self.expert_bias.add_(direction_E, alpha=self.moe.bias_update_rate)
@@ -185,7 +237,11 @@ class Router(AuxiliarySource):
 
     def init_rules(self) -> dict[str, Rule]:
         zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
-        return {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
+        rules = {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
+        if self.nulls:
+            rules["null_score"] = Constant(first_null_score(self.config))
+            rules["null_bias"] = Constant(0.0)
+        return rules
 
     def _one_hot(self, chosen_TK: Tensor) -> Tensor:
         """Choices as ones in `[T, E]`, in the dtype of the scores."""
@@ -198,7 +254,19 @@ class Router(AuxiliarySource):
         return p_TE.topk(self.moe.top_k, dim=1).indices
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        """The K best experts, of the best groups, bias included."""
+        """The K best experts, of the best groups, bias included; E for what a null is better than.
+
+        That is top-k over scores of experts and of all copies of the null, which win where equal.
+        """
+        best_TK, indices_TK = self._selection(scores_TE).topk(self.top_k, dim=1)
+        if not self.nulls:
+            return indices_TK
+        null_TK = best_TK <= self.null_level
+        null_TK[:, : max(0, slots(self.moe) - self.nulls)] = False  # more slots than copies
+        return indices_TK.masked_fill(null_TK, self.moe.num_experts)
+
+    def _selection(self, scores_TE: Tensor) -> Tensor:
+        """Scores with the bias; -inf in closed groups."""
         moe = self.moe
         selection_TE = scores_TE + self.expert_bias if moe.score == "sigmoid" else scores_TE
         if moe.num_groups > 1:
@@ -207,7 +275,7 @@ class Router(AuxiliarySource):
             open_groups = group_TG.topk(moe.top_k_groups, dim=1).indices
             closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, open_groups, False)
             selection_TE = by_group_TGE.masked_fill(closed_TG[..., None], -torch.inf).flatten(1)
-        return selection_TE.topk(moe.top_k, dim=1).indices
+        return selection_TE
 
 
 class WideLinear(torch.autograd.Function):
@@ -247,6 +315,24 @@ class Pick(torch.autograd.Function):
         (indices_TK,) = ctx.saved_tensors
         zeros_TE = grads[0].new_zeros(len(indices_TK), ctx.num_experts)
         return zeros_TE.scatter_(1, indices_TK, grads[0]), None
+
+
+class PickReal(torch.autograd.Function):
+    """`Pick` with indices of nulls (E), which get what a sigmoid and a softmax make 0 of."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(indices_TK)
+        ctx.num_experts = x_TE.shape[1]
+        x_TK = x_TE.gather(1, indices_TK.clamp(max=ctx.num_experts - 1))
+        return x_TK.masked_fill_(indices_TK == ctx.num_experts, torch.finfo(x_TK.dtype).min)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices_TK,) = ctx.saved_tensors
+        zeros_TN = grads[0].new_zeros(len(indices_TK), ctx.num_experts + 1)
+        return zeros_TN.scatter_(1, indices_TK, grads[0])[:, : ctx.num_experts], None
 
 
 class Fork(torch.autograd.Function):

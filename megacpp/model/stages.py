@@ -21,6 +21,7 @@ from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import expand_pattern
 from megacpp.model.sizes import (
+    copied_parameters,
     embedding_parameters,
     head_parameters,
     layer_parameters,
@@ -83,7 +84,8 @@ def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of every stage: at the cuts of the pattern, or so that weights are even.
 
     Balanced means: the heaviest stage is as light as it can be, then the sum of squares is
-    smallest. The embedding weighs on the first stage, the head on the last.
+    smallest. The embedding weighs on the first stage, the head on the last, and where that one
+    looks tokens up, a copy of the embedding too.
 
     Raises:
         ConfigError: fewer layers than stages, or a pattern with cuts into another number of them.
@@ -110,7 +112,7 @@ def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
         )
     weights = layer_parameters(config)
     weights[0] += embedding_parameters(config)
-    weights[-1] += head_parameters(config)
+    weights[-1] += head_parameters(config) + copied_parameters(config)
     return list(_balanced(tuple(weights), num_stages))
 
 
@@ -133,6 +135,14 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
             mesh.pp_schedule,
             "its first and last stage share a rank, which can't shard one tied weight for both",
             "use 1f1b, gpipe or interleaved, or model.tie_embeddings=False",
+        )
+    if config.model.mtp.depths and mesh.pp_schedule in V_SHAPED:
+        yield config_error(
+            "mesh.pp_schedule",
+            mesh.pp_schedule,
+            "its first and last stage share a rank, which can't shard one embedding for both "
+            f"(model.mtp.depths={config.model.mtp.depths} looks tokens up in the last)",
+            "use 1f1b, gpipe or interleaved, or model.mtp.depths=0",
         )
     if mesh.cp > 1 and mesh.pp_schedule in SPLIT_BACKWARD:
         yield from _split_context_rules(config)

@@ -20,6 +20,7 @@ from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
+from megacpp.run.features import feature_lines
 from megacpp.run.gate import Admission
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.precision import compute_dtype, storage_dtype
@@ -112,7 +113,7 @@ def announce(
         print_header(
             [
                 (f"megacpp {config.preset}", [f"run folder {folder}", *given, *resolved.notes]),
-                ("model", table_lines(config.model)),
+                ("model", [*table_lines(config.model), *feature_lines(config)]),
                 ("mesh", [_mesh_line(mesh, device), _precision_line(config, device)]),
                 (
                     "batch",

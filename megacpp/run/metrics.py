@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,7 +27,8 @@ class StepRecord:
 
     `tokens` and `valid_tokens` count this step over all ranks; `loss` is nats per valid token;
     `peak_bytes` is this rank's peak memory since the start; `nonfinite` counts gradient values of
-    all ranks; `more` are further figures by name, of which those that are None aren't stored.
+    all ranks; `more` are further figures by name, of the step or of each layer, of which those that
+    are None aren't stored.
     """
 
     step: int
@@ -44,7 +45,7 @@ class StepRecord:
     nonfinite: int
     skipped: bool
     mfu: float | None = None
-    more: Mapping[str, float | None] = field(default_factory=dict)
+    more: Mapping[str, float | Mapping[str, float] | None] = field(default_factory=dict)
 
 
 class MetricsLog:
@@ -79,7 +80,7 @@ class MetricsLog:
         self._file.write(_strict_json(values) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in values.items():
+            for name, value in _flat(values):
                 if name != "step":
                     self._board.add_scalar(f"train/{name}", value, record.step)
         if (record.step + 1) % self.log_every == 0 or record.step + 1 == self.steps:
@@ -172,6 +173,15 @@ def duration(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and numbers; of figures by layer `name/layer 3`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/layer {layer}", number) for layer, number in value.items())
+        else:
+            yield name, value
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:

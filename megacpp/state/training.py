@@ -9,7 +9,14 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megacpp.config import CheckpointingPolicy, Config, OptimConfig, PrecisionConfig, TrainConfig
+from megacpp.config import (
+    CheckpointingPolicy,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from megacpp.errors import CheckpointError, config_error
 from megacpp.state.checkpoint import (
     latest_checkpoint,
@@ -31,6 +38,9 @@ MAY_CHANGE = {
 }
 # How a step is cut into pieces and computed; tokens_per_step, which decides, has a line of its own.
 CUTS = ("train.device_batch_size", "train.tokens_per_step", "train.grad_accum", "train.device")
+# Of a model: another stage of the same weights.
+STAGES = tuple(f"model.attention.sparse.{name}" for name in ("stage", "top_k", "loss"))
+AVERAGES = {"health"}  # counters that a stage in which other parameters are trained would alarm
 
 
 class HasTensors(Protocol):
@@ -149,7 +159,7 @@ class TrainingState:
         if self.loader is not None:
             self.loader.skip_to(_rows_read(extra))
         for name, saved in extra.get("others", {}).items():
-            if name in self.others:
+            if name in self.others and not (name in AVERAGES and self._other_stage(extra)):
                 self.others[name].restore(saved)
         if extra["rng"] is not None:
             set_rng_state(extra["rng"])
@@ -186,8 +196,10 @@ class TrainingState:
         if self.loader is None:  # the step alone can't tell which rows were read
             tokens = self.config.train.tokens_per_step
             now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])
-        model, saved = dataclasses.asdict(self.config.model), extra["config"]["model"]
-        now |= {f"model.{k}": (value, saved.get(k)) for k, value in model.items()}
+        model, saved = settings_of(self.config.model), _saved_model(extra)
+        for key in dict.fromkeys((*model, *saved)):
+            if key not in STAGES:
+                now[key] = model.get(key), saved.get(key)
         for key, (mine, theirs) in now.items():
             if mine != theirs:
                 raise CheckpointError(
@@ -195,6 +207,10 @@ class TrainingState:
                     "--run.dir, or --checkpoint.resume never."
                 )
         self.changed = self._changes(path, extra)
+
+    def _other_stage(self, extra: Mapping[str, Any]) -> bool:
+        stage = self.config.model.attention.sparse.stage
+        return _saved_model(extra)["model.attention.sparse.stage"] != stage
 
     def _changes(self, path: Path, extra: dict[str, Any]) -> list[str]:
         """Lines for what the saved run did otherwise.
@@ -214,10 +230,35 @@ class TrainingState:
                 name = f"{section}.{key}"
                 if value != was[key] and name not in CUTS:
                     lines.append(f"{name} changed from {was[key]} to {value} on resume")
+        model, then = settings_of(self.config.model), _saved_model(extra)
+        lines += [
+            f"{key} changed from {then[key]} to {model[key]} on resume"
+            for key in STAGES
+            if model[key] != then[key]
+        ]
+        if self._other_stage(extra):
+            lines += [
+                f"{name}: starts anew with the stage" for name in AVERAGES & self.others.keys()
+            ]
         saved = extra.get("others", {})
         lines += [f"{n}: {path} has none, it starts anew" for n in self.others if n not in saved]
         lines += [f"{n}: saved in {path}, of no use now" for n in saved if n not in self.others]
         return lines
+
+
+def settings_of(model: ModelConfig | Mapping[str, Any], prefix: str = "model.") -> dict[str, Any]:
+    """Every setting of a model by its dotted key."""
+    found: dict[str, Any] = {}
+    nested = model if isinstance(model, Mapping) else dataclasses.asdict(model)
+    for name, value in nested.items():
+        inside = isinstance(value, Mapping)
+        found |= settings_of(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return found
+
+
+def _saved_model(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a saved model; one that it doesn't know had the effect of today's default."""
+    return settings_of(ModelConfig()) | settings_of(extra["config"]["model"])
 
 
 def _rows_read(extra: Mapping[str, Any]) -> int:

@@ -162,7 +162,7 @@ def test_what_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
         (["tiny", "--policy", "fll"], "policy=fll"),
         (["tiny", "--policy", "full", "--recompute.norms"], "policy=full"),
         (["tiny", "--train.compile", "inductor"], "train.compile=inductor"),
-        (["nam56r", "--world", "8", "--mesh.tp", "3"], "mesh.tp=3"),
+        (["nam56r_base", "--world", "8", "--mesh.tp", "3"], "mesh.tp=3"),
         (["tiny", "--world", "4", "--rank", "4"], "rank=4"),
         (["tiny", "--recompute.ablok", "full"], "--recompute.ablok"),
     ):
@@ -174,10 +174,10 @@ def test_what_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "size"),
     [
-        (["nam52_deep", "--data.seq-len", "4096"], 1),
-        (["nam56r", "--data.seq-len", "16384", "--mesh.tp", "4", "--mesh.cp", "2"], 1024),
+        (["nam52_deep_base", "--data.seq-len", "4096"], 1),
+        (["nam56r_base", "--data.seq-len", "16384", "--mesh.tp", "4", "--mesh.cp", "2"], 1024),
     ],
-    ids=["nam52_deep 4K", "nam56r 16K on 1024"],
+    ids=["nam52_deep_base 4K", "nam56r_base 16K on 1024"],
 )
 def test_a_deep_model_takes_seconds(words: list[str], size: int) -> None:
     """CPU time, so that a busy machine doesn't fail it."""

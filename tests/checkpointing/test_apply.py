@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import Keeper, depth_seam, group_seams, set_seams
+from checkpointing.apply import Keeper, depth_seam, set_seams
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.config import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.block import Block
@@ -198,8 +198,8 @@ def test_every_preset_says_what_it_keeps() -> None:
             assert config.recompute == PER_BLOCK
 
 
-def test_slots_for_depths_and_stream_groups() -> None:
-    """A chain of steps, each run again as a whole, and layers in groups of about their root."""
+def test_slot_for_depths() -> None:
+    """A chain of steps, each run again as a whole."""
     policy, replays = CheckpointingPolicy(), Replays()
     linear = torch.nn.Linear(8, 8).double()
 
@@ -217,14 +217,6 @@ def test_slots_for_depths_and_stream_groups() -> None:
     assert torch.equal(*found) and replays.counts == {"block": 4}
     off = depth_seam(replace(policy, mtp=False), replays)
     assert isinstance(off, BlockSeam) and off.pieces == NOTHING
-    groups = group_seams(policy, 10, replays)
-    assert [list(layers) for layers, _ in groups] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    assert [len(g) for g, _ in group_seams(replace(policy, mhc_group_size=4), 10, replays)] == [
-        4,
-        4,
-        2,
-    ]
-    assert group_seams(replace(policy, mhc_group_size=-1), 10, replays) == [(range(10), PLAIN)]
 
 
 def test_a_global_switch_for_comparison() -> None:

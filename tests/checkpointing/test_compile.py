@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from checkpointing.apply import Keeper, give
-from checkpointing.compile import BY_HAND, CONTEXT, ROUTED, Compiled, compile_blocks
+from checkpointing.compile import (
+    BY_HAND,
+    CONTEXT,
+    LOOKED_UP,
+    ROUTED,
+    Compiled,
+    compile_blocks,
+    why_eager,
+)
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.arguments import parse_run
 from megacpp.config import (
@@ -315,3 +323,9 @@ def test_gradient_checkpointing_reaches_the_compiler(
     backward(model, batch, batch.docs)
     assert seen == ([1.0, 1.0] if budget == 1 else [budget, budget, 1.0]), "A, F and the last"
     assert functorch.activation_memory_budget == 1.0, "and nobody else's graphs"
+
+
+def test_a_block_with_a_memory_stays_as_it_is_written() -> None:
+    model = HybridLM(variants()["engram"])
+    reasons = [why_eager(block) for block in model.blocks.values()]  # type: ignore[arg-type]
+    assert reasons == [LOOKED_UP, ROUTED, LOOKED_UP]

@@ -69,6 +69,8 @@ def test_sizes_are_those_of_the_model(name: str) -> None:
     with torch.device("meta"):
         model = HybridLM(config)
     for letter, layers in fp8_layers(config).items():
+        if letter not in model.letters:
+            continue
         mixer = model.get_submodule(f"blocks.{model.letters.index(letter)}.mixer")
         found = {n: tuple(m.weight.shape) for n, m in mixer.named_children() if n in layers}  # type: ignore[union-attr]
         assert found == layers

@@ -14,7 +14,10 @@ from tests.golden.conftest import golden_files
 from tests.golden.harness import GoldenFile
 
 # What must be checked when it is there: a file matching one of these and no family is a failure.
-REQUIRED = ("mamba3_*", "m2rnn_*", "mla_*", "moe_*", "linear_ce*", "muon*", "compact*")
+REQUIRED = (
+    *("mamba3_*", "m2rnn_*", "mla_*", "moe_*", "linear_ce*", "muon*", "compact*"),
+    *("dsa_*", "mtp*", "top*", "engram*", "mhc_*"),
+)
 FAMILIES: list[ModuleType] = [
     importlib.import_module(f"tests.golden.{path.stem}")
     for path in sorted(Path(__file__).parent.glob("check_*.py"))

@@ -118,7 +118,7 @@ def _choose_evenly(model: HybridLM) -> None:
     """In the place of what routers chose."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            choice = EvenRouting(module.moe.num_experts, module.moe.top_k)
+            choice = EvenRouting.of(module.moe)
 
             def even(
                 x_TD: Tensor,

@@ -161,6 +161,9 @@ OPTIONS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "softmax": ("EE", {"moe": {"score": "softmax", "softmax_order": "pre", "num_shared": 0}}),
     "losses": ("EE", {"moe": {"balance_loss": 0.1, "sequence_loss": 0.1, "z_loss": 0.1}}),
     "capacity": ("EE", {"moe": {"capacity_factor": 1.25, "score": "softmax", "z_loss": 0.1}}),
+    "nulls": ("EE", {"moe": {"null_rho": 0.5, "num_experts": 8, "sequence_loss": 0.1}}),
+    "nulls softmax": ("EE", {"moe": {"null_rho": 0.5, "num_experts": 8, "score": "softmax"}}),
+    "nulls capacity": ("EE", {"moe": {"null_rho": 0.5, "capacity_factor": 1.25}}),
     "mlp relu2": ("FF", {"mlp": {"activation": "relu2"}}),
 }
 
@@ -179,7 +182,7 @@ def drawn(seed: int) -> tuple[Config, int]:
     """A legal configuration of two layers and a rank of it; the same each time."""
     pick = random.Random(seed).choice
     while True:
-        config, rank = _drawn(pick)
+        config, rank = _drawn(pick, (1.0, 0.5, 1.0, 0.7)[seed % 4])
         if not _broken(config):
             return config, rank
 
@@ -192,7 +195,7 @@ def _broken(config: Config) -> bool:
     return False
 
 
-def _drawn(pick: Any) -> tuple[Config, int]:
+def _drawn(pick: Any, null_rho: float) -> tuple[Config, int]:
     latent = {"kind": "mla", "qk_norm": False, "q_lora_rank": pick([0, 7])}
     grouped = {"qk_norm": pick([True, False]), "num_kv_heads": 4, "softcap": pick([None, 20.0])}
     changes = {
@@ -218,6 +221,7 @@ def _drawn(pick: Any) -> tuple[Config, int]:
             "sequence_loss": pick([0.0, 0.1]),
             "z_loss": pick([0.0, 0.1]),
             "top_k": pick([1, 2, 3]),
+            "null_rho": null_rho,
         },
         "mlp": {"activation": pick(["swiglu", "relu2"])},
     }
@@ -278,8 +282,8 @@ def axes(config: Config) -> list[str]:
 # ---- whole presets ------------------------------------------------------------------------------
 
 EIGHT = {
-    "nam56r": MeshConfig(dp_shard=4, tp=2, ep=4, reshard="never"),
-    "nam52_deep": MeshConfig(dp_shard=4, cp=2, ep=8, reshard="never"),
+    "nam56r_base": MeshConfig(dp_shard=4, tp=2, ep=4, reshard="never"),
+    "nam52_deep_base": MeshConfig(dp_shard=4, cp=2, ep=8, reshard="never"),
 }
 
 
@@ -341,7 +345,7 @@ def test_tensor_parallelism_cuts_the_residual_stream() -> None:
     found = []
     for tp in (1, 2, 4):
         mesh = MeshConfig(dp_shard=8 // tp, tp=tp)
-        parts = activation_bytes(of_preset("nam56r", mesh=mesh, recompute=NONE), 8).parts
+        parts = activation_bytes(of_preset("nam56r_base", mesh=mesh, recompute=NONE), 8).parts
         residual = sum(part.groups.get("residual", 0) for part in parts)
         found.append((residual, parts[-2].bytes, sum(p.groups.get("normed", 0) for p in parts)))
     whole, half, quarter = found
@@ -429,7 +433,7 @@ def test_the_launch_record_has_it() -> None:
 
 def test_a_configuration_takes_milliseconds() -> None:
     """At most 5; the best of ten, for a machine that others use too."""
-    config, took = of_preset("nam56r", mesh=EIGHT["nam56r"]), []
+    config, took = of_preset("nam56r_base", mesh=EIGHT["nam56r_base"]), []
     for _ in range(10):
         start = time.perf_counter()
         activation_bytes(config, 8)

@@ -95,7 +95,7 @@ def test_the_nearest_batch_counts_and_of_two_as_near_the_worse() -> None:
 
 
 def resolved(*flags: str, world: int = 8) -> Config:
-    return parse_run(["nam56r", *flags], world).config
+    return parse_run(["nam56r_base", *flags], world).config
 
 
 def key(config: Config, device: str = "NVIDIA H200", size: int = 8, **versions: str) -> Situation:

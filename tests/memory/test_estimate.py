@@ -19,13 +19,14 @@ from megacpp.errors import ConfigError
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.device import communicators
 from megacpp.memory.estimate import NO_TENSOR, MemoryEstimate, estimate, estimate_memory
-from megacpp.presets import nam52_deep, nam56r
+from megacpp.presets import nam52_deep_base, nam56r_base
 
 UNDER, OVER = 0.005, 0.02
 TWO = ["--train.tokens-per-step", "0", "--train.grad-accum", "2"]
 HYBRID = ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", *TWO]
 DENSE = ["dense_110m", "--model.depth", "2", "--model.dim", "192", "--data.seq-len", "512", *TWO]
 
+AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100000".split()
 KEEP = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
 
 CASES = {  # ranks, flags
@@ -40,6 +41,11 @@ CASES = {  # ranks, flags
     "cp, resident": (
         4,
         [*HYBRID, *"--mesh.cp 2 --train.gradient-sync resident --optim.name adamw".split()],
+    ),
+    "tokens around": (1, [*DENSE, *AROUND]),
+    "tokens around, tp, each": (
+        4,
+        [*DENSE, *AROUND, *"--train.gradient-sync each --mesh.tp 2 --mesh.reshard always".split()],
     ),
     "1024 ranks, capacity": (
         1024,
@@ -61,8 +67,8 @@ def test_a_trace_agrees(case: str) -> None:
 
 
 MESHES = [
-    ("nam56r", 8, ["--mesh.tp", "2", "--mesh.ep", "4"]),
-    ("nam52_deep", 64, ["--mesh.ep", "8", "--mesh.cp", "2", "--data.seq-len", "16384"]),
+    ("nam56r_base", 8, ["--mesh.tp", "2", "--mesh.ep", "4"]),
+    ("nam52_deep_base", 64, ["--mesh.ep", "8", "--mesh.cp", "2", "--data.seq-len", "16384"]),
     ("dense_110m", 1, []),
     ("moe_small", 16, ["--mesh.ep", "4", "--mesh.pp", "2"]),
 ]
@@ -94,7 +100,7 @@ def test_a_cpu_reserves_nothing() -> None:
 
 
 def test_detail_sums_to_what_is_stored_and_kept() -> None:
-    config = parse_run(["nam56r", "--mesh.tp", "2", "--mesh.ep", "4"], 8).config
+    config = parse_run(["nam56r_base", "--mesh.tp", "2", "--mesh.ep", "4"], 8).config
     found = estimate(config, 8)
     assert sum(found.detail["optimizer_state"].values()) == found.components["optimizer_state"]
     assert sum(found.detail["parameters"].values()) == found.components["parameters"]
@@ -110,7 +116,7 @@ def test_activations_grow_with_tokens_alone() -> None:
     """
 
     def at(tokens: int) -> MemoryEstimate:
-        return estimate_memory(nam56r().model, 8, tp_degree=2, ep_degree=4, seq_len=tokens)
+        return estimate_memory(nam56r_base().model, 8, tp_degree=2, ep_degree=4, seq_len=tokens)
 
     short, long = at(4096), at(16384)
     kept = [sum(found.detail["activations"].values()) for found in (short, long)]
@@ -125,28 +131,30 @@ def test_activations_grow_with_tokens_alone() -> None:
 def test_the_call_with_plain_numbers() -> None:
     """An expert axis beside the others, or experts on ranks that share the data: the same mesh."""
     wanted: dict[str, Any] = {"world_size": 8, "tp_degree": 2, "ep_degree": 4, "batch_size": 1}
-    one = estimate_memory(nam56r().model, **wanted, dp_degree=1, seq_len=4096, grad_checkpoint=True)
-    assert one == estimate_memory(nam56r().model, **wanted, dp_degree=4)
-    assert one == estimate_memory(nam56r().model, **wanted)
-    kept = estimate_memory(nam56r().model, **wanted, grad_checkpoint=False)
-    policy = estimate_memory(nam56r().model, **wanted, grad_checkpoint=CheckpointingPolicy())
+    one = estimate_memory(
+        nam56r_base().model, **wanted, dp_degree=1, seq_len=4096, grad_checkpoint=True
+    )
+    assert one == estimate_memory(nam56r_base().model, **wanted, dp_degree=4)
+    assert one == estimate_memory(nam56r_base().model, **wanted)
+    kept = estimate_memory(nam56r_base().model, **wanted, grad_checkpoint=False)
+    policy = estimate_memory(nam56r_base().model, **wanted, grad_checkpoint=CheckpointingPolicy())
     assert kept == policy and kept.point > one.point
-    adamw = estimate_memory(nam56r().model, **wanted, optimizer="adamw")
+    adamw = estimate_memory(nam56r_base().model, **wanted, optimizer="adamw")
     assert adamw.components["optimizer_state"] > 2 * one.components["optimizer_state"]
     assert one.gib["point"] == one.point / 2**30
 
 
 ODD = dataclasses.replace(
-    nam52_deep().model, m2rnn=dataclasses.replace(nam52_deep().model.m2rnn, num_heads=19)
+    nam52_deep_base().model, m2rnn=dataclasses.replace(nam52_deep_base().model.m2rnn, num_heads=19)
 )
 
 
 @pytest.mark.parametrize(
     ("model", "degrees", "starts"),
     [
-        (nam56r().model, {"tp_degree": 3}, "world_size=8"),
-        (nam56r().model, {"tp_degree": 2, "dp_degree": 3}, "dp_degree=3"),
-        (nam56r().model, {"optimizer": "sgd"}, "optimizer=sgd"),
+        (nam56r_base().model, {"tp_degree": 3}, "world_size=8"),
+        (nam56r_base().model, {"tp_degree": 2, "dp_degree": 3}, "dp_degree=3"),
+        (nam56r_base().model, {"optimizer": "sgd"}, "optimizer=sgd"),
         (ODD, {"tp_degree": 2, "ep_degree": 4, "dp_degree": 1}, "mesh.tp=2"),
     ],
     ids=["world", "data", "optimizer", "heads"],
@@ -161,7 +169,7 @@ def test_what_can_not_be_is_one_line(
 
 
 def test_other_ranks_of_a_pipeline_need_other_memory() -> None:
-    config: Config = parse_run(["nam56r", "--mesh.pp", "2", "--mesh.ep", "4"], 8).config
+    config: Config = parse_run(["nam56r_base", "--mesh.pp", "2", "--mesh.ep", "4"], 8).config
     first, last = (estimate(config, 8, rank) for rank in (0, 4))
     assert first.components["parameters"] != last.components["parameters"]
     assert "forward of head" in last.moments and "forward of head" not in first.moments

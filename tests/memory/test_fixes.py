@@ -33,7 +33,7 @@ def pricing(need: Need, budget: float) -> Callable[[Config], MemoryEstimate]:
 def found(
     need: Need, budget: float, *flags: str, world: int = 8
 ) -> tuple[Config, list[Fix], bool | None]:
-    config = parse_run(["nam56r", *flags], world).config
+    config = parse_run(["nam56r_base", *flags], world).config
     price = pricing(need, budget)
     return config, *cheapest_fixes(config, world, price, price(config))
 
@@ -103,8 +103,8 @@ def test_what_gains_nothing_or_costs_memory_is_not_named() -> None:
     [
         "tiny",
         "dense_110m --train.compile inductor",
-        "nam56r --mesh.pp 1",
-        "nam56r --mesh.dp-replicate 2 --train.gradient-sync resident",
+        "nam56r_base --mesh.pp 1",
+        "nam56r_base --mesh.dp-replicate 2 --train.gradient-sync resident",
         "moe_small --train.device cpu",
         "dense_110m --model.attention.kind mla --model.attention.qk-norm false",
     ],
@@ -132,7 +132,7 @@ def test_every_fix_is_legal_and_its_flags_mean_it(flags: str, world: int) -> Non
 
 
 def test_the_line_of_a_refusal() -> None:
-    config = parse_run(["nam56r", *BARE], 8).config
+    config = parse_run(["nam56r_base", *BARE], 8).config
     price = pricing(need_of_all, 99.5)
     line = str(refusal(config, 8, 0, price, price(config), "110 GiB given, 10% headroom"))
     assert line.startswith("memory.gate=on: rank 0 of 8 needs 100.0 GiB in backward (activations")
@@ -143,7 +143,7 @@ def test_the_line_of_a_refusal() -> None:
 
 def test_the_estimator_prices_them() -> None:
     """What a change gains is what the estimates of both say."""
-    config = parse_run(["nam56r", *BARE, "--precision.dtype", "bf16"], 8).config
+    config = parse_run(["nam56r_base", *BARE, "--precision.dtype", "bf16"], 8).config
     before = fullest(config, 8)[1].point
     price = lambda c: fullest(c, 8, before * 9 // 10)[1]  # noqa: E731
     fixes, enough = cheapest_fixes(config, 8, price, price(config))
@@ -153,7 +153,7 @@ def test_the_estimator_prices_them() -> None:
 
 
 def test_the_fullest_rank_is_found_among_the_stages() -> None:
-    config = parse_run(["nam56r", "--mesh.pp", "4"], 8).config
+    config = parse_run(["nam56r_base", "--mesh.pp", "4"], 8).config
     points = [estimate(config, 8, rank).point for rank in range(8)]
     rank, needs = fullest(config, 8)
     assert needs.point == max(points) and points[rank] == needs.point

@@ -19,7 +19,9 @@ from parallel.fake import as_trained, fake_tensors, fake_world, planned_model
 SMALL = ["tiny", "--train.tokens-per-step", "0", "--train.grad-accum", "4"]
 MLA = ["--model.attention.kind", "mla", "--model.attention.no-qk-norm"]
 WIDE = ["--model.mamba3.mimo-rank", "2", "--model.mamba3.out-norm", "--precision.dtype", "fp64"]
-DEEP = ["nam52_deep", "--model.depth", "5", "--model.pattern", "AEMRF"]
+DEEP = ["nam52_deep_base", "--model.depth", "5", "--model.pattern", "AEMRF"]
+
+AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 1000".split()
 
 CASES = {  # ranks, rank, flags
     "one process": (1, 0, SMALL),
@@ -30,10 +32,19 @@ CASES = {  # ranks, rank, flags
     "replicas": (4, 3, [*SMALL, "--mesh.dp-replicate", "4", "--mesh.dp-shard", "1"]),
     "last stage, tied": (4, 3, [*SMALL, "--mesh.pp", "2", "--model.tie-embeddings"]),
     "first stage, tied": (4, 0, [*SMALL, "--mesh.pp", "2", "--model.tie-embeddings"]),
+    "nulls": (2, 1, [*SMALL, "--model.moe.null-rho", "0.5", "--mesh.ep", "2"]),
     "adamw": (2, 1, [*SMALL, "--optim.name", "adamw"]),
     "wide momentum": (2, 1, [*SMALL, "--optim.muon-momentum-dtype", "fp32"]),
     "8 bit": (2, 1, [*SMALL, "--optim.adamw-state", "8bit"]),
     "4 bit": (2, 1, [*SMALL, "--optim.adamw-state", "4bit", "--optim.name", "adamw"]),
+    "tokens around": (8, 5, [*SMALL, *AROUND, "--mesh.tp", "2"]),
+    "tokens around, first stage": (4, 0, [*SMALL, *AROUND, "--mesh.pp", "2"]),
+    "streams": (2, 1, [*SMALL, "--model.mhc.streams", "3"]),
+    "streams, tp and ep": (
+        8,
+        5,
+        [*SMALL, "--model.mhc.streams", "2", "--mesh.tp=2", "--mesh.ep=4"],
+    ),
     "compressed": (2, 1, [*SMALL, "--recompute.compress", "0.25"]),
 }
 

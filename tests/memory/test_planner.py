@@ -22,7 +22,7 @@ from megacpp.memory.plan_space import (
 )
 from megacpp.memory.planner import Candidate, Plan, Score, deciding, device_tokens, plan
 from megacpp.memory.traffic import traffic
-from megacpp.presets import nam52_deep, preset, tiny
+from megacpp.presets import nam52_deep_base, preset, tiny
 from megacpp.recompute_flags import FULL, NONE
 from megacpp.rules import broken, resolve
 
@@ -289,7 +289,7 @@ def test_tokens_that_are_no_rows_name_the_nearest() -> None:
 
 
 def test_the_ladder_repeats_more_and_keeps_less() -> None:
-    for config in (small(), nam52_deep()):
+    for config in (small(), nam52_deep_base()):
         ladder = policies(config)
         assert [rung.name for rung in ladder] == ["none", "experts", "preset", "selective", "full"]
         assert [rung.checkpointing for rung in ladder] == [False, True, True, True, True]
@@ -364,7 +364,7 @@ def test_what_is_said_to_fit_does() -> None:
     assert 0.9 * found.budget_bytes < peak <= found.budget_bytes
 
 
-@pytest.mark.parametrize("name", ("nam56r", "dense_110m", "tiny"))
+@pytest.mark.parametrize("name", ("nam56r_base", "dense_110m", "tiny"))
 def test_what_the_bounds_rest_on(name: str) -> None:
     """More rows need no less memory, nor does a policy that runs less again."""
     config, tokens, rng = preset(name), 1 << 19, random.Random(0)
@@ -383,10 +383,10 @@ def test_what_the_bounds_rest_on(name: str) -> None:
 
 
 POINTS = {  # preset, row: policy and rows of the article's mesh, which are out for ours
-    ("nam56r", 4096): ("none", 8),
-    ("nam56r", 16384): ("experts", 2),
-    ("nam52_deep", 4096): ("none", 16),
-    ("nam52_deep", 16384): ("experts", 4),
+    ("nam56r_base", 4096): ("none", 8),
+    ("nam56r_base", 16384): ("experts", 2),
+    ("nam52_deep_base", 4096): ("none", 16),
+    ("nam52_deep_base", 16384): ("experts", 4),
 }
 
 

@@ -20,9 +20,9 @@ from megacpp.memory.reference import (
     router_bytes,
     transformer_activations,
 )
-from megacpp.presets import nam52_deep
+from megacpp.presets import nam52_deep_base
 
-MODEL = nam52_deep().model  # width 1536, 52 layers of which 22 are E, 64 experts, top 6
+MODEL = nam52_deep_base().model  # width 1536, 52 layers of which 22 are E, 64 experts, top 6
 GB = 1e9
 
 

@@ -52,6 +52,18 @@ RUNS = {
 }
 
 
+@pytest.mark.parametrize("size", [-1, 1, 2, 3])
+@pytest.mark.parametrize("lever", ["full", "selective"])
+def test_streams_of_a_group(size: int, lever: str) -> None:
+    config = RUNS["gqa"]
+    mhc = replace(config.model.mhc, streams=3)
+    config = replace(config, model=replace(config.model, mhc=mhc))
+    base = measure(replace(config, recompute=replace(NOTHING, mhc_group_size=-1)), 1, 0)
+    one = replace(config, recompute=replace(NOTHING, mhc_group_size=size, **LEVERS[lever]))
+    repeated = measure(one, 1, 0).repeated(base) / (2 * config.data.seq_len)
+    assert replayed_flops_per_token(one) == repeated
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_as_the_model_runs(name: str) -> None:
     config = RUNS[name]

@@ -27,6 +27,7 @@ MLA = (
     "--model.attention.kind mla --model.attention.qk-norm false --model.pattern A --model.depth 2 "
     f"{KEPT}"
 )
+AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100"
 # Ranks, rank, flags: each axis alone and with others, every kind of exchange, every policy.
 CASES = {
     "tp ep, all again": (8, 0, f"--mesh.tp 2 --mesh.ep 4 --mesh.reshard always {AGAIN}"),
@@ -44,11 +45,21 @@ CASES = {
         *(8, 0),
         "--mesh.pp 2 --mesh.pp-schedule zbv --mesh.tp 2 --mesh.dp-replicate 2",
     ),
+    "streams, pp tp": (8, 4, f"--mesh.pp 2 --mesh.tp 2 --model.mhc.streams 3 {AGAIN}"),
+    "streams of layers, all again": (
+        *(4, 0),
+        f"--mesh.tp 2 --model.mhc.streams 2 {AGAIN} --recompute.mhc-group-size -1",
+    ),
     "cp, all again": (4, 0, f"--mesh.cp 2 {AGAIN}"),
     "cp tp ep, slots": (
         *(8, 0),
         "--mesh.cp 2 --mesh.tp 2 --mesh.ep 4 --mesh.cp-order contiguous "
         "--model.moe.capacity-factor 1.25 --model.mamba3.ngroups 4",
+    ),
+    "nulls, groups": (
+        *(8, 0),
+        "--mesh.tp 2 --mesh.ep 4 --model.moe.null-rho 0.5 --model.moe.num-groups 4 "
+        "--model.moe.top-k-groups 2 --model.moe.num-experts 16",
     ),
     "cp: ring and serial": (
         *(8, 2),
@@ -60,6 +71,9 @@ CASES = {
         f"--mesh.cp 2 --mesh.cp-attention heads --mesh.cp-mamba3 heads {KEPT} "
         "--model.pattern AMR --model.depth 3",
     ),
+    "tp, tokens around": (8, 0, f"--mesh.tp 2 --mesh.reshard always {AGAIN} {AROUND}"),
+    "pp tp, tokens around": (8, 3, f"--mesh.pp 2 --mesh.reshard always --mesh.tp 2 {AROUND}"),
+    "last of pp, tokens around": (4, 2, f"--mesh.pp 2 --mesh.reshard always {AROUND}"),
     "cp: latents by heads": (8, 1, f"--mesh.cp 4 {MLA} --mesh.cp-attention heads"),
     "cp: latents gathered": (8, 2, f"--mesh.cp 4 {MLA} --mesh.cp-order contiguous"),
 }

@@ -12,16 +12,17 @@ from megacpp.memory.forms import working_attention, working_experts, working_hea
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.working import backward, first_attention, forward
 from megacpp.model.pattern import block_letters
+from tests.memory.working_cases import misses
 from tests.memory.working_sets import working_sets
 
 ONE_STEP = "--train.grad_accum 1 --train.tokens_per_step 0"
-NAM56R = "nam56r --model.depth 3 --model.pattern"
+NAM56R = "nam56r_base --model.depth 3 --model.pattern"
 MLA = "--model.attention.kind mla --model.attention.qk_norm false"
 CASES = (
     (1, f"{NAM56R} AEF"),
     (8, f"{NAM56R} AEF --mesh.tp 2 --mesh.ep 4"),
     (64, f"{NAM56R} EFA --mesh.tp 2 --mesh.cp 2 --mesh.ep 8 --recompute.eblock full"),
-    (8, "nam52_deep --model.depth 3 --model.pattern EFA --mesh.ep 8 --recompute.fblock full"),
+    (8, "nam52_deep_base --model.depth 3 --model.pattern EFA --mesh.ep 8 --recompute.fblock full"),
     (8, "moe_small --model.depth 3 --mesh.ep 4 --mesh.ep_dispatch per_expert"),
     (8, "dense_110m --model.depth 3 --mesh.cp 4 --mesh.cp_attention ring --recompute.norms true"),
     (8, "dense_110m --model.depth 3 --mesh.cp 4 --mesh.cp_attention heads --recompute.mlp true"),
@@ -68,3 +69,16 @@ def test_blocks_of_kernels_are_as_large() -> None:
     assert working_attention.BLOCK == softcap_attention.BLOCK
     assert working_experts.BLOCKS == expert_mlp.BLOCKS
     assert working_head.FEWEST_ROWS == linear_cross_entropy.FEWEST_ROWS
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (4, "--mesh.tp 2 --mesh.ep 4 --recompute.eblock expert_gemm_only"),
+        (4, "--mesh.cp 2 --mesh.ep 4 --model.moe.num_groups 8 --model.moe.top_k_groups 4"),
+    ],
+)
+def test_null_experts(size: int, flags: str) -> None:
+    """The slots of a token are 12, its experts 6 on average: rows are those of 6."""
+    found = misses("EE", f"--model.moe.null_rho 0.5 {flags}", size)
+    assert max(map(abs, found.values())) < 0.5, found

@@ -6,11 +6,12 @@ from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
+from megacpp.model.pattern import layer_kinds
 from tests.memory.working_sets import working_sets
 
 # Widths of a preset, for what is small beside them to be so here; short rows, one microbatch.
 WIDE = (
-    "nam52_deep --model.depth 2 --model.vocab_size 256 --optim.qk_clip 0 --data.seq_len 256"
+    "nam52_deep_base --model.depth 2 --model.vocab_size 256 --optim.qk_clip 0 --data.seq_len 256"
     " --train.device_batch_size 8 --train.grad_accum 1 --train.tokens_per_step 0"
 )
 
@@ -20,8 +21,8 @@ def misses(pattern: str, flags: str, size: int, rank: int = 0) -> dict[str, floa
     config = parse_run([*f"{WIDE} --model.pattern {pattern} {flags}".split()], size).config
     traced = working_sets(trace_step(config, size, rank))
     own, found = Share.of(config, size, rank), {}
-    for layer, letter in enumerate(pattern):
-        name = letter + (" last" if layer + 1 == len(pattern) else "")
+    for layer, kind in enumerate(layer_kinds(config.model)):
+        name = kind + (" last" if layer + 1 == len(pattern) else "")
         for phase, form in (("forward", working.forward), ("backward", working.backward)):
             most = max(moment.bytes for moment in form(own, name))
             found[f"{phase} {name}"] = (most / traced[phase, f"blocks.{layer}"].bytes - 1) * 100

@@ -64,7 +64,8 @@ def _counted(stream: Stream, alive: set[int], part: str, place: dict[str, int]) 
         if place.get(block.part, len(place)) < place[part]:
             continue
         # The head makes the gradient of its input in its forward.
-        own = block.part == part or (part == "norm" and block.name.startswith("mm "))
+        fused = part in ("norm", "top", "mtp") and block.name.startswith("mm ")
+        own = block.part == part or (fused and block.part in ("head", "top"))
         if block.component in KEPT and not own:
             continue
         yield block

@@ -6,11 +6,15 @@ import dataclasses
 
 from megacpp.config import (
     AttentionConfig,
+    EngramConfig,
     M2RNNConfig,
     Mamba3Config,
     MLPConfig,
     ModelConfig,
     MoEConfig,
+    NgramConfig,
+    SparseAttentionConfig,
+    TOPConfig,
     YarnConfig,
 )
 from megacpp.presets import PRESETS
@@ -27,7 +31,9 @@ SMALL_ATTENTION = {
 }
 SMALL_MAMBA3 = {"d_state": 8, "headdim": 8, "chunk_size": 4}
 SMALL_M2RNN = {"key_dim": 6, "value_dim": 4, "chunk_size": 4}
+SMALL_ENGRAM = EngramConfig(layers="all", heads=2, table_size=20, dim=8, conv_kernel=2)
 SMALL_MOE = {"num_experts": 4, "top_k": 2, "hidden_dim": 12, "shared_hidden_dim": 20}
+SPARSE = SparseAttentionConfig(layers="all", top_k=3, num_heads=3, head_dim=6)
 
 
 def small(pattern: str = "AMERF", **changes: object) -> ModelConfig:
@@ -61,6 +67,13 @@ def variants() -> dict[str, ModelConfig]:
                 mla, q_lora_rank=7, yarn=YarnConfig(original_seq_len=4), max_seq_len=64
             ),
         ),
+        "mla_sparse": replace(
+            base,
+            pattern="AAMERF",
+            depth=6,
+            attention=replace(mla, q_lora_rank=7, sparse=replace(SPARSE, share=2)),
+        ),
+        "gqa_sparse": replace(base, attention=replace(base.attention, sparse=SPARSE)),
         "mamba_mimo_norm_conv": replace(
             base, mamba3=replace(base.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
         ),
@@ -72,7 +85,12 @@ def variants() -> dict[str, ModelConfig]:
         "moe_softmax_no_shared": replace(
             base, moe=replace(base.moe, score="softmax", num_shared=0)
         ),
+        "engram": small("AEA", engram=SMALL_ENGRAM),
+        "moe_nulls": replace(base, moe=replace(base.moe, null_rho=0.5)),
         "mlp_relu2": replace(base, mlp=MLPConfig(hidden_dim=24, activation="relu2")),
+        "top_ngram": replace(
+            base, top=TOPConfig(0.3, window=5), ngram=NgramConfig(heads=2, table_size=20, dim=3)
+        ),
     }
 
 
@@ -80,14 +98,20 @@ def shrunk(preset: str) -> ModelConfig:
     """A preset's model with its pattern, options and ties, but small."""
     model = PRESETS[preset]().model
     replace = dataclasses.replace
+    sparse = model.attention.sparse
+    if sparse.layers:
+        sparse = replace(sparse, layers="1,2", top_k=3, num_heads=2, head_dim=6)
     return replace(
         model,
         dim=16,
         depth=min(model.depth, len(model.pattern)),
         vocab_size=50,
-        attention=replace(model.attention, **SMALL_ATTENTION),  # type: ignore[arg-type]
+        attention=replace(model.attention, **SMALL_ATTENTION, sparse=sparse),  # type: ignore[arg-type]
         mamba3=replace(model.mamba3, **{**SMALL_MAMBA3, "ngroups": 2}),  # type: ignore[arg-type]
         m2rnn=replace(model.m2rnn, **SMALL_M2RNN),  # type: ignore[arg-type]
         moe=replace(model.moe, **SMALL_MOE),  # type: ignore[arg-type]
         mlp=replace(model.mlp, hidden_dim=24),
+        mtp=replace(model.mtp, hidden_dim=24),
+        ngram=replace(model.ngram, table_size=20, dim=3),
+        engram=replace(SMALL_ENGRAM, layers="1" if model.engram.layers else ""),
     )

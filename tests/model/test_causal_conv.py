@@ -29,13 +29,14 @@ def random_case(num_taps: int, tokens: int = 10) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_taps", [1, 2, 4])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("docs", [None, Documents.from_ids(IDS)], ids=["whole", "packed"])
+@pytest.mark.parametrize("dilation", [1, 3])
 def test_fast_form_equals_token_by_token(
-    num_taps: int, activation: Activation, docs: Documents | None
+    num_taps: int, activation: Activation, docs: Documents | None, dilation: int
 ) -> None:
     x_BTC, weight_C1K = random_case(num_taps)
     results = []
     for form in (causal_conv, causal_conv_sequential):
-        y_BTC = form(x_BTC, weight_C1K, docs, activation)
+        y_BTC = form(x_BTC, weight_C1K, docs, activation, dilation)
         weighted = (y_BTC * torch.linspace(-1, 1, y_BTC.numel()).view_as(y_BTC)).sum()
         results.append((y_BTC, *torch.autograd.grad(weighted, (x_BTC, weight_C1K))))
     for fast, reference in zip(*results, strict=True):
@@ -50,10 +51,20 @@ def test_equals_torch_conv1d_on_whole_rows() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_row_shorter_than_the_kernel() -> None:
+def test_taps_that_are_apart_are_a_longer_kernel_with_zeros_between() -> None:
+    x_BTC, weight_C1K = random_case(3)
+    sparse_C1K = torch.zeros(5, 1, 7, dtype=torch.float64)
+    sparse_C1K[..., ::3] = weight_C1K.detach()
+    for docs in (None, Documents.from_ids(IDS)):
+        got = causal_conv(x_BTC, weight_C1K, docs, dilation=3)
+        assert torch.equal(got, causal_conv(x_BTC, sparse_C1K, docs))
+
+
+@pytest.mark.parametrize("dilation", [1, 2, 5])
+def test_row_shorter_than_the_kernel(dilation: int) -> None:
     x_BTC, weight_C1K = random_case(4, tokens=2)
-    got = causal_conv(x_BTC, weight_C1K, None, None)
-    want = causal_conv_sequential(x_BTC, weight_C1K, None, None)
+    got = causal_conv(x_BTC, weight_C1K, None, None, dilation)
+    want = causal_conv_sequential(x_BTC, weight_C1K, None, None, dilation)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     got.sum().backward()
     assert x_BTC.grad is not None

@@ -10,11 +10,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import megacpp.model.moe
-from megacpp.config import AttentionConfig, MLPConfig, ModelConfig
+from megacpp.config import (
+    AttentionConfig,
+    EngramConfig,
+    HyperConnectionConfig,
+    MLPConfig,
+    ModelConfig,
+    MTPConfig,
+    NgramConfig,
+    SparseAttentionConfig,
+    TOPConfig,
+)
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
-from megacpp.model.flops import block_flops, forward_flops_per_token, train_flops_per_token
+from megacpp.model.flops import (
+    block_flops,
+    connection_flops,
+    forward_flops_per_token,
+    train_flops_per_token,
+)
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.hyper_connections import HyperConnection
 from megacpp.model.init import initialise
 from megacpp.presets import tiny
 
@@ -38,6 +54,13 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
+def chosen(config: ModelConfig) -> ModelConfig:
+    """One block, which attends to keys that it chooses."""
+    sparse = SparseAttentionConfig(layers="all", top_k=16, num_heads=3, head_dim=32)
+    attention = dataclasses.replace(config.attention, sparse=sparse)
+    return dataclasses.replace(config, attention=attention, pattern="A", depth=1)
+
+
 def variants() -> dict[str, tuple[str, ModelConfig]]:
     base = tiny().model
     mla = AttentionConfig(
@@ -48,6 +71,8 @@ def variants() -> dict[str, tuple[str, ModelConfig]]:
     return {
         "gqa": ("A", base),
         "mla": ("A", replace(base, attention=mla)),
+        "gqa index": ("A.index", chosen(base)),
+        "mla index": ("A.index", chosen(replace(base, attention=mla))),
         "siso": ("M", base),
         "mimo": ("M", replace(base, mamba3=replace(base.mamba3, mimo_rank=4, chunk_size=16))),
         "swiglu_moe": ("E", base),
@@ -57,6 +82,7 @@ def variants() -> dict[str, tuple[str, ModelConfig]]:
         ),
         "m2rnn": ("R", base),
         "swiglu": ("F", base),
+        "engram": ("A+engram", replace(base, engram=EngramConfig("all", 2, 3, 100, 32))),
         "relu2": ("F", replace(base, mlp=MLPConfig(hidden_dim=96, activation="relu2"))),
     }
 
@@ -72,11 +98,64 @@ def test_each_block_within_one_percent(name: str) -> None:
     letter, config = variants()[name]
     block = Block(letter, config)
     initialise(block, block.init_rules(), seed=0)
-    x_BTD = torch.randn(B, T, config.dim)
-    with sdpa_kernel(SDPBackend.MATH), counter() as counted:
-        block(x_BTD, Documents.rows(B, T))
+    x_BTD, ids_BT = torch.randn(B, T, config.dim), torch.zeros(B, T, dtype=torch.int64)
+    docs = Documents.rows(B, T).with_tokens(ids_BT, ids_BT)
+    learns = not letter.endswith(".index")  # its loss would make gradients at once
+    with torch.set_grad_enabled(learns), sdpa_kernel(SDPBackend.MATH), counter() as counted:
+        block(x_BTD, docs)
     measured = counted.get_total_flops() / (B * T)
     assert block_flops(letter, config, T) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_further_tokens_within_one_percent(shared: bool) -> None:
+    """In training, which alone runs them: blocks, projections and one head for all depths."""
+    config = dataclasses.replace(
+        tiny().model, pattern="F", depth=1, mtp=MTPConfig(depths=2, shared=shared, hidden_dim=64)
+    )
+    model = HybridLM(config)
+    initialise(model, model.init_rules(), seed=0)
+    model.mtp.weigh(B * T, torch.tensor([B * (T - 1), B * (T - 2)]), 0, 1)
+    ids_BT = torch.randint(config.vocab_size, (B, T))
+    with sdpa_kernel(SDPBackend.MATH), counter() as counted:
+        model(ids_BT, ids_BT).loss_sum.backward()
+    measured = counted.get_total_flops() / (B * T)
+    assert train_flops_per_token(config, T) == pytest.approx(measured, rel=0.01)
+
+
+def test_a_second_unembedding_and_ngrams_within_one_percent() -> None:
+    """In training, where token order prediction makes its gradients in the forward."""
+    base = tiny().model
+    config = dataclasses.replace(
+        base, pattern="F", depth=1, top=TOPConfig(0.1), ngram=NgramConfig(heads=2, table_size=50)
+    )
+    model = HybridLM(config)
+    initialise(model, model.init_rules(), seed=0)
+    ids_BT = torch.randint(config.vocab_size, (B, T))
+    with counter() as counted:
+        model(ids_BT, ids_BT).loss_sum.backward()
+    measured = counted.get_total_flops() / (B * T)
+    assert train_flops_per_token(config, T) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_hyper_connections_to_the_last_product(streams: int) -> None:
+    """About twice as many in the backward, which also takes y from the gradient of each stream."""
+    mhc = HyperConnectionConfig(streams=streams)
+    config = dataclasses.replace(tiny().model, mhc=mhc)
+    connection = HyperConnection(config, 0)
+    initialise(connection, connection.init_rules(), seed=0)
+    x_BTnD = torch.randn(B, T, streams, config.dim).requires_grad_()
+    found = []
+    with counter() as counted:
+        u_BTD, *coefficients = connection.read(x_BTnD)
+        found.append(counted.get_total_flops() / (B * T))
+        out_BTnD = connection.mix(x_BTnD, u_BTD, *coefficients)
+        found.append(counted.get_total_flops() / (B * T) - found[0])
+        assert tuple(found) == connection_flops(config)
+        out_BTnD.sum().backward()
+    whole = counted.get_total_flops() / (B * T)
+    assert 3 * sum(found) == pytest.approx(whole, rel=0.04 if streams == 2 else 0.02)
 
 
 def test_the_whole_model_forward_and_backward_within_one_percent() -> None:

@@ -24,6 +24,7 @@ from megacpp.kernels.mamba3_inputs import HeadWeights, ScanInputs
 from megacpp.model.fp32 import Fp32Contract, contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.mamba3 import Mamba3
+from megacpp.model.pattern import layer_kinds
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import fsdp_units
@@ -52,9 +53,15 @@ EXPECTED = {
     "F": {"norm.weight"},
 }  # fmt: skip
 MLA_NORMS = {"norm.weight", "mixer.kv_norm.weight"}
+ENGRAM_NORMS = {f"engram.{name}_norm.weight" for name in ("key", "x", "value")}
+LOW_RANK_NORMS = MLA_NORMS | {"mixer.q_norm.weight"}
+INDEXER = {f"mixer.indexer.{n}" for n in ("k_norm.weight", "k_norm.bias", "weights_proj.weight")}
+INDEXER_BUFFERS = {"mixer.indexer.aux_scale", "mixer.indexer.loss_sums"}
 CHANGED = {
+    "engram": {"A+engram": EXPECTED["A"] | ENGRAM_NORMS},
     "mla": {"A": MLA_NORMS},
-    "mla_low_rank_queries_yarn": {"A": MLA_NORMS | {"mixer.q_norm.weight"}},
+    "mla_sparse": {"A.index": LOW_RANK_NORMS, "A.share": LOW_RANK_NORMS},
+    "mla_low_rank_queries_yarn": {"A": LOW_RANK_NORMS},
     "mamba_mimo_norm_conv": {
         "M": EXPECTED["M"] | {"mixer.mimo_x", "mixer.mimo_z", "mixer.mimo_o", "mixer.norm.weight"}
     },
@@ -64,6 +71,7 @@ INSIDE_THE_SCAN = {"blocks.1.mixer.norm.weight"}
 WIDE_BUFFERS = {
     f"mixer.router.{name}" for name in ("expert_bias", "aux_scale", "loss_sums", "gradient_squares")
 }
+NULL_BUFFERS = {"mixer.router.null_bias", "mixer.router.null_score"}
 
 
 def contract_names(model: nn.Module) -> set[str]:
@@ -92,15 +100,19 @@ def unround(model: nn.Module) -> None:
 def test_the_declared_set(name: str) -> None:
     config = variants()[name]
     wanted = {"norm.weight"}
-    for i, letter in enumerate(config.pattern):
-        block = CHANGED.get(name, {}).get(letter, EXPECTED[letter])
+    for i, kind in enumerate(layer_kinds(config)):
+        block = CHANGED.get(name, {}).get(kind, EXPECTED[kind[0]])
+        block = block | INDEXER if kind == "A.index" else block
         wanted |= {f"blocks.{i}.{leaf}" for leaf in block}
     model = one_process(config)
     assert contract_names(model) == wanted
     narrow = model.to(torch.bfloat16)
     assert {n for n, p in narrow.named_parameters() if p.dtype == torch.float32} == wanted
     buffers = {n: b for n, b in narrow.named_buffers() if b.is_floating_point()}
-    assert {n.split(".", 2)[2] for n in buffers} == WIDE_BUFFERS
+    found = {n.split(".", 2)[2] for n in buffers if n.startswith("blocks.")}
+    of_indexers = INDEXER_BUFFERS if config.attention.sparse.layers else set()
+    of_nulls = NULL_BUFFERS if config.moe.null_rho < 1 else set()
+    assert found == WIDE_BUFFERS | of_indexers | of_nulls
     assert {b.dtype for b in buffers.values()} == {torch.float32}
 
 

@@ -11,11 +11,16 @@ from torch import nn
 from checkpointing.compress import compress_linears
 from megacpp.config import (
     AttentionConfig,
+    EngramConfig,
+    HyperConnectionConfig,
     M2RNNConfig,
     Mamba3Config,
     ModelConfig,
     MoEConfig,
+    MTPConfig,
+    NgramConfig,
     OptimConfig,
+    TOPConfig,
 )
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
@@ -23,6 +28,7 @@ from megacpp.presets import PRESETS
 from optim.build import groups
 from optim.groups import TABLE, Assignment, Row, _place, assign, table_lines
 from optim.ownership import MatrixView
+from tests.model.small import variants
 
 SMALL = ModelConfig(
     dim=24,
@@ -33,6 +39,13 @@ SMALL = ModelConfig(
     mamba3=Mamba3Config(d_state=8, headdim=8, mimo_rank=2, ngroups=3, out_norm=True, conv_kernel=4),
     m2rnn=M2RNNConfig(num_heads=4, num_q_heads=2, num_k_heads=1, key_dim=5, value_dim=6),
     moe=MoEConfig(num_experts=4, hidden_dim=12, shared_hidden_dim=10, shared_gate=True),
+)
+ENGRAM = replace(
+    SMALL,
+    pattern="A",
+    depth=1,
+    engram=EngramConfig(layers="all", heads=2, table_size=20, dim=8, lr_factor=3.0),
+    mhc=HyperConnectionConfig(streams=2),
 )
 MLA = replace(
     SMALL,
@@ -48,6 +61,7 @@ MLA = replace(
         v_head_dim=7,
     ),
 )
+AROUND = replace(SMALL, top=TOPConfig(0.3), ngram=NgramConfig(heads=2, table_size=20, dim=3))
 
 
 def meta(config: ModelConfig) -> HybridLM:
@@ -97,7 +111,10 @@ def test_rates_by_hand() -> None:
 def test_every_row_is_used() -> None:
     compressed = meta(SMALL)
     compress_linears(compressed, ratio=0.25, seed=0)
-    models = meta(SMALL), meta(MLA), compressed
+    ahead = meta(replace(SMALL, mtp=MTPConfig(depths=1)))
+    streams = meta(replace(SMALL, mhc=HyperConnectionConfig(streams=2)))
+    sparse, around = meta(variants()["mla_sparse"]), (meta(AROUND), meta(ENGRAM))
+    models = meta(SMALL), meta(MLA), *around, ahead, streams, sparse, compressed
     used = {id(a.row) for model in models for a in assign(model, "muon_adamw")}
     assert [row.names for row in TABLE if id(row) not in used] == []
 
@@ -128,6 +145,25 @@ def test_what_goes_where_by_hand() -> None:
         "blocks.2.mixer.router.weight",
         "blocks.2.mixer.shared.gate.weight",
     }
+
+
+def test_memories_by_hand() -> None:
+    """Tables at a rate of their own, without decay; the keys of each stream are a matrix."""
+    prefix = "blocks.0.engram."
+    found = {n.removeprefix(prefix): a for n, a in assignments(ENGRAM).items() if prefix in n}
+    config = OptimConfig(lr=0.5, muon_lr=0.25, vector_lr=0.125)
+    rates = {name: (a.algorithm, a.lr(config), a.decay(config) > 0) for name, a in found.items()}
+    vectors = ("wk.bias", "wv.bias", "key_norm.weight", "x_norm.weight", "value_norm.weight")
+    assert rates == {
+        "tables.weight": ("adamw", 1.5, False),
+        "wk.weight": ("muon", 0.25, False),  # optim.muon_weight_decay is 0
+        "wv.weight": ("muon", 0.25, False),
+        "conv.weight": ("adamw", 0.5, False),
+        **{name: ("adamw", 0.125, False) for name in vectors},
+    }
+    assert found["tables.weight"].lr(replace(config, embed_lr=2.0)) == 6.0
+    assert str(found["wk.weight"].view) == "rows 2 x 24" and str(found["wv.weight"].view) == "whole"
+    assert found["wk.weight"].row.decays and not found["tables.weight"].row.decays
 
 
 def test_latent_attention_by_hand() -> None:

@@ -41,6 +41,9 @@ ROUTERS = {
     "shared_gate": replace(LOSSES, shared_gate=True, num_shared=2),
     "one_expert": replace(LOSSES, top_k=1),
     "every_expert": replace(LOSSES, top_k=8),
+    "nulls": replace(LOSSES, null_rho=0.5),
+    "nulls_softmax": replace(LOSSES, null_rho=0.5, score="softmax", num_groups=4, top_k_groups=3),
+    "roomy_nulls": replace(LOSSES, null_rho=0.5, capacity_factor=8 / 3),
     "roomy": replace(LOSSES, capacity_factor=8 / 3),  # every expert could take every token
 }
 MESHES = {
@@ -54,7 +57,7 @@ MESHES = {
     "replicas, experts twice": MeshConfig(dp_replicate=2, dp_shard=1, cp=2, ep=2),
 }
 # Experts that the selection bias prefers: all of the first rank, or all but the last rank's.
-BIASES = {"even": [], "first": [0, 1, 2], "last": [5, 6, 7], "one": [4]}
+BIASES = {"even": [], "first": [0, 1, 2], "last": [5, 6, 7], "one": [4], "nulls": []}
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ def cases() -> list[Case]:
     for router, bias in (("sigmoid", "first"), ("sigmoid", "last"), ("one_expert", "one")):
         found += [Case(router, mesh, kind, bias) for mesh in ("cp2", "dp4") for kind in kinds]
     found += [Case("groups", "dp2 cp2", kind, "even", "fp32") for kind in kinds]
+    found += [Case("nulls", mesh, kind) for mesh in ("dp2", "dp4") for kind in kinds]
+    found += [Case("nulls", "dp4", kind, "nulls") for kind in kinds]
     return list(dict.fromkeys(found))
 
 
@@ -122,11 +127,15 @@ def outcome(case: Case, world: World) -> Outcome:
     x_BTD, cotangent_BTD = x_BTD.to(case.torch_dtype), cotangent_BTD.to(case.torch_dtype)
     docs = Documents.from_ids((randn(B, T, seed=3) > 0.9).cumsum(1))  # some longer than a rank's
     whole = mixer_of(ROUTERS[case.router], case.torch_dtype, BIASES[case.bias])
+    if case.bias == "nulls":  # some tokens go nowhere; of the last rows all
+        whole.router.null_score.fill_(0.9)
+        x_BTD[-1] = 0.0
     want = backward(whole, x_BTD, docs, cotangent_BTD)
 
     rows, index_t = own_tokens(world)
     here = docs_of_rows(docs, rows)
     spread = mixer_of(ROUTERS[case.router], case.torch_dtype, BIASES[case.bias])
+    spread.router.load_state_dict(whole.router.state_dict())
     spread_over(spread, world, ExpertParallel(case.kind))
     part = here if len(index_t) == T else here.take(index_t)
     x_btD, cotangent_btD = x_BTD[rows][:, index_t], cotangent_BTD[rows][:, index_t]
@@ -140,7 +149,10 @@ def outcome(case: Case, world: World) -> Outcome:
     counted = counts_E.tolist()
     spread.router.update_bias()
     whole.router.update_bias()
-    same_bias = torch.equal(spread.router.expert_bias, whole.router.expert_bias)
+    biases = [name for name, _ in whole.router.named_buffers() if "_bias" in name or "null" in name]
+    same_bias = all(
+        map(torch.equal, *([getattr(r, b) for b in biases] for r in (spread.router, whole.router)))
+    )
     return Outcome(errors, counted, expected, same_bias, len(local_weight(spread)))
 
 

@@ -78,6 +78,15 @@ RUNS = [
     Run("options", mesh(dp_shard=2, tp=2, ep=4), optimizer="muon_adamw"),
     Run("plain", mesh(dp_replicate=2, cp=2), optimizer="muon_adamw"),
     Run("tied", mesh(pp=2, tp=2), accum=2, optimizer="muon_adamw"),
+    # null experts and groups of experts, on every axis; an expert of few tokens has gradients so
+    # small that AdamW makes 1e-12 of their last bit, Muon doesn't
+    Run("nulls", mesh(tp=2)),
+    Run("nulls", mesh(cp=2), optimizer="muon_adamw"),
+    Run("nulls", mesh(dp_shard=2, ep=2, ep_dispatch="per_expert"), optimizer="muon_adamw"),
+    Run("nulls", mesh(pp=2), accum=2),
+    Run("nulls", mesh(dp_replicate=2, dp_shard=2, ep=2)),
+    Run("nulls", mesh(cp=2, tp=2, ep=4), optimizer="muon_adamw"),
+    Run("nulls", mesh(pp=2, dp_shard=2, ep=2), accum=2),
     # more at once, on 8 ranks
     Run("options", mesh(pp=2, dp_shard=2, tp=2), accum=2),
     Run("plain", mesh(dp_replicate=2, dp_shard=2, tp=2, ep=2)),

@@ -23,7 +23,7 @@ from megacpp.cli.dry_run import rooms
 from megacpp.cli.main import main
 from megacpp.config import Config, MeshConfig
 from megacpp.model.init import initialise
-from megacpp.presets import nam56r
+from megacpp.presets import nam56r_base
 from megacpp.rules import check, resolve
 from parallel.boundary import AccumulationBoundary
 from parallel.collective_log import CollectiveLog
@@ -143,7 +143,7 @@ def test_one_rank_sends_nothing() -> None:
     assert sum(found.gradients.values()) == sum(found.parameters.values()) == found.model_bytes
 
 
-MESHES = {  # legal ones for nam56r
+MESHES = {  # legal ones for nam56r_base
     8: MeshConfig(tp=2, ep=4),
     64: MeshConfig(pp=2, tp=2, ep=8, dp_replicate=2),
     1024: MeshConfig(tp=4, cp=2, ep=16),
@@ -153,7 +153,7 @@ MESHES = {  # legal ones for nam56r
 @pytest.mark.parametrize("size", MESHES)
 def test_all_ranks_together_hold_the_model(size: int) -> None:
     """Of 4.5 billion parameters every one, whatever the mesh; and what each rank then stores."""
-    config = dataclasses.replace(nam56r(), mesh=MESHES[size])
+    config = dataclasses.replace(nam56r_base(), mesh=MESHES[size])
     check(config, size)
     config = resolve(config, size)
     found = count_all(config, size)
@@ -197,8 +197,8 @@ def test_the_command_reports(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_can_not_be_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, key in (
-        (["nam56r", "--world", "7"], "train.tokens_per_step=1048576"),
-        (["nam56r", "--world", "8", "--mesh.tp", "3"], "mesh.tp=3"),
+        (["nam56r_base", "--world", "7"], "train.tokens_per_step=1048576"),
+        (["nam56r_base", "--world", "8", "--mesh.tp", "3"], "mesh.tp=3"),
         (["tiny", "--world", "0"], "world=0"),
         (["tiny", "--world", "4", "--rank", "4"], "rank=4"),
         (["tiny", "--world", "four"], "world=four"),

@@ -162,7 +162,7 @@ def test_experts_are_drawn() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["explain", "nam56r", "--world", "64", "--mesh.tp", "2", "--mesh.ep", "8"]
+    words = ["explain", "nam56r_base", "--world", "64", "--mesh.tp", "2", "--mesh.ep", "8"]
     words += ["--mesh.cp", "2", "--model.depth", "12", "--data.seq-len", "64"]
     words += ["--train.tokens-per-step", "0"]
     assert main(words) == 0

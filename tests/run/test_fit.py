@@ -229,8 +229,8 @@ def test_gradient_norms_against_their_average(
     "flags",
     [
         "tiny",
-        "nam56r --mesh.tp 2 --mesh.ep 4",
-        "nam52_deep --model.moe.capacity-factor none --optim.eps 1e-10",
+        "nam56r_base --mesh.tp 2 --mesh.ep 4",
+        "nam52_deep_base --model.moe.capacity-factor none --optim.eps 1e-10",
         "dense_110m --train.compile inductor --run.dir /a/b=c --model.attention.kind mla"
         " --model.attention.qk-norm false --model.attention.yarn.factor 8",
     ],
@@ -241,7 +241,7 @@ def test_a_configuration_and_its_command_line(flags: str) -> None:
 
 
 def test_four_steps_of_a_candidate_and_nothing_else(tmp_path: Path) -> None:
-    config = parse_run("nam56r --mesh.tp 2 --optim.warmup-steps 50".split(), 8).config
+    config = parse_run("nam56r_base --mesh.tp 2 --optim.warmup-steps 50".split(), 8).config
     order = order_of(3, config, 8, tmp_path / "own")
     run = parse_run(order.arguments, 8).config
     assert run == replace_keys(config, {**SETTINGS, "run.dir": str(tmp_path / "own")})

@@ -155,7 +155,7 @@ def test_what_was_measured_widens_the_margin(tmp_path: Path, measured: float, ve
 
 
 def test_validate_shows_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["nam56r", "--world", "8", "--memory.device-gib"]
+    flags = ["nam56r_base", "--world", "8", "--memory.device-gib"]
     assert validate([*flags, "1000000"]) == 0
     assert "may be used: fits" in capsys.readouterr().out
     assert validate([*flags, "1", "--json"]) == 2

@@ -16,7 +16,7 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig, PrecisionConfig
+from megacpp.config import Config, MeshConfig, ModelConfig, MTPConfig, OptimConfig, PrecisionConfig
 from megacpp.model.init import Normal, Slice, initialise, tensor_key, uniform, whole
 from megacpp.state.tensors import model_tensors
 from optim.build import build_optimizer
@@ -28,13 +28,14 @@ from tests.model.small import small
 CPU = torch.device("cpu")
 
 
-def model_config(experts: int = 4, tied: bool = False) -> ModelConfig:
+def model_config(experts: int = 4, tied: bool = False, ahead: int = 0) -> ModelConfig:
     """Two E blocks on different stages; sizes divide by four, what is left of them doesn't."""
     base = small("AEME")
     return dataclasses.replace(
         base,
         vocab_size=44,
         tie_embeddings=tied,
+        mtp=MTPConfig(depths=ahead, hidden_dim=24),
         attention=dataclasses.replace(base.attention, num_kv_heads=4),
         moe=dataclasses.replace(base.moe, num_experts=experts, shared_hidden_dim=20),
     )

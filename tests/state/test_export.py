@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megacpp.config import AttentionConfig, YarnConfig
+from megacpp.config import AttentionConfig, MTPConfig, YarnConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.fp32 import contract_parameters
 from megacpp.state import export
@@ -34,7 +34,8 @@ from tests.state.toy import differences, toy_model
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_comes_back_whole(tmp_path: Path, tied: bool) -> None:
-    model = build(dataclasses.replace(SMALL, tie_embeddings=tied)).eval()
+    ahead = MTPConfig(depths=2, shared=False)
+    model = build(dataclasses.replace(SMALL, tie_embeddings=tied, mtp=ahead)).eval()
     export_weights(model, tmp_path / "final", model.config, {"steps": 9})
     back = load_exported(tmp_path / "final")
     assert back.config == model.config and not back.training

@@ -36,6 +36,7 @@ class Layout:
     mesh: MeshConfig = MeshConfig(dp_shard=1)  # noqa: RUF009 - frozen
     experts: int = 4
     tied: bool = False
+    ahead: int = 0  # depths of multi-token prediction
 
     @property
     def world(self) -> int:
@@ -44,12 +45,12 @@ class Layout:
 
     @property
     def config(self) -> Config:
-        return config_of(self.mesh, model_config(self.experts, self.tied))
+        return config_of(self.mesh, model_config(self.experts, self.tied, self.ahead))
 
     @property
     def alone(self) -> Layout:
         """The same model on one process."""
-        return Layout(experts=self.experts, tied=self.tied)
+        return Layout(experts=self.experts, tied=self.tied, ahead=self.ahead)
 
 
 LAYOUTS = {
@@ -69,6 +70,7 @@ LAYOUTS = {
     "pp2 tp2 ep2": Layout(MeshConfig(pp=2, dp_shard=1, tp=2, ep=2)),
     "pp2 fsdp2 interleaved": Layout(MeshConfig(pp=2, dp_shard=2, pp_schedule="interleaved")),
     "tied pp2 tp2": Layout(MeshConfig(pp=2, dp_shard=1, tp=2), tied=True),
+    "pp2 tp2, tokens ahead": Layout(MeshConfig(pp=2, dp_shard=1, tp=2), ahead=2),
     "pp2 zbv": Layout(MeshConfig(pp=2, dp_shard=2, pp_schedule="zbv")),
 }
 MOVES = [  # beyond those to and from one process; never to fewer ranks

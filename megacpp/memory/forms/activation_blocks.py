@@ -15,7 +15,8 @@ from megacpp.model.pieces import BLOCK
 
 def residual(own: Share) -> Kept:
     """What a block adds to: its sum is the next one's input."""
-    return "residual", own.stream * own.config.model.dim, own.residual
+    model = own.config.model
+    return "residual", own.stream * model.mhc.streams * model.dim, own.residual
 
 
 def normed(own: Share, letter: str, pieces: Pieces) -> Iterator[Kept]:

@@ -1,20 +1,20 @@
 """What E blocks keep for the backward.
 
 Legend: m tokens that this rank routes, D model, E experts, e of a rank, W ranks of the axis ep, K
-experts of a token, N = m K copies, I hidden of an expert, Z rows that leave for other ranks, R that
-arrive, S slots of this rank's experts (padded groups of copies), L experts that a row can want of
-one rank.
+experts of a token at most, N = m K copies, of which m top_k have an expert on average and the rest
+are nulls, I hidden of an expert, Z rows that leave for other ranks, R that arrive, S slots of this
+rank's experts (padded groups of copies), L experts that a row can want of one rank.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
+from megacpp.model.choices import circle, columns, null_copies, visited_ranks
 from megacpp.model.pieces import BLOCK
 
 ROWS = 48  # a group is padded to a multiple on a CPU, to one of 16 on a GPU (kernels/grouped_mm.py)
@@ -33,10 +33,10 @@ class Trip:
 def experts(own: Share, pieces: Pieces) -> Iterator[Kept]:
     """Routing, rows, hidden units of the routed experts, and the shared expert."""
     moe, m, whole = own.config.model.moe, own.stream, pieces >= BLOCK
-    N, losses = m * moe.top_k, moe.balance_loss or moe.sequence_loss
-    yield "routing", N, INDEX
+    losses = moe.balance_loss or moe.sequence_loss
+    yield "routing", m * columns(moe), INDEX
     if whole and losses:
-        yield "routing", N, INDEX  # what plain top-k chooses is a decision too
+        yield "routing", m * moe.top_k, INDEX  # what plain top-k chooses is a decision too
     if moe.balance_loss:
         yield "routing", moe.num_experts, own.wide
     if not whole:
@@ -54,7 +54,9 @@ def experts(own: Share, pieces: Pieces) -> Iterator[Kept]:
 def _router(own: Share) -> Iterator[Kept]:
     """Scores, and what the auxiliary losses read."""
     moe, m, wide = own.config.model.moe, own.stream, own.wide
-    E, K, sigmoid = moe.num_experts, moe.top_k, moe.score == "sigmoid"
+    E, K, sigmoid = moe.num_experts, columns(moe), moe.score == "sigmoid"
+    if null_copies(moe) and not sigmoid:
+        yield "routing", m * K, 1  # which are nulls
     if not sigmoid and moe.softmax_order == "pre":
         yield "routing", m * E, wide
     else:
@@ -70,43 +72,36 @@ def _router(own: Share) -> Iterator[Kept]:
 def trip_of(own: Share) -> Trip:
     """Sizes of what is sent and computed; dropless: with even choices, or the most there can be."""
     moe, m = own.config.model.moe, own.stream
-    E, K, W = moe.num_experts, moe.top_k, own.config.mesh.ep
-    N, e = m * K, E // W
+    E, K, W = moe.num_experts, columns(moe), own.config.mesh.ep
+    N, e = m * moe.top_k, E // W
     if moe.capacity_factor is not None:
         slots = E * math.ceil(N / E * moe.capacity_factor)
         return Trip(slots, slots, slots, slots)
     if own.most:
         copies = W * m * min(K, e)
         arriving = W * m if own.config.mesh.ep_dispatch == "per_rank" else copies
-        leaving = m * min(K, W) if own.config.mesh.ep_dispatch == "per_rank" else N
+        per_rank = own.config.mesh.ep_dispatch == "per_rank"
+        leaving = m * (visited_ranks(moe, W) if per_rank else K)
         return Trip(leaving, arriving, copies, copies + min(e, copies) * (ROWS - 1))
-    circle = _circle(E) if W > 1 else tuple(range(E - 1, -1, -1))
+    order = circle(E, moe.num_groups, moe.top_k_groups) if W > 1 else tuple(range(E - 1, -1, -1))
     counts = [N // E] * E
-    for expert in circle[: N % E]:
+    for expert in order[: N % E]:
         counts[expert] += 1
     mine = [W * n for n in counts[own.expert * e : (own.expert + 1) * e]]
     slots, copies = sum(-(-n // ROWS) * ROWS for n in mine), sum(mine)
     if own.config.mesh.ep_dispatch == "per_expert" or W == 1:
         return Trip(N, copies, copies, slots)
-    sent = _sent(m, K, e, circle)
+    sent = _sent(m, moe.top_k, e, order)
     return Trip(sum(sent), W * sent[own.expert], copies, slots)
 
 
 @lru_cache(maxsize=64)
-def _circle(num_experts: int) -> Sequence[int]:
-    """The order in which `EvenRouting` (parallel/expert_exchange.py) goes around the experts."""
-    order = list(range(num_experts))
-    random.Random(0).shuffle(order)
-    return tuple(order)
-
-
-@lru_cache(maxsize=64)
-def _sent(m: int, K: int, e: int, circle: Sequence[int]) -> Sequence[int]:
+def _sent(m: int, K: int, e: int, order: Sequence[int]) -> Sequence[int]:
     """Rows to each rank: one per token and rank that holds some of its K neighbours."""
-    E = len(circle)
+    E = len(order)
     counts, period = [0] * (E // e), E // math.gcd(E, K)
     for t in range(min(period, m)):
-        for rank in {circle[(t * K + k) % E] // e for k in range(K)}:
+        for rank in {order[(t * K + k) % E] // e for k in range(K)}:
             counts[rank] += (m - t - 1) // period + 1
     return tuple(counts)
 
@@ -114,7 +109,8 @@ def _sent(m: int, K: int, e: int, circle: Sequence[int]) -> Sequence[int]:
 def _places(own: Share, trip: Trip) -> Iterator[Kept]:
     """Where copies lie: the slot of each, the row in each slot, which ones have one."""
     moe, mesh = own.config.model.moe, own.config.mesh
-    N, L = own.stream * moe.top_k, min(moe.top_k, moe.num_experts // mesh.ep)
+    N, L = own.stream * columns(moe), min(columns(moe), moe.num_experts // mesh.ep)
+    nulls = null_copies(moe) > 0
     yield "rows", N, INDEX
     if moe.capacity_factor is not None:
         yield "rows", N, 1
@@ -122,10 +118,12 @@ def _places(own: Share, trip: Trip) -> Iterator[Kept]:
         if mesh.ep > 1:  # both orders; of one expert they are the same
             yield "rows", trip.slots * (2 if moe.num_experts > mesh.ep else 1), INDEX
         return
-    yield "rows", trip.slots, INDEX
     if mesh.ep == 1:
-        yield "rows", moe.num_experts, INDEX
+        yield "rows", trip.slots + nulls, INDEX
+        yield "rows", moe.num_experts + nulls, INDEX
+        yield "rows", N * nulls, 1
         return
+    yield "rows", trip.slots, INDEX
     yield "rows", trip.leaving, INDEX
     labels = trip.arriving * (L if mesh.ep_dispatch == "per_rank" else 1)
     yield "rows", labels, INDEX
@@ -138,7 +136,7 @@ def _places(own: Share, trip: Trip) -> Iterator[Kept]:
 def _rows(own: Share, trip: Trip) -> Iterator[Kept]:
     """Weights of copies, and rows that other ranks sent."""
     moe, mesh, D = own.config.model.moe, own.config.mesh, own.config.model.dim
-    N, L = own.stream * moe.top_k, min(moe.top_k, moe.num_experts // mesh.ep)
+    N, L = own.stream * columns(moe), min(columns(moe), moe.num_experts // mesh.ep)
     if mesh.ep > 1:
         yield "rows", trip.arriving * D, own.compute
     if mesh.ep == 1 or (moe.capacity_factor is None and mesh.ep_dispatch == "per_rank"):

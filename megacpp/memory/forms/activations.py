@@ -15,16 +15,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp.config import Config
+from megacpp.memory.forms import activation_engram
+from megacpp.memory.forms.activation_around import ngram, top
 from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed, residual
 from megacpp.memory.forms.activation_experts import experts
 from megacpp.memory.forms.activation_m2rnn import m2rnn
 from megacpp.memory.forms.activation_mamba3 import mamba3
 from megacpp.memory.forms.activation_share import Kept, Share
-from megacpp.model.pattern import entrance, exit_parts, layer_kinds
+from megacpp.memory.forms.activation_sparse import index, shares
+from megacpp.memory.forms.mtp import handed_back, mtp
+from megacpp.memory.forms.streams import Layered, kept_by_connection, layer_names
+from megacpp.memory.forms.weights import COPY
+from megacpp.model.pattern import entrance, exit_parts
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, pieces_of
 from megacpp.model.stages import stage_parts
 
-MIXERS = {"A": attention, "F": feed_forward, "E": experts, "M": mamba3, "R": m2rnn}
+MIXERS = {
+    "A": attention,
+    "A.index": index,
+    "A.share": shares,
+    "F": feed_forward,
+    "E": experts,
+    "M": mamba3,
+    "R": m2rnn,
+}
 
 
 @dataclass(frozen=True)
@@ -102,16 +116,25 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     query head where rows are packed (megacpp/kernels/attention.py).
     """
     own, most = (Share.of(config, size, rank, most) for most in (False, True))
+    alike: dict[str, Counter[str]] = {}  # a kind's layers, by their places in groups
+    for name in _names(own):
+        alike.setdefault(Layered.of(name).shown, Counter())[name] += 1
     parts = []
-    for name, layers in Counter(_names(own)).items():
-        groups, at_most = (
-            {group: layers * each for group, each in layer_groups(share, name).items()}
-            for share in (own, most)
-        )
+    for shown, names in alike.items():
+        groups, at_most = (_together(share, names) for share in (own, most))
         weights = groups.pop("weights", 0)
         upper = sum(at_most.values()) - weights
-        parts.append(PartBytes(name, layers, groups, upper, weights))
+        parts.append(PartBytes(shown, names.total(), groups, upper, weights))
     return ActivationBytes(tuple(parts), _in_flight(config, own), not_counted(config))
+
+
+def _together(own: Share, names: Counter[str]) -> dict[str, int]:
+    """Bytes of so many layers of each name."""
+    groups: Counter[str] = Counter()
+    for name, layers in names.items():
+        for group, each in layer_groups(own, name).items():
+            groups[group] += layers * each
+    return dict(groups)
 
 
 def not_counted(config: Config) -> tuple[str, ...]:
@@ -122,6 +145,7 @@ def not_counted(config: Config) -> tuple[str, ...]:
         "precision.fp8": config.precision.fp8 != "off",
         "recompute.offload": policy.offload != "none",
         "recompute.compress": policy.compress > 0,
+        "model.attention.sparse.stage": config.model.attention.sparse.stage == "dense",
     }
     return tuple(name for name, is_set in found.items() if is_set)
 
@@ -129,8 +153,7 @@ def not_counted(config: Config) -> tuple[str, ...]:
 def _names(own: Share) -> list[str]:
     """Parts in order, one for every layer of this rank."""
     model, mesh = own.config.model, own.config.mesh
-    kinds = layer_kinds(model)
-    blocks = [*kinds[:-1], f"{kinds[-1]} last"]
+    blocks = layer_names(own.config)
     if mesh.pp == 1:
         return [*entrance(model), *blocks, *exit_parts(model)]
     stages = stage_parts(model, mesh, own.stage)
@@ -152,13 +175,21 @@ def layer_groups(own: Share, name: str) -> dict[str, int]:
 
 def _form(own: Share, name: str) -> list[Kept]:
     """What one layer of a part keeps."""
-    kind, _, last = name.partition(" ")
+    layer = Layered.of(name)
+    kind, model = layer.kind, own.config.model
     if kind in ENDS:
         return list(ENDS[kind](own))
     letter, mixer = kind[0], kind.partition("+")[0]
-    model = own.config.model
-    pieces: frozenset[Piece] = NOTHING if last else pieces_of(own.config.recompute, model, letter)
+    pieces: frozenset[Piece] = NOTHING
+    if not layer.last:
+        pieces = pieces_of(own.config.recompute, model, letter)
     kept = [residual(own)]
+    if model.mhc.streams > 1:
+        if layer.last or (layer.group is not None and not layer.group.closes):
+            kept = []  # they run again, or only their mean is read
+        kept += kept_by_connection(own, layer, pieces)
+    if "+engram" in kind:
+        kept += activation_engram.kept(own, pieces)
     if not pieces >= BLOCK:
         kept += normed(own, letter, pieces)
     return [*kept, *MIXERS[mixer](own, pieces)]
@@ -166,19 +197,33 @@ def _form(own: Share, name: str) -> list[Kept]:
 
 def embed(own: Share) -> Iterable[Kept]:
     """The first residual stream; of a cut vocabulary also which words are here."""
-    yield residual(own)
+    model = own.config.model
+    if not model.ngram.heads and model.mhc.streams == 1:  # which make others
+        yield residual(own)
     if own.tp > 1:
         yield "words", own.tokens, 8 + 1
 
 
 def received(own: Share) -> Iterable[Kept]:
     """The residual stream that another stage sent."""
-    yield "residual", own.stream * own.config.model.dim, own.compute
+    model = own.config.model
+    yield "residual", own.stream * model.mhc.streams * model.dim, own.compute
+
+
+def spread(own: Share) -> Iterable[Kept]:
+    """Copies of the first residual stream."""
+    yield residual(own)
+
+
+def collapse(own: Share) -> Iterable[Kept]:
+    """What the last norm reads."""
+    yield "residual", own.stream * own.config.model.dim, own.residual
 
 
 def last_norm(own: Share) -> Iterable[Kept]:
     """1 / rms: the head makes its gradients in the forward and reads nothing later."""
     yield "normed", own.stream, own.wide
+    yield "normed", handed_back(own), 1
 
 
 def head(own: Share) -> Iterable[Kept]:
@@ -187,10 +232,29 @@ def head(own: Share) -> Iterable[Kept]:
     weight = own.compute if own.parallel else own.wide
     yield "head", own.tokens * model.dim, own.compute
     yield "head", model.vocab_size // own.tp * model.dim, weight
-    yield "head", 1, 8 + 2 * own.wide
+    yield "head", 1, 8 + own.wide * (1 if model.mtp.depths else 2)
+    if depths := model.mtp.depths:  # all in one call
+        yield "head", depths * own.tokens * model.dim, own.compute
+        yield "head", model.vocab_size // own.tp * model.dim * (not model.mtp.detach_head), weight
 
 
-ENDS = {"embed": embed, "norm": last_norm, "head": head, "received": received}
+def copy(own: Share) -> Iterable[Kept]:
+    """The embedding of a last stage: whoever looks tokens up keeps what there is to keep."""
+    return ()
+
+
+ENDS = {
+    "embed": embed,
+    "ngram": ngram,
+    "spread": spread,
+    "collapse": collapse,
+    "norm": last_norm,
+    "top": top,
+    "mtp": mtp,
+    "head": head,
+    "received": received,
+    COPY: copy,
+}
 
 
 def _in_flight(config: Config, own: Share) -> int | None:

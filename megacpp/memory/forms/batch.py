@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from megacpp.memory.forms.activation_engram import rows_bytes
 from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.layers import stage_layers
+from megacpp.model.pattern import layer_kinds
 
 
 def ids_bytes(own: Share) -> int:
@@ -12,22 +15,25 @@ def ids_bytes(own: Share) -> int:
     return max(1, own.config.train.grad_accum) * own.rows * own.row * 4 * 8
 
 
-def mask_bytes(own: Share, letters: Collection[str], saved: bool = False) -> int:
+def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
     """What all layers share of one microbatch: masks, angles, where documents start.
 
     Args:
-        letters: kinds of blocks that this rank has.
+        kinds: of layers that this rank has.
         saved: only what a backward reads, which stays when the documents themselves are gone.
     """
     config = own.config
     rows, row, here = own.rows, own.row, own.here
+    letters = {kind[0] for kind in kinds}
     model, mesh = config.model, config.mesh
     found = rows * here * 4 * 8 if mesh.cp > 1 else 0
-    if "A" in letters:
+    if "A" in letters or "mtp" in letters:
         a = model.attention
+        found += rows * here * min(a.sparse.top_k, row) * 4 * _choices(own, kinds)
         heads = mesh.cp > 1 and mesh.cp_attention == "heads"
         queries = row if heads else here
-        if not (mesh.cp > 1 and mesh.cp_attention == "ring"):
+        masked = any(kind.partition("+")[0] == "A" for kind in kinds)
+        if masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
             found += (
                 rows * queries * row * ((not saved) + (own.compute if a.softcap is None else saved))
             )
@@ -42,4 +48,14 @@ def mask_bytes(own: Share, letters: Collection[str], saved: bool = False) -> int
             found += rows * row * 8 + own.stream * 48
     if "R" in letters:
         found += rows * row * 9
+    if any("+engram" in kind for kind in kinds):
+        found += rows_bytes(own, stage_layers(own))
     return found
+
+
+def _choices(own: Share, kinds: Collection[str]) -> int:
+    """Layers of this rank that leave the keys they chose with the documents."""
+    if not any("A.index" in kind for kind in kinds):
+        return 0
+    all_kinds = layer_kinds(own.config.model)
+    return sum("A.index" in all_kinds[layer] for layer in stage_layers(own))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megacpp.memory.forms.activation_share import Share
+from megacpp.config import ModelConfig
+from megacpp.memory.forms.activation_share import INDEX, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.parts import OUTER, forms_of
+from megacpp.memory.forms.streams import Layered, layer_names, stream_bytes
 from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.memory.forms.walk import Layer
 from megacpp.memory.forms.working import first_attention
@@ -27,41 +29,70 @@ def layers_of(
     """The parts of each stage of a rank, in order."""
     config = own.config
     model = config.model
-    depth = model.depth
     number = iter(stage_layers(own))
     named = [[(kind, -1 if kind in OUTER else next(number)) for kind in part] for part in stages]
-    forms = forms_of(own, tuple(sorted({name_of(*p, depth) for part in named for p in part})))
-    stream = own.stream * model.dim * own.residual
+    names = layer_names(config)
+    called = {part: name_of(*part, names) for parts in named for part in parts}
+    forms = forms_of(own, tuple(sorted(set(called.values()))))
+    stream = stream_bytes(own)
     found = []
     for part in named:
         ends = {kind for kind, _ in part}
         layers: list[Layer] = []
-        made = making_masks(own) if any(kind[0] == "A" for kind in ends) else ()
+        makes = {kind for kind in ends if masked(kind) or kind == "mtp"}
+        made = making_masks(own) if makes else ()
         for kind, number in part:
-            form = forms[name_of(kind, number, depth)]
+            name = called[kind, number]
+            form = forms[name]
             mine, waits = units.get(kind, NO_UNITS), 0
             if kind == "head" and model.tie_embeddings and "embed" in ends:
                 waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
                 block = replace(units["embed"].block, moved=0, cast=units["embed"].block.whole)
                 mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
+            if kind == "ngram" and sharded:
+                waits = mine.block.moved * own.compute
+            if kind == "mtp" and "embed" in ends and looks_up_more(model):
+                waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
             layers.append(
                 Layer(
                     kind if number < 0 else f"layer {number} ({kind})",
                     kind,
                     mine,
-                    form.forward + (made if kind[0] == "A" else ()),
+                    form.forward + (made if kind in makes else ()),
                     form.backward,
                     form.kept,
                     form.copies,
                     stream,
-                    own.stream * model.dim * own.compute if kind == "norm" else 0,
+                    passed_on(own, name),
                     waits,
                     kind == "embed" and model.tie_embeddings and "head" in ends,
                 )
             )
-            made = () if kind[0] == "A" else made
+            made = () if masked(kind) else made
         found.append(layers)
     return found
+
+
+def looks_up_more(model: ModelConfig) -> bool:
+    """The embedding has a gradient of its own before its backward, and none of a tied head's."""
+    return not model.tie_embeddings and model.mtp.depths > 0 and not model.mtp.detach_trunk
+
+
+def passed_on(own: Share, name: str) -> int:
+    """What the next part is given and doesn't keep: of depths also labels and their weights."""
+    model, layer = own.config.model, Layered.of(name)
+    normed = own.stream * model.dim * own.compute
+    if name in ("norm", "top"):
+        return normed
+    if name == "mtp":
+        depths = model.mtp.depths
+        return (1 + depths) * normed + depths * own.tokens * (INDEX + own.wide)
+    several = model.mhc.streams > 1
+    if name in ("embed", "ngram"):
+        reads_anew = several or (name == "embed" and model.ngram.heads > 0)
+        return own.stream * model.dim * own.residual * reads_anew
+    inside = layer.group is not None and not layer.group.closes
+    return stream_bytes(own) if several and (inside or layer.last) else 0
 
 
 def making_masks(own: Share) -> tuple[Moment, ...]:
@@ -72,9 +103,14 @@ def making_masks(own: Share) -> tuple[Moment, ...]:
     return tuple(replace(m, tensors=m.tensors - masks(own) // 2) for m in first_attention(own))
 
 
-def name_of(kind: str, number: int, depth: int) -> str:
-    """Of a part: the last layer runs nothing again."""
-    return f"{kind} last" if number == depth - 1 else kind
+def masked(kind: str) -> bool:
+    """A layer that attends to all keys: sparse ones make masks of their own."""
+    return kind.partition("+")[0] == "A"
+
+
+def name_of(kind: str, number: int, names: Sequence[str]) -> str:
+    """Of a part: a layer's tells its place too."""
+    return kind if number < 0 else names[number]
 
 
 def stage_layers(own: Share) -> list[int]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from megacpp.config import OptimConfig
 from megacpp.memory.forms.muon import muon_transient_bytes
-from megacpp.memory.forms.parameters import Place, Storage, Weight, held, mover
+from megacpp.memory.forms.parameters import Place, Storage, held, mover
+from megacpp.memory.forms.weights import Weight
 
 PIECE = 1 << 22  # entries of packed moments that are unpacked at a time (optim/low_bit.py)
 PACKING_BYTES = 40  # of each of them

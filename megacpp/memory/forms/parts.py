@@ -18,9 +18,10 @@ from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import layer_groups
 from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE, EXIT
 
-OUTER = (*ENTRANCE, *EXIT)
+OUTER = (*ENTRANCE, *EXIT, COPY)
 ROUTING_GROUPS = ("routing", "rows")
 
 

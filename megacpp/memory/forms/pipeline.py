@@ -112,7 +112,7 @@ def buffer_bytes(own: Share) -> int:
     if own.config.mesh.pp == 1:
         return 0
     config, mesh = own.config, own.config.mesh
-    one = own.stream * config.model.dim * own.compute
+    one = own.stream * config.model.mhc.streams * config.model.dim * own.compute
     parts = stage_parts(config.model, mesh, own.stage)
     sides = sum((not part.first) + (not part.last) for part in parts)
     sent = sum(not part.first for part in parts)  # gradients of the input before, on their way

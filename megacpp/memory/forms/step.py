@@ -22,7 +22,9 @@ from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.pipeline import buffer_bytes, pipeline_step
 from megacpp.memory.forms.units import Unit, stored_of
 from megacpp.memory.forms.walk import Habits, Layer, Walk
+from megacpp.model.pattern import ENTRANCE
 
+NEVER_AGAIN = (*ENTRANCE, "top")  # parts whose weights no backward gathers
 RESHARD_ABOVE_BYTES = 1 << 30  # of gathered parameters: parallel/fsdp.py
 
 
@@ -121,12 +123,12 @@ def microbatch(
         layer = layers[place]
         left = next((x for x in reversed(layers[:place]) if x.units.block.whole), None)
         ahead = 0
-        if again and left is not None and left.kind != "embed":
+        if again and left is not None and left.kind not in NEVER_AGAIN:
             ahead = left.units.block.flat * narrow
-        gathered_anew = again and sharded and layer.kind not in OUTER
+        gathered_anew = again and sharded and (layer.kind not in OUTER or layer.kind == "mtp")
         walk.backward(layer, gathered_anew, ahead, carried, reduces, stays, renewed)
     if not sharded:
-        walk.whole -= layers[-1].waits
+        walk.whole -= waiting(layers)
         walk.finish("end of backward", layers[0].units.block, 0, carried, reduces, leaves=False)
         return
     end_of_backward(walk, layers, root, carried, reduces, stays, renewed)
@@ -144,7 +146,7 @@ def end_of_backward(
     stays: bool,
     renewed: bool,
 ) -> None:
-    """The root unit, then the embedding, whose input has no gradient that would tell when."""
+    """The root unit, then what is looked up: no gradient of an input tells when that is done."""
     name, store = "end of backward", walk.habits.store
     if reduces and root.whole:
         walk.scatter = root.gathered * store
@@ -153,11 +155,16 @@ def end_of_backward(
         walk.whole -= wide
         walk.see(name, 0, root.own * store)
         walk.shards += 0 if renewed else root.own * store
-    embed = layers[0]
-    if embed.kind == "embed" and embed.units.block.whole:
-        there = not walk.habits.again or layers[-1].waits > 0
-        walk.whole -= layers[-1].waits
-        walk.finish(name, embed.units.block, 0, carried, reduces, stays, there, renewed)
+    before = waiting(layers)
+    for layer in (x for x in layers if walk.finishes_late(x) and x.units.block.whole):
+        there = not walk.habits.again or (layer.kind == "embed" and layers[-1].waits > 0)
+        walk.whole -= before if layer.kind == "embed" else layer.waits
+        walk.finish(name, layer.units.block, 0, carried, reduces, stays, there, renewed)
+
+
+def waiting(layers: list[Layer]) -> int:
+    """Gradients of the embedding that were made before its own backward."""
+    return sum(layer.waits for layer in layers if layer.kind in ("mtp", "head"))
 
 
 def habits_of(config: Config, own: Share, stages: list[list[Layer]], sharded: bool) -> Habits:

@@ -19,20 +19,22 @@ from megacpp.memory.forms.parameters import (
     Place,
     RankBytes,
     Storage,
-    Weight,
+    buffer_bytes,
     held,
     parameters_of,
-    router_buffers,
     sums_of,
-    weights,
 )
+from megacpp.memory.forms.weights import Weight, weights
 
 # What autocast casts and remembers: weights of linear layers (some read in one product), and of
 # the experts what their last product reads. The others are cast where they are used.
 REMEMBERED = frozenset(
     "head.weight wq wk wv wo wq_a wq_b wkv_a wkv_b shared.w1 shared.w3 shared.gate "
+    "indexer.wq_b indexer.wk "
     "in_z in_x in_B in_C in_dt in_A in_trap in_angles out_proj "
-    "in_q in_k in_forget in_v in_gate output_projection w1 w3".split()
+    "in_q in_k in_forget in_v in_gate output_projection w1 w3 projection "
+    "ngram.proj.weight top.unembed.weight "
+    "engram.wk engram.wk.bias engram.wv engram.wv.bias".split()
 )
 
 
@@ -127,7 +129,7 @@ def _stored(
     on_cpu: bool,
 ) -> Stored:
     found = [(w, n) for kind, n in counts for w in weights(model, kind, compress)]
-    buffers = dict(counts).get("E", 0) * router_buffers(model, storage.store)
+    buffers = buffer_bytes(model, dict(counts), storage.store)
     sums = sums_of(found, place, storage, optim, buffers)
     units = {kind: part_units(weights(model, kind, compress), place) for kind, _ in counts}
     padded = sum(

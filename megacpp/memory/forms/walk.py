@@ -19,6 +19,7 @@ from typing import Any
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.units import PartUnits, Unit
 
+FUSED = ("top", "head")  # parts whose gradients are made in the forward
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 
 
@@ -32,7 +33,8 @@ class Layer:
         kept: bytes for the backward, by KEPT; `copies`: of weights, for one product.
         stream: bytes of the residual stream's gradient.
         passes: what the next part is given and doesn't keep.
-        waits: a tied head's gradient, until the embedding has its own.
+        waits: a tied head's gradient, until the embedding has its own; that of n-gram tables, until
+            the end of the backward.
         tied: an embedding whose unit is the head's too, and whole until the loss.
     """
 
@@ -142,7 +144,8 @@ class Walk:
         units = [u for x in layers for u in (x.units.block, x.units.experts)]
         if sync == "each" and self.habits.sharded:
             self.shards = (root.own + sum(u.own for u in units)) * store
-            self.scatter = layers[0].units.block.gathered * store
+            last = [x for x in layers if self.finishes_late(x)][-1]
+            self.scatter = last.units.block.gathered * store
         else:
             self.whole = (root.whole + sum(u.moved for u in units)) * store
         if sync == "resident" and self.habits.sharded:
@@ -185,8 +188,8 @@ class Walk:
             self.see(name, m.tensors + self.passed, m.gradients)
         self.passed = layer.passes
         self.keep(layer)
-        if layer.kind == "head" and not self.habits.sharded:
-            self.gathered -= had  # behind it autocast ends, which remembered it
+        if layer.kind in FUSED and not self.habits.sharded:
+            self.gathered -= had  # cast for this alone; behind the head autocast ends
         elif self.habits.again and layer.kind != "head" and not layer.tied:
             self.gathered -= had
 
@@ -226,13 +229,19 @@ class Walk:
         for m in layer.backward:
             self.see(name, m.tensors, m.gradients)
         for unit in (units.experts, units.block):
-            if unit.whole and layer.kind != "embed":
-                there = self.habits.sharded or layer.kind != "head"
+            if unit.whole and not self.finishes_late(layer):
+                there = layer.kind not in FUSED
+                if self.habits.sharded:
+                    there = layer.kind != "top" or not self.habits.again
                 self.finish(name, unit, layer.stream, carried, reduces, stays, there, again)
         self.whole += layer.waits
         self.flat = ahead
         if not carried and not again:
             self.whole += units.wide.whole * self.habits.store
+
+    def finishes_late(self, layer: Layer) -> bool:
+        """Its gradients are reduced at the end: no gradient of an input tells FSDP2 when."""
+        return layer.kind == "embed" or (layer.kind == "ngram" and self.habits.sharded)
 
     def finish(
         self,

@@ -14,17 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megacpp.memory.forms import (
+    working_around,
     working_attention,
     working_blocks,
+    working_engram,
     working_experts,
     working_head,
     working_latent,
     working_m2rnn,
     working_mamba3,
+    working_mtp,
+    working_sparse,
 )
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
-from megacpp.memory.forms.working_frame import framed_backward, framed_forward, framed_inside
+from megacpp.memory.forms.streams import Layered, connected_backward, connected_forward
+from megacpp.memory.forms.weights import COPY
+from megacpp.memory.forms.working_frame import (
+    framed_backward,
+    framed_forward,
+    framed_inside,
+    gradient_bytes,
+    kept_of_block,
+)
 from megacpp.model.pieces import NOTHING, pieces_of
 
 __all__ = ["Moment", "backward", "first_attention", "forward"]
@@ -33,6 +45,8 @@ Inside = Callable[[Share, Pieces], Iterator[Moment]]
 
 MIXERS: dict[str, tuple[Inside, Inside]] = {
     "A": (working_attention.grouped, working_attention.grouped_back),
+    "A.index": (working_sparse.index, working_sparse.index_back),
+    "A.share": (working_sparse.shares, working_sparse.shares_back),
     "E": (working_experts.experts, working_experts.experts_back),
     "F": (working_blocks.feed_forward, working_blocks.feed_forward_back),
     "M": (working_mamba3.forward, working_mamba3.backward),
@@ -40,7 +54,13 @@ MIXERS: dict[str, tuple[Inside, Inside]] = {
 }
 ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
     "embed": (working_head.embed, working_head.embed_back),
+    "ngram": (working_around.ngram, working_around.ngram_back),
+    "spread": (working_head.spread, working_head.spread_back),
+    "collapse": (working_head.collapse, working_head.collapse_back),
     "norm": (working_head.last_norm, working_head.last_norm_back),
+    "top": (working_around.top, working_around.top_back),
+    "mtp": (working_mtp.mtp, working_mtp.mtp_back),
+    COPY: (working_head.copy, working_head.copy),
     "head": (working_head.head, working_head.head_back),
     "received": (working_head.received, working_head.received),
 }
@@ -48,22 +68,35 @@ ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
 
 def forward(own: Share, name: str) -> tuple[Moment, ...]:
     """The fullest moments of a part (a name of `activations.PartBytes`) in the forward."""
-    kind, _, last = name.partition(" ")
+    layer = Layered.of(name)
+    kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][0](own))
-    letter = kind[0]
-    pieces = NOTHING if last else pieces_of(own.config.recompute, own.config.model, letter)
-    return tuple(framed_forward(own, letter, pieces, _mixer(own, kind)[0]))
+    pieces = _pieces(own, layer)
+    found = framed_forward(own, _what(kind), pieces, _mixer(own, kind)[0])
+    if own.config.model.mhc.streams > 1:
+        found = connected_forward(own, layer, found)
+    if "+engram" not in kind:
+        return tuple(found)
+    return *working_engram.forward(own, pieces), *working_engram.behind(own, pieces, found)
 
 
 def backward(own: Share, name: str) -> tuple[Moment, ...]:
     """The same in the backward, with what it runs again."""
-    kind, _, last = name.partition(" ")
+    layer = Layered.of(name)
+    kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][1](own))
-    letter = kind[0]
-    pieces = NOTHING if last else pieces_of(own.config.recompute, own.config.model, letter)
-    return tuple(framed_backward(own, letter, pieces, *_mixer(own, kind)))
+    pieces = _pieces(own, layer)
+    found = framed_backward(own, _what(kind), pieces, *_mixer(own, kind))
+    if own.config.model.mhc.streams > 1:
+        made = gradient_bytes(own, _what(kind)) + own.config.model.dim * own.wide
+        kept = kept_of_block(own, _what(kind), pieces)
+        found = connected_backward(own, layer, pieces, found, made, kept)
+    if "+engram" not in kind:
+        return tuple(found)
+    before = working_engram.before(own, pieces, found)
+    return *before, *working_engram.backward(own, pieces)
 
 
 def first_attention(own: Share) -> tuple[Moment, ...]:
@@ -77,9 +110,21 @@ def first_attention(own: Share) -> tuple[Moment, ...]:
     return tuple(framed_inside(own, "A", pieces, first))
 
 
+def _pieces(own: Share, layer: Layered) -> Pieces:
+    """What a layer runs again of its mixer."""
+    if layer.last:
+        return NOTHING
+    return pieces_of(own.config.recompute, own.config.model, layer.kind[0])
+
+
 def _mixer(own: Share, kind: str) -> tuple[Inside, Inside]:
     """Forward and backward of a kind's mixer."""
-    mixer = kind.partition("+")[0]
+    mixer = _what(kind)
     if mixer == "A" and own.config.model.attention.kind == "mla":
         return working_latent.latent, working_latent.latent_back
     return MIXERS[mixer]
+
+
+def _what(kind: str) -> str:
+    """The mixer of a kind."""
+    return kind.partition("+")[0]

@@ -19,7 +19,7 @@ BLOCK = 128  # query tokens at a time (megacpp/kernels/softcap_attention.py)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class GroupedSizes:
     """Bytes of the tensors of a layer.
 
     Attributes:
@@ -45,13 +45,13 @@ class _Sizes:
     mask: int
 
     @staticmethod
-    def of(own: Share, pieces: Pieces) -> _Sizes:
+    def of(own: Share, pieces: Pieces) -> GroupedSizes:
         a, n, s, w = own.config.model.attention, own.tokens, own.compute, own.wide
         N, K, H = a.num_heads // own.tp, a.num_kv_heads // own.tp, a.head_dim
         rms = 0 if pieces & {"norm", "block"} else n * (N + K) * w
         block = min(BLOCK, own.here // own.chunks)
         q_tile = own.rows * block * N * w
-        return _Sizes(
+        return GroupedSizes(
             own=own,
             kind=context_kind(own),
             q=n * N * H * s,
@@ -78,7 +78,7 @@ class _Sizes:
 
 def grouped(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """Projections, norms and rotation of q and k, softmax(q k^T) v, the projection back."""
-    a, z = own.config.model.attention, _Sizes.of(own, pieces)
+    a, z = own.config.model.attention, GroupedSizes.of(own, pieces)
     # Wide, turned as complex numbers, narrow again.
     turned = [(2 * wide + x) if z.narrow else wide for x, wide in _pairs(z)]
     normed = [(x + sums) * a.qk_norm for x, sums in ((z.q, z.sums), (z.kv, z.key_sums))]
@@ -96,7 +96,7 @@ def grouped(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("out of heads", kept + own.tokens * own.config.model.dim * own.compute)
 
 
-def _attended(own: Share, z: _Sizes) -> Iterator[Moment]:
+def _attended(own: Share, z: GroupedSizes) -> Iterator[Moment]:
     """Beside q, k and v, which wait for the call to end, and what came before norms."""
     out = z.q + z.sums
     if z.kind == "none":
@@ -120,7 +120,7 @@ def _attended(own: Share, z: _Sizes) -> Iterator[Moment]:
             yield Moment("masks of ring", tensors + 3 * z.mask)
 
 
-def _ring(own: Share, z: _Sizes) -> tuple[tuple[int, int], ...]:
+def _ring(own: Share, z: GroupedSizes) -> tuple[tuple[int, int], ...]:
     """Blocks on their way beside the own one, and masks: at the own block, and at others."""
     own_masks = z.mask * 3 // 2 if own.chunks == 2 else z.mask
     return (1, own_masks), (2 if own.cp > 2 else 1, z.mask)
@@ -138,7 +138,7 @@ def masks(own: Share) -> int:
 
 def first_attention(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """What the first A block of a forward does beside what each does."""
-    z = _Sizes.of(own, pieces)
+    z = GroupedSizes.of(own, pieces)
     base = z.together + (0 if "block" in pieces else z.raw)
     moved = {"all_gather": 2 * z.all_kv, "heads": z.together}.get(z.kind, 0)
     yield Moment("masks", base + moved + masks(own))
@@ -146,7 +146,11 @@ def first_attention(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 def grouped_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """The projection back, attention, rotation and norms, projections."""
-    a, z, x = own.config.model.attention, _Sizes.of(own, pieces), own.tokens * own.config.model.dim
+    a, z, x = (
+        own.config.model.attention,
+        GroupedSizes.of(own, pieces),
+        own.tokens * own.config.model.dim,
+    )
     x, dy, kept = x * own.compute, given(own, "A"), kept_bytes(own, "A", pieces)
     wo, wq, wk = (gradient_bytes(own, "A", name) for name in ("wo", "wq", "wk"))
     narrow = 0 if own.parallel or not z.narrow else own.compute
@@ -169,7 +173,7 @@ def grouped_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("sum of gradients", 3 * x - reads(own, "A"), wo + 2 * wk + wq)  # nobody reads
 
 
-def _again(z: _Sizes, pieces: Pieces, qk_norm: bool) -> int:
+def _again(z: GroupedSizes, pieces: Pieces, qk_norm: bool) -> int:
     """What pieces put together again before attention's backward."""
     again = (z.q + (z.kv if z.kind == "none" else 0)) if qk_norm and "norm" in pieces else 0
     if "core_attn" in pieces and z.kind != "ring":
@@ -177,7 +181,7 @@ def _again(z: _Sizes, pieces: Pieces, qk_norm: bool) -> int:
     return again
 
 
-def _attended_back(own: Share, z: _Sizes, kept: int) -> Iterator[Moment]:
+def _attended_back(own: Share, z: GroupedSizes, kept: int) -> Iterator[Moment]:
     if z.kind == "none":
         yield Moment("attention", kept + z.q + z.together)
     elif z.kind == "all_gather":
@@ -202,5 +206,5 @@ def _attended_back(own: Share, z: _Sizes, kept: int) -> Iterator[Moment]:
         yield Moment("ring", held + passing + others[1])
 
 
-def _pairs(z: _Sizes) -> tuple[tuple[int, int], ...]:
+def _pairs(z: GroupedSizes) -> tuple[tuple[int, int], ...]:
     return (z.q, z.wide_q), (z.kv, z.wide_kv)

@@ -15,6 +15,7 @@ from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_blocks import gated_backward, gated_forward
 from megacpp.memory.forms.working_frame import given, gradient_bytes, kept_groups
+from megacpp.model.choices import columns
 
 BLOCKS = 16  # in which the hidden units of experts are worked on (kernels/expert_mlp.py)
 
@@ -95,7 +96,7 @@ class _Sizes:
 def experts(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """Routing, dispatch, routed experts, their rows back, the shared expert."""
     z, moe, mesh = _Sizes.of(own, pieces), own.config.model.moe, own.config.mesh
-    base, each = z.small + z.arrive, min(moe.top_k, moe.num_experts // mesh.ep)
+    base, each = z.small + z.arrive, min(columns(moe), moe.num_experts // mesh.ep)
     if z.arrive:
         yield Moment("rows leave", base + z.leave)
         base += 0 if not z.here else z.trip.arriving * 2 * each * own.wide  # with their labels
@@ -104,11 +105,11 @@ def experts(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("out of experts", base + z.units + z.unit + z.slots)
     base += z.hidden
     if not z.arrive:
-        yield Moment("sum of rows", base + z.slots + z.sum_of(z.token, moe.top_k))
+        yield Moment("sum of rows", base + z.slots + z.sum_of(z.token, columns(moe)))
     elif z.here:
         yield Moment("sum of copies", base + z.slots + z.sum_of(z.arrive, each))
         came = z.slots + z.arrive + z.leave
-        yield Moment("sum of rows", base + came + z.sum_of(z.token, moe.top_k))
+        yield Moment("sum of rows", base + came + z.sum_of(z.token, columns(moe)))
     else:
         came = z.slots + z.arrive + z.leave
         yield Moment("weighted rows", base + came + z.sum_of(z.token, 2))
@@ -168,7 +169,7 @@ def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("gradient of w1", found, made, reads)
     if moe.activation == "swiglu":
         yield Moment("gradient of slots", found + z.slots, made, reads)
-    each = moe.top_k if not z.arrive else min(moe.top_k, moe.num_experts // mesh.ep)
+    each = columns(moe) if not z.arrive else min(columns(moe), moe.num_experts // mesh.ep)
     if z.arrive and not z.here:
         each = 1
     rows = z.arrive or z.token
@@ -182,7 +183,7 @@ def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     base -= z.arrive
     if z.arrive:
         yield Moment("rows sent back", base + z.arrive + z.leave, made, reads)
-        yield Moment("sum of rows", base + z.leave + z.sum_of(z.token, moe.top_k), made, reads)
+        yield Moment("sum of rows", base + z.leave + z.sum_of(z.token, columns(moe)), made, reads)
     yield Moment("sum of gradients", base + 2 * z.token, made)
     yield Moment("router", base + z.token + 2 * z.wide_token, made)
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from megacpp.memory.forms.activation_blocks import normed
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.activations import MIXERS as KEPT
 from megacpp.memory.forms.moment import Moment
-from megacpp.memory.forms.parameters import Weight, weights
-from megacpp.model.pieces import NOTHING
+from megacpp.memory.forms.weights import Weight, weights
+from megacpp.model.pieces import BLOCK, NOTHING
 
 # What a piece that runs again never comes to: nothing is saved any more.
 AFTER_SAVES = ("scatter", "sum", "out of heads")
@@ -107,9 +108,10 @@ def reads(own: Share, letter: str) -> int:
 
 def given(own: Share, letter: str) -> int:
     """The gradient of a mixer's output where it is not the residual stream's own."""
-    if own.tp == 1 and own.residual == own.compute:
+    one = own.config.model.mhc.streams == 1
+    if one and own.tp == 1 and own.residual == own.compute:
         return 0
-    if letter == "E" and own.residual == own.compute:
+    if one and letter == "E" and own.residual == own.compute:
         return 0
     return (own.stream if letter == "E" else own.tokens) * own.config.model.dim * own.compute
 
@@ -143,6 +145,12 @@ def kept_bytes(own: Share, letter: str, pieces: Pieces) -> int:
     return kept_groups(own, letter, pieces).total()
 
 
+def kept_of_block(own: Share, letter: str, pieces: Pieces) -> int:
+    """The same with what its norm keeps."""
+    norm = () if pieces >= BLOCK else normed(own, letter, pieces)
+    return kept_bytes(own, letter, pieces) + sum(count * each for _, count, each in norm)
+
+
 def whole(own: Share, weight: Weight) -> int:
     """Elements of a gathered weight: cut over `tp` and `ep` alone."""
     numbers = 1
@@ -158,6 +166,6 @@ def gradient_bytes(own: Share, letter: str, *names: str) -> int:
     narrow = own.compute if own.parallel else own.wide
     total = 0
     for w in weights(own.config.model, letter)[1:]:
-        if not names or w.name in names:
+        if (not names or w.name in names) and not w.name.startswith("connection."):
             total += whole(own, w) * (own.wide if w.wide else narrow)
     return total

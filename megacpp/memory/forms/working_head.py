@@ -39,6 +39,26 @@ def embed_back(own: Share) -> Iterator[Moment]:
         yield Moment("tied gradients", table, table)
 
 
+def spread(own: Share) -> Iterator[Moment]:
+    """Copies of one stream."""
+    yield Moment("streams", _streams(own))
+
+
+def spread_back(own: Share) -> Iterator[Moment]:
+    """Their sum."""
+    yield Moment("streams", _streams(own) + _stream(own))
+
+
+def collapse(own: Share) -> Iterator[Moment]:
+    """Mean or sum of the streams."""
+    yield Moment("streams", _stream(own))
+
+
+def collapse_back(own: Share) -> Iterator[Moment]:
+    """The same gradient for each of them."""
+    yield Moment("streams", _streams(own) + _stream(own))
+
+
 def last_norm(own: Share) -> Iterator[Moment]:
     """Behind the last block."""
     yield norm_forward(own)
@@ -46,26 +66,43 @@ def last_norm(own: Share) -> Iterator[Moment]:
 
 def last_norm_back(own: Share) -> Iterator[Moment]:
     """From the head's gradient."""
-    yield norm_back(own, 3 * own.stream * own.wide)
+    mtp = own.config.model.mtp
+    waits = 0
+    if mtp.depths and not mtp.detach_trunk:  # what it gives back is yet to be added
+        waits = _stream(own) if mtp.hidden == "pre_norm" else _stream_in(own) * (own.tp > 1)
+    yield norm_back(own, 3 * own.stream * own.wide).more(waits)
 
 
 def head(own: Share) -> Iterator[Moment]:
-    """Logits of some tokens at a time, and both gradients at once."""
-    model, s, w, n = own.config.model, own.compute, own.wide, own.tokens
+    """Logits of some tokens at a time, and both gradients at once; then those further ahead."""
+    model, n = own.config.model, own.tokens
+    depths, x = model.mtp.depths, n * model.dim * own.compute
+    cut, made, tied = own.tp > 1, _made(own), model.tie_embeddings
+    for moment in _loss(own, n, True):
+        yield moment.more(depths * x * cut)
+    if depths:
+        for moment in _loss(own, depths * n, not model.mtp.detach_head):
+            yield moment.more(x * (1 + cut) + made * tied, made * (not tied))
+
+
+def _loss(own: Share, n: int, learns: bool) -> Iterator[Moment]:
+    """One call for n tokens."""
+    model, s, w = own.config.model, own.compute, own.wide
     v, D = _words(own), model.dim
     rows = chunk_rows(n, D, v)
     tied = model.tie_embeddings
-    made = v * D * (s if own.parallel else w)
+    made = _made(own) * learns
     # labels in place, which of them are here and valid, loss and log-sum of each token
     held = n * (2 * INDEX + 2 + 2 * w) + n * D * s * (2 if own.tp > 1 else 1)
-    logits = rows * v * ((2 * w + s) if s < w else w) + (rows * D * w if s < w else 0)
+    again = rows * (v + D) * w * learns if s < w else 0  # widened for the weight's gradient
+    logits = rows * v * (w + (s if s < w else 0)) + again
     if model.logit_softcap is not None:
         logits += rows * v * w
     if own.tp > 1:
         x = n * D * s
         yield Moment("gather", x * (1 + copied(own)))
-    yield Moment("logits", held + logits + v * D * w)
-    if own.parallel and s < w:
+    yield Moment("logits", held + logits + v * D * w * learns)
+    if own.parallel and s < w and learns:
         both = held + v * D * w
         yield Moment("weight gradient", both + made * tied, made * (not tied))
 
@@ -73,18 +110,30 @@ def head(own: Share) -> Iterator[Moment]:
 def head_back(own: Share) -> Iterator[Moment]:
     """Gradients that the forward made are scaled; the input's goes back to its tokens."""
     model, s = own.config.model, own.compute
-    v, D, x = _words(own), model.dim, own.tokens * model.dim * s
-    made = v * D * (s if own.parallel else own.wide)
+    x, made, tied = own.tokens * model.dim * s, _made(own), model.tie_embeddings
     back = x * copied(own) + _stream_in(own) if own.tp > 1 else 0
-    if model.tie_embeddings:
-        yield Moment("gradients", x + back + made)
-    else:
-        yield Moment("gradients", x + back, made)
+    if depths := model.mtp.depths:  # those further ahead first; sums of both are a third
+        x += depths * x
+        back *= depths
+        if not model.mtp.detach_head:
+            sums = 3 * made
+            yield Moment("sums of gradients", x + sums * tied, sums * (not tied))
+    yield Moment("gradients", x + back + made * tied, made * (not tied))
+
+
+def copy(own: Share) -> Iterator[Moment]:
+    """A last stage's embedding does nothing by itself."""
+    return iter(())
+
+
+def _made(own: Share) -> int:
+    """The gradient of the weight."""
+    return _words(own) * own.config.model.dim * (own.compute if own.parallel else own.wide)
 
 
 def received(own: Share) -> Iterator[Moment]:
     """The residual stream from, or its gradient for, another stage."""
-    yield Moment("received", _stream(own))
+    yield Moment("received", _streams(own))
 
 
 def chunk_rows(tokens: int, dim: int, words: int) -> int:
@@ -99,6 +148,10 @@ def _words(own: Share) -> int:
 
 def _stream(own: Share) -> int:
     return own.stream * own.config.model.dim * own.residual
+
+
+def _streams(own: Share) -> int:
+    return own.config.model.mhc.streams * _stream(own)
 
 
 def _stream_in(own: Share) -> int:

@@ -19,7 +19,7 @@ from megacpp.memory.forms.working_frame import copied, given, gradient_bytes, ke
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class LatentSizes:
     """Bytes of the tensors of a layer.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Sizes:
     sums: int
 
     @staticmethod
-    def of(own: Share) -> _Sizes:
+    def of(own: Share) -> LatentSizes:
         a, n, s = own.config.model.attention, own.tokens, own.compute
         N, R, V, C = a.num_heads // own.tp, a.qk_rope_head_dim, a.v_head_dim, a.kv_lora_rank
         H, kind = a.qk_nope_head_dim + R, context_kind(own)
@@ -54,7 +54,7 @@ class _Sizes:
         if kind == "all_gather":
             expanded = own.rows * own.row * N
         m = expanded // N if kind != "heads" else own.rows * own.row
-        return _Sizes(
+        return LatentSizes(
             own=own,
             kind=kind,
             q=n * N * H * s,
@@ -81,7 +81,7 @@ class _Sizes:
 
 def latent(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """Latents, queries, keys and values of all heads, attention, the projection back."""
-    z, w, s = _Sizes.of(own), own.wide, own.compute
+    z, w, s = LatentSizes.of(own), own.wide, own.compute
     wide = 2 * w // s + 1 if s < w else 1
     before = 2 * z.latent
     yield Moment("rotated queries", before + z.q + z.turned * wide)
@@ -105,7 +105,7 @@ def latent(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 def first_latent(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """What the first A block of a forward does beside what each does."""
-    z = _Sizes.of(own)
+    z = LatentSizes.of(own)
     held = 2 * z.latent + 3 * z.c + 2 * z.pe + z.q + z.k + z.v
     moved = {"all_gather": z.all_c, "heads": z.q + z.all_c}.get(z.kind, 0)
     yield Moment("masks", held + moved + masks(own))
@@ -113,7 +113,7 @@ def first_latent(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 def latent_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """The projection back, attention, keys and values, queries, latents."""
-    z, x = _Sizes.of(own), own.tokens * own.config.model.dim * own.compute
+    z, x = LatentSizes.of(own), own.tokens * own.config.model.dim * own.compute
     dy, kept = given(own, "A"), kept_bytes(own, "A", pieces)
     wo, wb = gradient_bytes(own, "A", "wo"), gradient_bytes(own, "A", "wkv_b")
     again = z.q if "mla_q_upproj" in pieces else 0
@@ -141,7 +141,7 @@ def latent_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("sum of gradients", 3 * x - reads(own, "A"), made)
 
 
-def _ring(own: Share, z: _Sizes, kept: int) -> Iterator[Moment]:
+def _ring(own: Share, z: LatentSizes, kept: int) -> Iterator[Moment]:
     """Blocks of latents, expanded where they are; sums and logits in fp32."""
     w, s, block = own.wide, own.compute, z.all_c
     tile = own.rows * BLOCK * w * z.sums // w // own.tokens * own.here
@@ -151,7 +151,7 @@ def _ring(own: Share, z: _Sizes, kept: int) -> Iterator[Moment]:
     yield Moment("ring", kept + block + passing + sums + wide + 2 * tile)
 
 
-def _ring_back(own: Share, z: _Sizes, held: int, wo: int) -> Iterator[Moment]:
+def _ring_back(own: Share, z: LatentSizes, held: int, wo: int) -> Iterator[Moment]:
     w, s, block = own.wide, own.compute, z.all_c
     tile = own.rows * BLOCK * w * z.sums // w // own.tokens * own.here
     blocks, gradients = {2: (1, 2), 3: (1, 4)}.get(own.cp, (2, 4))

@@ -1,0 +1,270 @@
+"""What each further feature does to the tiny hybrid: bits per byte, speed, memory.
+
+    python -m bench.ablate                     every feature, three seeds; then the tables
+    python -m bench.ablate --only mtp mhc      some of them, and the base
+    python -m bench.ablate --show              the tables again, from docs/ablation.json
+
+Every run sees the same tokens in the same order as the base of its seed, from the same weights
+where the two models have the same ones, so differences are taken seed by seed. A run is `train.py`
+in a process and a folder of its own; finished ones are not run again. Bits per byte are of the
+held-out rows. Memory is the traced peak of tensors of a step, which doesn't depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megacpp.arguments import flatten
+from megacpp.config import ModelConfig
+from megacpp.presets import TINY_FEATURES, tiny, tiny_full
+
+RECORD = ROOT / "docs/ablation.json"
+RUNS = ROOT / "runs/ablation"
+BASE, ALL = "base", "all"
+SEEDS, STEPS, EVAL_ROWS = 3, 50, 64
+WARM = 5  # steps that don't count for speed
+# Student's t for a two-sided 95 % interval of the mean, by number of pairs.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    variant: str
+    seed: int
+    steps: int
+    eval_rows: int
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / f"{self.variant}-{self.seed}"
+
+    def command(self) -> list[str]:
+        settings = {
+            "run.dir": self.folder,
+            "run.seed": self.seed,
+            "run.steps": self.steps,
+            "run.eval_rows": self.eval_rows,
+            "run.sample_tokens": 1,
+            "run.tensorboard": False,
+            "checkpoint.every": 0,
+            "memory.calibration": "",
+        }
+        return [sys.executable, "train.py", "tiny", *_words(flags_of(self.variant) | settings)]
+
+
+def variants() -> list[str]:
+    """The base, each feature alone, all together."""
+    return [BASE, *TINY_FEATURES, ALL]
+
+
+def model_of(variant: str) -> ModelConfig:
+    if variant == ALL:
+        return tiny_full().model
+    base = tiny().model
+    return base if variant == BASE else TINY_FEATURES[variant](base)
+
+
+def flags_of(variant: str) -> dict[str, Any]:
+    """Settings that make the base the variant."""
+    base = tiny()
+    before = flatten(base)
+    after = flatten(replace(base, model=model_of(variant)))
+    return {key: value for key, value in after.items() if value != before[key]}
+
+
+def train(run: Run) -> dict[str, Any]:
+    """The figures of a run, made now or found."""
+    found = run.folder / "ablation.json"
+    if found.exists():
+        old = json.loads(found.read_text())
+        if old["command"] == run.command()[1:]:
+            return old
+    began = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(run.command(), cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{run.variant}, seed {run.seed}: {done.stderr.strip()[-600:]}")
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
+    last = json.loads((run.folder / "evaluations.jsonl").read_text().splitlines()[-1])
+    figures = {
+        "command": run.command()[1:],
+        "variant": run.variant,
+        "seed": run.seed,
+        "bits_per_byte": last["bits_per_byte"],
+        "loss": last["loss"],
+        "tokens": sum(step["tokens"] for step in steps),
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps[WARM:]),
+        "skipped": sum(step["skipped"] for step in steps),
+        "wall_s": time.perf_counter() - began,
+    }
+    found.write_text(json.dumps(figures, indent=1))
+    return figures
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All runs, `jobs` at a time, seed by seed so that slow hours hit all variants alike."""
+    names = [BASE, *(v for v in variants() if v in options.only)] if options.only else variants()
+    plan = [
+        Run(variant, seed, options.steps, options.eval_rows)
+        for seed in range(1, options.seeds + 1)
+        for variant in names
+    ]
+    began, runs = time.perf_counter(), []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for number, figures in enumerate(pool.map(train, plan), 1):
+            runs.append({k: v for k, v in figures.items() if k != "command"})
+            left = (time.perf_counter() - began) / number * (len(plan) - number)
+            print(
+                f"{number:3}/{len(plan)}  {figures['variant']:8} seed {figures['seed']}  "
+                f"{figures['bits_per_byte']:.4f} bits per byte  {figures['tokens_per_s']:,.0f} "
+                f"tok/s  eta {left / 60:.0f} min",
+                flush=True,
+            )
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {options.jobs} runs at a time",
+        "torch": _torch_version(),
+        "steps": options.steps,
+        "tokens": runs[0]["tokens"],
+        "eval_rows": options.eval_rows,
+        "models": {name: model_figures(name) for name in names},
+        "runs": runs,
+    }
+
+
+def model_figures(variant: str) -> dict[str, int]:
+    """Parameters, FLOPs a token, and bytes of a step at its fullest."""
+    from megacpp.arguments import parse_run
+    from megacpp.cli.trace import trace_step
+    from megacpp.model.count import count_parameters
+    from megacpp.model.flops import train_flops_per_token
+
+    config = parse_run(["tiny", *_words(flags_of(variant)), "--train.device=cpu"], 1).config
+    count = count_parameters(config.model)
+    return {
+        "parameters": count.total,
+        "active": count.active,
+        "flops_per_token": round(train_flops_per_token(config.model, config.data.seq_len)),
+        "peak_bytes": trace_step(config, 1).peak()[1],
+    }
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant against the base, seed by seed.
+
+    Attributes:
+        bits_per_byte: mean over seeds; `difference` from the base, `within` half of its 95 %
+            interval (None: the base, or one seed).
+        speed: tokens per second over the base's: median, least and most over seeds.
+    """
+
+    variant: str
+    bits_per_byte: float
+    difference: float
+    within: float | None
+    speed: tuple[float, float, float]
+    figures: dict[str, int]
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval leaves out zero."""
+        if self.within is None:
+            return ""
+        if abs(self.difference) <= self.within:
+            return "within noise"
+        return "better" if self.difference < 0 else "worse"
+
+
+def lines_of(record: dict[str, Any]) -> list[Line]:
+    """The table's lines, from what was stored."""
+    of: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in record["runs"]:
+        of.setdefault(run["variant"], {})[run["seed"]] = run
+    base, found = of[BASE], []
+    for variant, runs in of.items():
+        apart = [runs[s]["bits_per_byte"] - base[s]["bits_per_byte"] for s in sorted(runs)]
+        speed = [runs[s]["tokens_per_s"] / base[s]["tokens_per_s"] for s in sorted(runs)]
+        within = None
+        if variant != BASE and len(apart) in STUDENT:
+            within = STUDENT[len(apart)] * statistics.stdev(apart) / math.sqrt(len(apart))
+        found.append(
+            Line(
+                variant,
+                statistics.mean(run["bits_per_byte"] for run in runs.values()),
+                statistics.mean(apart),
+                within,
+                (statistics.median(speed), min(speed), max(speed)),
+                record["models"][variant],
+            )
+        )
+    return found
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = [
+        "| model | parameters | bits per byte | difference, 95 % | | tokens/s, of the base's "
+        "| FLOPs/token | peak of a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    first = record["models"][BASE]
+    for line in lines_of(record):
+        own = line.figures
+        apart = "" if line.within is None else f"{line.difference:+.4f} ± {line.within:.4f}"
+        middle, least, most = line.speed
+        rows.append(
+            f"| {line.variant} | {own['parameters'] / 1e6:.2f}M | {line.bits_per_byte:.4f} "
+            f"| {apart} | {line.verdict} | {middle:.2f} ({least:.2f} to {most:.2f}) "
+            f"| {own['flops_per_token'] / first['flops_per_token']:.2f} "
+            f"| {own['peak_bytes'] / 2**20:.0f} MiB |"
+        )
+    return "\n".join(rows)
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+def _torch_version() -> str:
+    from importlib.metadata import version
+
+    return version("torch")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=variants(), help="variants beside the base")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
+    parser.add_argument("--eval-rows", type=int, default=EVAL_ROWS, help=f"default {EVAL_ROWS}")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
+    parser.add_argument("--show", action="store_true", help="tables of the file, no runs")
+    options = parser.parse_args(argv)
+    if not options.show:
+        options.record.write_text(json.dumps(measure(options), indent=1) + "\n")
+    print(table(json.loads(options.record.read_text())))
+
+
+if __name__ == "__main__":
+    main()

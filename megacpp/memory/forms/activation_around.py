@@ -1,0 +1,26 @@
+"""What modules that read tokens beside their own keep: hashed n-grams, token order prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megacpp.memory.forms.activation_blocks import residual
+from megacpp.memory.forms.activation_share import INDEX, Kept, Share
+from megacpp.model.sizes import ngram_width
+
+
+def ngram(own: Share) -> Iterable[Kept]:
+    """The residual stream behind it, rows of tables, what stood there; of cut tables also where."""
+    tables = ngram_width(own.config.model.ngram) // own.config.model.ngram.dim
+    if own.config.model.mhc.streams == 1:  # else copies of it
+        yield residual(own)
+    yield "rows of tables", own.tokens * tables, INDEX + (own.tp > 1)
+    yield "n-grams", own.stream * ngram_width(own.config.model.ngram), own.compute
+
+
+def top(own: Share) -> Iterable[Kept]:
+    """Gradients of its input and of its weight, made in the forward; its loss."""
+    model = own.config.model
+    weight = own.compute if own.parallel else own.wide
+    yield "token order", own.tokens * model.dim, own.compute
+    yield "token order", model.vocab_size // own.tp * model.dim, weight

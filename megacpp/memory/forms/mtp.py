@@ -1,0 +1,89 @@
+"""Multi-token prediction in closed form: weights, what it keeps, its fullest moments; no torch.
+
+It is a part behind the last norm, with the embedding's second call inside of it. Each depth is an A
+and an F block whose forms are those of layers; the head's second call is the head's.
+
+Legend: n tokens of this rank, t those of the residual stream, D model, K depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megacpp.config import ModelConfig
+from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed
+from megacpp.memory.forms.activation_share import INDEX, Kept, Share
+from megacpp.model.mtp_plan import block_model, num_blocks
+from megacpp.model.pieces import NOTHING
+
+if TYPE_CHECKING:
+    from megacpp.memory.forms.weights import Weight
+
+TERMS = 6  # of auxiliary losses, each with a sum for the record (megacpp/model/auxiliary.py)
+
+
+def mtp_weights(
+    model: ModelConfig, weights: Callable[[ModelConfig, str], tuple[Weight, ...]]
+) -> Iterator[Weight]:
+    """Parameters of all its blocks; `weights`: those of one layer of a kind."""
+    plain, d = block_model(model), model.dim
+    (norm,) = weights(model, "norm")
+    for _ in range(num_blocks(model.mtp)):
+        yield replace(norm, name="embed_norm")
+        yield replace(norm, name="hidden_norm")
+        yield replace(norm, name="projection", shape=(d, 2 * d), wide=False, muon=True)
+        yield from (*weights(plain, "A"), *weights(plain, "F"), norm)
+
+
+def mtp_buffers(model: ModelConfig, store: int) -> int:
+    """The scale of losses, their sums for the record, and a weight of each depth."""
+    return (1 + TERMS + model.mtp.depths) * store
+
+
+def of_blocks(own: Share) -> Share:
+    """The same rank, of a model whose A and F blocks are those of a depth."""
+    return replace(own, config=replace(own.config, model=block_model(own.config.model)))
+
+
+def looked_up(own: Share) -> Iterator[Kept]:
+    """Embeddings of all depths, and which words they are."""
+    model = own.config.model
+    depths, learns = model.mtp.depths, not model.mtp.detach_trunk
+    yield "embeddings", depths * own.stream * model.dim, own.residual
+    yield "words", depths * own.tokens * learns, INDEX + (own.tp > 1)
+
+
+def depth(own: Share) -> Iterator[Kept]:
+    """What a depth keeps that doesn't run again, but for what it hands on."""
+    D, t, plain = own.config.model.dim, own.stream, of_blocks(own)
+    yield "normed", 3 * t, own.wide
+    yield "halves", t * 2 * D, own.compute
+    yield "residual", 3 * t * D, own.residual
+    yield from normed(plain, "A", NOTHING)
+    yield from attention(plain, NOTHING)
+    yield from normed(plain, "F", NOTHING)
+    yield from feed_forward(plain, NOTHING)
+
+
+def mtp(own: Share) -> Iterator[Kept]:
+    """All depths. One that runs again keeps what it was given, and nothing else."""
+    mtp, D, t = own.config.model.mtp, own.config.model.dim, own.stream
+    post = mtp.hidden == "post_norm"
+    yield from looked_up(own)
+    between = t * D * (mtp.depths - 1)
+    if own.config.recompute.mtp:
+        yield "handed on", between, own.compute if post else own.residual
+        return
+    if post:
+        yield "handed on", between, own.compute
+    for _ in range(mtp.depths):
+        yield from depth(own)
+
+
+def handed_back(own: Share) -> int:
+    """What the last norm's output is kept for, where the first depth reads it."""
+    model = own.config.model
+    reads = model.mtp.depths and model.mtp.hidden == "post_norm"
+    return own.stream * model.dim * own.compute if reads else 0

@@ -1,0 +1,173 @@
+"""Working sets of multi-token prediction: depth after depth, each an A and an F block in a frame.
+
+Legend: n tokens of this rank, t those of the residual stream, D model, K depths; s bytes of a
+number in compute, w of what is never narrower than fp32, r of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from megacpp.memory.forms import working_attention, working_blocks, working_head, working_latent
+from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed
+from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
+from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.mtp import depth, looked_up, of_blocks
+from megacpp.memory.forms.weights import weights
+from megacpp.memory.forms.working_frame import (
+    framed_backward,
+    framed_forward,
+    gradient_bytes,
+    norm_back,
+    norm_forward,
+    whole,
+)
+from megacpp.model.mtp_plan import num_blocks
+from megacpp.model.pieces import BLOCK, NOTHING
+
+Inside = Callable[[Share, Pieces], Iterator[Moment]]
+
+
+def mtp(own: Share) -> Iterator[Moment]:
+    """Embeddings of all depths, then the last depth, when most is kept; what the head gets."""
+    K, made, again = own.config.model.mtp.depths, _normed(own), own.config.recompute.mtp
+    beside = made if own.config.model.mtp.hidden == "pre_norm" else 0  # else it is handed on
+    for moment in working_head.embed(_rows(own, K)):
+        yield moment.more(K * own.tokens * INDEX)
+    for moment in _depth(own, BLOCK if again else NOTHING):
+        yield moment.more(_before(own, K - 1) + (K - 1) * beside)
+    yield Moment("all depths", _before(own, K) + K * (made + beside))
+
+
+def mtp_back(own: Share) -> Iterator[Moment]:
+    """Each depth, the last first, with what it runs again; then the embeddings'."""
+    mtp, t, D = own.config.model.mtp, own.stream, own.config.model.dim
+    K, r = mtp.depths, own.residual
+    of_head = K * _normed(own)  # of all depths together: views of one tensor
+    block = _gradients(own)
+    for k in reversed(range(K)):
+        later = K - 1 - k
+        made = (_pending(own) if later else 0) if mtp.shared else block * later
+        # the gradient of the next token's hidden states, and those of embeddings
+        waits = _before(own, k) + _normed(own) + later * t * D * r * (not mtp.detach_trunk)
+        back = t * D * r if later else 0  # of what the next depth was handed
+        if own.config.recompute.mtp:
+            for moment in _depth(own, NOTHING):
+                if moment.name != "handed on":
+                    yield moment.more(waits + of_head + back, made)
+        norm, *rest = _depth_back(own)
+        yield norm.more(waits + of_head + back, made)
+        for moment in rest:
+            new = _new(own, moment.gradients) if mtp.shared and later else moment.gradients
+            there = waits + (of_head if k else 0)
+            yield Moment(moment.name, moment.tensors + there, made + new)
+    if not mtp.detach_trunk:
+        made = block * num_blocks(mtp)
+        yield Moment(
+            "embeddings", _normed(own) + (2 * K + 1) * t * D * r + _sum(looked_up(own)), made
+        )
+        for moment in working_head.embed_back(_rows(own, K)):
+            yield moment.more(K * own.tokens * INDEX + 2 * _normed(own), made)
+
+
+def _depth(own: Share, pieces: Pieces) -> Iterator[Moment]:
+    """Forward of one depth, beside what is there before."""
+    plain, t, D = of_blocks(own), own.stream, own.config.model.dim
+    s, w, r = own.compute, own.wide, own.residual
+    keeps = not pieces
+    half, x = t * D * s, t * D * r
+    rms = 2 * t * w if keeps else 0
+    yield norm_forward(own).more(half + rms)
+    yield Moment("halves", 4 * half + rms)
+    yield Moment("projection", 2 * half + rms + half + (x if r != s else 0))
+    front = rms + (2 * half if keeps else 0) + x
+    for moment in framed_forward(plain, "A", pieces, _attention(plain)[0]):
+        yield moment.more(front)
+    front += x + (_sum(normed(plain, "A", NOTHING)) + _sum(attention(plain, NOTHING))) * keeps
+    for moment in framed_forward(plain, "F", pieces, working_blocks.feed_forward):
+        yield moment.more(front)
+    front += x + (_sum(normed(plain, "F", NOTHING)) + _sum(feed_forward(plain, NOTHING))) * keeps
+    yield Moment("handed on", norm_forward(own).tensors + front)
+
+
+def _depth_back(own: Share) -> Iterator[Moment]:
+    """Backward of one depth, whose tensors are all there."""
+    plain, t, D = of_blocks(own), own.stream, own.config.model.dim
+    s, w, r, narrow = own.compute, own.wide, own.residual, own.compute if own.parallel else own.wide
+    kept = _sum(depth(own))
+    half, x = t * D * s, t * D * r
+    view = half if plain.config.model.mtp.hidden == "pre_norm" else 0  # of the head's gradients
+    yield norm_back(own, 3 * t * w).more(kept - t * w - view)
+    kept -= t * w + x + _sum(normed(plain, "F", NOTHING)) + _sum(feed_forward(plain, NOTHING))
+    made = D * w
+    for moment in framed_backward(
+        plain, "F", NOTHING, working_blocks.feed_forward, working_blocks.feed_forward_back
+    ):
+        yield moment.more(kept, made)
+    made += gradient_bytes(plain, "F") + D * w
+    kept -= x + _sum(normed(plain, "A", NOTHING)) + _sum(attention(plain, NOTHING))
+    for moment in framed_backward(plain, "A", NOTHING, *_attention(plain)):
+        yield moment.more(kept, made)
+    made += gradient_bytes(plain, "A") + D * w + 2 * D * D * narrow
+    cast = half if r != s else 0
+    yield Moment("projection", x * (not cast) + cast + 4 * half + 2 * t * w, made)
+    yield norm_back(own, 4 * t * w).more(2 * half, made)
+
+
+def _before(own: Share, k: int) -> int:
+    """What the embeddings and the first k depths keep, and hand on."""
+    mtp = own.config.model.mtp
+    post = mtp.hidden == "post_norm"
+    found = _sum(looked_up(own))
+    if own.config.recompute.mtp:
+        each = own.stream * own.config.model.dim * (own.compute if post else own.residual)
+        return found + k * each
+    return found + k * (_sum(depth(own)) + (_normed(own) if post else 0))
+
+
+def _rows(own: Share, times: int) -> Share:
+    """The same rank with more rows of a microbatch."""
+    return replace(own, rows=own.rows * times)
+
+
+def _attention(own: Share) -> tuple[Inside, Inside]:
+    latent = own.config.model.attention.kind == "mla"
+    if latent:
+        return working_latent.latent, working_latent.latent_back
+    return working_attention.grouped, working_attention.grouped_back
+
+
+def _gradients(own: Share) -> int:
+    """Of the weights of one block."""
+    plain, D, narrow = of_blocks(own), own.config.model.dim, own.wide
+    narrow = own.compute if own.parallel else own.wide
+    blocks = gradient_bytes(plain, "A") + gradient_bytes(plain, "F")
+    return blocks + 5 * D * own.wide + 2 * D * D * narrow
+
+
+def _pending(own: Share) -> int:
+    """Gradients of a shared block that wait for those of other depths: of what autocast casts,
+    as narrow as their products."""
+    plain, D = of_blocks(own), own.config.model.dim
+    wide = [w for letter in "AF" for w in weights(plain.config.model, letter)]
+    found = sum(whole(plain, w) * (own.wide if w.wide else own.compute) for w in wide)
+    w2 = 0 if own.parallel else whole(plain, wide[-1]) * (own.wide - own.compute)
+    return found + w2 + 3 * D * own.wide + 2 * D * D * own.compute
+
+
+def _new(own: Share, made: int) -> int:
+    """What a depth adds to gradients that wait: each is summed with its own as it comes."""
+    wider = 0 if own.parallel else own.wide - own.compute
+    largest = whole(own, weights(of_blocks(own).config.model, "F")[-1])
+    one = largest * (own.compute if own.parallel else own.wide)
+    return made if made <= one else max(one, made * wider // own.wide)
+
+
+def _normed(own: Share) -> int:
+    """What the head reads of one depth, as it lies between blocks."""
+    return own.stream * own.config.model.dim * own.compute
+
+
+def _sum(kept: Iterable[Kept]) -> int:
+    return sum(numbers * each for group, numbers, each in kept if group != "weights")

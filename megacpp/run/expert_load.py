@@ -1,0 +1,103 @@
+"""How evenly the routers of a step loaded their experts, for its record; no torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FEW = 8  # tokens that an expert would get on average: below that one without any is chance
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Of one E layer in one step, over all ranks.
+
+    Attributes:
+        layer: its number in the model.
+        counts: choices of each expert.
+        nulls: part of all slots that were null experts; None without them.
+        bias_range: largest selection bias minus the smallest; None where the choice has none.
+    """
+
+    layer: int
+    counts: tuple[int, ...]
+    nulls: float | None = None
+    bias_range: float | None = None
+
+    @property
+    def mean(self) -> float:
+        return sum(self.counts) / len(self.counts)
+
+    @property
+    def busiest(self) -> float:
+        """The busiest expert's choices over the mean; 1 is even, 0 without a choice."""
+        return max(self.counts) / self.mean if self.mean else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """Of the choices, over that of an even load: 1 is even, 0 all on one expert."""
+        total = sum(self.counts)
+        if not total or len(self.counts) == 1:
+            return 0.0
+        parts = [n / total for n in self.counts if n]
+        return abs(math.fsum(p * math.log(p) for p in parts)) / math.log(len(self.counts))
+
+    @property
+    def dead(self) -> int:
+        """Experts without a token."""
+        return self.counts.count(0)
+
+
+def load_figures(loads: Sequence[ExpertLoad]) -> dict[str, Mapping[str, float]]:
+    """For metrics.jsonl and TensorBoard: each figure by layer, to four decimals."""
+    if not loads:
+        return {}
+    values = {
+        "load_max_over_mean": lambda load: load.busiest,
+        "load_entropy": lambda load: load.entropy,
+        "dead_experts": lambda load: load.dead,
+        "bias_range": lambda load: load.bias_range,
+        "null_fraction": lambda load: load.nulls,
+    }
+    found = {
+        name: {str(load.layer): round(x, 4) for load in loads if (x := value(load)) is not None}
+        for name, value in values.items()
+    }
+    return {name: by_layer for name, by_layer in found.items() if by_layer}
+
+
+class LoadWatch:
+    """Says which layers load their experts badly: one line, and then nothing for some steps.
+
+    Args:
+        limit: busiest expert over the mean of its layer that is worth a line.
+        quiet: steps after a line in which there is no other.
+    """
+
+    def __init__(self, limit: float, quiet: int = 100) -> None:
+        self.limit, self.quiet, self._again = limit, quiet, 0
+
+    def observe(self, step: int, loads: Sequence[ExpertLoad]) -> list[str]:
+        """A line or none about step `step` (the first is 0)."""
+        if step < self._again:
+            return []
+        busy = [load for load in loads if load.busiest > self.limit]
+        dead = [load for load in loads if load.dead and load.mean >= FEW]
+        if not busy and not dead:
+            return []
+        self._again = step + self.quiet
+        found = []
+        if busy:
+            worst = max(busy, key=lambda load: load.busiest)
+            found.append(
+                f"the busiest expert of layer {worst.layer} has {worst.busiest:.1f} times the mean "
+                f"(limit {self.limit:g}, {len(busy)} of {len(loads)} layers)"
+            )
+        if dead:
+            worst = max(dead, key=lambda load: load.dead)
+            found.append(
+                f"{worst.dead} of {len(worst.counts)} experts of layer {worst.layer} have no token "
+                f"({len(dead)} of {len(loads)} layers)"
+            )
+        return [f"step {step + 1}: warning: {'; '.join(found)}"]

@@ -1,0 +1,63 @@
+"""Sparse blocks that run again: the same bits, the same choice, nothing recorded twice."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from checkpointing.apply import Keeper
+from checkpointing.compile import CHOSEN, compile_blocks
+from megacpp.config import CheckpointingPolicy
+from megacpp.model import sparse
+from megacpp.model.sparse import SparseAttention
+from tests.model.sparse_cases import build, sparse_model, train
+
+POLICIES = {
+    "full": CheckpointingPolicy(ablock="full"),
+    "selective": CheckpointingPolicy(ablock="selective", norms=True),
+    "core attention": CheckpointingPolicy(core_attn=True),
+    "full, inputs offloaded": CheckpointingPolicy(
+        ablock="full", offload="block_inputs", offload_min_mib=0
+    ),
+    "all offloaded": CheckpointingPolicy(offload="saved_tensors", offload_min_mib=0),
+    "all offloaded, full": CheckpointingPolicy(
+        ablock="full", offload="saved_tensors", offload_min_mib=0
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("name", ["sparse_stages", "sparse_gqa", "sparse_mla_warmup"])
+def test_every_policy_gives_the_same_bits(name: str, policy: CheckpointingPolicy) -> None:
+    model = sparse_model(name)
+    expected = train(build(model))
+    keepers: list[Keeper] = []
+
+    def prepare(config):  # type: ignore[no-untyped-def]
+        keepers.append(Keeper(config))
+        return keepers[-1]
+
+    built = build(model, policy, prepare)
+    indexed = sum(kind == "A.index" for kind in built.kinds)
+    with mock.patch.object(sparse, "choose_keys", wraps=sparse.choose_keys) as chooses:
+        found = train(built)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    assert chooses.call_count == (0 if "warmup" in name else indexed), "never chosen again"
+    if policy.ablock != "none" or policy.core_attn:
+        assert sum(keepers[0].replays.counts.values()) > 0
+
+
+def test_sparse_blocks_stay_eager_and_say_why() -> None:
+    model = build(sparse_model("sparse_mla"))
+    found = compile_blocks(model, "aot_eager", budget=0.5)
+    layers = [i for i, kind in enumerate(model.kinds) if kind.startswith("A.")]
+    assert [found.eager.get(i) for i in layers] == [CHOSEN] * len(layers)
+    assert found.words(layers[0]) == f"eager: {CHOSEN}"
+    assert found.graphs[0] == "block", "the one that attends to all keys is compiled"
+    assert all(
+        isinstance(model.get_submodule(f"blocks.{i}.mixer"), SparseAttention) for i in layers
+    )

@@ -1,0 +1,45 @@
+"""The lightning indexer against Megatron-LM: scores, choice, both losses and their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megacpp.kernels.indexer_loss import Target, indexer_loss
+from megacpp.kernels.lightning_indexer import choose_keys, index_scores
+from megacpp.kernels.sparse_attention import chosen_mask
+from megacpp.model.documents import Documents
+from tests.golden.harness import GoldenFile
+
+KNOWN = ("dsa_index*.safetensors",)
+
+
+def check(golden: GoldenFile) -> None:
+    stored = dict(golden.config)
+    top_k, scale, coefficient = (stored.pop(k) for k in ("topk", "softmax_scale", "loss_coeff"))
+    assert not stored
+    leaves = [golden.input(name, grad=True) for name in ("q", "k", "weights")]
+    q_BTIH, k_BSH, w_BTI = (x.transpose(0, 1) for x in leaves)
+    docs = Documents.rows(w_BTI.shape[0], w_BTI.shape[1])
+    if "cu_seqlens" in golden:
+        docs = Documents.from_cu_seqlens(golden.input("cu_seqlens"))
+
+    scores_BTS = index_scores(q_BTIH, k_BSH, w_BTI)
+    golden.expect("index_scores", scores_BTS)
+    expect_gradients(golden, "halfsq", 0.5 * scores_BTS.square().sum(), leaves)
+    chosen_BTK = choose_keys(q_BTIH, k_BSH, w_BTI, docs, docs, top_k)
+    golden.expect("topk_mask", chosen_mask(chosen_BTK, k_BSH.shape[1]))
+    q_BTNH, k_BSNH = (golden.input(name).transpose(0, 1) for name in ("attn_query", "attn_key"))
+    target = Target(q_BTNH, k_BSNH, scale, None, docs, docs)
+    for name, compared in (("dense", target), ("sparse", replace(target, chosen_BTC=chosen_BTK))):
+        loss = indexer_loss(q_BTIH, k_BSH, w_BTI, compared) * coefficient / w_BTI[..., 0].numel()
+        golden.expect(f"loss_{name}", loss)
+        expect_gradients(golden, f"loss_{name}", loss, leaves)
+
+
+def expect_gradients(golden: GoldenFile, name: str, of: Tensor, leaves: list[Tensor]) -> None:
+    gradients = torch.autograd.grad(of, leaves)
+    for leaf, gradient in zip(("q", "k", "weights"), gradients, strict=True):
+        golden.expect(f"grad_{name}.{leaf}", gradient)

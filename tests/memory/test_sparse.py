@@ -1,0 +1,140 @@
+"""Sparse attention in estimates: stored, kept, at work, on its way and run again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megacpp.arguments import parse_run
+from megacpp.cli.measure import measure
+from megacpp.cli.trace import trace_step
+from megacpp.config import CheckpointingPolicy, Config, MeshConfig, SparseAttentionConfig
+from megacpp.kernels import lightning_indexer, softcap_attention, sparse_attention
+from megacpp.memory.forms import working_sparse
+from megacpp.memory.forms.parameters import rank_bytes
+from megacpp.memory.replayed import replayed_flops_per_token
+from megacpp.model.sizes import layer_parameters
+from parallel import stand_ins
+from parallel.fake import as_trained
+from tests.memory.test_activations import NONE, SELECTIVE, agree, config_of
+from tests.memory.test_parameters import SMALL, in_the_model
+from tests.memory.test_replayed import LEVERS, MLA, NOTHING, run_of
+from tests.memory.test_traffic import AGAIN, KEPT, counted, foretold
+from tests.memory.test_traffic import run_of as small_run
+from tests.memory.working_cases import WIDE, misses
+from tests.memory.working_sets import working_sets
+
+KEY = "--model.attention.sparse"
+SPARSE = f"{KEY}.layers all {KEY}.share 2 {KEY}.top_k 8 {KEY}.head_dim 64"
+LATENT = "--model.attention.kind mla --model.attention.qk_norm false"
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (1, f"{LATENT} --model.attention.q_lora_rank 32"),
+        (4, "--mesh.tp 2"),
+        (4, "--mesh.pp 2"),
+        (2, "--recompute.compress 0.25"),
+    ],
+)
+def test_an_indexer_is_stored_byte_for_byte(size: int, flags: str) -> None:
+    words = [*SMALL, *SPARSE.split(), *flags.split()]
+    config = as_trained(parse_run(words, size).config)
+    found = rank_bytes(config, size, size - 1)
+    stored = found.parameters, found.gradients, found.state, found.buffers
+    assert stored == in_the_model(config, size, size - 1)
+
+
+def small(kind: str, mesh: MeshConfig, policy: CheckpointingPolicy, rows: int = 2) -> Config:
+    attention = {"kind": kind, "qk_norm": kind == "gqa", "q_lora_rank": 12}
+    config = config_of("AAAF", policy=policy, mesh=mesh, rows=rows, attention=attention)
+    sparse = SparseAttentionConfig(layers="all", share=2, top_k=4, num_heads=3, head_dim=8)
+    attention = replace(config.model.attention, sparse=sparse)
+    return replace(config, model=replace(config.model, attention=attention))
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize(
+    ("mesh", "policy", "rows"),
+    [
+        (MeshConfig(dp_shard=1), NONE, 2),
+        (MeshConfig(dp_shard=1), CheckpointingPolicy(norms=True, rblock="none"), 2),
+        (MeshConfig(dp_shard=1, tp=2), SELECTIVE, 2),
+        (MeshConfig(dp_shard=1, cp=2, cp_order="contiguous"), SELECTIVE, 2),
+        (MeshConfig(dp_shard=1, cp=2, tp=2), NONE, 1),
+    ],
+    ids=["one", "norms", "tp", "cp contiguous", "cp tp"],
+)
+def test_what_is_kept_is_what_the_meter_finds(
+    kind: str, mesh: MeshConfig, policy: CheckpointingPolicy, rows: int
+) -> None:
+    agree(small(kind, mesh, policy, rows))
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (1, ""),
+        (2, f"{LATENT} --mesh.tp 2 --recompute.ablock full"),
+        (2, "--mesh.cp 2 --recompute.ablock selective"),
+        (  # an indexer that weighs more than the attention
+            1,
+            "--model.attention.num_kv_heads 1 --model.attention.num_heads 2 --model.dim 256"
+            " --data.seq_len 1024 --train.device_batch_size 1",
+        ),
+    ],
+)
+def test_working_sets_are_those_of_a_trace(size: int, flags: str) -> None:
+    found = misses("AAA", f"--model.depth 3 {KEY}.layers all {KEY}.share 2 {flags}", size)
+    assert set(found) > {"forward A.index", "backward A.share", "backward A.index last"}
+    for name, off in found.items():
+        assert -1.2 <= off <= 2, (name, off)
+
+
+def test_blocks_and_tiles_are_as_large() -> None:
+    assert working_sparse.QUERIES == lightning_indexer.QUERIES
+    assert working_sparse.KEYS == lightning_indexer.KEYS
+    assert sparse_attention.BLOCK == softcap_attention.BLOCK
+
+
+def test_ends_of_queries_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace runs the first block of queries and the last; all four have the same peak."""
+    flags = f"--model.depth 3 {KEY}.layers all {KEY}.share 2 --data.seq_len 1024"
+    words = f"{WIDE} --model.pattern AAA {flags} --train.device_batch_size 1"
+    config, seen = parse_run(words.split(), 1).config, []
+    for blocks in (stand_ins.ends_of_queries, lightning_indexer.query_blocks):
+        monkeypatch.setattr(stand_ins, "ends_of_queries", blocks)
+        found = working_sets(trace_step(config, 1))
+        seen.append({place: (one.bytes, one.gradients) for place, one in found.items()})
+    assert seen[0] == seen[1]
+    assert len(stand_ins.query_blocks(1024)) == 4
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize("lever", ["selective", "full"])
+def test_what_runs_again_is_counted(kind: str, lever: str) -> None:
+    base = run_of(MLA if kind == "mla" else None, "AAAF")
+    sparse = SparseAttentionConfig(layers="0,1", share=2, top_k=4, num_heads=3)
+    attention = replace(base.model.attention, sparse=sparse)
+    base = replace(base, model=replace(base.model, attention=attention))
+    one = replace(base, recompute=replace(NOTHING, **LEVERS[lever]))
+    repeated = measure(one, 1, 0).repeated(measure(base, 1, 0)) / (2 * base.data.seq_len)
+    assert replayed_flops_per_token(one) == repeated > 0
+
+
+@pytest.mark.parametrize("policy", [KEPT, AGAIN], ids=["kept", "again"])
+def test_every_byte_that_travels(policy: str) -> None:
+    flags = f"--mesh.cp 2 --mesh.tp 2 --model.pattern AAF --model.depth 3 {policy}"
+    config = small_run(4, f"{flags} {SPARSE}")
+    assert foretold(config, 4, 0)[0] == counted(config, 4, 0)[0]
+
+
+def test_an_indexer_is_part_of_its_layer_alone() -> None:
+    model = small("mla", MeshConfig(dp_shard=1), NONE).model
+    with_indexer, without, *_ = layer_parameters(model)
+    sparse, d = model.attention.sparse, model.dim
+    queries = model.attention.q_lora_rank * sparse.num_heads * sparse.head_dim
+    others = (d + 2) * sparse.head_dim + d * sparse.num_heads
+    assert with_indexer - without == queries + others

@@ -1,0 +1,162 @@
+"""Small models to run on different meshes: one for each thing that a model can have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megacpp.config import (
+    Config,
+    EngramConfig,
+    HyperConnectionConfig,
+    MeshConfig,
+    ModelConfig,
+    MTPConfig,
+    NgramConfig,
+    SparseAttentionConfig,
+    TOPConfig,
+)
+from megacpp.sparse_rules import promoted
+from tests.model.small import small, variants
+
+SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)
+
+
+def models() -> dict[str, ModelConfig]:
+    """Small models whose heads, experts and vocabulary divide by four, auxiliary losses on."""
+    replace = dataclasses.replace
+    base = small()
+    plain = replace(
+        base,
+        vocab_size=48,
+        attention=replace(base.attention, num_kv_heads=4),
+        m2rnn=replace(base.m2rnn, num_heads=4),
+    )
+    options, short = variants(), replace(plain, pattern="AEFR", depth=4)
+    mamba = replace(plain.mamba3, mimo_rank=2, ngroups=2, out_norm=True, conv_kernel=4)
+    mla = replace(options["mla_low_rank_queries_yarn"].attention, q_lora_rank=8)
+    found = {
+        "plain": plain,
+        "tied": replace(plain, tie_embeddings=True),
+        "mla": replace(plain, attention=replace(plain.attention, kind="mla", qk_norm=False)),
+        "options": replace(
+            plain,
+            logit_softcap=5.0,
+            attention=mla,
+            mamba3=mamba,
+            m2rnn=replace(plain.m2rnn, num_q_heads=4, num_k_heads=4),
+            moe=replace(plain.moe, shared_gate=True, score="softmax"),
+            mlp=replace(plain.mlp, activation="relu2"),
+        ),
+        # counted over the ranks of a microbatch: only meshes leave it alone, accumulation doesn't
+        "nulls": replace(
+            plain,
+            moe=replace(
+                plain.moe,
+                num_experts=8,
+                null_rho=0.5,
+                num_groups=4,
+                top_k_groups=3,
+                shared_gate=True,
+            ),
+        ),
+        "balance": replace(plain, moe=replace(plain.moe, balance_loss=1e-2)),
+        # all keys, chosen keys, a choice that is taken over (beside an E block), chosen keys
+        "sparse_mla": replace(
+            plain,
+            depth=5,
+            pattern="AAEAA",
+            attention=replace(
+                mla, yarn=None, sparse=replace(SPARSE, layers="1,2,3", share=2, own="3")
+            ),
+        ),
+        # in two or four stages, of which some begin with a layer that shared and now chooses
+        "sparse_stages": staged(
+            replace(
+                plain,
+                depth=6,
+                pattern="AAEAAA",
+                attention=replace(mla, yarn=None, sparse=replace(SPARSE, layers="all", share=6)),
+            )
+        ),
+        "sparse_gqa": replace(
+            plain,
+            depth=3,
+            pattern="AAE",
+            attention=replace(plain.attention, sparse=replace(SPARSE, layers="all", share=2)),
+        ),
+        "around": replace(
+            plain,
+            pattern="AEFA",
+            depth=4,
+            top=TOPConfig(0.3, window=6),
+            ngram=NgramConfig(heads=2, table_size=30, dim=4),
+        ),
+        "ahead": replace(short, mtp=MTPConfig(depths=2, hidden_dim=24)),
+        "ahead_tied": replace(
+            short,
+            attention=replace(plain.attention, kind="mla", qk_norm=False),
+            tie_embeddings=True,
+            logit_softcap=5.0,
+            mtp=MTPConfig(
+                depths=3, shared=False, hidden="post_norm", order="hidden_embedding", hidden_dim=24
+            ),
+        ),
+        "ahead_apart": replace(
+            short,
+            mtp=MTPConfig(depths=2, hidden_dim=24, detach_trunk=True, detach_head=True),
+        ),
+        # streams that differ by a tenth behind the first layer: of equal ones `res` has no gradient
+        "streams": replace(
+            plain,
+            mhc=HyperConnectionConfig(
+                streams=3, iterations=5, ordering="deepseek_v4", init="published"
+            ),
+        ),
+        "engram": replace(
+            small("AEMA"),
+            vocab_size=48,
+            attention=plain.attention,
+            engram=EngramConfig(layers="all", heads=2, table_size=20, dim=8, conv_kernel=2),
+        ),
+    } | {letter: replace(plain, pattern=letter, depth=1) for letter in "AMERF"}
+    found["everything"] = everything(replace(plain, pattern="AEMRAFA", depth=7))
+    found["everything_mla"] = everything(
+        replace(plain, pattern="AEMA", depth=4, attention=replace(mla, yarn=None))
+    )
+    for name, model in list(found.items()):
+        if name.startswith("sparse"):
+            a = replace(
+                model.attention, sparse=replace(model.attention.sparse, stage="dense", loss=1.0)
+            )
+            found[f"{name}_warmup"] = replace(model, attention=a)
+    return {
+        name: replace(
+            m,
+            moe=replace(m.moe, sequence_loss=1e-2, z_loss=1e-2),
+            init_std=0.1,
+            z_loss=1e-3,
+        )
+        for name, m in found.items()
+    }
+
+
+def staged(model: ModelConfig) -> ModelConfig:
+    """As pipelines of two and of four stages have it."""
+    for mesh in (MeshConfig(pp=2, pp_schedule="zbv"), MeshConfig(pp=2)):
+        model = promoted(Config(model=model, mesh=mesh)).model
+    return model
+
+
+def everything(model: ModelConfig) -> ModelConfig:
+    """A model with every further feature: the first two A blocks are sparse, one remembers."""
+    replace = dataclasses.replace
+    return replace(
+        model,
+        attention=replace(model.attention, sparse=replace(SPARSE, layers="0,1")),
+        moe=replace(model.moe, num_experts=8, null_rho=0.5, num_groups=4, top_k_groups=3),
+        mtp=MTPConfig(depths=2, hidden_dim=24),
+        top=TOPConfig(0.3, window=6),
+        ngram=NgramConfig(heads=2, table_size=30, dim=4),
+        engram=EngramConfig(layers="0", heads=2, max_order=2, table_size=30, dim=8, conv_kernel=3),
+        mhc=HyperConnectionConfig(streams=2, iterations=5, init="published"),
+    )

@@ -1,0 +1,79 @@
+"""Several residual streams on every axis: the same run as one process.
+
+Forked gloo ranks in fp64, tests/parallel/parity.py. Losses, norms and gradients agree to 1e-12. So
+do parameters but those of the connections: logits of `res` have directions without a gradient (what
+is added to a row or a column cancels), and in those AdamW takes steps of lr / eps times whatever
+rounding left, a millionfold; they agree to 1e-10.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from megacpp.config import CheckpointingPolicy, MeshConfig
+from tests.parallel.parity import Run, Slices, Trace, check, error, traces_of
+
+
+def mesh(**axes: object) -> MeshConfig:
+    return MeshConfig(**{"dp_shard": 1, **axes})  # type: ignore[arg-type]
+
+
+GROUPS = CheckpointingPolicy(mhc_group_size=3, norms=True)
+RUNS = [
+    Run("streams", mesh(tp=2), recompute=GROUPS),
+    Run("streams", mesh(cp=2)),
+    Run("streams", mesh(dp_shard=2, ep=2), recompute=GROUPS),
+    Run("streams", mesh(pp=2), accum=4, evaluate=True, recompute=GROUPS),
+    Run("streams", mesh(pp=2, pp_schedule="interleaved"), accum=4),
+    Run("streams", mesh(pp=2, pp_schedule="zbv"), accum=4, recompute=GROUPS),
+    Run("streams", mesh(pp=2, pp_schedule="dualpipev"), accum=4),
+    Run("streams", mesh(dp_shard=2, tp=2, ep=2), accum=2, optimizer="muon_adamw"),
+    Run("streams", mesh(pp=2, cp=2), accum=2),
+]
+
+
+@functools.cache
+def traces() -> dict[Run, list[Trace]]:
+    return traces_of([*RUNS, *dict.fromkeys(run.reference for run in RUNS)])
+
+
+def connections(slices: Slices, inside: bool) -> Slices:
+    return {name: x for name, x in slices.items() if (".connection." in name) == inside}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_same_run(run: Run) -> None:
+    found, (expected,) = traces()[run], traces()[run.reference]
+    others = [
+        dataclasses.replace(t, parameters=connections(t.parameters, inside=False))
+        for t in (*found, expected)
+    ]
+    check(others[:-1], others[-1], run.dtype)
+    for trace in found:
+        own, whole = (connections(t.parameters, inside=True) for t in (trace, expected))
+        assert own and error(own, whole)[0] <= 1e-10
+
+
+def test_streams_ran_again() -> None:
+    """Of every layer but the model's last, once a backward; the first and last stage of a zero
+    bubble walk theirs once, others once for each half."""
+    found = {str(run): [trace.again for trace in traces()[run]] for run in RUNS}
+    (tp,) = (x for name, x in found.items() if name.startswith("streams fp64 tp=2"))
+    assert all(x["read_streams"] == 4 * 3 and x["mix_streams"] == 2 * 3 for x in tp)
+    (zbv,) = (x for name, x in found.items() if "zbv" in name)
+    assert sum(x["read_streams"] for x in zbv) == (1 + 2 + 2 + 1) * 4 * 3
+
+
+def test_the_plan_leaves_connections_whole() -> None:
+    start = traces()[RUNS[0]][0].start
+    shapes = {name: tuple(x.local.shape) for name, x in start.items() if "blocks.1.conn" in name}
+    assert shapes == {
+        "blocks.1.connection.phi": (15, 3 * 16),
+        "blocks.1.connection.scale": (3,),
+        "blocks.1.connection.bias": (15,),
+    }
+    assert torch.equal(*(t.start["blocks.1.connection.phi"].local for t in traces()[RUNS[0]]))

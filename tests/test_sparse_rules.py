@@ -1,0 +1,120 @@
+"""Sparse attention: settings that can't work, one line each, and what a run says of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacpp.arguments import parse_run
+from megacpp.errors import ConfigError
+from megacpp.sparse_rules import sparse_lines
+
+SPARSE = "tiny --model.attention.sparse.layers all"
+PREFIX = "--model.attention.sparse."
+
+# arguments, key that the line starts with, words that it contains; on so many ranks
+WRONG: list[tuple[str, str, str, int]] = [
+    (f"tiny {PREFIX}layers one", "model.attention.sparse.layers=one", "are numbers", 1),
+    (f"tiny {PREFIX}layers 0,7", "model.attention.sparse.layers=0,7", "has 3 A blocks", 1),
+    (f"tiny {PREFIX}layers 0 {PREFIX}own 2", "model.attention.sparse.own=2", "are sparse ones", 1),
+    (f"tiny {PREFIX}own 1", "model.attention.sparse.own=1", "no layer is sparse", 1),
+    (f"tiny {PREFIX}stage dense", "model.attention.sparse.stage=dense", "no layer is sparse", 1),
+    (f"{SPARSE} {PREFIX}top-k 0", "model.attention.sparse.top_k=0", "at least 1", 1),
+    (f"{SPARSE} {PREFIX}share 0", "model.attention.sparse.share=0", "at least 1", 1),
+    (f"{SPARSE} {PREFIX}num-heads 0", "model.attention.sparse.num_heads=0", "at least 1", 1),
+    (f"{SPARSE} {PREFIX}loss 0", "model.attention.sparse.loss=0.0", "learns from nothing else", 1),
+    (f"{SPARSE} {PREFIX}head-dim 33", "model.attention.sparse.head_dim=33", "use 34", 1),
+    (
+        f"{SPARSE} --model.attention.kind mla --model.attention.qk-norm false "
+        f"--model.attention.qk-rope-head-dim 32 {PREFIX}head-dim 16",
+        "model.attention.sparse.head_dim=16",
+        "32 rotary dims of MLA, and must be even. Fix: use 32",
+        1,
+    ),
+    (
+        f"{SPARSE} --mesh.cp 2 --mesh.cp-attention ring",
+        "mesh.cp_attention=ring",
+        "use mesh.cp_attention=all_gather",
+        2,
+    ),
+    (f"{SPARSE} --mesh.cp 2 --mesh.cp-attention heads", "mesh.cp_attention=heads", "whole rows", 2),
+    (
+        f"{SPARSE} {PREFIX}stage dense --mesh.pp 2 --train.grad-accum 2",
+        "mesh.pp=2",
+        "would have no backward (model.attention.sparse.stage=dense)",
+        2,
+    ),
+    (
+        f"{SPARSE} --mesh.pp 16 --train.grad-accum 16",
+        "mesh.pp=16",
+        "makes 16 stages of it, each needs a layer (model.depth=12)",
+        16,
+    ),
+    (
+        f"{SPARSE} {PREFIX}stage dense --model.attention.qk-norm false --optim.qk-clip 100",
+        "optim.qk_clip=100.0",
+        "weights that are to stay",
+        1,
+    ),
+    (
+        f"{SPARSE} {PREFIX}stage dense --recompute.compress 0.25",
+        "recompute.compress=0.25",
+        "what isn't trained",
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "key", "words", "size"), WRONG, ids=[w[1] for w in WRONG])
+def test_one_line(arguments: str, key: str, words: str, size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(arguments.split(), size)
+    line = str(caught.value)
+    assert line.startswith(f"{key}: ") and words in line and "Fix: " in line, line
+    assert "\n" not in line
+
+
+def test_transformer_engine_would_choose_again() -> None:
+    """Beside other rules of FP8, which come first where the library isn't installed."""
+    from megacpp.rules import broken
+
+    arguments = f"{SPARSE} --recompute.ablock full".split()
+    config = parse_run(arguments, 1).config
+    import dataclasses
+
+    te = dataclasses.replace(config, precision=dataclasses.replace(config.precision, fp8="te"))
+    assert any("would choose keys again" in str(error) for error in broken(te, 1))
+    assert not any("choose keys" in str(error) for error in broken(config, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "lines"),
+    [
+        ("tiny", 1, []),
+        (
+            f"{SPARSE} {PREFIX}share 2",
+            1,
+            ["sparse attention: 256 keys chosen in layers 0, 8, taken over by 4"],
+        ),
+        (
+            f"{SPARSE} {PREFIX}share 2 {PREFIX}stage dense",
+            1,
+            [
+                "sparse attention, warm-up: all keys are attended to, only the indexers of layers "
+                "0, 8 are trained"
+            ],
+        ),
+        (
+            f"{SPARSE} {PREFIX}share 3 --mesh.pp 2 --train.grad-accum 2",
+            2,
+            [
+                "sparse attention: 256 keys chosen in layers 0, 8, taken over by 4",
+                "A blocks of ranks 2 choose for themselves (model.attention.sparse.own)",
+            ],
+        ),
+    ],
+)
+def test_the_header_says_who_chooses(arguments: str, size: int, lines: list[str]) -> None:
+    resolved = parse_run(arguments.split(), size)
+    assert sparse_lines(resolved.config) == lines
+    if size > 1:
+        assert resolved.provenance["model.attention.sparse.own"] == "derived"
