@@ -8,7 +8,7 @@ from megacpp.config import Config
 from megacpp.engram_rules import engram_rules
 from megacpp.errors import ConfigError, config_error
 from megacpp.hyper_connection_rules import hyper_connection_rules
-from megacpp.model.pattern import block_letters
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import m2rnn_heads
 from megacpp.moe_rules import null_rules
 from megacpp.mtp_rules import mtp_rules
@@ -17,7 +17,7 @@ from megacpp.mtp_rules import mtp_rules
 def model_rules(config: Config) -> Iterator[ConfigError]:
     """Every broken rule of the blocks that the pattern uses."""
     try:
-        letters = set(block_letters(config.model.pattern, config.model.depth))
+        letters = {kind[0] for kind in layer_kinds(config.model)}
     except ConfigError as error:
         yield error
         return

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.arguments import parse_run
+from megacpp.arguments import parse_run, replace_keys
 from megacpp.errors import ConfigError
+from megacpp.presets import tiny
+from megacpp.rules import broken
 
 ROOT = Path(__file__).parents[1]
 
@@ -188,6 +190,23 @@ def test_one_line_with_key_rule_and_fix(arguments: str, key: str, words: str) ->
     line = str(caught.value)
     assert line.startswith(key) and words in line and ". Fix: " in line and "\n" not in line
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model.pattern": "AXE"},
+        {"model.attention.sparse.layers": "9"},
+        {"model.attention.sparse.own": "x"},
+        {"model.engram.layers": "9"},
+    ],
+    ids=str,
+)
+def test_a_mistake_is_reported_once(change: dict[str, str]) -> None:
+    config = replace_keys(tiny(), change)
+    found = [str(error) for error in broken(config, world_size=1)]
+    (key,) = change
+    assert len(found) == 1 and found[0].startswith(key), found
 
 
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
