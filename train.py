@@ -27,6 +27,7 @@ from megacpp.run.forensics import Forensics
 from megacpp.run.gate import set_allocator
 from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health, budget_spent
+from megacpp.run.kernels import choices
 from megacpp.run.launch import announce, check_corpus, set_aside
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
@@ -54,6 +55,7 @@ def main(resolved: Resolved) -> None:
     device = pick_device(config.train.device)
     check_device(config, device)
     check_fp8_device(config, device)
+    kernels = choices(config, device)
     resolved, admission = settle(resolved, world_size(), device)
     config = resolved.config
     set_allocator(config, device)
@@ -91,6 +93,7 @@ def main(resolved: Resolved) -> None:
         world.is_main,
         keeper.compiled,
         keeper.words(),
+        kernels,
         admission,
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)

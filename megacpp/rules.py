@@ -15,6 +15,7 @@ from typing import Any
 from megacpp.config import Config, TrainConfig
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import ConfigError, config_error
+from megacpp.kernel_choice import kernel_rules
 from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.model.stages import enough_microbatches, pipeline_rules
 from megacpp.model_rules import model_rules
@@ -152,6 +153,7 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from _precision(config)
     yield from _optimizer(config)
     yield from _adamw_state(config)
+    yield from kernel_rules(config)
     yield from recompute_rules(config)
     yield from sparse_rules(config)
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from megacpp.config import Config
+from megacpp.kernels.backend import set_kernels
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise, whole
+from megacpp.run.kernels import chosen_kernels
 from megacpp.run.precision import compute_dtype, storage_dtype
 from parallel.mesh import World
 
@@ -24,8 +26,13 @@ def build_model(
 
     Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
     starts from the same weights.
+
+    Raises:
+        ConfigError: a kernel that is asked for by name can't run here.
     """
+    kernels = chosen_kernels(config, world.device)
     model, part = plan_model(config, world, prepare), whole
+    set_kernels(model, kernels)
     if world.parallel:
         from parallel.fsdp import shard_slice
 

@@ -212,7 +212,7 @@ def _attend_own_heads(
 ) -> Tensor:
     """Whole rows of this rank's share of the heads, `[B, T, n, V]`."""
     inner.observe(q_BTnH, k_BTkH, row, row, share=(layout.rank, layout.degree))
-    settings = (row, inner.scale, inner.softcap)
+    settings = (row, inner.scale, inner.softcap, inner.kernels.attention)
     return inner.seam("core_attn", causal_attention, q_BTnH, k_BTkH, v_BTkV, *settings)
 
 

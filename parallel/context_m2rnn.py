@@ -134,6 +134,7 @@ def scan_serially(
             mixer.clip,
             mixer.chunk_size,
             mixer.keep_states,
+            backend=mixer.kernels.m2rnn,
         )
         if after is not None and after != layout.rank:
             chain = send(h_BNKV, after, group)

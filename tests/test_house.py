@@ -26,6 +26,10 @@ OPTIONAL = {
 }  # fmt: skip
 NO_TORCH = (
     "config.py",
+    "model_config.py",
+    "kernel_choice.py",
+    "kernel_host.py",
+    "kernel_refusals.py",
     "errors.py",
     "presets.py",
     "rules.py",

@@ -69,7 +69,7 @@ def doctor(argv: Sequence[str]) -> int:
         return 0
     as_json, skip = take_flag(arguments, "--json"), take_flag(arguments, "--no-self-test")
     refuse_rest(arguments)
-    findings = [*_versions(), *_devices(), _fp8(), *_optional()]
+    findings = [*_versions(), *_devices(), _fp8(), *_kernels(), *_optional()]
     if not skip:
         findings.append(_gloo())
     if as_json:
@@ -151,6 +151,21 @@ def _fp8() -> Finding:
         has = "{}.{}".format(*capability)
         return Finding("fp8", None, f"needs {need}, this GPU has {has}; bf16 blocks only")
     return Finding("fp8", True, f"matrix products in hardware ({need} or more)")
+
+
+def _kernels() -> list[Finding]:
+    """Of every operation what `auto` takes for the default preset on this machine, and why."""
+    from megacpp.kernel_choice import OPERATIONS, choose
+    from megacpp.presets import tiny
+    from megacpp.run.kernels import host_of
+    from parallel.mesh import pick_device
+
+    host = host_of(tiny(), pick_device("auto"))
+    found = []
+    for name, choice in choose(tiny(), host).items():
+        ways = ", ".join(b.name for b in OPERATIONS[name].backends)
+        found.append(Finding(f"kernels.{name}", True, f"{choice.taken}; there are {ways}"))
+    return found
 
 
 def _gloo() -> Finding:

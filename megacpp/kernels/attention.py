@@ -52,12 +52,16 @@ def causal_attention(
     docs: Documents,
     scale: float,
     softcap: float | None = None,
+    backend: str = "torch",
 ) -> Tensor:
-    """Attention within documents, `[B, T, N, V]`; the fast form of `attention_reference`.
+    """Attention within documents, `[B, T, N, V]`, by a backend of `attention`.
 
     Rows of one document need no mask. For packed rows it is made once a batch: SDPA would turn a
     bool mask into an additive one in every layer, and every layer would keep its own.
     """
+    if backend == "reference":
+        return attention_reference(q_BTNH, k_BTKH, v_BTKV, docs, scale, softcap)
+    assert backend == "torch", backend
     mask_B1TT = None if docs.whole else attention_mask(docs, docs, q_BTNH.dtype, softcap)
     return attend(q_BTNH, k_BTKH, v_BTKV, scale, softcap, mask_B1TT, causal=True)
 

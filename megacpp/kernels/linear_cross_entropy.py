@@ -54,6 +54,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
     weight_N: Tensor | None = None,
+    backend: str = "torch",
 ) -> CrossEntropy:
     """Summed cross entropy of `softcap * tanh(x W^T / softcap)`, never holding `[N, V]`.
 
@@ -69,7 +70,12 @@ def linear_cross_entropy(
         shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
             vocabulary; the gradient of `x` is the part that these words contribute.
         weight_N: factors of the tokens' losses in `loss_sum`, at least fp32; without gradient.
+        backend: of `cross_entropy` (megacpp/kernel_choice.py).
     """
+    if backend == "reference":
+        assert shard is None
+        return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
+    assert backend == "torch", backend
     device = x_ND.device.type
     autocast = torch.is_autocast_enabled(device)
     x_ND = x_ND.to(torch.get_autocast_dtype(device)) if autocast else x_ND
@@ -88,14 +94,16 @@ def linear_cross_entropy_plain(
     target_N: Tensor,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    weight_N: Tensor | None = None,
 ) -> CrossEntropy:
     """The same from whole logits and autograd: the reference of `linear_cross_entropy`."""
     logits_NV = soft_cap(_wide(F.linear(x_ND, weight_VD)), softcap)
     valid_N = target_N != IGNORED
-    nll_sum = F.cross_entropy(logits_NV, target_N, reduction="sum", ignore_index=IGNORED)
+    nll_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=IGNORED)
     lse_N = logits_NV.logsumexp(1)
-    loss_sum = nll_sum + z_loss * (lse_N.square() * valid_N).sum()
-    return CrossEntropy(loss_sum, valid_N.sum(), nll_sum.detach(), lse_N.detach())
+    counts_N = valid_N if weight_N is None else valid_N * weight_N
+    loss_sum = ((nll_N + z_loss * lse_N.square()) * counts_N).sum()
+    return CrossEntropy(loss_sum, valid_N.sum(), nll_N.detach().sum(), lse_N.detach())
 
 
 def chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:

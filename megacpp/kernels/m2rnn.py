@@ -24,7 +24,14 @@ from megacpp.kernels.restarts import Sequences, sequences_of
 if TYPE_CHECKING:
     from megacpp.model.documents import Documents
 
-__all__ = ["StateClip", "m2rnn_carried", "m2rnn_chunked", "m2rnn_sequential", "m2rnn_step"]
+__all__ = [
+    "StateClip",
+    "m2rnn_carried",
+    "m2rnn_chunked",
+    "m2rnn_scan",
+    "m2rnn_sequential",
+    "m2rnn_step",
+]
 
 
 def m2rnn_sequential(
@@ -127,6 +134,29 @@ def m2rnn_chunked(
         )
 
 
+def m2rnn_scan(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    docs: Documents | None = None,
+    initial_SNKV: Tensor | None = None,
+    clip: StateClip | None = None,
+    chunk_size: int = 64,
+    final_states: bool = True,
+    keep_states: bool = False,
+    *,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor | None]:
+    """`m2rnn_chunked`, or the same by another backend of `m2rnn` (megacpp/kernel_choice.py)."""
+    given = (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
+    if backend == "reference":
+        return m2rnn_sequential(*given)
+    assert backend == "torch", backend
+    return m2rnn_chunked(*given, chunk_size, final_states, keep_states)
+
+
 def m2rnn_carried(
     q_BTNK: Tensor,
     k_BTNK: Tensor,
@@ -138,13 +168,16 @@ def m2rnn_carried(
     clip: StateClip | None = None,
     chunk_size: int = 64,
     keep_states: bool = False,
+    *,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """`m2rnn_chunked` for a part of each row: a state enters on its left, one leaves on its right.
+    """`m2rnn_scan` for a part of each row: a state enters on its left, one leaves on its right.
 
     The first token of a row sees `entering`, whatever `docs` says. Both states `[B, N, K, V]` have
     the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
     tokens that it comes from were here, so that parts of a row add up to the row.
     """
+    assert backend == "torch", backend
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
     seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
     seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)

@@ -33,8 +33,16 @@ from megacpp.kernels.mamba3_inputs import (
 )
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+from megacpp.model.seam import PLAIN, Seam
 
-__all__ = ["Scan", "mamba3_chunked", "mamba3_sequential", "mamba3_step", "scan_documents"]
+__all__ = [
+    "Scan",
+    "mamba3_chunked",
+    "mamba3_scan",
+    "mamba3_sequential",
+    "mamba3_step",
+    "scan_documents",
+]
 
 Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba3State]]
 
@@ -81,6 +89,24 @@ def mamba3_sequential(
         y_B1HP, state = mamba3_step(token, weights, state, pairing)
         ys_B1HP.append(y_B1HP)
     return torch.cat(ys_B1HP, 1), state
+
+
+def mamba3_scan(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    pairing: Pairing,
+    chunk_size: int,
+    initial: Mamba3State | None = None,
+    *,
+    seam: Seam = PLAIN,
+    backend: str = "torch",
+) -> tuple[Tensor, Mamba3State]:
+    """`mamba3_chunked`, or the same by another backend of `mamba3` (megacpp/kernel_choice.py)."""
+    if backend == "reference":
+        return mamba3_sequential(inputs, weights, docs, pairing, initial)
+    assert backend == "torch", backend
+    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, seam=seam)
 
 
 def scan_documents(

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megacpp.config import Config
+from megacpp.kernel_choice import choose, planned_host
 from megacpp.memory.estimate import MemoryEstimate, estimate
 
 Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
@@ -41,7 +42,10 @@ def as_run(config: Config, device: str, narrow: bool) -> Config:
     if precision.dtype == "auto":
         precision = replace(precision, dtype="bf16" if narrow else "fp32")
     train = replace(config.train, device="cuda" if device == "cuda" else "cpu")
-    return replace(config, precision=precision, train=train)
+    settled = replace(config, precision=precision, train=train)
+    found = choose(settled, planned_host(settled, train.device))
+    names = {name: choice.backend for name, choice in found.items()}
+    return replace(settled, kernels=replace(config.kernels, **names))
 
 
 def words(size_bytes: float) -> str:

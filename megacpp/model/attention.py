@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megacpp.config import AttentionConfig, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.attention import attend, causal_attention
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.sparse_attention import chosen_mask
 from megacpp.model.attention_logits import LogitRecorder
 from megacpp.model.documents import Documents, documents_of
@@ -32,6 +33,7 @@ class CoreAttention(nn.Module):
     """
 
     seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, head_dim: int, config: AttentionConfig) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class CoreAttention(nn.Module):
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents) -> Tensor:
         """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K)."""
         self.observe(q_BTNH, k_BTKH, docs, docs)
-        settings = (docs, self.scale, self.softcap)
+        settings = (docs, self.scale, self.softcap, self.kernels.attention)
         return self.seam("core_attn", causal_attention, q_BTNH, k_BTKH, v_BTKV, *settings)
 
     def observe(

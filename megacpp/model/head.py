@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megacpp.config import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linear_cross_entropy import (
     CrossEntropy,
     VocabularyShard,
@@ -66,6 +67,8 @@ class LanguageModelHead(nn.Module):
         shard: which words the weight holds, when the vocabulary is spread over processes.
     """
 
+    kernels: Kernels = PLAIN_KERNELS
+
     def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
         super().__init__()
         self.softcap, self.z_loss = config.logit_softcap, config.z_loss
@@ -99,6 +102,7 @@ class LanguageModelHead(nn.Module):
             self.z_loss,
             shard=self.shard,
             weight_N=counts_N,
+            backend=self.kernels.cross_entropy,
         )
 
     def logits(self, x_BTD: Tensor) -> Tensor:

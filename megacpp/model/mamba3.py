@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
-from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_step
+from megacpp.kernels.mamba3 import mamba3_scan, mamba3_step
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract, wide
@@ -52,6 +53,7 @@ class Mamba3(Fp32Contract):
     """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
 
     seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -111,10 +113,8 @@ class Mamba3(Fp32Contract):
         initial: Mamba3State | None = None,
     ) -> tuple[Tensor, Mamba3State]:
         """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row."""
-        chunk_size = self.mamba.chunk_size
-        return mamba3_chunked(
-            inputs, weights, docs, self.pairing, chunk_size, initial, seam=self.seam
-        )
+        given = (inputs, weights, docs, self.pairing, self.mamba.chunk_size, initial)
+        return mamba3_scan(*given, seam=self.seam, backend=self.kernels.mamba3)
 
     def head_weights(self) -> HeadWeights:
         """The scan's parameters, all under the fp32 contract."""

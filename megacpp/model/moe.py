@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig, MoEConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.expert_mlp import into_experts, out_of_experts
 from megacpp.kernels.expert_rows import (
     Groups,
@@ -50,6 +51,7 @@ class Experts(nn.Module):
     """
 
     seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -105,6 +107,8 @@ class MixtureOfExperts(nn.Module):
     Expert parallelism replaces `dispatch` and `combine`. Nothing between the two but `experts`
     touches a row, so recomputing `experts` alone repeats neither.
     """
+
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

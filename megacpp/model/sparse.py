@@ -103,7 +103,8 @@ class SparseCore(CoreAttention):
         if chosen is not None:
             return self.seam("core_attn", sparse_attention, *parts, chosen, docs, keys, *settings)
         if keys is docs:
-            return self.seam("core_attn", causal_attention, *parts, docs, *settings)
+            whole = (docs, *settings, self.kernels.attention)
+            return self.seam("core_attn", causal_attention, *parts, *whole)
         mask = attention_mask(docs, keys, q_BTNH.dtype, self.softcap)
         return self.seam("core_attn", attend, *parts, *settings, mask)
 

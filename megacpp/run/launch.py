@@ -14,6 +14,7 @@ from megacpp.config import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import config_error
+from megacpp.kernel_choice import Choice
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.mesh_rules import batch_ranks
@@ -22,6 +23,7 @@ from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
 from megacpp.run.features import feature_lines
 from megacpp.run.gate import Admission
+from megacpp.run.kernels import kernel_lines, kernel_record
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.precision import compute_dtype, storage_dtype
 from megacpp.run.recompute_table import layer_rows
@@ -76,6 +78,7 @@ def announce(
     active: bool,
     compiled: Mapping[int, str],
     fp8: Sequence[str],
+    kernels: Mapping[str, Choice],
     admission: Admission,
 ) -> Callable[[float], float | None]:
     """Prints the header and writes the launch record on the main rank.
@@ -104,6 +107,7 @@ def announce(
             device=device_name(device),
             recompute=layer_rows(config, compiled),
             fp8=list(fp8),
+            kernels=kernel_record(kernels),
             activations=kept_by_a_microbatch(config, ranks, device),
             memory=admission.as_dict(),
             plan=admission.plan,
@@ -124,6 +128,7 @@ def announce(
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
+                ("kernels", kernel_lines(kernels)),
                 ("memory", admission.lines()),
                 ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
                 ("optimizer" + _whose(mesh), optimizer_lines),

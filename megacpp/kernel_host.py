@@ -1,0 +1,40 @@
+"""What a run has under it: device, numbers, packages; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+# Optional packages that backends are written with, by the name that they are installed under.
+PACKAGES = ("torch", "triton", "tilelang", "mamba-ssm", "torchao", "transformer-engine")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a run has under it.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        dtype: activations and matrices: `bf16`, `fp16`, `fp32`, `fp64`.
+        capability: compute capability of the GPU; None: not known yet, nothing is refused by it.
+        name: of the device, for messages.
+        packages: versions of installed packages.
+    """
+
+    device: str
+    dtype: str
+    capability: tuple[int, int] | None = None
+    name: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+def installed() -> dict[str, str]:
+    """Versions of what is installed of `PACKAGES`."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

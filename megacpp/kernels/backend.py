@@ -1,0 +1,33 @@
+"""The backend of each hot operation, as the modules of a model have it.
+
+A module that calls a hot operation has a class attribute `kernels: Kernels = PLAIN_KERNELS`, passes
+the name on (`backend=self.kernels.m2rnn`), and the builder sets it on all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Name of the backend of each operation (megacpp/kernel_choice.py)."""
+
+    attention: str = "torch"
+    mamba3: str = "torch"
+    m2rnn: str = "torch"
+    experts: str = "torch"
+    cross_entropy: str = "torch"
+
+
+# Of a module that nobody has told otherwise: what runs everywhere.
+PLAIN_KERNELS = Kernels()
+
+
+def set_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Tells every module of a model that has hot operations which backends do them."""
+    for module in model.modules():
+        if isinstance(getattr(type(module), "kernels", None), Kernels):
+            module.kernels = kernels  # type: ignore[assignment]

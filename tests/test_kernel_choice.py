@@ -1,0 +1,125 @@
+"""Which backend does an operation: by itself, by name, or not at all."""
+
+from dataclasses import fields, replace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from megacpp.config import Config, KernelsConfig, MeshConfig, PrecisionConfig, TrainConfig
+from megacpp.errors import ConfigError
+from megacpp.kernel_choice import OPERATIONS, Backend, Operation, choose, kernel_rules
+from megacpp.kernel_host import Host
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from megacpp.presets import tiny
+from megacpp.run.kernels import choices, chosen_kernels, kernel_lines, kernel_record
+from parallel.build import build_model
+from parallel.mesh import World
+
+CPU = torch.device("cpu")
+HERE = Host("cpu", "fp32")
+DEFINED = [n for n, o in OPERATIONS.items() if "reference" in {b.name for b in o.backends}]
+
+
+def test_every_operation_has_a_setting_that_names_its_backends() -> None:
+    hints = get_type_hints(KernelsConfig)
+    assert set(OPERATIONS) == set(hints) == {f.name for f in fields(Kernels)}
+    for name, operation in OPERATIONS.items():
+        names = [b.name for b in operation.backends]
+        assert {"auto", *names} == set(get_args(hints[name]))
+        assert len(set(names)) == len(names) and "torch" in names
+
+
+def test_every_operation_can_be_done_on_a_cpu_by_torch() -> None:
+    found = choose(tiny(), HERE)
+    assert set(found) == set(OPERATIONS)
+    assert {c.backend for c in found.values()} == {"torch"}
+    assert chosen_kernels(tiny(), CPU) == PLAIN_KERNELS
+
+
+def test_only_what_a_model_has_is_chosen() -> None:
+    dense = replace(tiny(), model=replace(tiny().model, pattern="AF", depth=2))
+    assert set(choose(dense, HERE)) == {"attention", "cross_entropy"}
+
+
+def test_a_name_that_cannot_run_is_an_error_and_auto_says_what_it_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a backend that no machine has."""
+
+    def never(config: Config, host: Host) -> str:
+        return "needs an abacus"
+
+    there = OPERATIONS["m2rnn"].backends
+    abacus = Operation("counts", "R", (Backend("abacus", "beads", never), *there))
+    monkeypatch.setitem(OPERATIONS, "m2rnn", abacus)
+    found = choose(tiny(), HERE)["m2rnn"]
+    assert found.backend == "torch" and found.passed_over["abacus"] == "needs an abacus"
+    assert "abacus: needs an abacus" in kernel_lines({"m2rnn": found})[0]
+    named = replace(tiny(), kernels=replace(KernelsConfig(), m2rnn="abacus"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="m2rnn=abacus: needs an abacus"):
+        choose(named, HERE)
+    assert [str(e) for e in kernel_rules(named)] == [
+        "kernels.m2rnn=abacus: needs an abacus. Fix: use kernels.m2rnn=auto, or mend that."
+    ]
+
+
+def test_definitions_are_taken_by_name_alone() -> None:
+    by_name = replace(tiny(), kernels=KernelsConfig(attention="reference"))
+    found = choices(by_name, CPU)["attention"]
+    assert (found.backend, found.reason) == ("reference", "asked for by name")
+    assert kernel_record({"attention": found}) == {
+        "attention": {"backend": "reference", "asked": "reference", "passed_over": {}}
+    }
+
+
+def test_definitions_train_the_same_model() -> None:
+    """Loss and every gradient of all kinds of block: within 1e-12 of the fast forms, in fp64."""
+    config = replace(tiny(), precision=PrecisionConfig("fp64"))
+    model = replace(config.model, depth=5, pattern="AMERF", vocab_size=64, dim=32)
+    config = replace(config, model=model)
+    slow = replace(config, kernels=KernelsConfig(**dict.fromkeys(DEFINED, "reference")))
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (2, 9))
+    ids = torch.tensor([[0] * 4 + [1] * 5, [2] * 9])
+    docs = Documents.from_ids(ids)
+    losses, gradients = [], []
+    for one in (config, slow):
+        built = build_model(one, World(0, 1, CPU))
+        out = built(tokens, tokens, docs)
+        out.loss_sum.backward()
+        losses.append(out.loss_sum.detach())
+        gradients.append({n: p.grad for n, p in built.named_parameters()})
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+    for name, gradient in gradients[0].items():
+        largest = 1e-12 * max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=largest, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("operation", "mesh"),
+    [
+        ("attention", MeshConfig(cp=2)),
+        ("m2rnn", MeshConfig(cp=2)),
+        ("cross_entropy", MeshConfig(tp=2)),
+    ],
+)
+def test_definitions_know_whole_rows_and_vocabularies_alone(
+    operation: str, mesh: MeshConfig
+) -> None:
+    kernels = replace(KernelsConfig(), **{operation: "reference"})
+    cut = replace(tiny(), kernels=kernels, mesh=mesh, train=TrainConfig(device="cpu"))
+    (error,) = kernel_rules(cut)
+    assert f"kernels.{operation}=reference: needs" in str(error)
+
+
+def test_every_module_that_has_hot_operations_is_told() -> None:
+    with torch.device("meta"):
+        model = HybridLM(tiny().model)
+    other = Kernels(m2rnn="reference")
+    set_kernels(model, other)
+    told = {type(m).__name__ for m in model.modules() if getattr(m, "kernels", None) == other}
+    assert {"CoreAttention", "Mamba3", "M2RNN", "Experts", "LanguageModelHead"} <= told
+    assert not any(getattr(m, "kernels", other) != other for m in model.modules())
