@@ -27,6 +27,7 @@ from megacpp.run.forensics import Forensics
 from megacpp.run.gate import set_allocator
 from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health, budget_spent
+from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.kernels import choices
 from megacpp.run.launch import announce, check_corpus, set_aside
 from megacpp.run.measured import Calibrator
@@ -59,6 +60,7 @@ def main(resolved: Resolved) -> None:
     resolved, admission = settle(resolved, world_size(), device)
     config = resolved.config
     set_allocator(config, device)
+    agreed = verify_kernels(config, device, kernels)
     world = start(config.mesh, device)
     if world.is_main:
         set_aside(config)
@@ -94,6 +96,7 @@ def main(resolved: Resolved) -> None:
         keeper.compiled,
         keeper.words(),
         kernels,
+        agreed,
         admission,
     )
     log = MetricsLog(folder, config.run, state.step, active=world.is_main)

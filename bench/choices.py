@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from checkpointing.apply import Keeper
+import torch
+
+from checkpointing.apply import CPU, Keeper
 from megacpp.config import CheckpointingPolicy, Config
 from megacpp.model.pieces import BLOCK, NOTHING, Piece
 from megacpp.presets import PER_BLOCK
@@ -33,9 +35,9 @@ class Choice:
         train = replace(config.train, compile=compiles)
         return replace(config, recompute=self.policy, train=train)
 
-    def keeper(self, config: Config) -> Keeper:
-        """What gives a model this choice; `config` is of `of`."""
-        return Keeper(config, pieces=self.pieces(config))
+    def keeper(self, config: Config, device: torch.device = CPU) -> Keeper:
+        """What gives a model on a device this choice; `config` is of `of`."""
+        return Keeper(config, device, self.pieces(config))
 
     def pieces(self, config: Config) -> Sequence[frozenset[Piece]] | None:
         """Of every layer, if the policy doesn't say."""

@@ -62,7 +62,7 @@ def measure(config: Config, choices: list[Choice], steps: int, world: World) -> 
     trainers = {}
     for choice in choices:
         own = choice.of(config)
-        trainers[choice.name] = Trainer(own, world, choice.keeper(own))
+        trainers[choice.name] = Trainer(own, world, choice.keeper(own, world.device))
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(steps + 1):

@@ -16,6 +16,7 @@ from torch import nn
 
 from checkpointing.rebuild import BlockSeam, Check, Handover, Replays, Store, stay
 from megacpp.config import CheckpointingPolicy, Config
+from megacpp.fp8_rules import fp8_blocks
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, layer_pieces
@@ -80,7 +81,7 @@ class Keeper:
         stores = self._stores(model)
         set_seams(model, self.pieces, policy, self.replays, stores, self.groups)
         if config.precision.fp8 == "te":
-            _seams_of_transformer_engine(model)
+            _seams_of_transformer_engine(model, config)
         if config.train.compile != "off":
             from checkpointing.compile import compile_blocks
 
@@ -91,12 +92,7 @@ class Keeper:
 
     def words(self) -> list[str]:
         """What a run prints of layers in FP8."""
-        if self.fp8 is None:
-            return []
-        how = "rounded to FP8 and multiplied wide" if self.fp8.emulated else "in FP8"
-        found = [f"{len(self.fp8.converted)} linear layers {how} ({self.config.precision.fp8})"]
-        reasons = sorted(set(self.fp8.left.values()))
-        return found + [f"{len(self.fp8.left)} stay wide: {'; '.join(reasons)}"] * bool(reasons)
+        return [] if self.fp8 is None else self.fp8.words(self.config.precision)
 
     def _stores(self, model: HybridLM) -> Callable[[nn.Module], Store]:
         """Where what a block keeps waits."""
@@ -156,12 +152,13 @@ def set_seams(
         model.mtp.seam = depth_seam(policy, replays)
 
 
-def _seams_of_transformer_engine(model: HybridLM) -> None:
+def _seams_of_transformer_engine(model: HybridLM, config: Config) -> None:
     """Blocks that run again as a whole do so by the library that knows their scales."""
     from checkpointing.fp8 import TransformerEngineSeam
 
+    layers = fp8_blocks(config)
     for key, block in model.blocks.items():
-        if model.letters[int(key)] in "AF" and "block" in getattr(block.seam, "pieces", ()):
+        if int(key) in layers and "block" in getattr(block.seam, "pieces", ()):
             give(block, TransformerEngineSeam())
 
 

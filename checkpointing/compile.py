@@ -8,7 +8,8 @@ block does is compiled, so names, hooks and saved state stay as they are:
 A, F    all of the block, one graph without a break
 E       the shared expert; sizes of what is routed depend on values, which no graph knows
 A.*     nothing of a sparse block: what it chooses is kept for others, and for its own backward
-M, R    nothing: their kernels are written by hand and say themselves what they keep
+M       all of it where torch's operators do its scan, with every head on this rank
+R       nothing: it goes from token to token, and a graph would hold each of its steps
 
 Blocks of the same classes share their graphs. Without gradients nothing is kept and blocks run as
 they are written. (Activation memory, not saved training state.)
@@ -24,11 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.kernels.attention import attention_mask
+from megacpp.kernels.attention import remember
+from megacpp.kernels.causal_conv import reach
+from megacpp.kernels.mamba3_ops import Chunks
 from megacpp.model.attention import GroupedQueryAttention
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.mamba3 import Mamba3
 from megacpp.model.mla import MultiHeadLatentAttention
 from megacpp.model.moe import MixtureOfExperts, SharedExpert
 from megacpp.model.rope import rotary_table
@@ -40,6 +44,8 @@ ROUTED = "sizes of what is routed depend on values"
 CHOSEN = "its keys are chosen, or were by another block"
 CONTEXT = "keys come from other ranks"
 BY_HAND = "its kernels say themselves what they keep"
+BY_TOKEN = "it goes from token to token"
+CUT = "its scan is cut over ranks"
 LOOKED_UP = "what its memory looks up is hashed outside of graphs"
 
 
@@ -137,7 +143,11 @@ def why_eager(block: Block) -> str | None:
     if isinstance(mixer, Attention):
         replaced = "attend" in vars(mixer) or "forward" in vars(mixer.inner)
         return CONTEXT if replaced else None
-    return None if block.letter == "F" else BY_HAND
+    if isinstance(mixer, Mamba3):
+        if vars(mixer).keys() & {"scan", "convolve"}:
+            return CUT
+        return None if mixer.kernels.mamba3 == "torch" else BY_HAND
+    return None if block.letter == "F" else BY_TOKEN
 
 
 def make_plain(module: nn.Module) -> None:
@@ -161,7 +171,8 @@ class Compiler:
 
     def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` as one graph for each kind of arguments that it meets."""
-        # torch counts graphs, of which there may be 8, by code object.
+        # torch counts graphs, of which there may be 8, by code object (pytorch#177355: torch 2.13
+        # has isolate_recompiles=True).
         assert isinstance(function, FunctionType)
         own = FunctionType(
             function.__code__.replace(co_name=f"{function.__name__}_compiled"),
@@ -185,7 +196,8 @@ class Compiler:
 
         found: dict[str, Any] = {"activation_memory_budget": self.budget}
         # A DTensor brings its mesh into the graph, an object whose bytes torch 2.13 refuses to
-        # guess below a budget of 1. It has none that matter. Older versions bring no mesh.
+        # guess below a budget of 1 (pytorch#186008 calls the flag an escape hatch). It has none
+        # that matter. Older versions bring no mesh.
         if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
             found["unsafe_treat_script_objects_as_zero_size"] = True
         if self.halves:  # else inductor's backward writes over what was kept
@@ -196,7 +208,8 @@ class Compiler:
 class CompiledBlock:
     """Takes the place of `Block._forward`.
 
-    Masks and rotary tables, which all layers share, are made before the graph and are inputs of it.
+    Masks, rotary tables and chunks, which all layers share, are made before the graph and are
+    inputs of it.
     """
 
     def __init__(self, block: Block, graph: Callable[..., Tensor]) -> None:
@@ -207,7 +220,11 @@ class CompiledBlock:
         if not torch.is_grad_enabled():
             return Block._forward(block, x_BTD, docs)
         assert block.seam is PLAIN, "the compiler and a seam both decide what a block keeps"
-        read = attention_inputs(mixer, docs, x_BTD.dtype) if isinstance(mixer, Attention) else None
+        read = None
+        if isinstance(mixer, Attention):
+            read = attention_inputs(mixer, docs, x_BTD.dtype)
+        elif isinstance(mixer, Mamba3):
+            read = scan_inputs(mixer, docs)
         return self.graph(block, x_BTD, read)
 
 
@@ -231,11 +248,27 @@ def attention_inputs(mixer: Attention, docs: Documents, dtype: torch.dtype) -> D
     latent = isinstance(mixer, MultiHeadLatentAttention)
     dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.config.attention
 
+    backend = mixer.inner.kernels.attention
+
     def make() -> Documents:
-        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
+        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole, first_BM=docs.first_BM)
         rotary_table(read, dim, config, dtype)
-        if not docs.whole:
-            attention_mask(read, read, dtype, config.softcap)
+        remember(read, dtype, config.softcap, backend)
         return read
 
-    return docs.memo(("compiled attention", dim, config, dtype), make)
+    return docs.memo(("compiled attention", dim, config, dtype, backend), make)
+
+
+def scan_inputs(mixer: Mamba3, docs: Documents) -> Documents:
+    """The documents with just what a Mamba-3 scan and its convolution remember of them."""
+    size, dtype = min(mixer.mamba.chunk_size, docs.ids_BT.shape[1]), mixer.dt_bias.dtype
+    taps = mixer.mamba.conv_kernel
+
+    def make() -> Documents:
+        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
+        Chunks.of(read, size, dtype)
+        if taps and not docs.whole:
+            reach(read, taps)
+        return read
+
+    return docs.memo(("compiled scan", size, dtype, taps), make)

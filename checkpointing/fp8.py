@@ -3,7 +3,8 @@
 torchao   the scale of a token's row is taken from that row, of a weight's row from that row, and
           weight gradients are computed wide (recipe `rowwise_with_gw_hp`). Nothing is remembered,
           so any recomputation gives the same bits, and nothing depends on how tokens are spread
-          over microbatches and ranks.
+          over microbatches and ranks. Other recipes take scales from all tokens of a microbatch
+          on a rank. Routed experts multiply by megacpp/kernels/fp8_products.py.
 te        Transformer Engine scales by a history of largest values, and has a recomputation of its
           own that puts it aside: `TransformerEngineSeam`. Any other is refused.
 
@@ -20,30 +21,58 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megacpp.config import Config
+from megacpp.config import Config, PrecisionConfig
 from megacpp.errors import config_error
-from megacpp.fp8_rules import MULTIPLE, divides, fp8_layers, fp8_rules
+from megacpp.fp8_rules import (
+    MULTIPLE,
+    divides,
+    fp8_experts,
+    fp8_kinds,
+    fp8_layers,
+    fp8_rules,
+    fp8_wanted,
+)
+from megacpp.kernels.fp8_products import Fp8Products
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.moe import Experts
 from megacpp.model.pieces import Piece
 
 R = TypeVar("R")
-RECIPE = "rowwise_with_gw_hp"
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix products, no GPU before them
+GROUPED_CAPABILITY = (9, 0)  # of torch._scaled_grouped_mm, with a scale for each row
 
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """What became of the linear layers of A and F blocks.
+    """What became of the layers that FP8 is for.
 
     Attributes:
-        converted: names of those that compute in FP8.
+        converted: names of linear layers that compute in FP8.
+        experts: names of stacks of routed experts that do.
         left: name to reason of those that don't.
         emulated: rounded to FP8 and multiplied wide, where there is no hardware for it.
     """
 
     converted: tuple[str, ...]
+    experts: tuple[str, ...]
     left: dict[str, str]
     emulated: bool
+
+    def words(self, precision: PrecisionConfig) -> list[str]:
+        """What a run prints."""
+        how = "rounded to FP8 and multiplied wide" if self.emulated else "in FP8"
+        experts = f" and {len(self.experts)} stacks of experts" if self.experts else ""
+        where = f"of {fp8_kinds(precision)} blocks"
+        if precision.fp8_ends:
+            where += f" but the first and last {precision.fp8_ends} layers"
+        by = precision.fp8 if precision.fp8 == "te" else f"torchao, {precision.fp8_recipe}"
+        found = [f"{len(self.converted)} linear layers{experts} {where} {how} ({by})"]
+        if precision.fp8_recipe != "rowwise_with_gw_hp":
+            found.append("FP8 scales of its gradients are of a rank's tokens: meshes differ by it")
+        if precision.fp8_all_gather:
+            found.append("their weights travel in FP8")
+        reasons = sorted(set(self.left.values()))
+        return found + [f"{len(self.left)} stay wide: {'; '.join(reasons)}"] * bool(reasons)
 
 
 def check_fp8(config: Config) -> None:
@@ -62,6 +91,13 @@ def check_fp8_device(config: Config, device: torch.device) -> None:
             raise config_error(
                 "precision.fp8", fp8, "runs on a GPU alone", "use precision.fp8=torchao, or off"
             )
+        if config.precision.fp8_all_gather:
+            raise config_error(
+                "precision.fp8_all_gather",
+                True,
+                "gloo, which joins CPUs, has no collective for FP8 numbers",
+                "use precision.fp8_all_gather=false",
+            )
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
@@ -71,6 +107,14 @@ def check_fp8_device(config: Config, device: torch.device) -> None:
             f"needs a GPU of compute capability 8.9 or more (this one: {capability[0]}."
             f"{capability[1]})",
             "use precision.fp8=off",
+        )
+    if fp8 == "torchao" and "E" in config.precision.fp8_layers and capability < GROUPED_CAPABILITY:
+        raise config_error(
+            "precision.fp8_layers",
+            config.precision.fp8_layers,
+            "experts in FP8 need a GPU of compute capability 9.0 or more (this one: "
+            f"{capability[0]}.{capability[1]})",
+            "use precision.fp8_layers=AF",
         )
 
 
@@ -82,17 +126,22 @@ def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:
     Args:
         device: where the model will be; it may still be on the meta device.
     """
-    if config.precision.fp8 == "off":
-        return Fp8Layers((), {}, False)
+    precision = config.precision
+    if precision.fp8 == "off":
+        return Fp8Layers((), (), {}, False)
     check_fp8(config)
     check_fp8_device(config, device)
-    converted, left = _choose(model)
-    emulated = config.precision.fp8 == "torchao" and device.type != "cuda"
-    if config.precision.fp8 == "torchao":
-        _by_torchao(model, set(converted), emulated)
-    else:
+    converted, experts, left = _choose(model, config)
+    emulated = precision.fp8 == "torchao" and device.type != "cuda"
+    if precision.fp8 == "te":
         _by_transformer_engine(model, converted)
-    return Fp8Layers(converted, left, emulated)
+        return Fp8Layers(converted, (), left, False)
+    _by_torchao(model, set(converted), precision, emulated)
+    for name in experts:
+        stack = model.get_submodule(name)
+        assert isinstance(stack, Experts)
+        stack.fp8 = Fp8Products(emulated, precision.fp8_recipe == "rowwise_with_gw_hp")
+    return Fp8Layers(converted, experts, left, emulated)
 
 
 class TransformerEngineSeam:
@@ -127,31 +176,49 @@ def fp8_forward() -> AbstractContextManager[Any]:
     return fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_format=Format.HYBRID))
 
 
-def _choose(model: HybridLM) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Names of layers that can, and of those that can't with the reason."""
-    layers, converted, left = fp8_layers(model.config), [], {}
+def _choose(
+    model: HybridLM, config: Config
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+    """Names of linear layers and of experts that can, and of those that can't with the reason."""
+    layers, converted, experts, left = fp8_layers(model.config), [], [], {}
+    chosen = set(fp8_wanted(config))
     for key in model.blocks:
-        for leaf in layers.get(model.letters[int(key)], {}):
-            name = f"blocks.{key}.mixer.{leaf}"
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear), name
+        letter, mixer = model.letters[int(key)], f"blocks.{key}.mixer"
+        if int(key) not in chosen:
+            continue
+        for leaf in layers[letter]:
+            linear = model.get_submodule(f"{mixer}.{leaf}")
+            assert isinstance(linear, nn.Linear), leaf
             if divides(linear.out_features, linear.in_features):
-                converted.append(name)
+                converted.append(f"{mixer}.{leaf}")
             else:
-                sides = f"{linear.out_features} x {linear.in_features}"
-                left[name] = f"{sides} are not both multiples of {MULTIPLE}"
-    return tuple(converted), left
+                left[f"{mixer}.{leaf}"] = _odd(linear.out_features, linear.in_features)
+        if letter == "E":
+            sides = model.config.moe.hidden_dim, model.config.dim
+            if fp8_experts(model.config):
+                experts.append(f"{mixer}.experts")
+            else:
+                left[f"{mixer}.experts"] = _odd(*sides)
+    return tuple(converted), tuple(experts), left
 
 
-def _by_torchao(model: HybridLM, names: set[str], emulated: bool) -> None:
+def _odd(rows: int, columns: int) -> str:
+    return f"{rows} x {columns} are not both multiples of {MULTIPLE}"
+
+
+def _by_torchao(
+    model: HybridLM, names: set[str], precision: PrecisionConfig, emulated: bool
+) -> None:
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    recipe = Float8LinearConfig.from_recipe_name(precision.fp8_recipe)
+    gather = precision.fp8_all_gather
     convert_to_float8_training(
         model,
         module_filter_fn=lambda _, name: name in names,
-        config=replace(Float8LinearConfig.from_recipe_name(RECIPE), emulate=emulated),
+        config=replace(recipe, emulate=emulated, enable_fsdp_float8_all_gather=gather),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -79,12 +79,17 @@ def storages_of(found: Any, seen: set[int]) -> Iterator[int]:
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The fused CPU kernel."""
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
+    """The fused kernels."""
+    return sdpa_flop_count(q.shape, *_for_all_heads(q, k, v))
 
 
 def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    return sdpa_backward_flop_count(grad.shape, q.shape, *_for_all_heads(q, k, v))
+
+
+def _for_all_heads(q: Any, k: Any, v: Any) -> Iterator[Sequence[int]]:
+    """Shapes of keys and values as every query head reads them: torch 2.11 counts no groups."""
+    return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v))
 
 
 def _added_product_flops(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
@@ -93,15 +98,25 @@ def _added_product_flops(total: Any, left: Any, right: Any, *_: Any, **__: Any) 
 
 
 _aten = torch.ops.aten
-OWN_FORMULAS: dict[Any, Callable[..., int]] = {  # that torch.utils.flop_counter lacks
+_ATTENTION = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+# That torch.utils.flop_counter lacks, or has for as many heads of keys as of queries.
+OWN_FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.addmm_: _added_product_flops,
     _aten.baddbmm_: _added_product_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    **{getattr(_aten, f"_scaled_dot_product_{name}"): _attention_flops for name in _ATTENTION},
+    **{
+        getattr(_aten, f"_scaled_dot_product_{name}_backward"): _attention_backward_flops
+        for name in _ATTENTION
+    },
 }
 
 
 def formula_of(func: Any) -> Callable[..., int] | None:
     """FLOPs of an operator from its arguments and `out_val`; None: it has none to speak of."""
     packet = func._overloadpacket
-    return flop_registry.get(packet) or OWN_FORMULAS.get(packet)
+    return OWN_FORMULAS.get(packet) or flop_registry.get(packet)

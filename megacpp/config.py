@@ -157,14 +157,24 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """`auto`: bf16 compute on a GPU that has it, fp32 on CPU. fp64 exists for proofs."""
+    """`auto`: bf16 compute on a GPU that has it, fp32 on CPU. fp64 exists for proofs.
+
+    A CPU computes in bf16 when told to, and slowly in fp16: to see what they do to a run.
+    """
 
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
     # Loss scale of fp16: halved by a step that overflows, doubled after so many good ones.
     loss_scale: float = 65536.0
     loss_scale_growth: int = 2000
-    # Matrix products of A and F blocks in FP8: by torchao, or by Transformer Engine.
+    # Matrix products in FP8: by torchao, or by Transformer Engine (A and F blocks).
     fp8: Literal["off", "torchao", "te"] = "off"
+    # Of which kinds of block, and how many of the first and of the last layers stay as they are.
+    fp8_layers: str = "AFE"
+    fp8_ends: int = 2
+    # What has a scale of its own: rows, with weight gradients not in FP8 (gw_hp) or in it, or whole
+    # tensors (linear layers; those of experts are by row in any case).
+    fp8_recipe: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = "rowwise_with_gw_hp"
+    fp8_all_gather: bool = False  # FSDP2 gathers linear layers in FP8; tensorwise, on GPUs
 
 
 @dataclass(frozen=True)
@@ -174,11 +184,11 @@ class KernelsConfig:
     A backend asked for by name that can't run is refused. `reference` is the definition, slow.
     """
 
-    attention: Literal["auto", "torch", "reference"] = "auto"
-    mamba3: Literal["auto", "torch", "reference"] = "auto"
-    m2rnn: Literal["auto", "torch", "reference"] = "auto"
-    experts: Literal["auto", "torch"] = "auto"
-    cross_entropy: Literal["auto", "torch", "reference"] = "auto"
+    attention: Literal["auto", "varlen", "flex", "varlen_padded", "torch", "reference"] = "auto"
+    mamba3: Literal["auto", "mamba_ssm", "tilelang", "torch", "reference"] = "auto"
+    m2rnn: Literal["auto", "triton", "torch", "reference"] = "auto"
+    experts: Literal["auto", "triton", "torch", "reference"] = "auto"
+    cross_entropy: Literal["auto", "triton", "torch", "reference"] = "auto"
 
 
 @dataclass(frozen=True)

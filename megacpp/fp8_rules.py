@@ -10,22 +10,33 @@ recomputation is Transformer Engine's own, which puts the history aside.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from megacpp.config import Config, ModelConfig
+from megacpp.config import Config, ModelConfig, PrecisionConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters
-from megacpp.model.pieces import layer_pieces
+from megacpp.model.pieces import Piece, layer_pieces
+from megacpp.model.sizes import m2rnn_heads
 
 MULTIPLE = 16  # of both dims of a weight, and of the tokens where they are summed over in FP8
+KINDS, TE_KINDS = (
+    "AEFMR",
+    "AF",
+)  # blocks with something for FP8; those that Transformer Engine takes
+# Pieces of which FP8 layers are a part, and the setting that runs them again.
+AGAIN: dict[tuple[str, Piece], str] = {
+    ("E", "expert_gemm"): "eblock",
+    ("E", "mlp"): "mlp",
+    ("F", "mlp"): "mlp",
+}
 PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
 
 def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """Letter to layer to (rows, columns) of its weight: what FP8 is for.
+    """Letter to linear layer to (rows, columns) of its weight: what FP8 is for.
 
-    Projections of attention and feed-forwards; never routers, norms, latents, recurrent mixers or
-    experts.
+    Projections of attention and feed-forwards, shared experts, and the wide projections of
+    recurrent mixers; never routers, norms, latents, or what a recurrence reads its steps from.
     """
     a, D = model.attention, model.dim
     if a.kind == "mla":
@@ -40,7 +51,22 @@ def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
     feed_forward = {"w1": (F, D), "w2": (D, F)}
     if model.mlp.activation == "swiglu":
         feed_forward["w3"] = (F, D)
-    return {"A": attention, "F": feed_forward}
+    shared, S = {}, model.moe.num_shared * model.moe.shared_hidden_dim
+    if model.moe.num_shared:
+        shared = {"shared.w1": (S, D), "shared.w2": (D, S), "shared.w3": (S, D)}
+    inner, values = model.mamba3.expand * D, m2rnn_heads(model) * model.m2rnn.value_dim
+    return {
+        "A": attention,
+        "F": feed_forward,
+        "E": shared,
+        "M": {"in_z": (inner, D), "in_x": (inner, D), "out_proj": (D, inner)},
+        "R": {"in_v": (values, D), "in_gate": (values, D), "output_projection": (D, values)},
+    }
+
+
+def fp8_experts(model: ModelConfig) -> bool:
+    """The routed experts of E blocks can multiply in FP8."""
+    return divides(model.moe.hidden_dim, model.dim)
 
 
 def divides(rows: int, columns: int) -> bool:
@@ -48,10 +74,41 @@ def divides(rows: int, columns: int) -> bool:
     return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
-def fp8_letters(model: ModelConfig) -> set[str]:
-    """Kinds of block of a model in which something computes in FP8."""
-    kinds = {k for k, layers in fp8_layers(model).items() if any(map(_divides, layers.values()))}
-    return kinds & set(block_letters(model.pattern, model.depth))
+def fp8_kinds(precision: PrecisionConfig) -> str:
+    """Letters of blocks in which FP8 is wanted and there is something for it."""
+    kinds = TE_KINDS if precision.fp8 == "te" else KINDS
+    return "".join(k for k in kinds if k in precision.fp8_layers)
+
+
+def fp8_wanted(config: Config) -> list[int]:
+    """Layers that are to compute in FP8 as far as they can: of these kinds, away from the ends."""
+    model, precision = config.model, config.precision
+    if precision.fp8 == "off":
+        return []
+    letters, ends, kinds = _letters(model), precision.fp8_ends, fp8_kinds(precision)
+    return [i for i in range(ends, model.depth - ends) if letters[i] in kinds]
+
+
+def fp8_blocks(config: Config) -> list[int]:
+    """Layers in which something computes in FP8."""
+    if config.precision.fp8 == "off":
+        return []
+    model = config.model
+    letters, shapes = _letters(model), fp8_layers(model)
+    able = {k for k in KINDS if any(divides(*shape) for shape in shapes[k].values())}
+    if fp8_experts(model):
+        able.add("E")
+    return [i for i in fp8_wanted(config) if letters[i] in able]
+
+
+def fp8_letters(config: Config) -> frozenset[str]:
+    """Kinds of block in which something computes in FP8."""
+    letters = _letters(config.model)
+    return frozenset(letters[layer] for layer in fp8_blocks(config))
+
+
+def _letters(model: ModelConfig) -> Sequence[str]:
+    return block_letters(model.pattern, model.depth)
 
 
 def fp8_rules(config: Config) -> Iterator[ConfigError]:
@@ -59,13 +116,7 @@ def fp8_rules(config: Config) -> Iterator[ConfigError]:
     fp8 = config.precision.fp8
     if fp8 == "off":
         return
-    if not fp8_letters(config.model):
-        yield config_error(
-            "precision.fp8",
-            fp8,
-            f"no projection of an A or F block has dims that are multiples of {MULTIPLE}",
-            "use precision.fp8=off, or such dims",
-        )
+    yield from _layers(config)
     if importlib.util.find_spec(PACKAGES[fp8]) is None:
         package = PACKAGES[fp8].replace("_", "-")
         yield config_error(
@@ -77,6 +128,64 @@ def fp8_rules(config: Config) -> Iterator[ConfigError]:
     yield from _numbers(config)
     yield from _mesh(config)
     yield from _recompute(config)
+
+
+def _layers(config: Config) -> Iterator[ConfigError]:
+    """Which layers, and by which recipe."""
+    precision, fp8 = config.precision, config.precision.fp8
+    unknown = set(precision.fp8_layers) - set(KINDS)
+    if unknown or not precision.fp8_layers:
+        yield config_error(
+            "precision.fp8_layers",
+            precision.fp8_layers,
+            f"names kinds of block by their letters, {KINDS} (mixers of M and R are slower in FP8)",
+            "use precision.fp8_layers=AFE",
+        )
+    elif not fp8_blocks(config):
+        yield config_error(
+            "precision.fp8",
+            fp8,
+            f"no layer of kinds {fp8_kinds(precision) or 'none'} between the first and last "
+            f"{precision.fp8_ends} of {config.model.depth} has weights with dims that are "
+            f"multiples of {MULTIPLE}",
+            "use precision.fp8=off, such dims, precision.fp8_ends=0, or other precision.fp8_layers",
+        )
+    if fp8 == "te" and precision.fp8_recipe != "rowwise_with_gw_hp":
+        yield config_error(
+            "precision.fp8_recipe",
+            precision.fp8_recipe,
+            "is torchao's; Transformer Engine takes scales from its history",
+            "use precision.fp8=torchao, or leave precision.fp8_recipe alone",
+        )
+    if fp8 == "torchao" and "E" in precision.fp8_layers and config.kernels.experts == "reference":
+        yield config_error(
+            "kernels.experts",
+            config.kernels.experts,
+            "multiplies experts in bf16, which precision.fp8_layers wants in FP8",
+            "use kernels.experts=auto, or precision.fp8_layers=AF",
+        )
+    if precision.fp8_all_gather:
+        yield from _all_gather(config)
+
+
+def _all_gather(config: Config) -> Iterator[ConfigError]:
+    """FSDP2 sends what has one scale for all of it, and needs collectives that know FP8."""
+    precision, key = config.precision, "precision.fp8_all_gather"
+    if precision.fp8 != "torchao" or precision.fp8_recipe != "tensorwise":
+        yield config_error(
+            key,
+            True,
+            "needs one scale of a whole weight: what a rank holds of a row or column has no scale "
+            f"of its own (precision.fp8={precision.fp8}, fp8_recipe={precision.fp8_recipe})",
+            "use precision.fp8=torchao with precision.fp8_recipe=tensorwise, or false",
+        )
+    elif config.train.device == "cpu":
+        yield config_error(
+            key,
+            True,
+            "gloo, which joins CPUs, has no collective for FP8 numbers",
+            "use precision.fp8_all_gather=false",
+        )
 
 
 def _numbers(config: Config) -> Iterator[ConfigError]:
@@ -123,6 +232,13 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
             "would depend on the mesh",
             "use mesh.tp=1, or precision.fp8=off",
         )
+    if (
+        mesh.ep > 1
+        and fp8 == "torchao"
+        and "E" in fp8_letters(config)
+        and fp8_experts(config.model)
+    ):
+        yield from _weighed_later(config)
     if fp8 != "te":
         return
     for axis in ("pp", "cp", "ep"):
@@ -136,9 +252,24 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
             )
 
 
+def _weighed_later(config: Config) -> Iterator[ConfigError]:
+    """Hidden units are rounded with the weight of their token, or their outputs get it later."""
+    why = (
+        "weighs outputs of experts on their tokens' rank; one rank alone weighs hidden units, "
+        "before they are rounded to FP8, so the loss would depend on the mesh "
+        f"(mesh.ep={config.mesh.ep}, precision.fp8=torchao)"
+    )
+    if config.model.moe.capacity_factor is not None:
+        key, value = "model.moe.capacity_factor", config.model.moe.capacity_factor
+        yield config_error(key, value, why, "leave it out, or use precision.fp8_layers=AF")
+    elif config.mesh.ep_dispatch == "per_expert":
+        fix = "use mesh.ep_dispatch=per_rank, or precision.fp8_layers=AF"
+        yield config_error("mesh.ep_dispatch", "per_expert", why, fix)
+
+
 def _recompute(config: Config) -> Iterator[ConfigError]:
     """An FP8 layer runs again only under the recomputation that finds the same scales."""
-    fp8, policy, kinds = config.precision.fp8, config.recompute, fp8_letters(config.model)
+    fp8, policy, layers = config.precision.fp8, config.recompute, fp8_blocks(config)
     if config.train.compile != "off":  # the policy is not used then
         if fp8 == "te":
             yield config_error(
@@ -150,8 +281,8 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             )
         return
     letters = block_letters(config.model.pattern, config.model.depth)
-    layers = zip(letters, layer_pieces(policy, config.model), strict=True)
-    found = {(letter, piece) for letter, pieces in layers if letter in kinds for piece in pieces}
+    pieces = layer_pieces(policy, config.model)
+    found = {(letters[layer], piece) for layer in layers for piece in pieces[layer]}
     whole = sorted({letter for letter, piece in found if piece == "block"})
     key = f"recompute.{whole[0].lower()}block" if whole else ""
     if fp8 == "te" and whole and policy.fp8_wrapper != "te_checkpoint":
@@ -169,16 +300,13 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             "runs w1 and w3 of F blocks again without Transformer Engine's history of scales",
             "use recompute.fblock=full with recompute.fp8_wrapper=te_checkpoint",
         )
-    again = whole or ("F", "mlp") in found
+    parts = [f"recompute.{key}" for (_, piece), key in sorted(AGAIN.items()) if (_, piece) in found]
+    again = whole or parts
     if fp8 == "torchao" and again and policy.fp8_wrapper != "torchao":
         yield config_error(
             "recompute.fp8_wrapper",
             policy.fp8_wrapper,
-            f"{key or 'recompute.mlp'} runs layers of torchao again, which Transformer Engine's "
+            f"{key or parts[0]} runs layers of torchao again, which Transformer Engine's "
             "recomputation doesn't know; their scales need none of it",
             "use recompute.fp8_wrapper=torchao",
         )
-
-
-def _divides(shape: tuple[int, int]) -> bool:
-    return divides(*shape)

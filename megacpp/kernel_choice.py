@@ -9,13 +9,26 @@ they are is in megacpp/kernels/.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megacpp.config import Config, KernelsConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernel_host import Host, installed
-from megacpp.kernel_refusals import always, whole_rows, whole_vocabulary
+from megacpp.kernel_refusals import (
+    always,
+    dotted,
+    experts_triton,
+    triton_kernels,
+    whole_rows,
+    whole_vocabulary,
+)
+from megacpp.kernel_refusals_attention import flex, varlen, varlen_padded
+from megacpp.kernel_refusals_m2rnn import m2rnn_triton
+from megacpp.kernel_refusals_mamba3 import mamba3_mimo, mamba3_siso
 from megacpp.model.pattern import block_letters
+
+# What torch's builds for GPUs come with.
+BROUGHT = {"torch": "2.13.0", "triton": "3.6.0"}
 
 # Why a backend can't do its operation for a configuration on a host; None: it can.
 Refusal = Callable[[Config, Host], str | None]
@@ -85,6 +98,9 @@ OPERATIONS: dict[str, Operation] = {
         "softmax(q k^T) v within documents",
         "A",
         (
+            Backend("varlen", "flash kernels over documents end to end", varlen),
+            Backend("flex", "kernels compiled around documents and soft cap", flex),
+            Backend("varlen_padded", "varlen, v in the dim of q", varlen_padded, False),
             Backend("torch", "scaled_dot_product_attention, a mask for packed rows", always),
             _definition("one query after another", whole_rows),
         ),
@@ -93,6 +109,8 @@ OPERATIONS: dict[str, Operation] = {
         "the Mamba-3 scan",
         "M",
         (
+            Backend("mamba_ssm", "SISO: the Triton kernels of mamba-ssm", mamba3_siso),
+            Backend("tilelang", "MIMO: the TileLang kernels of mamba-ssm", mamba3_mimo),
             Backend("torch", "matrix products over chunks", always),
             _definition("one token after another"),
         ),
@@ -101,6 +119,7 @@ OPERATIONS: dict[str, Operation] = {
         "the M2RNN recurrence",
         "R",
         (
+            Backend("triton", "a program per row and head, its state in registers", m2rnn_triton),
             Backend("torch", "chunk by chunk, one token after another inside", always),
             _definition("one token after another under autograd", whole_rows),
         ),
@@ -108,12 +127,17 @@ OPERATIONS: dict[str, Operation] = {
     "experts": Operation(
         "rows to the experts that they chose, and back",
         "E",
-        (Backend("torch", "grouped products; a product per expert where torch has none", always),),
+        (
+            Backend("triton", "grouped products, Triton between them", experts_triton),
+            Backend("torch", "grouped products; a product per expert where torch has none", always),
+            _definition("one expert after another under autograd"),
+        ),
     ),
     "cross_entropy": Operation(
         "a linear head and its loss, without logits of all tokens",
         "",
         (
+            Backend("triton", "chunks of tokens, two passes over their logits", triton_kernels),
             Backend("torch", "chunks of tokens, elementwise passes by torch", always),
             _definition("logits of all tokens under autograd", whole_vocabulary),
         ),
@@ -154,6 +178,20 @@ def _choice(name: str, operation: Operation, config: Config, host: Host) -> Choi
     raise AssertionError(f"{name}: torch runs everywhere")
 
 
+def plain_loss(found: Mapping[str, Choice], host: Host) -> str | None:
+    """What a run is warned of: a GPU for whose head there is no kernel; None: nothing.
+
+    On a CPU the torch form is the one there is, and who asks for it by name knows.
+    """
+    choice = found["cross_entropy"]
+    if host.device == "cpu" or choice.asked != "auto" or choice.backend != "torch":
+        return None
+    capability = f" ({dotted(host.capability)})" if host.capability else ""
+    why = "; ".join(f"{name}: {why}" for name, why in choice.passed_over.items())
+    name = f"{host.name or 'this GPU'}{capability}"
+    return f"cross entropy: no native kernel for {name}: the chunked torch path ({why})"
+
+
 def refused(operation: str, backend: str, why: str) -> ConfigError:
     """The error of a backend that was asked for by name."""
     return config_error(
@@ -164,7 +202,7 @@ def refused(operation: str, backend: str, why: str) -> ConfigError:
 def kernel_rules(config: Config) -> Iterator[ConfigError]:
     """Named backends that can't run, as far as a configuration and what is installed can tell."""
     device = "cpu" if config.train.device == "cpu" else "cuda"
-    host = planned_host(config, device)
+    host = replace(planned_host(config, device), packages=installed())
     for name in (f.name for f in fields(KernelsConfig)):
         asked = getattr(config.kernels, name)
         if asked != "auto":
@@ -174,8 +212,18 @@ def kernel_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def planned_host(config: Config, device: str) -> Host:
-    """A host that nobody has looked at: some GPU, or a CPU, with the packages installed here."""
+    """A host that nobody has looked at: a CPU, or some GPU with what torch's own builds bring.
+
+    Plans must not depend on what is installed where they are made.
+    """
     dtype = config.precision.dtype
     if dtype == "auto":
         dtype = "bf16" if device == "cuda" else "fp32"
-    return Host(device, dtype, packages=installed())
+    return Host(device, dtype, packages=BROUGHT)
+
+
+def planned_kernels(config: Config, device: str) -> KernelsConfig:
+    """`auto` settled as on a host that nobody has looked at; names stay as they are."""
+    found = choose(replace(config, kernels=KernelsConfig()), planned_host(config, device))
+    free = {n: c.backend for n, c in found.items() if getattr(config.kernels, n) == "auto"}
+    return replace(config.kernels, **free)

@@ -98,6 +98,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
     "precision.loss_scale_growth": 1,
+    "precision.fp8_ends": 0,
     "recompute.offload_min_mib": 0,
     "recompute.compress_redraw": 0,
     "memory.device_gib": 0,
@@ -275,13 +276,6 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
 
 def _precision(config: Config) -> Iterator[ConfigError]:
     precision, train = config.precision, config.train
-    if precision.dtype in ("bf16", "fp16") and train.device == "cpu":
-        yield config_error(
-            "precision.dtype",
-            precision.dtype,
-            "the CPU path computes in fp32 or fp64",
-            "use precision.dtype=fp32",
-        )
     if precision.dtype == "fp16" and train.nonfinite != "skip":
         yield config_error(
             "train.nonfinite",

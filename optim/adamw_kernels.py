@@ -23,7 +23,7 @@ def adamw_kernel(
     """One update in place, of tensors that share a dtype and a device; `steps` are counted.
 
     Weights, gradients and moments must agree in dtype: torch 2.13's kernel refuses a mixture, on
-    a CPU and on a GPU alike.
+    a CPU and on a GPU alike (pytorch#147653 would take fp32 weights with bf16 moments).
     """
     if group.get("cautious") and group["weight_decay"]:
         cautious_adamw(group, weights, grads, exp_avgs, exp_avg_sqs, steps)

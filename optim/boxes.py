@@ -161,7 +161,7 @@ def shard_bounds(
     Each cut is that of torch.chunk: equal parts, then one that is shorter, then empty ones.
     torch's own `_compute_local_shape_and_global_offset` differs from the shards that FSDP2 makes
     where both cuts of one dim are uneven (9 rows, tp 2, then 4 shards): it reads the axes from the
-    outermost in.
+    outermost in (pytorch#161368, pytorch#168134).
     """
     low, high = [0] * len(shape), list(shape)
     for axis, dim in order:

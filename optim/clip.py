@@ -108,7 +108,7 @@ def _copies(g: DTensor) -> int:
     """Ranks of its mesh that hold the same part of `g`, this one included."""
     mesh, placements = g.device_mesh, g.placements
     assert not any(p.is_partial() for p in placements), f"an unreduced gradient: {placements}"
-    # `is_shard` says no to the strided shards that FSDP2 makes over tp.
+    # `is_shard` says no to the strided shards that FSDP2 makes over tp (no thread known).
     return math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
 
 

@@ -95,7 +95,7 @@ def write(entry: Tensor, value: Tensor) -> None:
 
     torchao takes the largest magnitude of a block as its scale, but packing may already have
     rounded that: the table's ends are 1 and, say, -0.9930. So the few scales from which the block
-    can have come are tried, and one that reproduces all of it is taken.
+    can have come are tried, and one that reproduces all of it is taken (no thread known).
     """
     own, new = local_part(entry), local_part(value)
     if not is_packed(entry):

@@ -262,7 +262,8 @@ class MuonAdamW(torch.optim.Optimizer):
 def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
     """Copies the state of a `state_dict` into the optimizer's; what is left for torch are groups.
 
-    torch would make copies of its own, in the parameters' dtype and on their device.
+    torch would make copies of its own, in the parameters' dtype and on their device
+    (pytorch#43706).
     """
     saved = [key for group in given["param_groups"] for key in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]

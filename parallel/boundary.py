@@ -29,6 +29,7 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.m2rnn import M2RNN
 from megacpp.model.mtp import MultiTokenPrediction
 from megacpp.model.router import Router
+from megacpp.model.transfer import to_device
 from parallel.build import autocast_dtype, stages_of
 from parallel.context_layout import ContextLayout
 from parallel.expert_load import LoadTable
@@ -167,11 +168,12 @@ class AccumulationBoundary:
         """The end of a step, taken (or not judged) or left out.
 
         The loss scale moves, and the selection bias of every router by the step's counts over all
-        ranks; a step that was left out is forgotten.
+        ranks; a step that was left out is forgotten. So are the counts of one that was taken with
+        zeros: some of its tokens may not have been finite, and what they chose says nothing.
         """
         if verdict is None or not verdict.clean or verdict.healthy:
             self.loss_scale.update(verdict is None or verdict.clean)
-        if not self.routers or (verdict is not None and not verdict.healthy):
+        if not self.routers or (verdict is not None and not (verdict.healthy and verdict.clean)):
             for source in self.sources:
                 source.forget()
             return
@@ -249,7 +251,7 @@ class AccumulationBoundary:
         further = [[batch.num_ahead(k + 1) for batch in batches] for k in range(self.depths)]
         host = [torch.tensor([target_bytes, *valid])]
         host += [torch.stack(of_depth).sum(0, keepdim=True) for of_depth in further]
-        counts = torch.cat(host).to(self.world.device, non_blocking=True)
+        counts = to_device(torch.cat(host), self.world.device)
         self.world.sum(counts, "batch")
         labels, ahead = counts[1:].split([len(valid), self.depths])
         return Totals(tokens, counts[0], labels, len(batches), ahead)

@@ -31,8 +31,13 @@ def build_model(
         ConfigError: a kernel that is asked for by name can't run here.
     """
     kernels = chosen_kernels(config, world.device)
-    model, part = plan_model(config, world, prepare), whole
-    set_kernels(model, kernels)
+
+    def prepared(model: HybridLM) -> None:
+        set_kernels(model, kernels)  # first: what is compiled goes by them
+        if prepare is not None:
+            prepare(model)
+
+    model, part = plan_model(config, world, prepared), whole
     if world.parallel:
         from parallel.fsdp import shard_slice
 

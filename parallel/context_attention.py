@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.kernels.attention import attend, attention_mask, causal_attention
+from megacpp.kernels.attention import attention_between, causal_attention
 from megacpp.kernels.attention_parts import Scores
 from megacpp.model.attention import CoreAttention, GroupedQueryAttention
 from megacpp.model.documents import Documents
@@ -194,12 +194,11 @@ def _attend_gathered(
     v_BTKV: Tensor,
     docs: Documents,
 ) -> Tensor:
-    """This rank's queries on the keys of all ranks in rank order, which the mask knows."""
+    """This rank's queries on the keys of all ranks in rank order, which their documents know."""
     keys = chunk_documents(docs, layout, layout.gathered_chunks())
     inner.observe(q_BtNH, k_BTKH, docs, keys)
-    mask_B1tT = attention_mask(docs, keys, q_BtNH.dtype, inner.softcap)
-    settings = (inner.scale, inner.softcap, mask_B1tT)
-    return inner.seam("core_attn", attend, q_BtNH, k_BTKH, v_BTKV, *settings)
+    settings = (docs, keys, inner.scale, inner.softcap, inner.kernels.attention)
+    return inner.seam("core_attn", attention_between, q_BtNH, k_BTKH, v_BTKV, *settings)
 
 
 def _attend_own_heads(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacpp.model.transfer import listed
 from parallel.collectives import exchange, gather
 from parallel.context_layout import ContextLayout
 
@@ -69,7 +70,7 @@ def for_own_heads(x_G: Tensor, dim: int, num_heads: int, layout: ContextLayout) 
     share = len(wanted) // len(distinct)
     if wanted == [g for g in distinct for _ in range(share)]:
         return x_G.narrow(dim, distinct[0], len(distinct))
-    return x_G.index_select(dim, torch.tensor(wanted, device=x_G.device))
+    return x_G.index_select(dim, listed(wanted, x_G.device))
 
 
 def _in_row_order(x_BTD: Tensor, layout: ContextLayout) -> Tensor:

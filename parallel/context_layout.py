@@ -8,6 +8,7 @@ row. `contiguous`: rank r holds chunk r of W. `head_tail`: rank r holds chunks r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -47,6 +48,12 @@ class ContextLayout:
     @property
     def num_chunks(self) -> int:
         return self.degree * self.per_rank
+
+    @property
+    def has_neighbours(self) -> bool:
+        """This rank holds chunks that follow one another in the row."""
+        mine = self.chunks[self.rank]
+        return any(b == a + 1 for a, b in pairwise(mine))
 
     def index(self, tokens: int, rank: int | None = None) -> Tensor:
         """int64 positions in the row of `tokens` that `rank` (default: this one) holds."""

@@ -39,7 +39,7 @@ from parallel.context_segments import (
     segment_documents,
 )
 
-Scan = Callable[..., tuple[Tensor, Mamba3State]]
+Scan = Callable[..., tuple[Tensor, Mamba3State | None]]
 
 
 class ContextMamba3(ParallelStyle):
@@ -78,7 +78,7 @@ def scan_with_states(
     inputs: ScanInputs,
     weights: HeadWeights,
     docs: Documents,
-) -> tuple[Tensor, Mamba3State]:
+) -> tuple[Tensor, Mamba3State | None]:
     """`scan` of this rank's chunks, each entered by the state that the chunks before it leave.
 
     One all-gather of H (P N + A + P + 2) + R G N numbers per chunk and row, at least fp32; its
@@ -103,7 +103,7 @@ def scan_by_heads(
     inputs: ScanInputs,
     weights: HeadWeights,
     docs: Documents,
-) -> tuple[Tensor, Mamba3State]:
+) -> tuple[Tensor, Mamba3State | None]:
     """`scan` of whole rows for this rank's share of the heads.
 
     One all-to-all there (one more where dtypes differ) and one back. B, C and angles that heads of

@@ -40,7 +40,10 @@ def segment_documents(docs: Documents | None, layout: ContextLayout) -> Document
 
     def make() -> Documents:
         ids_SC, positions_SC = cut(docs.ids_BT, layout), cut(docs.positions_BT, layout)
-        return Documents(ids_SC, positions_SC, whole)
+        segments = Documents(ids_SC, positions_SC, whole)
+        if not whole and not layout.has_neighbours:
+            segments.note("host", docs)  # the same boundaries, perhaps known there already
+        return segments
 
     return docs.memo(("segments", layout), make)
 

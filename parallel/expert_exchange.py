@@ -47,15 +47,21 @@ from megacpp.kernels.expert_rows import (
 )
 from megacpp.model.choices import circle, columns
 from megacpp.model.moe import Arrived
+from megacpp.model.transfer import listed
 from parallel.collectives import send_rows, send_rows_plain
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Who holds which experts: rank r of the group has experts [r * each, (r + 1) * each)."""
+    """Who holds which experts: rank r of the group has experts [r * each, (r + 1) * each).
+
+    Attributes:
+        backend: of `experts`, what moves rows within a rank.
+    """
 
     num_experts: int
     group: dist.ProcessGroup
+    backend: str = "torch"
 
     @property
     def ranks(self) -> int:
@@ -150,7 +156,7 @@ class EvenRouting:
     def indices(self, tokens: int, device: torch.device) -> Tensor:
         """`[T, K]`."""
         place_N = torch.arange(tokens * self.top_k, device=device) % self.num_experts
-        circle_E = torch.tensor(self.circle, device=device)
+        circle_E = listed(self.circle, device)
         chosen_TK = circle_E[place_N].view(tokens, self.top_k)
         nulls = max(0, self.columns - self.top_k)
         return F.pad(chosen_TK, (0, nulls), value=self.num_experts) if nulls else chosen_TK
@@ -189,12 +195,14 @@ def send_copies(
         from_We = [to_We[owners.group.rank()]] * W
     leaving, arriving = [sum(n) for n in to_We], [sum(n) for n in from_We]
     at_source = group_rows_of_sizes(indices_TK, [n for of_rank in to_We for n in of_rank])
+    at_source = at_source.by(owners.backend)
     rows_RD = send_rows(spread_rows(x_TD, at_source), leaving, arriving, owners.group)
     # They arrive by rank, and by expert within a rank.
     expert_R = torch.arange(e, device=x_TD.device).repeat(W)
-    sizes_R = torch.tensor(from_We, device=x_TD.device).flatten()
+    sizes_R = listed([n for of_rank in from_We for n in of_rank], x_TD.device)
     expert_R = expert_R.repeat_interleave(sizes_R, output_size=len(rows_RD))
     at_experts = group_rows_of_sizes(expert_R[:, None], _columns(from_We), multiple)
+    at_experts = at_experts.by(owners.backend)
     trip = Copies(owners, leaving, arriving, at_source, at_experts)
     return Arrived(rows_RD, at_experts), trip
 
@@ -226,12 +234,13 @@ def send_tokens(
         to_Wn = [[n, *c] for n, c in zip(even.rows(len(x_TD), e), copies_We, strict=True)]
         from_Wn = [to_Wn[owners.group.rank()]] * W
     leaving, arriving = [n[0] for n in to_Wn], [n[0] for n in from_Wn]
-    at_source = group_rows_of_sizes(to_TK, leaving)
+    at_source = group_rows_of_sizes(to_TK, leaving).by(owners.backend)
     labels = _label(expert_TK, weights_TK, at_source, e)
     rows_RD = send_rows(spread_rows(x_TD, at_source), leaving, arriving, owners.group)
     weights_RL, expert_RL = send_rows(labels, leaving, arriving, owners.group).chunk(2, 1)
     expert_RL = expert_RL.detach().to(torch.int64)
     at_experts = group_rows_of_sizes(expert_RL, _columns(from_Wn)[1:], multiple)
+    at_experts = at_experts.by(owners.backend)
     trip = Tokens(owners, leaving, arriving, at_source, at_experts)
     return Arrived(rows_RD, at_experts, weights_RL), trip
 
@@ -243,11 +252,11 @@ def send_slots(
 
     Nothing waits for the host and no shape depends on a value.
     """
-    at_source = group_rows_to_capacity(indices_TK, owners.num_experts, capacity)
+    at_source = group_rows_to_capacity(indices_TK, owners.num_experts, capacity).by(owners.backend)
     rows_SD = spread_rows(x_TD, at_source)
     each = [len(rows_SD) // owners.ranks] * owners.ranks
     rows_RD = send_rows(rows_SD, each, each, owners.group)
-    at_experts = _regrouped(len(rows_RD), owners.ranks, owners.each, x_TD.device)
+    at_experts = _regrouped(len(rows_RD), owners.ranks, owners.each, x_TD.device).by(owners.backend)
     return Arrived(rows_RD, at_experts), Slots(owners, at_source, at_experts)
 
 

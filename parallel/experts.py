@@ -10,6 +10,7 @@ Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -47,13 +48,14 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MixtureOfExperts)
         moe = module.moe
-        owners = Owners(moe.num_experts, device_mesh.get_group())
-        assert owners.each * owners.ranks == moe.num_experts
+        all_owners = Owners(moe.num_experts, device_mesh.get_group())
+        assert all_owners.each * all_owners.ranks == moe.num_experts
         even = EvenRouting.of(moe) if self.balanced else None
 
         def dispatch(
             x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
         ) -> tuple[Arrived, Trip]:
+            owners = replace(all_owners, backend=module.kernels.experts)  # told after it was cut
             if even is not None:
                 indices_TK = even.indices(len(x_TD), x_TD.device)
             if moe.capacity_factor is not None and not decoding:

@@ -1,10 +1,11 @@
 """FSDP2 over a hybrid model: one unit per block, contract parameters gathered in fp32 by the root.
 
 Mixed precision casts a whole unit to one dtype, so the fp32-contract parameters (norms, `dt_bias`,
-`D`, router, ...) can't share a unit with bf16 matrices. They stay where upstream names put them;
-the root unit, made *first* and told to ignore everything else, owns all of them, and the block
-units ignore them. So they travel in one all-gather and one reduce-scatter per step for the whole
-model, in fp32, and no forward ever casts or copies one.
+`D`, router, ...) can't share a unit with bf16 matrices (pytorch#156784; pytorch#196626 would give
+each parameter a dtype of its own). They stay where upstream names put them; the root unit, made
+*first* and told to ignore everything else, owns all of them, and the block units ignore them. So
+they travel in one all-gather and one reduce-scatter per step for the whole model, in fp32, and no
+forward ever casts or copies one.
 
 Routed experts are a unit of their own where their ranks differ from those of the block: whole
 experts lie along `ep`, so only the `efsdp` ranks share the storage of one.
@@ -121,7 +122,7 @@ def _shard_experts(
             experts,
             mesh=world.meshes["expert_shard"],
             mp_policy=policy,
-            shard_placement_fn=_expert_dim(world.meshes["expert_shard"].size(-1)),
+            shard_placement_fn=_expert_dim(world.meshes["expert_shard"].shape[-1]),
             reshard_after_forward=again,
         )
         for experts in found

@@ -90,13 +90,13 @@ def _units(
 ) -> tuple[list[tuple[str, FSDPModule]], Callable[[str], bool]]:
     """Units that FSDP2 reduce-scatters, with names, and whether a parameter is in none of them.
 
-    FSDP2 never calls the reduction of a mesh with one shard.
+    FSDP2 never calls the reduction of a mesh with one shard (no thread known).
     """
     if not world.parallel:  # and never imports FSDP2
         return [], lambda name: True
     from parallel.fsdp import fsdp_units
 
-    scatters = {mesh: world.meshes[mesh].size(-1) > 1 for mesh in ("shard", "expert_shard")}
+    scatters = {mesh: world.meshes[mesh].shape[-1] > 1 for mesh in ("shard", "expert_shard")}
     names = {id(module): name for name, module in model.named_modules() if name}
     units: list[tuple[str, FSDPModule]] = []
     apart: list[str] = []  # routed experts that are units of their own

@@ -28,8 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from megacpp.config import Config
 from megacpp.data.batches import Batch
+from megacpp.model.documents import stacked_first
 from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
+from megacpp.model.transfer import to_device
 from megacpp.run.precision import compute_dtype
 from parallel.context_layout import ContextLayout
 from parallel.mesh import World
@@ -169,13 +171,16 @@ class Pipeline:
         assert all(batch.docs.row is None for batch in batches), "batches of whole rows"
 
         def stacked(parts: list[Tensor]) -> Tensor:
-            return torch.cat(parts).to(device)
+            return to_device(torch.cat(parts), device)
 
         ids_Bt = stacked([batch.ids_BT for batch in batches])
         labels_Bt = stacked([batch.labels_BT for batch in batches])
         around = {"tokens_BT": ids_Bt, "row_labels_BT": labels_Bt} if self.looks_around else {}
+        first_BM = stacked_first([batch.docs for batch in batches], device)
+        if first_BM is not None:
+            around["first_BM"] = to_device(first_BM, device)
         if self.layout.degree > 1:
-            index_t = self.layout.index(shape[1]).to(device)
+            index_t = to_device(self.layout.index(shape[1]), device)
             ids_Bt, labels_Bt = ids_Bt[:, index_t], labels_Bt[:, index_t]
             for stage in self.stages:
                 stage.index_t = index_t

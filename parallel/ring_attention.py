@@ -24,6 +24,7 @@ from megacpp.kernels.attention import document_mask
 from megacpp.kernels.attention_parts import AttentionGradient, RunningAttention, Scores
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+from megacpp.model.transfer import to_device
 from parallel.context_layout import ContextLayout
 from parallel.context_segments import row_of
 
@@ -84,7 +85,7 @@ def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int
     def make() -> Documents:
         size = row.ids_BT.shape[1] // layout.num_chunks
         index = [torch.arange(c * size, (c + 1) * size) for c in chunks]
-        return row.take(torch.cat(index).to(row.ids_BT.device))
+        return row.take(to_device(torch.cat(index), row.ids_BT.device))
 
     return docs.memo(("chunks", tuple(chunks)), make)
 

@@ -55,6 +55,7 @@ class Stage(nn.Module):
         whole: bool,
         tokens_BT: Tensor | None = None,
         row_labels_BT: Tensor | None = None,
+        first_BM: Tensor | None = None,
     ) -> Tensor:
         """One microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
 
@@ -64,10 +65,10 @@ class Stage(nn.Module):
             labels_Bt: read by the last stage only.
             whole: every row is one document.
             tokens_BT: ids of whole rows, where the model looks around; `row_labels_BT` labels.
+            first_BM: where documents start, if the host knew (`Documents`).
         """
-        docs = Documents(
-            documents_BT, positions_BT, whole, tokens_BT=tokens_BT, labels_BT=row_labels_BT
-        )
+        around = None, None, tokens_BT, row_labels_BT, first_BM
+        docs = Documents(documents_BT, positions_BT, whole, *around)
         if self.index_t is not None:
             docs = docs.take(self.index_t)
         look_ahead(self.blocks.values(), docs)

@@ -81,7 +81,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --train.max-skips 0", "train.max_skips=0", "at least 1"),
     ("tiny --train.nonfinite ignore", "train.nonfinite=ignore", "skip, sanitize, raise"),
     ("tiny --train.gradient-sync never", "train.gradient_sync=never", "defer, each, resident"),
-    ("tiny --precision.dtype fp16 --train.device cpu", "precision.dtype=fp16", "fp32"),
     (
         "tiny --precision.dtype fp16 --train.nonfinite sanitize",
         "train.nonfinite=sanitize",
@@ -177,7 +176,6 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --mesh.dp-replicate 3", "mesh.dp_replicate=3", "use mesh.dp_replicate=2"),
     ("tiny --mesh.dp-shard 0", "mesh.dp_shard=0", "-1 (fill)"),
     ("tiny --precision.dtype int8", "precision.dtype=int8", "fp32"),
-    ("tiny --precision.dtype bf16 --train.device cpu", "precision.dtype=bf16", "fp32"),
     ("tiny --run.tensorboard maybe", "run.tensorboard=maybe", "true or false"),
     ("tiny --checkpoint.keep -1", "checkpoint.keep=-1", "at least 0"),
 ]

@@ -28,7 +28,7 @@ class Finding:
 # module -> what it gives, and what is used without it
 OPTIONAL = {
     "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
-    "tilelang": ("the MIMO kernel and compiler checks", "our chunked torch form"),
+    "tilelang": ("the MIMO kernel of Mamba-3", "our chunked torch form"),
     "torchao": (
         "precision.fp8=torchao, optim.adamw_state=8bit and 4bit",
         "bf16 blocks, moments of AdamW in fp32",
@@ -41,8 +41,6 @@ OPTIONAL = {
     "zstandard": (".jsonl.zst sources", "plain .jsonl"),
     "matplotlib": ("plots", "tables"),
 }
-
-UNUSED = ("mamba_ssm", "tilelang")
 
 # Installed in parts: the one that is used may be missing.
 PARTS = {"transformer_engine": "transformer_engine.pytorch"}
@@ -59,25 +57,29 @@ dist.barrier(); dist.destroy_process_group()
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """usage: megacpp doctor [--json] [--no-self-test]
+    """usage: megacpp doctor [--json] [--no-self-test] [--kernels]
 
     Reports versions, devices, optional kernels with reasons, and runs two gloo ranks against each
-    other. Exit code 1 when something that training needs is broken.
+    other. With --kernels every backend of every operation that can run here is compared with its
+    definition, forward and backward. Exit code 1 when something that training needs is broken.
     """
     arguments = list(argv)
     if wants_help(arguments, doctor):
         return 0
     as_json, skip = take_flag(arguments, "--json"), take_flag(arguments, "--no-self-test")
+    compare = take_flag(arguments, "--kernels")
     refuse_rest(arguments)
     findings = [*_versions(), *_devices(), _fp8(), *_kernels(), *_optional()]
     if not skip:
         findings.append(_gloo())
+    if compare:
+        findings += _compared()
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
         marks = {True: "ok", False: "BROKEN", None: "absent"}
         for f in findings:
-            print(f"{marks[f.ok]:7} {f.name:20} {f.detail}")
+            print(f"{marks[f.ok]:7} {f.name:23} {f.detail}")
     return 1 if any(f.ok is False for f in findings) else 0
 
 
@@ -109,8 +111,35 @@ def _devices() -> list[Finding]:
     gpus = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        gpus.append(Finding(f"cuda:{i}", True, f"{p.name}, {p.total_memory / 2**30:.0f} GiB"))
-    return [cpu, *gpus]
+        try:
+            free, _ = torch.cuda.mem_get_info(i)
+        except RuntimeError as error:  # another process has it to itself, or it is broken
+            first = str(error).splitlines()[0]
+            gpus.append(Finding(f"cuda:{i}", False, f"{p.name} doesn't answer: {first}"))
+            continue
+        room = f"{p.total_memory / 2**30:.0f} GiB, {free / 2**30:.0f} GiB free"
+        gpus.append(Finding(f"cuda:{i}", True, f"{p.name}, capability {p.major}.{p.minor}, {room}"))
+    return [cpu, *gpus, _runtime(), _nccl()]
+
+
+def _runtime() -> Finding:
+    """Driver, and the CUDA that torch was built with."""
+    import torch
+
+    from megacpp.run.record import driver_version
+
+    driver = driver_version() or "unknown (no nvidia-smi)"
+    return Finding("cuda runtime", True, f"built with CUDA {torch.version.cuda}, driver {driver}")
+
+
+def _nccl() -> Finding:
+    """The library through which GPUs of several ranks talk."""
+    import torch.distributed as dist
+    from torch.cuda import nccl
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Finding("nccl", None, "this torch has none; one GPU only")
+    return Finding("nccl", True, ".".join(map(str, nccl.version())))
 
 
 def _optional() -> list[Finding]:
@@ -122,8 +151,7 @@ def _optional() -> list[Finding]:
             detail = f"installed, but {PARTS[name]} can't be imported ({why})"
             found.append(Finding(name, None, f"{detail}; for {gives}; without it: {instead}"))
         else:
-            later = f"found; {gives}: not used by this version yet" if name in UNUSED else gives
-            found.append(Finding(name, True, later))
+            found.append(Finding(name, True, gives))
     return found
 
 
@@ -165,6 +193,18 @@ def _kernels() -> list[Finding]:
     for name, choice in choose(tiny(), host).items():
         ways = ", ".join(b.name for b in OPERATIONS[name].backends)
         found.append(Finding(f"kernels.{name}", True, f"{choice.taken}; there are {ways}"))
+    return found
+
+
+def _compared() -> list[Finding]:
+    """Every backend beside the definition, on this machine's device."""
+    from megacpp.run.kernel_check import check_backends
+    from parallel.mesh import pick_device
+
+    found = []
+    for special, one in check_backends(pick_device("auto")):
+        name, note = f"{one.operation}={one.backend}", f"{special}: " if special else ""
+        found.append(Finding(name, one.holds, note + one.words))
     return found
 
 

@@ -24,6 +24,7 @@ from megacpp.data.shards import TOKENIZER, SplitReader, fingerprint, read_index
 from megacpp.data.tokenizer import PAD, CodeTokenizer
 from megacpp.errors import DataError
 from megacpp.model.documents import Documents, beside
+from megacpp.model.transfer import to_device
 
 IGNORED = -100  # label of a position that predicts nothing
 
@@ -58,7 +59,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        ids_BT, labels_BT = self.ids_BT.to(device), self.labels_BT.to(device)
+        ids_BT, labels_BT = (to_device(x, device) for x in (self.ids_BT, self.labels_BT))
         return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
 
     def with_tokens(self) -> Batch:

@@ -1,4 +1,4 @@
-"""Causal attention over packed documents: one query at a time, or by the fused kernels.
+"""Causal attention over packed documents: the definition, and a backend of `attention` by name.
 
 Legend: B rows, T query tokens, S key tokens, N query heads, K key/value heads (N a multiple of
 K; query head n reads key/value head n // (N / K)), H query/key head dim, V value head dim.
@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.attention_varlen import varlen_attention
 from megacpp.kernels.softcap_attention import softcap_attention
 from megacpp.model.documents import Documents
+
+VARLEN = ("varlen", "varlen_padded")  # flash kernels for whole rows
 
 
 def attention_reference(
@@ -56,14 +59,53 @@ def causal_attention(
 ) -> Tensor:
     """Attention within documents, `[B, T, N, V]`, by a backend of `attention`.
 
-    Rows of one document need no mask. For packed rows it is made once a batch: SDPA would turn a
-    bool mask into an additive one in every layer, and every layer would keep its own.
+    By torch's fused kernels rows of one document need no mask. For packed rows it is made once a
+    batch: SDPA would turn a bool mask into an additive one in every layer, and every layer would
+    keep its own. Where heads are grouped, masked SDPA on CUDA expands keys and values to all heads.
     """
     if backend == "reference":
         return attention_reference(q_BTNH, k_BTKH, v_BTKV, docs, scale, softcap)
+    if backend in VARLEN:
+        assert softcap is None, "flash kernels of torch take no soft cap"
+        equal = q_BTNH.shape[-1] == v_BTKV.shape[-1]
+        assert equal or backend == "varlen_padded", "head dims that differ: varlen_padded"
+        return varlen_attention(q_BTNH, k_BTKH, v_BTKV, docs, scale)
+    return attention_between(q_BTNH, k_BTKH, v_BTKV, docs, docs, scale, softcap, backend)
+
+
+def attention_between(
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKV: Tensor,
+    queries: Documents,
+    keys: Documents,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "torch",
+) -> Tensor:
+    """Queries on the keys of their documents that aren't later, whatever tokens of the rows both
+    are, `[B, T, N, V]`. By `flex` or `torch`: the others of `attention` take whole rows."""
+    if backend == "flex":
+        from megacpp.kernels.attention_flex import flex_attention
+
+        return flex_attention(q_BTNH, k_BSKH, v_BSKV, queries, keys, scale, softcap)
     assert backend == "torch", backend
-    mask_B1TT = None if docs.whole else attention_mask(docs, docs, q_BTNH.dtype, softcap)
-    return attend(q_BTNH, k_BTKH, v_BTKV, scale, softcap, mask_B1TT, causal=True)
+    rows = keys is queries
+    whole = rows and queries.whole
+    mask_B1TS = None if whole else attention_mask(queries, keys, q_BTNH.dtype, softcap)
+    return attend(q_BTNH, k_BSKH, v_BSKV, scale, softcap, mask_B1TS, causal=rows)
+
+
+def remember(docs: Documents, dtype: torch.dtype, softcap: float | None, backend: str) -> None:
+    """Makes what `causal_attention` by a backend wants to know of documents, for all layers."""
+    if backend == "flex":
+        from megacpp.kernels.attention_flex import block_mask
+
+        block_mask(docs, docs)
+    elif backend in VARLEN:
+        assert docs.segments is not None
+    elif backend == "torch" and not docs.whole:
+        attention_mask(docs, docs, dtype, softcap)
 
 
 def attend(

@@ -32,7 +32,7 @@ def causal_conv(
     `docs=None`: one document per row. The weight is stored as `nn.Conv1d(groups=C)` stores it.
     """
     num_taps = weight_C1K.shape[-1]
-    keep = None if docs is None or docs.whole else _keep(docs, num_taps, dilation)
+    keep = None if docs is None or docs.whole else reach(docs, num_taps, dilation)
     return _CausalConv.apply(  # type: ignore[return-value]
         x_BTC, weight_C1K, keep, activation, dilation
     )
@@ -126,7 +126,7 @@ def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilatio
     return y_BTC.to(x_BTC.dtype)
 
 
-def _keep(docs: Documents, num_taps: int, dilation: int) -> list[Tensor]:
+def reach(docs: Documents, num_taps: int, dilation: int = 1) -> list[Tensor]:
     """Per tap of lag j: which tokens t >= j reach back to t - j in their document, [B, T-j, 1]."""
     lags = range(0, num_taps * dilation, dilation)
     return docs.memo(

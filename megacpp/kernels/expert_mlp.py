@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.expert_rows import Groups, sum_of_slots
-from megacpp.kernels.grouped_mm import CPU_ROWS, Counts, autocast, outer_products, products
+from megacpp.kernels.expert_rows import Groups, rows_of_slots, sum_of_slots
+from megacpp.kernels.fp8_products import Fp8Products, outer_sums, rows_times
+from megacpp.kernels.grouped_mm import CPU_ROWS, autocast
 from megacpp.kernels.wanted import wanted_gradients
 from megacpp.model.fp32 import wide
 
@@ -32,22 +33,53 @@ from megacpp.model.fp32 import wide
 BLOCKS, BLOCK_ELEMENTS = 16, 2**16
 
 
-def into_experts(x_RD: Tensor, groups: Groups, *weights_EID: Tensor) -> tuple[Tensor, ...]:
+def into_experts(
+    x_RD: Tensor, groups: Groups, *weights_EID: Tensor, fp8: Fp8Products | None = None
+) -> tuple[Tensor, ...]:
     """For each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
     x_RD, *weights = autocast(x_RD, *weights_EID)
-    return _Into.apply(x_RD, *weights, groups)  # type: ignore[return-value]
+    return _Into.apply(x_RD, *weights, groups, fp8)  # type: ignore[return-value]
 
 
 def out_of_experts(
-    hidden: tuple[Tensor, ...], w2_EDI: Tensor, weight_S: Tensor | None, counts_E: Counts
+    hidden: tuple[Tensor, ...],
+    w2_EDI: Tensor,
+    weight_S: Tensor | None,
+    groups: Groups,
+    fp8: Fp8Products | None = None,
 ) -> Tensor:
     """`[S, D]`: w2 (weight * act), act = silu(gate) * up of two, relu(h)^2 of one.
 
-    `weight_S` is in fp32 (or fp64) and 1 if None; counts as `grouped_linear` wants them.
+    `weight_S` is in fp32 (or fp64) and 1 if None.
     """
     (w2_EDI,) = autocast(w2_EDI)
     weight = () if weight_S is None else (weight_S,)
-    return _OutOf.apply(w2_EDI, *hidden, *weight, len(hidden), counts_E)  # type: ignore[return-value]
+    return _OutOf.apply(w2_EDI, *hidden, *weight, len(hidden), groups, fp8)  # type: ignore[return-value]
+
+
+def experts_reference(
+    x_RD: Tensor, groups: Groups, weight_S: Tensor | None, *weights: Tensor
+) -> Tensor:
+    """The definition, one expert after another under autograd: `[S, D]`, 0 where nobody owns.
+
+    Args:
+        weights: w1, w3 and w2 of silu(w1 x) * w3 x, or w1 and w2 of relu(w1 x)^2.
+    """
+    *into, w2_EDI = weights
+    experts, slots = len(w2_EDI), len(groups.token_S)
+    counts = groups.counts_E if groups.counts_E is not None else [slots // experts] * experts
+    sizes = list(counts.tolist() if isinstance(counts, Tensor) else counts)
+    sizes[-1] = slots - sum(sizes[:-1])
+    parts = []
+    for e, rows in enumerate(x_RD[groups.token_S].split(sizes)):
+        if e == experts:
+            parts.append(rows * 0.0)
+            continue
+        hidden = [F.linear(rows, w_EID[e].to(rows.dtype)) for w_EID in into]
+        act = F.silu(hidden[0]) * hidden[1] if len(hidden) == 2 else F.relu(hidden[0]).square()
+        parts.append(F.linear(act, w2_EDI[e].to(rows.dtype)))
+    y_SD = torch.cat(parts)
+    return y_SD if weight_S is None else (y_SD * weight_S[:, None]).to(y_SD.dtype)
 
 
 class _Into(torch.autograd.Function):
@@ -55,31 +87,31 @@ class _Into(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        weights, groups = rest[:-1], rest[-1]
+        *weights, groups, fp8 = rest
         ctx.save_for_backward(x_RD, *weights)
-        ctx.groups = groups
-        rows_SD = x_RD.index_select(0, groups.token_S)
-        return tuple(products(rows_SD, w_EID.mT, groups.counts_E) for w_EID in weights)
+        ctx.groups, ctx.fp8 = groups, fp8
+        rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
+        return tuple(rows_times(rows_SD, [w_EID.mT for w_EID in weights], groups.counts_E, fp8))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, *weights = ctx.saved_tensors
-        groups, counts_E = ctx.groups, ctx.groups.counts_E
-        wants_x, *wants_w = wanted_gradients(ctx)[:-1]
+        groups, counts_E, fp8 = ctx.groups, ctx.groups.counts_E, ctx.fp8
+        wants_x, *wants_w = wanted_gradients(ctx)[:-2]
         found: list[Tensor | None] = [None] * (1 + len(weights))
         if any(wants_w):
-            rows_SD = x_RD.index_select(0, groups.token_S)
+            rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
             for i, grad_SI in enumerate(grads):
                 if wants_w[i]:
-                    found[1 + i] = outer_products(grad_SI, rows_SD, counts_E, len(weights[i]))
+                    found[1 + i] = outer_sums(grad_SI, rows_SD, counts_E, len(weights[i]), fp8)
             del rows_SD
         if wants_x:
-            grad_SD = products(grads[0], weights[0], counts_E)
+            (grad_SD,) = rows_times(grads[0], [weights[0]], counts_E, fp8)
             for grad_SI, w_EID in zip(grads[1:], weights[1:], strict=True):
-                grad_SD += products(grad_SI, w_EID, counts_E)
+                grad_SD += rows_times(grad_SI, [w_EID], counts_E, fp8)[0]
             found[0] = sum_of_slots(grad_SD, groups).to(x_RD.dtype)
-        return *found, None
+        return *found, None, None
 
 
 class _OutOf(torch.autograd.Function):
@@ -87,11 +119,12 @@ class _OutOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w2_EDI: Tensor, *rest: Any) -> Tensor:
-        *units, num_hidden, counts_E = rest  # tensors first: `wanted_gradients`
+        *units, num_hidden, groups, fp8 = rest  # tensors first: `wanted_gradients`
         ctx.save_for_backward(w2_EDI, *units)
-        ctx.num_hidden, ctx.counts = num_hidden, counts_E
-        h_SI = _weighed(_Units.of(units, num_hidden))
-        return products(h_SI, w2_EDI.mT, counts_E)
+        ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
+        ctx.fp8 = fp8
+        h_SI = _weighed(_Units.of(units, num_hidden), groups.backend)
+        return rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
 
     @staticmethod
     @once_differentiable
@@ -102,14 +135,13 @@ class _OutOf(torch.autograd.Function):
         h_SI, grad_w2 = None, None
         grad_units: list[Tensor | None] = [None] * len(tensors)
         if any(wants_units):
-            grad_SI = products(grad_SD, w2_EDI, counts_E)
-            h_SI = torch.empty_like(grad_SI) if wants_w2 else None
-            grad_units[:] = _backward(units, grad_SI, h_SI)
+            (grad_SI,) = rows_times(grad_SD, [w2_EDI], counts_E, ctx.fp8)
+            grad_units[:], h_SI = _backward(units, grad_SI, wants_w2, ctx.backend)
             del grad_SI
         if wants_w2:
-            h_SI = _weighed(units) if h_SI is None else h_SI
-            grad_w2 = outer_products(grad_SD, h_SI, counts_E, len(w2_EDI))
-        return grad_w2, *grad_units, None, None
+            h_SI = _weighed(units, ctx.backend) if h_SI is None else h_SI
+            grad_w2 = outer_sums(grad_SD, h_SI, counts_E, len(w2_EDI), ctx.fp8)
+        return grad_w2, *grad_units, None, None, None
 
 
 class _Units(NamedTuple):
@@ -139,8 +171,12 @@ class _Units(NamedTuple):
             yield rows, _Units(wide(gate), up, None if weight is None else weight[:, None])
 
 
-def _weighed(units: _Units) -> Tensor:
+def _weighed(units: _Units, backend: str) -> Tensor:
     """`[S, I]`: weight * act, rounded once."""
+    if backend == "triton":
+        from megacpp.kernels import experts_triton
+
+        return experts_triton.weighed_units(*units)
     h_SI = torch.empty_like(units.gate_SI)
     for rows, (gate, up, weight) in units.blocks():
         act = F.relu(gate).square_() if up is None else F.silu(gate).mul_(up)
@@ -148,11 +184,18 @@ def _weighed(units: _Units) -> Tensor:
     return h_SI
 
 
-def _backward(units: _Units, grad_SI: Tensor, h_SI: Tensor | None) -> list[Tensor]:
+def _backward(
+    units: _Units, grad_SI: Tensor, wants_h: bool, backend: str
+) -> tuple[list[Tensor], Tensor | None]:
     """Gradients of all that `units` has, from that of the hidden units, whose place one takes.
 
-    Writes the hidden units themselves to `h_SI` on the way.
+    On the way the hidden units themselves, if they are wanted.
     """
+    if backend == "triton":
+        from megacpp.kernels import experts_triton
+
+        return experts_triton.units_backward(*units, grad_SI, wants_h)
+    h_SI = torch.empty_like(grad_SI) if wants_h else None
     swiglu = units.up_SI is not None
     grad_gate_SI = torch.empty_like(grad_SI) if swiglu else grad_SI
     grad_weight_S = None if units.weight_S is None else torch.empty_like(units.weight_S)
@@ -170,7 +213,7 @@ def _backward(units: _Units, grad_SI: Tensor, h_SI: Tensor | None) -> list[Tenso
             grad_gate_SI[rows] = torch.ops.aten.silu_backward(torch.mul(grad, up, out=act), gate)
             torch.mul(part, grad, out=grad_SI[rows])
     grads = [grad_gate_SI, grad_SI] if swiglu else [grad_gate_SI]
-    return grads if grad_weight_S is None else [*grads, grad_weight_S]
+    return grads if grad_weight_S is None else [*grads, grad_weight_S], h_SI
 
 
 def _round(act: Tensor, weight: Tensor | None, out: Tensor) -> None:

@@ -7,13 +7,15 @@ slots (rows in expert order), D model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megacpp.model.transfer import listed
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,18 @@ class Groups:
             list where the host knows them, or None when every expert has S / E. With one number
             more than experts the last is of slots that nobody owns: what lies there is undefined.
         kept_KT: bool, copies that have a slot; None: all of them.
+        backend: of `experts`, what moves the rows (megacpp/kernel_choice.py).
     """
 
     slot_KT: Tensor
     token_S: Tensor
     counts_E: Tensor | list[int] | None
     kept_KT: Tensor | None = None
+    backend: str = "torch"
+
+    def by(self, backend: str) -> Groups:
+        """The same groups, whose rows that backend moves."""
+        return replace(self, backend=backend)
 
 
 def group_rows(
@@ -50,7 +58,7 @@ def group_rows(
     if expected is not None:
         return _group_owned(expert_TK, num_experts, multiple)
     sorted_N, order_N, first_E = _sort(expert_TK, num_experts)
-    size_E = torch.diff(first_E, append=first_E.new_tensor([expert_TK.numel()]))
+    size_E = torch.diff(first_E, append=first_E.new_full((1,), expert_TK.numel()))
     padded_E = (size_E + (multiple - 1)) // multiple * multiple
     shift_E = padded_E.cumsum(0) - padded_E - first_E
     slot_N = torch.arange(len(sorted_N), device=sorted_N.device) + shift_E[sorted_N]
@@ -94,7 +102,7 @@ def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int =
     shifts = [slot - copy for slot, copy in zip(start, first, strict=True)]
     sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
     place_N = torch.arange(len(sorted_N), device=sorted_N.device)
-    slot_N = place_N + torch.tensor(shifts, device=sorted_N.device)[sorted_N]
+    slot_N = place_N + listed(shifts, sorted_N.device)[sorted_N]
     owned = sum(sizes)
     token_S = slot_N.new_zeros(sum(padded))
     token_S.scatter_(0, slot_N[:owned], order_N[:owned] // expert_TK.shape[1])
@@ -161,8 +169,21 @@ def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
     return back_N.view(expert_TK.shape).T.contiguous()
 
 
+def rows_of_slots(x_TD: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """`[S, D]`: the row of the token in each slot, in `dtype`; no gradient."""
+    if groups.backend == "triton":
+        from megacpp.kernels import experts_triton
+
+        return experts_triton.spread(x_TD, groups.token_S, dtype)
+    return x_TD.to(dtype).index_select(0, groups.token_S)
+
+
 def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
     """What lies in each token's slots, added up in at least fp32; no gradient."""
+    if groups.backend == "triton":
+        from megacpp.kernels import experts_triton
+
+        return experts_triton.sum_of_slots(rows_SD, groups.slot_KT, groups.kept_KT)
     if not len(groups.token_S):  # nobody has a slot
         return _at_least_fp32(rows_SD.new_zeros(groups.slot_KT.shape[1], rows_SD.shape[1]))
     total_TD: Tensor | None = None
@@ -205,7 +226,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, groups: Groups) -> Tensor:
         ctx.groups = groups
-        return x_TD.index_select(0, groups.token_S)
+        return rows_of_slots(x_TD, groups, x_TD.dtype)
 
     @staticmethod
     @once_differentiable
@@ -225,7 +246,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype).index_select(0, ctx.groups.token_S), None
+        return rows_of_slots(grads[0], ctx.groups, ctx.dtype), None
 
 
 class _Weigh(torch.autograd.Function):
@@ -252,6 +273,11 @@ class _Gather(torch.autograd.Function):
             weights_KT = weights_KT.masked_fill(~groups.kept_KT, 0.0)
         ctx.save_for_backward(rows_SD, weights_KT)
         ctx.groups = groups
+        if groups.backend == "triton":
+            from megacpp.kernels import experts_triton
+
+            given = rows_SD, groups.slot_KT, groups.kept_KT, weights_KT
+            return experts_triton.sum_of_slots(*given)
         y_TD = weights_KT.new_zeros(weights_KT.shape[1], rows_SD.shape[1])
         for slot_T, w_T in zip(groups.slot_KT, weights_KT, strict=True) if len(rows_SD) else ():
             y_TD.addcmul_(rows_SD.index_select(0, slot_T).to(y_TD.dtype), w_T[:, None])
@@ -263,7 +289,13 @@ class _Gather(torch.autograd.Function):
         (grad_TD,) = grads
         rows_SD, weights_KT = ctx.saved_tensors
         groups: Groups = ctx.groups
+        w_S = _weights_of_slots(weights_KT, groups)
+        if groups.backend == "triton":
+            from megacpp.kernels import experts_triton
+
+            given = grad_TD, groups.token_S, w_S, rows_SD
+            grad_SD, dot_S = experts_triton.spread_weighed(*given)
+            return grad_SD, _copies_of_slots(dot_S, groups).T, None
         grad_SD = grad_TD.index_select(0, groups.token_S)
         grad_w_KT = _copies_of_slots((rows_SD * grad_SD).sum(-1), groups)
-        w_S = _weights_of_slots(weights_KT, groups)
         return grad_SD.mul_(w_S[:, None]).to(rows_SD.dtype), grad_w_KT.T, None

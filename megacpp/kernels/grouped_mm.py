@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.wanted import wanted_gradients
+from megacpp.model.transfer import listed
 
 Counts = Tensor | Sequence[int] | None  # slots of each expert; None: all have as many
 
@@ -47,10 +49,7 @@ def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Counts = None) ->
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """In the dtype of a running autocast, if there is one."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    return tuple(t.to(autocast_dtype(t) or t.dtype) for t in tensors)
 
 
 def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
@@ -58,11 +57,12 @@ def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
     if counts_E is None:
         x_ECD = x_SD.unflatten(0, (len(weight_EDF), -1))
         y_ECF = torch.bmm(x_ECD, weight_EDF)
-        # No view of the product, which nobody else has: FSDP2 warns of units that return one.
+        # No view of the product, which nobody else has: FSDP2 warns of units that return one
+        # (pytorch#181850; pytorch#197154 would warn of none that nobody writes to).
         return torch.ops.aten._unsafe_view(y_ECF, (len(x_SD), y_ECF.shape[2]))
     backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EDF.shape[1:])
     if backend == "grouped_mm" and len(x_SD) > 0:
-        return F.grouped_mm(x_SD, weight_EDF, offs=_ends(counts_E, x_SD, len(weight_EDF)))
+        return F.grouped_mm(x_SD, weight_EDF, offs=ends_of(counts_E, x_SD, len(weight_EDF)))
     return _loop(x_SD, weight_EDF, *_either(counts_E))
 
 
@@ -77,7 +77,7 @@ def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts:
     sizes = right_SD.shape[1], left_SF.shape[1]
     backend = grouped_backend(right_SD.device.type, right_SD.dtype, *sizes)
     if backend == "grouped_mm" and len(right_SD) > 0:
-        return F.grouped_mm(left_SF.mT, right_SD, offs=_ends(counts_E, right_SD, experts))
+        return F.grouped_mm(left_SF.mT, right_SD, offs=ends_of(counts_E, right_SD, experts))
     return _outer_loop(left_SF, right_SD, *_either(counts_E), experts)
 
 
@@ -95,11 +95,11 @@ def grouped_linear_reference(
     x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor | Sequence[int]
 ) -> Tensor:
     """The definition of `grouped_linear`: one expert after another."""
-    parts = x_SD.split(_sizes(counts_E, len(x_SD)))
+    parts = x_SD.split(sizes_of(counts_E, len(x_SD)))
     return torch.cat([F.linear(x, w_FD) for x, w_FD in zip(parts, weight_EFD, strict=True)])
 
 
-def _ends(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tensor:
+def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tensor:
     """int32 `(E,)`: the slot after the last one of each expert."""
     if len(counts_E) > experts:  # what lies past the last end isn't touched
         assert isinstance(counts_E, Tensor)
@@ -107,8 +107,7 @@ def _ends(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tenso
     if isinstance(counts_E, Tensor):
         end_E = counts_E.cumsum(0, dtype=torch.int32)
     else:
-        ends = list(accumulate(counts_E))
-        end_E = torch.tensor(ends, dtype=torch.int32, device=x_SD.device)
+        end_E = listed(list(accumulate(counts_E)), x_SD.device, torch.int32)
     end_E[-1:] = len(x_SD)
     return end_E
 
@@ -118,7 +117,8 @@ def _either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] 
     return (counts_E, None) if isinstance(counts_E, Tensor) else (None, list(counts_E))
 
 
-def _sizes(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
+def sizes_of(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
+    """Slots of each expert on the host, the last one's those that are left over."""
     sizes = list(counts_E.tolist() if isinstance(counts_E, Tensor) else counts_E)
     sizes[-1] = slots - sum(sizes[:-1])
     return sizes
@@ -152,7 +152,7 @@ def _loop(
     """`x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
     y_SF = x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
     most = CPU_ROWS if x_SD.device.type == "cpu" else max(1, len(x_SD))
-    groups = _sizes(_given(counts_E, sizes), len(x_SD))
+    groups = sizes_of(_given(counts_E, sizes), len(x_SD))
     cuts = [[min(most, size - i) for i in range(0, size, most)] for size in groups]
     flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
@@ -172,7 +172,7 @@ def _outer_loop(
     experts: int,
 ) -> Tensor:
     y_EFD = right_SD.new_empty(experts, left_SF.shape[1], right_SD.shape[1])
-    groups = _sizes(_given(counts_E, sizes), len(right_SD))
+    groups = sizes_of(_given(counts_E, sizes), len(right_SD))
     parts = zip(left_SF.split(groups), right_SD.split(groups), y_EFD)  # noqa: B905 - as above
     for left, right, out_FD in parts:
         torch.mm(left.T, right, out=out_FD)

@@ -5,7 +5,8 @@ of a query. Within a tile T and S are its part.
 
 A query scores every key by a few small heads, I[t, s] = sum_h w[t, h] relu(q[t, h] . k[s]), all
 heads on one key. Nothing here holds a number per head and pair of tokens: heads are added up one
-after another, and choosing goes tile by tile.
+after another, on a GPU some at once, as many as a budget of bytes allows, and choosing goes tile by
+tile.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 
 QUERIES, KEYS = 256, 1024  # of a tile
+# Bytes of the products of heads that are made at once; at least one head's. A CPU gains nothing; on
+# a GPU a head alone is four launches, each too short to hide the next.
+AT_ONCE = {"cpu": 0, "cuda": 256 << 20}
 
 
 def index_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
@@ -55,12 +59,31 @@ class _IndexScores(torch.autograd.Function):
         return dq, dk.to(k_BSH.dtype), dw
 
 
+def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
+    """Heads whose products are made at once, of `numbers` numbers a head, `width` bytes each."""
+    return min(heads, max(1, AT_ONCE.get(device, 0) // (numbers * width)))
+
+
+def _groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
+    """Heads that go together; `k_BSH` is as wide as the products are."""
+    heads, numbers = q_BTIH.shape[2], q_BTIH.shape[0] * q_BTIH.shape[1] * k_BSH.shape[1]
+    step = heads_at_once(heads, max(1, numbers), k_BSH.element_size(), q_BTIH.device.type)
+    return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
+
+
 def tile_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
     """The scores of a tile `[B, T, S]`, head added to head in one buffer; no gradient."""
-    k_BHS, w_BTI = wide(k_BSH).mT, wide(w_BTI)
-    scores_BTS = k_BHS.new_zeros(*w_BTI.shape[:2], k_BHS.shape[-1])
-    for q_BTH, w_BT in zip(q_BTIH.unbind(2), w_BTI.unbind(2), strict=True):
-        scores_BTS.addcmul_((wide(q_BTH) @ k_BHS).relu_(), w_BT[..., None])
+    k_BSH, w_BTI = wide(k_BSH), wide(w_BTI)
+    scores_BTS = k_BSH.new_zeros(*w_BTI.shape[:2], k_BSH.shape[1])
+    for heads in _groups(q_BTIH, k_BSH):
+        w_BTG = w_BTI[:, :, heads]
+        seen = (wide(q_BTIH[:, :, heads]).flatten(1, 2) @ k_BSH.mT).relu_()  # (T, G) to rows
+        if w_BTG.shape[2] == 1:
+            scores_BTS.addcmul_(seen, w_BTG)
+        else:  # of each token a row of weights by its heads
+            weights, keys = w_BTG.flatten(0, 1)[:, None], seen.shape[-1]
+            scores_BTS.view(-1, 1, keys).baddbmm_(weights, seen.view(*weights.shape[::2], keys))
+        del seen  # before the next heads' is made
     return scores_BTS
 
 
@@ -79,14 +102,16 @@ def tile_gradients(
     one product for both.
     """
     k_BSH, w_BTI = wide(k_BSH), wide(w_BTI)
-    for head in range(q_BTIH.shape[2]):
-        q_BTH, w_BT1 = wide(q_BTIH[:, :, head]), w_BTI[:, :, head, None]
-        seen_BTS = (q_BTH @ k_BSH.mT).gt_(0).mul_(d_BTS)
-        u_BTH = seen_BTS @ k_BSH
-        dw_BTI[:, :, head] = (q_BTH * u_BTH).sum(-1)
-        dq_BTIH[:, :, head] = u_BTH.mul_(w_BT1)
-        dk_BSH.add_(seen_BTS.mT @ (q_BTH * w_BT1))
-        del seen_BTS  # before the next head's is made
+    for heads in _groups(q_BTIH, k_BSH):
+        q_BTGH, w_BTG1 = wide(q_BTIH[:, :, heads]), w_BTI[:, :, heads, None]
+        q_BXH = q_BTGH.flatten(1, 2)  # X: T times heads
+        seen_BXS = (q_BXH @ k_BSH.mT).gt_(0)
+        seen_BXS.unflatten(1, q_BTGH.shape[1:3]).mul_(d_BTS[:, :, None])
+        u_BTGH = (seen_BXS @ k_BSH).view_as(q_BTGH)
+        dw_BTI[:, :, heads] = (q_BTGH * u_BTGH).sum(-1)
+        dq_BTIH[:, :, heads] = u_BTGH.mul_(w_BTG1)
+        dk_BSH.add_(seen_BXS.mT @ (q_BTGH * w_BTG1).flatten(1, 2))
+        del seen_BXS  # before the next heads' is made
 
 
 def query_blocks(tokens: int) -> list[slice]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
+PRODUCT_BYTES = 2**26  # of the weight's gradient, of which a GPU makes so much at a time
 
 
 class CrossEntropy(NamedTuple):
@@ -70,20 +71,22 @@ def linear_cross_entropy(
         shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
             vocabulary; the gradient of `x` is the part that these words contribute.
         weight_N: factors of the tokens' losses in `loss_sum`, at least fp32; without gradient.
-        backend: of `cross_entropy` (megacpp/kernel_choice.py).
+        backend: of `cross_entropy` (megacpp/kernel_choice.py): what goes over a chunk of logits.
+            Products are torch's with any of them.
     """
     if backend == "reference":
         assert shard is None
         return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
-    assert backend == "torch", backend
     device = x_ND.device.type
     autocast = torch.is_autocast_enabled(device)
     x_ND = x_ND.to(torch.get_autocast_dtype(device)) if autocast else x_ND
     rows = chunk or chunk_rows(x_ND, weight_VD)
+    terms = Terms(softcap, z_loss, shard)
+    go_over = chunk_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off
     with torch.autocast(device, enabled=False):
         out = _LinearCrossEntropy.apply(
-            x_ND, weight_VD, target_N, softcap, z_loss, rows, grad, shard, weight_N
+            x_ND, weight_VD, target_N, terms, rows, grad, weight_N, go_over
         )
     return CrossEntropy(*out)
 
@@ -164,6 +167,48 @@ def merge_statistics(shards: Sequence[ShardStatistics]) -> ShardStatistics:
     return ShardStatistics(max_N, torch.stack(sums).sum(0), correct_N)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """Of what the loss of a token is made: the arguments of `linear_cross_entropy`."""
+
+    softcap: float | None
+    z_loss: float
+    shard: VocabularyShard | None
+
+    @property
+    def first(self) -> int:
+        """Number of the first word here."""
+        return 0 if self.shard is None else self.shard.first
+
+    def merged(self, own: ShardStatistics) -> ShardStatistics:
+        """Statistics over the words of all shards."""
+        return own if self.shard is None else self.shard.merge(own)
+
+
+class ChunkFunction(Protocol):
+    """Statistics over all words, and on request the gradient by the products, in their dtype."""
+
+    def __call__(
+        self,
+        x_nD: Tensor,
+        w_vD: Tensor,
+        target_n: Tensor,
+        weight_n: Tensor | None,
+        terms: Terms,
+        want: bool,
+    ) -> tuple[ShardStatistics, Tensor | None]: ...
+
+
+def chunk_function(backend: str) -> ChunkFunction:
+    """What goes over a chunk of logits, by the backend's name."""
+    if backend == "triton":
+        from megacpp.kernels.linear_cross_entropy_triton import chunk
+
+        return chunk
+    assert backend == "torch", backend
+    return _chunk
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -171,19 +216,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_ND: Tensor,
         weight_VD: Tensor,
         target_N: Tensor,
-        softcap: float | None,
-        z_loss: float,
+        terms: Terms,
         rows: int,
         grad: bool,
-        shard: VocabularyShard | None,
         weight_N: Tensor | None,
+        go_over: ChunkFunction,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
         valid_N = target_N != IGNORED
-        local_N = target_N - (shard.first if shard else 0)
-        here_N = valid_N & (local_N >= 0) & (local_N < len(w_VD)) if shard else valid_N
-        index_N = torch.where(here_N, local_N, 0)
         nll_N = torch.empty_like(valid_N, dtype=_wide_dtype(x_ND.dtype))
         lse_N = torch.empty_like(nll_N)
         dx_ND = torch.empty_like(x_ND) if want_x else None
@@ -192,34 +233,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw_VD.zero_()  # no first chunk will set it
         for start in range(0, len(x_ND), rows):
             part = slice(start, start + rows)
-            x_nD, index_n, valid_n, here_n = (t[part] for t in (x_ND, index_N, valid_N, here_N))
-            logits_nV, slope_nV = _logits(x_nD, w_VD, softcap, want_x or want_weight)
-            own = _exponentiate(logits_nV, index_n, here_n)
-            whole = own if shard is None else shard.merge(own)
-            lse_N[part] = lse_n = whole.lse_N
-            nll_N[part] = torch.where(valid_n, lse_n - whole.correct_N, 0)
-            if want_x or want_weight:
-                if weight_N is not None:
-                    valid_n, here_n = valid_n * weight_N[part], here_n * weight_N[part]
-                factor_n = valid_n * (1 + 2 * z_loss * lse_n) / whole.sumexp_N
-                if shard is not None:
-                    factor_n = factor_n * (own.max_N - whole.max_N).exp()
-                g_nV = _logit_gradient(logits_nV, factor_n, index_n, here_n, slope_nV)
-                g_nV = g_nV.to(x_ND.dtype)
+            weight_n = None if weight_N is None else weight_N[part]
+            x_nD, want = x_ND[part], want_x or want_weight
+            found, g_nV = go_over(x_nD, w_VD, target_N[part], weight_n, terms, want)
+            lse_N[part] = lse_n = found.lse_N
+            nll_N[part] = torch.where(valid_N[part], lse_n - found.correct_N, 0)
+            if g_nV is not None:
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
                 if dw_VD is not None:
                     accumulate(dw_VD, g_nV, x_nD, first=start == 0)
-                del g_nV
-            del logits_nV, slope_nV  # before the next chunk is made: one at a time
+            del g_nV  # before the next chunk is made: one at a time
         dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
         nll_sum = nll_N.sum()
         # an output of its own for autograd
         loss_sum = nll_sum.clone() if weight_N is None else (nll_N * weight_N).sum()
-        if z_loss:
+        if terms.z_loss:
             counts_N = valid_N if weight_N is None else valid_N * weight_N
-            loss_sum += z_loss * (lse_N.square() * counts_N).sum()
+            loss_sum += terms.z_loss * (lse_N.square() * counts_N).sum()
         out = loss_sum, valid_N.sum(), nll_sum, lse_N
         ctx.mark_non_differentiable(*out[1:])
         return out
@@ -231,9 +263,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for grad in grads:
             # In place: no second [V, D]. A second backward is refused by the version counter.
             # Looking at the value would make a GPU wait, so only the CPU skips a factor of 1.
-            if grad is not None and (scale.is_cuda or scale.item() != 1.0):
+            if grad is not None and (scale.device.type != "cpu" or scale.item() != 1.0):
                 grad.mul_(scale)
-        return *grads, None, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
+
+
+def _chunk(
+    x_nD: Tensor,
+    w_vD: Tensor,
+    target_n: Tensor,
+    weight_n: Tensor | None,
+    terms: Terms,
+    want: bool,
+) -> tuple[ShardStatistics, Tensor | None]:
+    """A `ChunkFunction` of torch operators, on logits of at least fp32."""
+    valid_n, local_n = target_n != IGNORED, target_n - terms.first
+    here_n = valid_n
+    if terms.shard is not None:
+        here_n = valid_n & (local_n >= 0) & (local_n < len(w_vD))
+    index_n = torch.where(here_n, local_n, 0)
+    logits_nV, slope_nV = _logits(x_nD, w_vD, terms.softcap, want)
+    own = _exponentiate(logits_nV, index_n, here_n)
+    whole = terms.merged(own)
+    if not want:
+        return whole, None
+    if weight_n is not None:
+        valid_n, here_n = valid_n * weight_n, here_n * weight_n
+    factor_n = valid_n * (1 + 2 * terms.z_loss * whole.lse_N) / whole.sumexp_N
+    if terms.shard is not None:
+        factor_n = factor_n * (own.max_N - whole.max_N).exp()
+    g_nV = _logit_gradient(logits_nV, factor_n, index_n, here_n, slope_nV)
+    return whole, g_nV.to(x_nD.dtype)
 
 
 def _logits(
@@ -266,10 +326,17 @@ def _logit_gradient(
 
 
 def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
-    """dw += g^T x (dw = g^T x at first) without rounding the product to a narrow type."""
+    """dw += g^T x (dw = g^T x at first) without rounding the product to a narrow type.
+
+    On a GPU by `PRODUCT_BYTES` of words at a time: a wide product of narrow matrices is a tensor of
+    its own, and that of all words would be a second gradient.
+    """
     if g_nV.is_cuda and g_nV.dtype != dw_VD.dtype:
-        product_VD = torch.mm(g_nV.T, x_nD, out_dtype=dw_VD.dtype)
-        dw_VD.copy_(product_VD) if first else dw_VD.add_(product_VD)
+        words = max(1, PRODUCT_BYTES // (dw_VD.shape[1] * dw_VD.itemsize))
+        for some_vD, g_nv in zip(dw_VD.split(words), g_nV.split(words, 1), strict=True):
+            product_vD = torch.mm(g_nv.T, x_nD, out_dtype=dw_VD.dtype)
+            some_vD.copy_(product_vD) if first else some_vD.add_(product_vD)
+            del product_vD  # before the next is made
         return
     g_nV, x_nD = g_nV.to(dw_VD.dtype), x_nD.to(dw_VD.dtype)
     dw_VD.addmm_(g_nV.T, x_nD, beta=0 if first else 1)

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan, StateClip, no_autocast, repeat_heads
+from megacpp.kernels.m2rnn_triton import TritonChunked
 from megacpp.kernels.restarts import Sequences, sequences_of
 
 if TYPE_CHECKING:
@@ -109,6 +111,8 @@ def m2rnn_chunked(
     chunk_size: int = 64,
     final_states: bool = True,
     keep_states: bool = False,
+    *,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
     """`m2rnn_sequential` with a hand-derived backward and T / chunk_size kept states.
 
@@ -129,7 +133,7 @@ def m2rnn_chunked(
     )
     initial_SNKV = initial_SNKV.to(dtype) if initial_SNKV is not None else None
     with no_autocast(v_BTNV):
-        return Chunked.apply(  # type: ignore[return-value]
+        return _chunks_by(backend).apply(  # type: ignore[return-value]
             q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan
         )
 
@@ -153,8 +157,7 @@ def m2rnn_scan(
     given = (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
     if backend == "reference":
         return m2rnn_sequential(*given)
-    assert backend == "torch", backend
-    return m2rnn_chunked(*given, chunk_size, final_states, keep_states)
+    return m2rnn_chunked(*given, chunk_size, final_states, keep_states, backend=backend)
 
 
 def m2rnn_carried(
@@ -177,13 +180,12 @@ def m2rnn_carried(
     the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
     tokens that it comes from were here, so that parts of a row add up to the row.
     """
-    assert backend == "torch", backend
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
     seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
     seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
     plan = Plan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
     with no_autocast(v_BTNV):
-        return Chunked.apply(  # type: ignore[return-value]
+        return _chunks_by(backend).apply(  # type: ignore[return-value]
             q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan
         )
 
@@ -198,6 +200,11 @@ class _RowStates(Sequences):
         self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int
     ) -> Tensor:
         return super().leave(dh_NBKV, None, None, t)
+
+
+def _chunks_by(backend: str) -> type[Function]:
+    """What goes over chunks forward and backward; all take the arguments of `Chunked`."""
+    return {"torch": Chunked, "triton": TritonChunked}[backend]
 
 
 def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:

@@ -31,6 +31,7 @@ from megacpp.kernels.mamba3_inputs import (
     from_halves,
     to_halves,
 )
+from megacpp.kernels.mamba3_library import mamba3_library
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.seam import PLAIN, Seam
@@ -101,10 +102,18 @@ def mamba3_scan(
     *,
     seam: Seam = PLAIN,
     backend: str = "torch",
-) -> tuple[Tensor, Mamba3State]:
-    """`mamba3_chunked`, or the same by another backend of `mamba3` (megacpp/kernel_choice.py)."""
+    with_state: bool = False,
+) -> tuple[Tensor, Mamba3State | None]:
+    """`mamba3_chunked`, or the same by another backend of `mamba3` (megacpp/kernel_choice.py).
+
+    The state after each row is None where finding it is work of its own, unless `with_state`.
+    """
     if backend == "reference":
         return mamba3_sequential(inputs, weights, docs, pairing, initial)
+    if backend in ("mamba_ssm", "tilelang"):
+        return mamba3_library(
+            inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
+        )
     assert backend == "torch", backend
     return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, seam=seam)
 

@@ -102,6 +102,7 @@ def fold(
     carries_LS: Tensor,
     weights: HeadWeights,
     pairing: Pairing,
+    entering: Mamba3State | None = None,
 ) -> list[Mamba3State]:
     """The state that enters each segment of a row, in its frame, and the one after the last.
 
@@ -109,21 +110,23 @@ def fold(
         segments: of the row, from left to right; S counts rows here.
         carries_LS: bool, no document starts in the segment. A state that enters at the start of a
             document is not removed here, as it is what the segment on the left left behind.
+        entering: the state in front of the first segment, in its frame; None: nothing.
     """
     first = segments[0]
     R, _, N = first.k.shape[1:]
     nothing = Mamba3State.zeros(first.v, first.turn.shape[-1], R, N)
-    states, ssm_SHPN = [nothing], nothing.ssm
+    states = [nothing if entering is None else entering]
+    ssm_SHPN = to_halves(states[0].ssm, pairing)
     with torch.autocast(first.v.device.type, enabled=False):
         for segment, carries_S in zip(segments, carries_LS, strict=True):
             v_SHRP = weights.ranks_of_token(states[-1].v)
             halo_SHPN = v_SHRP.mT @ to_halves(states[-1].k, pairing)
             ssm_SHPN = torch.addcmul(ssm_SHPN, segment.beta[..., None, None], halo_SHPN)
-            ssm_SHPN = _turned(ssm_SHPN, -segment.turn[:, :, None])
+            ssm_SHPN = turned(ssm_SHPN, -segment.turn[:, :, None])
             ssm_SHPN = segment.decay.exp()[..., None, None] * ssm_SHPN
             carried_SHPN = torch.where(carries_S[:, None, None, None], ssm_SHPN, 0.0)
             ssm_SHPN = carried_SHPN + segment.added
-            k_SHRN = _per_head(segment.k.transpose(1, 2), weights.K_bias)
+            k_SHRN = per_head(segment.k.transpose(1, 2), weights.K_bias)
             ssm = from_halves(ssm_SHPN, pairing)
             states.append(Mamba3State(nothing.angle, ssm, k_SHRN, segment.v))
     return states
@@ -176,8 +179,8 @@ def _added(
     # Backwards from the end of the segment, where the next frame has its 0.
     angle_SHCA = torch.remainder(-_later(turn_SHCA, 2), 2 * math.pi).to(dtype)
     k_SGCRN = to_halves(wide(K), pairing).permute(0, 3, 1, 2, 4)
-    k_SHCRN = _per_head(k_SGCRN, to_halves(K_bias, pairing)[:, None])
-    k_SHCRN = _turned(k_SHCRN, angle_SHCA[:, :, :, None])
+    k_SHCRN = per_head(k_SGCRN, to_halves(K_bias, pairing)[:, None])
+    k_SHCRN = turned(k_SHCRN, angle_SHCA[:, :, :, None])
     v_SHCP = wide(V).transpose(1, 2) * weight_SHC[..., None]
     added_SHPRN = (v_SHCP.mT @ k_SHCRN.flatten(-2)).unflatten(-1, K_bias.shape[1:])
     if mimo_x is not None:  # after the sum over tokens: V of every rank is never made
@@ -199,12 +202,12 @@ def _last_document(docs: Documents) -> Tensor:
     return run_SC == run_SC[:, -1:]
 
 
-def _per_head(x_SGXN: Tensor, bias_HXN: Tensor) -> Tensor:
+def per_head(x_SGXN: Tensor, bias_HXN: Tensor) -> Tensor:
     """Shared by neighbouring heads (dim 1), plus each head's own bias."""
     return x_SGXN.repeat_interleave(len(bias_HXN) // x_SGXN.shape[1], 1) + bias_HXN
 
 
-def _turned(x_N: Tensor, angle_A: Tensor) -> Tensor:
+def turned(x_N: Tensor, angle_A: Tensor) -> Tensor:
     """Pairs (i, i + N/2) of the last dim turned by angle i; pairs without an angle stay."""
     turned, half = angle_A.shape[-1], x_N.shape[-1] // 2
     first, first_rest, second, second_rest = x_N.split(

@@ -29,7 +29,7 @@ def gated_ranks(
 ) -> Tensor:
     """sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
 
-    What is None is left out. Keeps y and z as they are for backward.
+    What is None is left out; computed in at least fp32. Keeps y and z as they are for backward.
     """
     return _GatedRanks.apply(  # type: ignore[return-value]
         y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP, norm_eps, dtype
@@ -58,6 +58,7 @@ class _GatedRanks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP)
         ctx.norm_eps = norm_eps
+        y_BTHRP = wide(y_BTHRP)
         out_BTHRP, _ = _normed(y_BTHRP, norm_HP, norm_eps)
         if z_BTHP is not None:
             # The gate first: the product then has its layout, by token, not that of the chunks.
@@ -71,6 +72,7 @@ class _GatedRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP = ctx.saved_tensors
         dz = dnorm = dmimo_z = dmimo_o = None
+        y_dtype, y_BTHRP = y_BTHRP.dtype, wide(y_BTHRP)
         x_BTHRP, rstd_BTHR1 = _normed(y_BTHRP, norm_HP, ctx.norm_eps)
         dout_BTHRP = wide(grads[0])[..., None, :]
         gate = silu = None
@@ -82,8 +84,11 @@ class _GatedRanks(torch.autograd.Function):
             dmimo_o = (product if silu is None else product * silu).sum((0, 1))
             product, dout_BTHRP = product.mul_(mimo_o_HRP), dout_BTHRP * mimo_o_HRP
         # Of y, in its layout, that of the chunks, where the scan's backward reads it.
-        dx_BTHRP = torch.empty_like(y_BTHRP)
-        torch.mul(dout_BTHRP, 1.0 if silu is None else silu, out=dx_BTHRP)
+        if torch.compiler.is_compiling():  # which chooses layouts by itself, and knows no `out`
+            dx_BTHRP = dout_BTHRP * (1.0 if silu is None else silu)
+        else:
+            dx_BTHRP = torch.empty_like(y_BTHRP)
+            torch.mul(dout_BTHRP, 1.0 if silu is None else silu, out=dx_BTHRP)
         if z_BTHP is not None and gate is not None:
             dgate = torch.ops.aten.silu_backward(product, gate)
             if mimo_z_HRP is not None:
@@ -92,7 +97,7 @@ class _GatedRanks(torch.autograd.Function):
             dz = dgate.squeeze(3).to(z_BTHP.dtype)
         if norm_HP is not None and rstd_BTHR1 is not None:
             dx_BTHRP, dnorm = _norm_backward(dx_BTHRP, y_BTHRP, rstd_BTHR1, norm_HP)
-        return dx_BTHRP, dz, dnorm, dmimo_z, dmimo_o, None, None
+        return dx_BTHRP.to(y_dtype), dz, dnorm, dmimo_z, dmimo_o, None, None
 
 
 class _GatedResidual(torch.autograd.Function):

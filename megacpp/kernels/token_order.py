@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,7 @@ def token_order_loss(
     ahead: Ahead,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
+    backend: str = "torch",
 ) -> Tensor:
     """Sum over tokens of -target . log softmax(x W^T), at least fp32; differentiable.
 
@@ -108,14 +110,16 @@ def token_order_loss(
         chunk: tokens at a time, by default `chunk_rows`.
         shard: `weight_VD` holds only these words. The loss is that of all words; the gradient of
             `x` is the part that these words contribute.
+        backend: as in `linear_cross_entropy`.
     """
     device = x_ND.device.type
     autocast = torch.is_autocast_enabled(device)
     x_ND = x_ND.to(torch.get_autocast_dtype(device)) if autocast else x_ND
     rows = chunk or chunk_rows(x_ND, weight_VD)
+    go_over = list_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off
     with torch.autocast(device, enabled=False):
-        return _TokenOrderLoss.apply(x_ND, weight_VD, ahead, rows, grad, shard)  # type: ignore[return-value]
+        return _TokenOrderLoss.apply(x_ND, weight_VD, ahead, rows, grad, shard, go_over)  # type: ignore[return-value]
 
 
 def token_order_loss_plain(x_ND: Tensor, weight_VD: Tensor, target_NV: Tensor) -> Tensor:
@@ -123,6 +127,31 @@ def token_order_loss_plain(x_ND: Tensor, weight_VD: Tensor, target_NV: Tensor) -
     logits_NV = F.linear(x_ND, weight_VD)
     share_NV = torch.nan_to_num(target_NV.softmax(1), nan=0.0)
     return -(share_NV * logits_NV.log_softmax(1)).sum()
+
+
+class ListFunction(Protocol):
+    """A `ChunkFunction` for lists of words, each with its share of the target; 0: not here."""
+
+    def __call__(
+        self,
+        x_nD: Tensor,
+        w_vD: Tensor,
+        words_nK: Tensor,
+        share_nK: Tensor,
+        has_n: Tensor,
+        shard: VocabularyShard | None,
+        want: bool,
+    ) -> tuple[ShardStatistics, Tensor | None]: ...
+
+
+def list_function(backend: str) -> ListFunction:
+    """What goes over a chunk of logits, by the name of the backend of `cross_entropy`."""
+    if backend == "triton":
+        from megacpp.kernels.linear_cross_entropy_triton import list_chunk
+
+        return list_chunk
+    assert backend in ("torch", "reference"), backend
+    return _list_chunk
 
 
 class _TokenOrderLoss(torch.autograd.Function):
@@ -135,6 +164,7 @@ class _TokenOrderLoss(torch.autograd.Function):
         rows: int,
         grad: bool,
         shard: VocabularyShard | None,
+        go_over: ListFunction,
     ) -> Tensor:
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
@@ -151,23 +181,15 @@ class _TokenOrderLoss(torch.autograd.Function):
                 elsewhere_nK = (words_nK < 0) | (words_nK >= len(w_VD))
                 words_nK.masked_fill_(elsewhere_nK, 0)
                 share_nK.masked_fill_(elsewhere_nK, 0)
-            x_nD = x_ND[part]
-            logits_nV = (x_nD @ w_VD.T).to(wide)
-            own = _exponentiate(logits_nV, words_nK, share_nK)
-            whole = own if shard is None else shard.merge(own)
-            loss_N[part] = torch.where(has_n, whole.lse_N - whole.correct_N, 0)
-            if want_x or want_weight:
-                factor_n = has_n / whole.sumexp_N
-                if shard is not None:
-                    factor_n = factor_n * (own.max_N - whole.max_N).exp()
-                g_nV = logits_nV.mul_(factor_n[:, None])
-                g_nV = g_nV.scatter_add_(1, words_nK, share_nK.neg_()).to(x_ND.dtype)
+            x_nD, want = x_ND[part], want_x or want_weight
+            found, g_nV = go_over(x_nD, w_VD, words_nK, share_nK, has_n, shard, want)
+            loss_N[part] = torch.where(has_n, found.lse_N - found.correct_N, 0)
+            if g_nV is not None:
                 if dx_ND is not None:
                     torch.mm(g_nV, w_VD, out=dx_ND[part])
                 if dw_VD is not None:
                     accumulate(dw_VD, g_nV, x_nD, first=start == 0)
-                del g_nV
-            del logits_nV, words_nK, share_nK  # before the next chunk is made: one at a time
+            del g_nV, words_nK, share_nK  # before the next chunk is made: one at a time
         dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
         return loss_N.sum()
@@ -179,7 +201,29 @@ class _TokenOrderLoss(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 grad.mul_(scale)  # in place: no second [V, D]
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
+
+
+def _list_chunk(
+    x_nD: Tensor,
+    w_vD: Tensor,
+    words_nK: Tensor,
+    share_nK: Tensor,
+    has_n: Tensor,
+    shard: VocabularyShard | None,
+    want: bool,
+) -> tuple[ShardStatistics, Tensor | None]:
+    """A `ListFunction` of torch operators, on logits of at least fp32."""
+    logits_nV = (x_nD @ w_vD.T).to(share_nK.dtype)
+    own = _exponentiate(logits_nV, words_nK, share_nK)
+    whole = own if shard is None else shard.merge(own)
+    if not want:
+        return whole, None
+    factor_n = has_n / whole.sumexp_N
+    if shard is not None:
+        factor_n = factor_n * (own.max_N - whole.max_N).exp()
+    g_nV = logits_nV.mul_(factor_n[:, None])
+    return whole, g_nV.scatter_add_(1, words_nK, share_nK.neg_()).to(x_nD.dtype)
 
 
 def _exponentiate(logits_nV: Tensor, words_nK: Tensor, share_nK: Tensor) -> ShardStatistics:

@@ -10,9 +10,10 @@ import torch
 def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     """Of each input of the Function: its gradient is used in this walk over the graph.
 
-    `ctx.needs_input_grad` is settled in the forward. Zero-bubble pipelines walk a graph twice, once
-    for gradients of inputs and once for those of weights: a Function that heeds this instead
-    computes neither of them twice. Call it within `backward`; tensors must be the first inputs.
+    `ctx.needs_input_grad` is settled in the forward (pytorch#56500). Zero-bubble pipelines walk a
+    graph twice, once for gradients of inputs and once for those of weights: a Function that heeds
+    this instead computes neither of them twice. Call it within `backward`; tensors must be the
+    first inputs.
     """
     needed = ctx.needs_input_grad
     tensors = [node is not None and _reached(node) for node, _ in ctx.next_functions]

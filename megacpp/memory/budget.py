@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megacpp.config import Config
-from megacpp.kernel_choice import choose, planned_host
+from megacpp.kernel_choice import planned_kernels
 from megacpp.memory.estimate import MemoryEstimate, estimate
 
 Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
@@ -34,6 +34,9 @@ def fullest(
 def as_run(config: Config, device: str, narrow: bool) -> Config:
     """`auto` settled as a run on that device settles it.
 
+    Kernels are those of a host that nobody has looked at; who has looked names them before
+    (`as_chosen`, megacpp/run/kernels.py).
+
     Args:
         device: `cpu` or `cuda`.
         narrow: it computes in bf16 if nothing else is asked for.
@@ -43,9 +46,7 @@ def as_run(config: Config, device: str, narrow: bool) -> Config:
         precision = replace(precision, dtype="bf16" if narrow else "fp32")
     train = replace(config.train, device="cuda" if device == "cuda" else "cpu")
     settled = replace(config, precision=precision, train=train)
-    found = choose(settled, planned_host(settled, train.device))
-    names = {name: choice.backend for name, choice in found.items()}
-    return replace(settled, kernels=replace(config.kernels, **names))
+    return replace(settled, kernels=planned_kernels(settled, train.device))
 
 
 def words(size_bytes: float) -> str:

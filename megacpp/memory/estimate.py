@@ -142,11 +142,14 @@ def margin(config: Config, tensors: int) -> int:
 def assumptions(config: Config) -> tuple[str, ...]:
     """What the figures rest on."""
     found = ["kernels as on a CPU: what they keep and need is what a trace of the model shows"]
+    if config.kernels.mamba3 in ("mamba_ssm", "tilelang"):
+        found.append("M blocks: what mamba-ssm's kernels keep and allocate, by their source")
     if uneven(config):
         found.append("every expert gets as many tokens; the upper bound: one rank gets all it can")
     if uneven(config) and null_copies(config.model.moe) and config.mesh.ep == 1 and on_gpu(config):
         found.append("null experts: without mesh.ep a GPU has rows for all slots: the upper bound")
-    if config.data.seq_len and "A" in config.model.pattern.upper():
+    attends = config.kernels.attention
+    if config.data.seq_len and "A" in config.model.pattern.upper() and attends in ("auto", "torch"):
         found.append("rows hold several documents: attention has one mask a microbatch")
     if on_gpu(config):
         found.append("context, libraries and allocator by constants, until a run is calibrated")
@@ -155,6 +158,8 @@ def assumptions(config: Config) -> tuple[str, ...]:
         found.append(f"the allocator's share as in replays of steps, with {kind}")
     if config.mesh.pp > 1 and config.mesh.pp_schedule in (*SPLIT_BACKWARD, "interleaved"):
         found.append(f"{config.mesh.pp_schedule}: microbatches in flight as many as there can be")
+    if config.precision.fp8 != "off":
+        found.append("FP8: what layers round before a product, in fp32 and scaled: an upper bound")
     found += [f"{name} isn't counted" for name in not_counted(config)]
     return tuple(found)
 

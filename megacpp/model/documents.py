@@ -5,12 +5,14 @@ Legend: B rows, T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+
+from megacpp.model.transfer import to_device
 
 Made = TypeVar("Made")
 
@@ -27,6 +29,8 @@ class Documents:
         index_T: of a part, the positions in the row of its tokens; else None.
         tokens_BT: int64 ids of whole rows, where something reads tokens beside its own.
         labels_BT: labels of whole rows, likewise.
+        first_BM: int32, where the documents of each whole row start, and T where a row has fewer
+            than M: made while the host could still see them (`to`), so that nothing waits later.
     """
 
     ids_BT: Tensor
@@ -36,6 +40,7 @@ class Documents:
     index_T: Tensor | None = None
     tokens_BT: Tensor | None = None
     labels_BT: Tensor | None = None
+    first_BM: Tensor | None = None
 
     def __post_init__(self) -> None:
         # No field: FSDP2 looks for tensors in the fields of what a module is given, and a part
@@ -82,8 +87,20 @@ class Documents:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """int32 boundaries of all documents of the flattened batch `[B * T]` (library kernels)."""
+        """int32 boundaries of all documents of the flattened batch `[B * T]` (library kernels).
+
+        The start of a row is one too, and in a part of the tokens wherever some are left out.
+        Found on the host where the documents came from (`to`): a device would be waited for.
+        """
         return self.memo("cu_seqlens", self._cu_seqlens)
+
+    @property
+    def segments(self) -> Tensor:
+        """int32 boundaries `[0, ..., B * T]` as `cu_seqlens`, with empty documents among them.
+
+        Without waiting for a device, if the rows are whole or came from the host by `to`.
+        """
+        return self.memo("segments", self._segments)
 
     def memo(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """`make()` once per batch and key: masks and angles that every layer shares."""
@@ -142,17 +159,33 @@ class Documents:
         """The same boundaries on another device."""
 
         def moved(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device)
+            return None if x is None else to_device(x, device)
 
-        return Documents(
-            self.ids_BT.to(device),
-            self.positions_BT.to(device),
+        there = Documents(
+            to_device(self.ids_BT, device),
+            to_device(self.positions_BT, device),
             self.whole,
             None if self.row is None else self.row.to(device),
             moved(self.index_T),
             moved(self.tokens_BT),
             moved(self.labels_BT),
+            moved(self.first_for(device)),
         )
+        if self.ids_BT.device.type == "cpu" != there.ids_BT.device.type:
+            there.note("host", self)
+        return there
+
+    def first_for(self, device: torch.device | str) -> Tensor | None:
+        """`first_BM`, made now if this is the last time that the host sees the documents."""
+        leaves = self.ids_BT.device.type == "cpu" and torch.device(device).type != "cpu"
+        if not leaves or self.first_BM is not None or self.whole or self.row is not None:
+            return self.first_BM
+        starts_BT, T = self.starts_BT, self.ids_BT.shape[1]
+        place_BT = starts_BT.cumsum(1) - 1
+        row_N, token_N = starts_BT.nonzero(as_tuple=True)
+        first_BM = torch.full((len(starts_BT), int(place_BT.max()) + 1), T, dtype=torch.int32)
+        first_BM[row_N, place_BT[row_N, token_N]] = token_N.to(torch.int32)
+        return first_BM
 
     def _beside(self, what: Literal["tokens_BT", "labels_BT"], by: int, fill: int) -> Tensor:
         row = self if self.row is None else self.row
@@ -161,8 +194,23 @@ class Documents:
         found_BT = beside(values_BT, row.ids_BT, by, fill)
         return found_BT if self.index_T is None else found_BT[:, self.index_T]
 
+    def _segments(self) -> Tensor:
+        (B, T), device = self.ids_BT.shape, self.ids_BT.device
+        if self.whole:
+            return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
+        if self.first_BM is None:
+            return self.cu_seqlens
+        row_B1 = torch.arange(0, B * T, T, dtype=torch.int32, device=device)[:, None]
+        return torch.nn.functional.pad((self.first_BM + row_B1).flatten(), (0, 1), value=B * T)
+
     def _cu_seqlens(self) -> Tensor:
-        starts = self.starts_BT.flatten().nonzero().flatten()
+        host: Documents | None = vars(self)["_memo"].get("host")
+        if host is not None:
+            return host.cu_seqlens.to(self.ids_BT.device)
+        next_BT = self.positions_BT[:, 1:] == self.positions_BT[:, :-1] + 1
+        follows_BT = next_BT & (self.ids_BT[:, 1:] == self.ids_BT[:, :-1])
+        starts_BT = ~torch.nn.functional.pad(follows_BT, (1, 0), value=False)
+        starts = starts_BT.flatten().nonzero().flatten()
         return torch.nn.functional.pad(starts, (0, 1), value=self.ids_BT.numel()).to(torch.int32)
 
 
@@ -177,6 +225,16 @@ def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tenso
     same_BT = documents_BT[:, here] == documents_BT[:, there]
     moved_BT[:, here] = torch.where(same_BT, values_BT[:, there], fill)
     return moved_BT
+
+
+def stacked_first(parts: Sequence[Documents], device: torch.device) -> Tensor | None:
+    """`first_BM` of rows of several batches, one below the other; None if one doesn't know it."""
+    known = [x for docs in parts if (x := docs.first_for(device)) is not None]
+    if len(known) < len(parts):
+        return None
+    most, T = max(x.shape[1] for x in known), parts[0].ids_BT.shape[1]
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(x, (0, most - x.shape[1]), value=T) for x in known])
 
 
 def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:

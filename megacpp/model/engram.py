@@ -37,6 +37,7 @@ from megacpp.model.linear_init import input_rule
 from megacpp.model.ngram_hash import PAD, hashed_orders, odd_multipliers
 from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import ShortConv
+from megacpp.model.transfer import listed
 
 NORM_EPS = 1e-5  # in front of the convolution, as in the source
 
@@ -69,7 +70,7 @@ class LayerHash:
 
     def rows(self, ids_by_shift: Sequence[Tensor]) -> Tensor:
         """int64 `[B, T, H]` among the rows of all tables, orders one after the other."""
-        offsets_H = torch.tensor(self.offsets, device=ids_by_shift[0].device)
+        offsets_H = listed(self.offsets, ids_by_shift[0].device)
         return hashed_orders(ids_by_shift, self.multipliers, self.primes) + offsets_H
 
 

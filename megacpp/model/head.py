@@ -53,7 +53,8 @@ class Ahead(NamedTuple):
     detached: bool = False
 
 
-# FSDP2 looks for tensors in a module's output to start its backward; it must see into this one.
+# FSDP2 looks for tensors in a module's output to start its backward; it must see into this one, as
+# torch 2.13 does by itself (no thread known).
 pytree.register_dataclass(LossSum)
 
 

@@ -41,7 +41,8 @@ class HybridLM(nn.Module):
         self.config, self.begins = config, True
         self.kinds = layer_kinds(config)
         self.letters = "".join(kind[0] for kind in self.kinds)
-        # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo.
+        # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo
+        # (no thread known).
         table_VD = torch.empty(config.vocab_size, config.dim)
         self.embed = nn.Embedding(config.vocab_size, config.dim, _weight=table_VD)
         if config.ngram.heads:
@@ -147,7 +148,10 @@ class HybridLM(nn.Module):
         return rules
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridLM:
-        """Keeps a tied weight one tensor: leaving the meta device makes each module its own."""
+        """Keeps a tied weight one tensor: leaving the meta device makes each module its own.
+
+        (pytorch/torchtitan#2252; no thread known of torch itself.)
+        """
         super()._apply(fn, recurse)
         self.tie()
         return self

@@ -111,8 +111,11 @@ class Mamba3(Fp32Contract):
         weights: HeadWeights,
         docs: Documents,
         initial: Mamba3State | None = None,
-    ) -> tuple[Tensor, Mamba3State]:
-        """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row."""
+    ) -> tuple[Tensor, Mamba3State | None]:
+        """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row.
+
+        The state is None where the backend has none to give: nobody asks for it in training.
+        """
         given = (inputs, weights, docs, self.pairing, self.mamba.chunk_size, initial)
         return mamba3_scan(*given, seam=self.seam, backend=self.kernels.mamba3)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megacpp.config import ModelConfig, MoEConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.expert_mlp import into_experts, out_of_experts
+from megacpp.kernels.expert_mlp import experts_reference, into_experts, out_of_experts
 from megacpp.kernels.expert_rows import (
     Groups,
     group_rows,
@@ -22,6 +22,7 @@ from megacpp.kernels.expert_rows import (
     sum_rows,
     weigh_slots,
 )
+from megacpp.kernels.fp8_products import Fp8Products
 from megacpp.kernels.grouped_mm import row_multiple
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
@@ -52,6 +53,7 @@ class Experts(nn.Module):
 
     seam: Seam = PLAIN
     kernels: Kernels = PLAIN_KERNELS
+    fp8: Fp8Products | None = None  # set by checkpointing/fp8.py
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,9 +66,11 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, groups: Groups, weights_RK: Tensor | None = None) -> Tensor:
         """What the expert of each slot makes of the row in it, times its weight: `[S, D]`."""
-        hidden = self.seam("expert_gemm", self._into, x_RD, groups)
         weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
-        return out_of_experts(hidden, self.w2, weight_S, groups.counts_E)
+        if self.kernels.experts == "reference":
+            return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2)
+        hidden = self.seam("expert_gemm", self._into, x_RD, groups)
+        return out_of_experts(hidden, self.w2, weight_S, groups, self.fp8)
 
     def init_rules(self) -> dict[str, Rule]:
         into = ("w1", "w3") if self.config.moe.activation == "swiglu" else ("w1",)
@@ -74,8 +78,13 @@ class Experts(nn.Module):
         return rules | {"w2": output_rule(self.config)}
 
     def _into(self, x_RD: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+        return into_experts(x_RD, groups, *self._weights, fp8=self.fp8)
+
+    @property
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Those that make hidden units."""
         gated = self.config.moe.activation == "swiglu"
-        return into_experts(x_RD, groups, *((self.w1, self.w3) if gated else (self.w1,)))
+        return (self.w1, self.w3) if gated else (self.w1,)
 
 
 class SharedExpert(MLP):
@@ -137,6 +146,7 @@ class MixtureOfExperts(nn.Module):
         else:
             slots = expert_capacity(len(x_TD), self.moe)
             groups = group_rows_to_capacity(indices_TK, num_experts, slots)
+        groups = groups.by(self.kernels.experts)
         return Arrived(x_TD, groups, weights_TK), groups
 
     def combine(self, rows_SD: Tensor, weights_TK: Tensor, trip: Any) -> Tensor:

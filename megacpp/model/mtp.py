@@ -133,7 +133,7 @@ class MultiTokenPrediction(AuxiliarySource):
         assert out.ahead_sum is not None
         self.record({"mtp": out.ahead_sum.detach()})
         loss_sum = AttachLoss.apply(out.loss_sum, out.ahead_sum, self.aux_scale)
-        loss_sum = loss_sum.clone()  # type: ignore[union-attr]  # FSDP2 warns of views
+        loss_sum = loss_sum.clone()  # type: ignore[union-attr]  # views: pytorch#181850
         return LossSum(loss_sum, out.valid_tokens, out.nll_sum)
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, Rule
 from megacpp.model.ngram_hash import PAD, hashed_orders, odd_multipliers
 from megacpp.model.sizes import ngram_primes, ngram_rows
+from megacpp.model.transfer import listed
 
 SEED = 2_718_281  # of the multipliers: what is learned belongs to it
 
@@ -65,4 +66,4 @@ class NgramEmbedding(nn.Module):
 
     def _rows(self, ids_by_shift: Sequence[Tensor]) -> Tensor:
         rows_BTK = hashed_orders(ids_by_shift, self.multipliers, self.primes)
-        return rows_BTK + torch.tensor(self.first, device=rows_BTK.device)
+        return rows_BTK + listed(self.first, rows_BTK.device)

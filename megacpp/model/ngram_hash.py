@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megacpp.model.transfer import listed
+
 PAD = 0  # stands in front of a document: <pad> of megacpp/data/tokenizer.py
 
 _MAX_INT64 = 2**63 - 1
@@ -68,4 +70,4 @@ def _mixed(ids_by_shift: Sequence[Tensor], multipliers: Sequence[int]) -> list[T
 
 
 def _rows(mix_BT: Tensor, primes: Sequence[int]) -> Tensor:
-    return mix_BT[..., None] % torch.tensor(primes, device=mix_BT.device)
+    return mix_BT[..., None] % listed(primes, mix_BT.device)

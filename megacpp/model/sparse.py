@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.config import AttentionConfig, ModelConfig
-from megacpp.kernels.attention import attend, attention_mask, causal_attention
+from megacpp.kernels.attention import attention_between, causal_attention
 from megacpp.kernels.indexer_loss import HeadShard, Target
 from megacpp.kernels.lightning_indexer import choose_keys
 from megacpp.kernels.sparse_attention import sparse_attention
@@ -102,11 +102,10 @@ class SparseCore(CoreAttention):
         parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
         if chosen is not None:
             return self.seam("core_attn", sparse_attention, *parts, chosen, docs, keys, *settings)
+        backend = self.kernels.attention
         if keys is docs:
-            whole = (docs, *settings, self.kernels.attention)
-            return self.seam("core_attn", causal_attention, *parts, *whole)
-        mask = attention_mask(docs, keys, q_BTNH.dtype, self.softcap)
-        return self.seam("core_attn", attend, *parts, *settings, mask)
+            return self.seam("core_attn", causal_attention, *parts, docs, *settings, backend)
+        return self.seam("core_attn", attention_between, *parts, docs, keys, *settings, backend)
 
 
 @dataclass(frozen=True)

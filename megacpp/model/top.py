@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.config import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linear_cross_entropy import VocabularyShard
 from megacpp.kernels.token_order import Ahead, token_order_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
@@ -29,6 +30,8 @@ class TokenOrder(AuxiliarySource):
     Attributes:
         shard: which words the weight holds, when the vocabulary is spread over processes.
     """
+
+    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -59,7 +62,9 @@ class TokenOrder(AuxiliarySource):
         row = docs if docs.row is None else docs.row
         assert row.tokens_BT is not None, "documents that know no tokens (Documents.with_tokens)"
         ahead = Ahead.of(row.tokens_BT, row.ends_BT, self.top.window, docs.index_T)
-        return token_order_loss(x_BTD.flatten(0, -2), self.unembed.weight, ahead, shard=self.shard)
+        x_ND, weight_VD = x_BTD.flatten(0, -2), self.unembed.weight
+        backend = self.kernels.cross_entropy
+        return token_order_loss(x_ND, weight_VD, ahead, shard=self.shard, backend=backend)
 
     def init_rules(self) -> dict[str, Rule]:
         zeros: dict[str, Rule] = {name: Constant(0.0) for name in BUFFERS}

@@ -27,6 +27,7 @@ from megacpp.memory.budget import (
 from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.fixes import refusal
+from megacpp.run.kernels import as_chosen
 from megacpp.run.precision import compute_dtype
 from megacpp.run.record import device_name, versions
 
@@ -150,7 +151,7 @@ class Assessor:
     def settled(self, config: Config) -> Config:
         """`auto` as it will run here."""
         narrow = compute_dtype(config.precision, self.device) == torch.bfloat16
-        return as_run(config, self.device.type, narrow)
+        return as_run(as_chosen(config, self.device), self.device.type, narrow)
 
     def price(self, config: Config, extra_bytes: int = 0) -> MemoryEstimate:
         """What the fullest rank needs, against the budget less what a margin takes of it."""

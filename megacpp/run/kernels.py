@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from megacpp.config import Config
-from megacpp.kernel_choice import Choice, choose
+from megacpp.kernel_choice import Choice, choose, plain_loss
 from megacpp.kernel_host import Host, installed
 from megacpp.kernels.backend import Kernels
 from megacpp.run.precision import compute_dtype
@@ -30,17 +32,32 @@ def host_of(config: Config, device: torch.device) -> Host:
 
 
 def choices(config: Config, device: torch.device) -> dict[str, Choice]:
-    """What does each operation of a run, and why.
+    """What does each operation of a run, and why; asked once, where a run starts.
+
+    Warns of a GPU for whose head there is no kernel.
 
     Raises:
         ConfigError: a backend that is asked for by name can't run here.
     """
-    return choose(config, host_of(config, device))
+    host = host_of(config, device)
+    found = choose(config, host)
+    if warning := plain_loss(found, host):
+        warnings.warn(warning, RuntimeWarning, stacklevel=2)
+    return found
 
 
 def chosen_kernels(config: Config, device: torch.device) -> Kernels:
     """The names alone."""
-    return Kernels(**{name: c.backend for name, c in choices(config, device).items()})
+    found = choose(config, host_of(config, device))
+    return Kernels(**{name: c.backend for name, c in found.items()})
+
+
+def as_chosen(config: Config, device: torch.device) -> Config:
+    """The configuration with the kernels of this host by name, where it has the device."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return config
+    names = {name: choice.backend for name, choice in choices(config, device).items()}
+    return replace(config, kernels=replace(config.kernels, **names))
 
 
 def kernel_lines(found: Mapping[str, Choice]) -> list[str]:

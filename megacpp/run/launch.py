@@ -23,7 +23,7 @@ from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
 from megacpp.run.features import feature_lines
 from megacpp.run.gate import Admission
-from megacpp.run.kernels import kernel_lines, kernel_record
+from megacpp.run.kernels import as_chosen, kernel_lines, kernel_record
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.precision import compute_dtype, storage_dtype
 from megacpp.run.recompute_table import layer_rows
@@ -79,6 +79,7 @@ def announce(
     compiled: Mapping[int, str],
     fp8: Sequence[str],
     kernels: Mapping[str, Choice],
+    agreed: Sequence[str],
     admission: Admission,
 ) -> Callable[[float], float | None]:
     """Prints the header and writes the launch record on the main rank.
@@ -108,6 +109,7 @@ def announce(
             recompute=layer_rows(config, compiled),
             fp8=list(fp8),
             kernels=kernel_record(kernels),
+            kernels_agreed=list(agreed),
             activations=kept_by_a_microbatch(config, ranks, device),
             memory=admission.as_dict(),
             plan=admission.plan,
@@ -128,7 +130,7 @@ def announce(
                         f"{flops:,.0f} FLOPs a token, forward and backward",
                     ],
                 ),
-                ("kernels", kernel_lines(kernels)),
+                ("kernels", [*kernel_lines(kernels), *agreed]),
                 ("memory", admission.lines()),
                 ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
                 ("optimizer" + _whose(mesh), optimizer_lines),
@@ -142,7 +144,7 @@ def announce(
 def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
     """What the forward keeps on the first rank, by kind of block, from closed forms."""
     narrow = compute_dtype(config.precision, device) == torch.bfloat16
-    return activation_bytes(as_run(config, device.type, narrow), ranks).as_dict()
+    return activation_bytes(as_run(as_chosen(config, device), device.type, narrow), ranks).as_dict()
 
 
 def _given(resolved: Resolved) -> dict[str, object]:

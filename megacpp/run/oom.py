@@ -18,6 +18,7 @@ from megacpp.memory.components import COMPONENTS
 from megacpp.memory.fixes import cheapest_fixes
 from megacpp.memory.snapshot import STEADY, compare
 from megacpp.run.forensics import Forensics, allocator_state
+from megacpp.run.kernels import as_chosen
 from megacpp.run.precision import compute_dtype
 
 # How torch and Python say that there is no memory left, beside the classes they have for it.
@@ -153,7 +154,7 @@ def _fixes(found: Forensics | None) -> list[str]:
         return ["--train.device-batch-size half as large: accumulation makes up for it"]
     size = int(os.environ.get("WORLD_SIZE", "1"))
     narrow = compute_dtype(found.config.precision, found.device) == torch.bfloat16
-    config = as_run(found.config, found.device.type, narrow)
+    config = as_run(as_chosen(found.config, found.device), found.device.type, narrow)
     needs = fullest(config, size)[1]
     less = int(needs.point * (1 - GAIN))
     fixes, _ = cheapest_fixes(config, size, lambda c: fullest(c, size, less)[1], needs)

@@ -14,7 +14,7 @@ def storage_dtype(config: PrecisionConfig) -> torch.dtype:
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """Matrices and activations: bf16 on a GPU that has it (`auto`), fp32 on a CPU."""
+    """Matrices and activations: `auto` is bf16 on a GPU that has it, fp32 on a CPU."""
     if config.dtype == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if able else torch.float32
@@ -30,13 +30,6 @@ def check_device(config: Config, device: torch.device) -> None:
     """Raises ConfigError for what a run on this device would do slowly, or not at all."""
     if device.type != "cpu":
         return
-    if config.precision.dtype in ("bf16", "fp16"):
-        raise config_error(
-            "precision.dtype",
-            config.precision.dtype,
-            "a run on a CPU computes in fp32 or fp64",
-            "use fp32 or auto",
-        )
     if config.optim.adamw_state == "cpu_offload":
         raise config_error(
             "optim.adamw_state",

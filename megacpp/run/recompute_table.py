@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megacpp.config import Config
+from megacpp.fp8_rules import fp8_blocks
 from megacpp.model.pattern import block_letters
 from megacpp.model.pieces import Piece, layer_pieces
 
@@ -23,31 +24,33 @@ WORDS: dict[Piece, str] = {
 
 
 def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, Any]]:
-    """One row per layer, in order.
+    """One row per layer, in order; with FP8 also whether it computes in it.
 
     Args:
         compiled: layers where the compiler decides, of all or of a part, and in which words.
     """
     letters = block_letters(config.model.pattern, config.model.depth)
     pieces = layer_pieces(config.recompute, config.model)
-    rows = []
+    rows, in_fp8 = [], fp8_blocks(config)
     for layer, (letter, chosen) in enumerate(zip(letters, pieces, strict=True)):
         names = [word for piece, word in WORDS.items() if piece in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")
         if layer in compiled:  # of an E block the shared expert alone
             names = [*(names if letter == "E" else []), compiled[layer]]
-        rows.append({"layer": layer, "kind": letter, "runs_again": names})
+        row = {"layer": layer, "kind": letter, "runs_again": names}
+        rows.append(row if config.precision.fp8 == "off" else row | {"fp8": layer in in_fp8})
     return rows
 
 
 def table_lines(config: Config, compiled: Mapping[int, str]) -> list[str]:
     """A line for all layers of a kind that do the same; the last layer apart."""
     *rows, last = layer_rows(config, compiled)
-    key = lambda row: (row["kind"], row["runs_again"])  # noqa: E731
+    key = lambda row: (row["kind"], row["runs_again"], row.get("fp8", False))  # noqa: E731
     found = []
-    for (kind, names), same in groupby(sorted(rows, key=key), key):
-        found.append(f"{kind} x {len(list(same)):<3} {', '.join(names) or 'keeps all'}")
+    for (kind, names, fp8), same in groupby(sorted(rows, key=key), key):
+        words = ", ".join(names) or "keeps all"
+        found.append(f"{kind} x {len(list(same)):<3} {words}{' (FP8)' * fp8}")
     names = ", ".join(last["runs_again"])
     found.append(f"last {last['kind']} {names or 'keeps all, its backward comes at once'}")
     policy = config.recompute

@@ -68,6 +68,16 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def driver_version() -> str | None:
+    """Of the NVIDIA driver, as nvidia-smi says it; None: it doesn't."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line.strip() for line in done.stdout.splitlines() if line.strip()), None)
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that a run depends on."""
     found = {"megacpp": metadata.version("megacpp")} if _installed("megacpp") else {}

@@ -69,7 +69,8 @@ def check_parts(tensors: Mapping[str, Tensor]) -> None:
     """Asserts that this rank holds of each DTensor the box that its placements name.
 
     FSDP2 cuts what an axis inside it has cut already; where that axis doesn't divide a dim, the
-    placements describe other boxes than those that ranks hold (torch 2.13), and offsets would lie.
+    placements describe other boxes than those that ranks hold (torch 2.13: pytorch#161368,
+    pytorch#168134), and offsets would lie.
     """
     for name, t in tensors.items():
         if is_dtensor(t):

@@ -212,7 +212,7 @@ def _packed(t: Tensor) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns that there is no process group even when it is told so."""
+    """DCP warns that there is no process group even when it is told so (no thread known)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -36,7 +36,7 @@ def config_with(fp8: str = "torchao", model: ModelConfig | None = None, **policy
     return Config(
         model=model or model_config(),
         train=CPU_RUN if fp8 == "torchao" else TrainConfig(),
-        precision=PrecisionConfig(fp8=fp8),  # type: ignore[arg-type]
+        precision=PrecisionConfig(fp8=fp8, fp8_ends=0),  # type: ignore[arg-type]
         recompute=CheckpointingPolicy(**(settings | policy)),
     )
 

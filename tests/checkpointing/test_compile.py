@@ -19,7 +19,9 @@ from torch._dynamo.utils import counters
 from checkpointing.apply import Keeper, give
 from checkpointing.compile import (
     BY_HAND,
+    BY_TOKEN,
     CONTEXT,
+    CUT,
     LOOKED_UP,
     ROUTED,
     Compiled,
@@ -38,9 +40,12 @@ from megacpp.config import (
     TrainConfig,
 )
 from megacpp.data.batches import Batch
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.model.attention_logits import LogitRecorder
+from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.mamba3 import Mamba3
 from megacpp.model.pieces import BLOCK
 from megacpp.model.seam import PLAIN
 from parallel.build import build_model
@@ -116,9 +121,11 @@ def test_gradients_are_those_of_the_blocks_as_written(name: str) -> None:
                 backward(model, batch, docs)
             assert_same_gradients(compiled, plain)
             graphs.append(num_graphs())
-    # Attention: packed and whole. Feed-forward: with the budget and, as the last layer, without.
-    shared_experts = sum(part == "shared expert" for part in found.graphs.values())
-    assert graphs[1:] == [4 + shared_experts] * 5
+    # Attention, and the scan: packed and whole. Feed-forward: with the budget and, as the last
+    # layer, without.
+    parts = [found.graphs.get(layer) for layer in range(len(plain.letters))]
+    scans = sum(letter == "M" for letter in plain.letters)
+    assert graphs[1:] == [4 + parts.count("shared expert") + 2 * min(scans, 1)] * 5
     assert not counters["graph_break"] and not counters["recompiles"]
 
 
@@ -164,14 +171,25 @@ def test_the_table_says_what_is_compiled_and_why_the_rest_is_not() -> None:
     _, _, found = pair(small(LETTERS), 0.5)
     assert [found.words(layer) for layer in range(7)] == [
         "block by aot_eager, budget 0.5",
-        f"eager: {BY_HAND}",
+        "block by aot_eager, budget 0.5",
         f"shared expert by aot_eager, budget 0.5; eager: {ROUTED}",
-        f"eager: {BY_HAND}",
+        f"eager: {BY_TOKEN}",
         "block by aot_eager, budget 0.5",
         "block by aot_eager, budget 0.5",
         "block by aot_eager, budget 1",  # the last: its backward comes at once
     ]
-    assert found.whole == {0, 4, 5, 6}
+    assert found.whole == {0, 1, 4, 5, 6}
+
+
+def test_a_scan_that_is_cut_or_done_by_a_kernel_stays_eager() -> None:
+    block = HybridLM(small("M")).blocks["0"]
+    assert isinstance(block, Block) and isinstance(block.mixer, Mamba3)
+    assert why_eager(block) is None
+    block.mixer.kernels = Kernels(mamba3="of a library")
+    assert why_eager(block) == BY_HAND
+    block.mixer.kernels = PLAIN_KERNELS
+    block.mixer.scan = block.mixer.scan  # type: ignore[method-assign]
+    assert why_eager(block) == CUT
 
 
 def test_attention_that_looks_at_other_ranks_stays_eager() -> None:

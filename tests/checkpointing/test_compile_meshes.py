@@ -249,3 +249,24 @@ def test_on_a_gpu() -> None:
         assert worst <= 1e-5
         kept.append(kept_bytes)
     assert kept == sorted(kept, reverse=True) and kept[-1] == 2 * 64 * 64 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_scan_on_a_gpu() -> None:
+    """An M block in fp64 at 1e-10: exp and tanh of two compilers differ by units of the last place,
+    of which a recurrence over a document adds up some."""
+    device = torch.device("cuda")
+    config = Config(model=small("MF"), precision=PrecisionConfig("fp64"))
+    docs = ragged_batch(range(2), 12).docs.to(device)
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, 12, config.model.dim
+    x_BTD = torch.randn(shape, dtype=torch.float64, generator=generator).to(device)
+    found: list[list[Tensor]] = []
+    for prepare in (None, lambda model: compile_blocks(model, "inductor", 0.5)):
+        block = build_model(config, World(0, 1, device), prepare).blocks["0"]
+        leaf_BTD = x_BTD.clone().requires_grad_()
+        loss = block(leaf_BTD, docs).square().sum()
+        found.append(list(torch.autograd.grad(loss, [leaf_BTD, *block.parameters()])))
+    for got, want in zip(*found, strict=True):
+        assert (got - want).abs().max() <= 1e-10 * want.abs().max()

@@ -63,7 +63,7 @@ def config(run: Run) -> Config:
 
 def train(rank: int, run: Run, folder: Path, source: Path | None = None) -> Trace:
     """Five steps, as `train.py` makes them, with a checkpoint after the third; or those after."""
-    trace, world, settings = Trace(), world_of(rank, run), config(run)
+    trace, world, settings = Trace(run), world_of(rank, run), config(run)
 
     def compress(model: HybridLM) -> None:
         compress_linears(model, POLICY.compress, settings.run.seed)

@@ -6,7 +6,7 @@ The distributed scans run on forked gloo ranks; what crosses each boundary is co
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from megacpp.config import Mamba3Config, ModelConfig
-from megacpp.kernels.mamba3_inputs import Pairing, ScanInputs, from_halves, to_halves
+from megacpp.kernels.mamba3_inputs import (
+    HeadWeights,
+    Mamba3State,
+    Pairing,
+    ScanInputs,
+    from_halves,
+    to_halves,
+)
+from megacpp.kernels.mamba3_library import mimo_scan, siso_scan
 from megacpp.kernels.mamba3_segments import fold, summarize
 from megacpp.model.documents import Documents
 from megacpp.model.mamba3 import Mamba3
@@ -24,6 +32,7 @@ from parallel.context_mamba3 import ContextMamba3
 from parallel.context_segments import carries
 from tests.golden.check_mamba3 import arguments, documents
 from tests.golden.harness import GoldenFile
+from tests.model.mamba3_upstream import mamba3_mimo, mamba3_siso_combined
 from tests.ranks import run_ranks
 
 KNOWN = ("mamba3_*_cp*.safetensors",)
@@ -34,9 +43,12 @@ LEAVES = (*TOKENS, "Q_bias", "K_bias", "D", "MIMO_V", "MIMO_Z", "MIMO_Out")
 
 
 class Case(NamedTuple):
+    """`library`: the scan is that of the library kernels, with stand-ins for the kernels."""
+
     ranks: int
     kind: Literal["state", "heads"]
     order: Order
+    library: bool = False
 
 
 def check(golden: GoldenFile) -> None:
@@ -45,6 +57,7 @@ def check(golden: GoldenFile) -> None:
     docs, cut = documents(golden, B, T), golden.input("carries").shape[0]
     cases = [Case(cut, "state", "contiguous"), Case(cut // 2, "state", "head_tail")]
     cases += [Case(H, "heads", "contiguous"), Case(H, "heads", "head_tail")]
+    cases += [case._replace(library=True) for case in cases]
     d_out = golden.input("d_out")
     for ranks in sorted({case.ranks for case in cases}):
         chosen = [case for case in cases if case.ranks == ranks]
@@ -72,11 +85,30 @@ def on_rank(
         mine = {name: part(name, x, index_T).requires_grad_() for name, x in leaves.items()}
         inputs, weights, _ = arguments(mine, mimo)
         mixer = mixer_of(inputs)
+        if case.library:
+            mixer.scan = library_mimo if mimo else library_siso  # type: ignore[method-assign]
         parallelize_module(mixer, mesh, ContextMamba3(case.kind, layout))
         out, _ = mixer.scan(inputs, weights, docs.take(index_T))
         out.backward(d_out[:, index_T])
         found.append({"out": out.detach()} | {n: x.grad for n, x in mine.items()})
     return found  # type: ignore[return-value]
+
+
+def library_siso(*given: Any) -> tuple[Tensor, None]:
+    return siso_scan(mamba3_siso_combined, *with_chunk(*given)), None
+
+
+def library_mimo(*given: Any) -> tuple[Tensor, None]:
+    return mimo_scan(mamba3_mimo, *with_chunk(*given)), None
+
+
+def with_chunk(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    initial: Mamba3State | None = None,
+) -> tuple[Any, ...]:
+    return inputs, weights, docs, 8, initial
 
 
 def mixer_of(inputs: ScanInputs) -> Mamba3:

@@ -66,7 +66,7 @@ def check(golden: GoldenFile) -> None:
         for name, parameter in mixer.named_parameters():
             parameter.copy_(golden.input(f"param.{stored_name(name)}"))
     x = golden.input("x", grad=True)
-    docs = Documents.rows(x.shape[0], x.shape[1])
+    docs = Documents.rows(x.shape[0], x.shape[1], x.device)
     if "cu_seqlens" in golden:
         docs = Documents.from_cu_seqlens(golden.input("cu_seqlens"))
     y = mixer(x, docs)
@@ -84,7 +84,7 @@ def check(golden: GoldenFile) -> None:
         assert mixer.indexer is not None
         latent = mixer.q_norm(mixer.query_latent(x))
         # Stored for all pairs, with positions in the row: the same where both are in a document.
-        row = Documents.rows(x.shape[0], x.shape[1])
+        row = Documents.rows(x.shape[0], x.shape[1], x.device)
         of_row, of_docs = (index_scores(*mixer.indexer(x, latent, d)) for d in (row, docs))
         visible = document_mask(docs, docs)[:, 0]
         golden.expect("index_scores", torch.where(visible, of_docs, of_row))

@@ -73,7 +73,7 @@ def check(golden: GoldenFile) -> None:
     golden.expect("multipliers", torch.tensor(hashes.multipliers))
     golden.expect("table_sizes", torch.tensor(hashes.primes).flatten())
     tokens_BT = golden.input("tokens")
-    docs = Documents.rows(len(tokens_BT), tokens_BT.shape[1]).with_tokens(tokens_BT, tokens_BT)
+    docs = Documents.rows(*tokens_BT.shape, tokens_BT.device).with_tokens(tokens_BT, tokens_BT)
     golden.expect("hash_ids", engram.rows(docs) - torch.tensor(hashes.offsets))
     with torch.no_grad():
         for name, view in theirs_of(golden, engram).items():

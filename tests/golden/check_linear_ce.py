@@ -25,11 +25,11 @@ def softcap_of(golden: GoldenFile) -> float | None:
     return float(found[1]) if found else None
 
 
-def check(golden: GoldenFile) -> None:
+def check(golden: GoldenFile, backend: str = "torch") -> None:
     cap = softcap_of(golden)
     x, weight = golden.input("x", grad=True), golden.input("weight", grad=True)
     target = golden.input("target")
-    out = linear_cross_entropy(x, weight, target, softcap=cap, chunk=5)
+    out = linear_cross_entropy(x, weight, target, softcap=cap, chunk=5, backend=backend)
     loss = out.loss_sum / out.valid_tokens
     loss.backward()
     golden.expect("loss", loss)

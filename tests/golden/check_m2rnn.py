@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacpp.config import M2RNNConfig, ModelConfig
+from megacpp.kernels.backend import Kernels
 from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.model.documents import Documents
 from megacpp.model.m2rnn import M2RNN
@@ -30,14 +31,20 @@ def check(golden: GoldenFile) -> None:
 
 
 def check_operation(golden: GoldenFile) -> None:
-    num_tokens, bound = golden.input("q").shape[1], clip_bound(golden)
+    num_tokens = golden.input("q").shape[1]
     ragged = next(size for size in range(5, num_tokens + 6) if num_tokens % size)
     chunked = [partial(m2rnn_chunked, chunk_size=size) for size in (1, ragged, num_tokens)]
     for operation in (m2rnn_sequential, *chunked):
-        check_gradients(golden, operation, StateClip(bound, "total") if bound else None, "")
-        if golden.names("grad_W_tritonclip"):
-            assert bound is not None
-            check_gradients(golden, operation, StateClip(bound, "carried"), "_tritonclip")
+        check_clips(golden, operation)
+
+
+def check_clips(golden: GoldenFile, operation: Operation) -> None:
+    """Every meaning of the clip that is stored."""
+    bound = clip_bound(golden)
+    check_gradients(golden, operation, StateClip(bound, "total") if bound else None, "")
+    if golden.names("grad_W_tritonclip"):
+        assert bound is not None
+        check_gradients(golden, operation, StateClip(bound, "carried"), "_tritonclip")
 
 
 def check_gradients(
@@ -69,10 +76,13 @@ def documents(golden: GoldenFile) -> Documents | None:
     return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
 
 
-def check_layer(golden: GoldenFile) -> None:
-    for chunk_size in (5, 64):
+def check_layer(
+    golden: GoldenFile, chunk_sizes: tuple[int, ...] = (5, 64), backend: str = "torch"
+) -> None:
+    for chunk_size in chunk_sizes:
         config = model_config(golden.config, chunk_size)
         layer = M2RNN(config).to(golden.dtype)
+        layer.kernels = Kernels(m2rnn=backend)
         stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
         layer.load_state_dict(m2rnn_from_upstream(stored, config))
         x = golden.input("x", grad=True)

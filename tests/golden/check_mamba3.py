@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,35 +36,46 @@ def uneven_chunk(tokens: int) -> int:
 def documents(golden: GoldenFile, rows: int, tokens: int) -> Documents:
     if "cu_seqlens" in golden:
         return Documents.from_cu_seqlens(golden.input("cu_seqlens"))
-    return Documents.rows(rows, tokens)
+    return Documents.rows(rows, tokens, golden.device)
 
 
 def check_scan(golden: GoldenFile) -> None:
     """Both forms; packed files with states also one document at a time, where states show."""
     state_per_document = "cu_seqlens" in golden and bool(golden.names("final_"))
-    for sequential in (True, False):
+    for form in (token_by_token, in_chunks):
         if not (state_per_document and golden.names("init_")):
-            run_scan(golden, sequential, alone=False, states=not state_per_document)
+            run_scan(golden, form, alone=False, states=not state_per_document)
         if state_per_document:
-            run_scan(golden, sequential, alone=True, states=True)
+            run_scan(golden, form, alone=True, states=True)
 
 
-def run_scan(golden: GoldenFile, sequential: bool, alone: bool, states: bool) -> None:
+def in_chunks(
+    pairing: Pairing,
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    initial: Mamba3State | None = None,
+) -> tuple[Tensor, Mamba3State]:
+    chunk = uneven_chunk(inputs.V.shape[1])
+    return mamba3_chunked(inputs, weights, docs, pairing, chunk, initial)
+
+
+def run_scan(
+    golden: GoldenFile,
+    form: Callable[..., tuple[Tensor, Mamba3State]],
+    alone: bool,
+    states: bool,
+) -> None:
     leaves = {
-        name: golden.input(name, grad=True)
-        for name in golden.names()
-        if not name.startswith(("d_", "grad_", "final_", "out", "cu_"))
+        name: golden.input(name, grad=True) for name in golden.names() if f"grad_{name}" in golden
     }
     mimo = leaves["Q"].ndim == 5
     inputs, weights, initial = arguments(leaves, mimo)
     docs = documents(golden, *inputs.V.shape[:2])
     pairing: Pairing = "half" if mimo else "interleaved"
-    chunk = uneven_chunk(inputs.V.shape[1])
 
     def scan(i: ScanInputs, d: Documents, s: Mamba3State | None) -> tuple[Tensor, Mamba3State]:
-        if sequential:
-            return mamba3_sequential(i, weights, d, pairing, s)
-        return mamba3_chunked(i, weights, d, pairing, chunk, s)
+        return form(pairing, i, weights, d, s)
 
     out, state = (partial(scan_documents, scan) if alone else scan)(inputs, docs, initial)
     golden.expect("out", out)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from megacpp.config import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.kernels.backend import Kernels
 from megacpp.model.documents import Documents
 from megacpp.model.mla import LATENT_EPS, MultiHeadLatentAttention
 from megacpp.model.rope import inverse_frequencies
@@ -34,9 +35,19 @@ def model_config(stored: dict) -> ModelConfig:
     return replace(ModelConfig(), dim=dim, attention=attention)
 
 
+BACKENDS = ("torch", "reference")  # of `attention`, that run on a CPU
+
+
 def check(golden: GoldenFile) -> None:
+    for backend in BACKENDS:
+        check_backend(golden, backend)
+
+
+def check_backend(golden: GoldenFile, backend: str) -> None:
+    """The block with its attention by one backend."""
     config = model_config(golden.config)
     mla = MultiHeadLatentAttention(config).to(golden.dtype)
+    mla.inner.kernels = Kernels(attention=backend)
     with torch.no_grad():
         for name, parameter in mla.named_parameters():
             parameter.copy_(golden.input(f"param.{name}"))

@@ -94,7 +94,7 @@ def check_losses(golden: GoldenFile, router: Router, routing: Routing) -> None:
     tokens = len(routing.logits_TE)
     router.count(routing.indices_TK)
     golden.expect("tokens_per_expert", router.tokens_per_expert)
-    docs = Documents.rows(golden.config["B"], golden.config["S"])
+    docs = Documents.rows(golden.config["B"], golden.config["S"], golden.device)
     losses = router.auxiliary_losses(routing, docs)
     for ours, theirs in (("balance", "aux"), ("z", "z"), ("sequence", "seq_aux")):
         loss = losses[ours] / tokens

@@ -27,10 +27,18 @@ FP32_REL = {"output": 2e-6, "gradient": 1e-5}
 
 
 class GoldenFile:
-    """Tensors and metadata of one file, at one dtype, with a record of what was compared."""
+    """Tensors and metadata of one file, at one dtype, with a record of what was compared.
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        self.path, self.dtype = path, dtype
+    Inputs are on `device`; what is compared may be anywhere.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self.path, self.dtype, self.device = path, dtype, device
         with safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
             self.metadata: dict[str, str] = f.metadata() or {}
             self._tensors: dict[str, Tensor] = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
@@ -49,7 +57,7 @@ class GoldenFile:
     def input(self, name: str, grad: bool = False) -> Tensor:
         """An input tensor in this run's dtype (integers unchanged), a leaf if `grad`."""
         self._touched.add(name)
-        t = self._tensors[name].clone()
+        t = self._tensors[name].to(self.device, copy=True)
         t = t.to(self.dtype) if t.is_floating_point() else t
         return t.requires_grad_() if grad else t
 
@@ -60,7 +68,7 @@ class GoldenFile:
         """
         self._touched.add(name)
         assert got is not None, f"{self.path.name}: {name}: nothing was computed"
-        want = self._tensors[name]
+        want, got = self._tensors[name], got.cpu()
         assert got.shape == want.shape, (
             f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
         )
@@ -79,7 +87,7 @@ class GoldenFile:
         """Compares with an absolute limit of its own: for values stored at another precision."""
         self._touched.add(name)
         self.compared.append(name)
-        error = (got.detach().double() - self._tensors[name].double()).abs().max().item()
+        error = (got.detach().cpu().double() - self._tensors[name].double()).abs().max().item()
         assert error <= limit, f"{self.path.name}: {name}: {error:.2e} > {limit:.2e}"
 
     def finish(self) -> None:

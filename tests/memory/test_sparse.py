@@ -96,6 +96,10 @@ def test_working_sets_are_those_of_a_trace(size: int, flags: str) -> None:
 def test_blocks_and_tiles_are_as_large() -> None:
     assert working_sparse.QUERIES == lightning_indexer.QUERIES
     assert working_sparse.KEYS == lightning_indexer.KEYS
+    assert working_sparse.AT_ONCE == lightning_indexer.AT_ONCE
+    for heads, numbers, device in ((1, 1, "cuda"), (64, 1 << 20, "cuda"), (64, 1 << 20, "cpu")):
+        form, kernel = working_sparse.heads_at_once, lightning_indexer.heads_at_once
+        assert form(heads, numbers, 4, device) == kernel(heads, numbers, 4, device)
     assert sparse_attention.BLOCK == softcap_attention.BLOCK
 
 

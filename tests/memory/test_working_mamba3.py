@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.memory.working_cases import misses
+from megacpp.config import KernelsConfig
+from megacpp.memory.forms import working
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.streams import Layered
+from megacpp.memory.forms.working import _pieces
+from megacpp.memory.forms.working_frame import kept_bytes
+from tests.memory.working_cases import WIDE, misses, parse_run
 
 # Per cent: what is added up for a whole step must not be below it, and need not be exact.
 LEAST, MOST = -0.5, 2.0
@@ -27,3 +35,22 @@ def test_moments_are_those_of_a_trace(name: str) -> None:
     flags, size = CASES[name]
     found = misses("MM", flags, size, rank=size - 1)
     assert all(LEAST < miss < MOST for miss in found.values()), found
+
+
+@pytest.mark.parametrize("kernel", ["mamba_ssm", "tilelang"])
+@pytest.mark.parametrize("name", [*CASES])
+def test_kernels_have_moments_of_their_own(name: str, kernel: str) -> None:
+    """Nothing can trace them on a CPU: they hold what is kept, and are no other size than torch.
+
+    tests/model/test_mamba3_interpreted.py holds the SISO kernels' to live bytes.
+    """
+    flags, size = CASES[name]
+    config = parse_run([*f"{WIDE} --model.pattern MM {flags}".split()], size).config
+    own = Share.of(config, size, size - 1)
+    by_kernel = replace(own, config=replace(config, kernels=KernelsConfig(mamba3=kernel)))  # type: ignore[arg-type]
+    for kind in ("M", "M last"):
+        kept = {o: kept_bytes(o, "M", _pieces(o, Layered.of(kind))) for o in (own, by_kernel)}
+        for form in (working.forward, working.backward):
+            most, torch_most = (max(m.bytes for m in form(o, kind)) for o in (by_kernel, own))
+            assert kept[by_kernel] <= most
+            assert 0.3 < most / torch_most < 1.6, (kind, form.__name__, most, torch_most)

@@ -48,6 +48,36 @@ def test_scores_are_the_formula() -> None:
     assert torch.autograd.gradcheck(index_scores, tuple(x[:, :4] for x in leaves))
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 9])
+def test_heads_that_go_together_change_nothing(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three heads on a budget for so many of 23 x 23 numbers in two rows; the last may be fewer."""
+    leaves, d_BTS = indexer(), noise(2, 23, 23, seed=9)
+    assert kernel.heads_at_once(4, 2 * 23 * 23, 8, "cpu") == 1
+    monkeypatch.setitem(kernel.AT_ONCE, "cpu", heads * 2 * 23 * 23 * 8)
+    assert kernel.heads_at_once(4, 2 * 23 * 23, 8, "cpu") == min(heads, 4)
+    results = []
+    for form in (naive_scores, index_scores):
+        scores_BTS = form(*leaves)
+        results.append((scores_BTS, *torch.autograd.grad(scores_BTS, leaves, d_BTS)))
+    for want, got in zip(*results, strict=True):
+        close(got, want)
+    docs = packed()
+    mask_BTS = document_mask(docs, docs)[:, 0].expand(2, 23, 23)
+    q, k, w = leaves
+    assert torch.equal(choose_keys(q, k, w, docs, docs, 4), naive_choice(q, k, w, mask_BTS, 4))
+
+
+def test_bytes_of_heads_that_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the scores, the products of as many heads as the budget allows."""
+    q, k, w = (x.detach() for x in indexer(tokens=64, heads=16, dtype=torch.float32))
+    pairs_bytes = 2 * 64 * 64 * 4
+    monkeypatch.setitem(kernel.AT_ONCE, "cpu", 4 * pairs_bytes + 1)
+    with LiveBytes() as live:
+        kernel.tile_scores(q, k, w)
+    assert live.largest == 4 * pairs_bytes
+    assert 5 * pairs_bytes <= live.peak <= 5 * pairs_bytes + 4 * (w.numel() + q.numel())
+
+
 def test_scores_in_fp32_drift_no_further_than_rounding() -> None:
     leaves = indexer(tokens=256, heads=8, rows=1, dtype=torch.float32)
     want, got = naive_scores(*leaves), index_scores(*leaves)

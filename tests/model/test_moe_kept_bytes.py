@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.config import ModelConfig, MoEConfig
-from megacpp.kernels import expert_mlp
+from megacpp.kernels import fp8_products
 from megacpp.model import moe as moe_module
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
@@ -166,9 +166,9 @@ def calls(sorting: ModuleType = moe_module) -> Iterator[dict[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         sorts = [name for name in vars(sorting) if name.startswith("group_rows")]
         kernels = ["products", "outer_products"]
-        for module, names in ((sorting, sorts), (expert_mlp, kernels)):
+        for module, names in ((sorting, sorts), (fp8_products, kernels)):
             for name in names:
-                key = name if module is expert_mlp else "sort"
+                key = name if module is fp8_products else "sort"
                 patch.setattr(module, name, counted(key, getattr(module, name)))
         yield found
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.config import ModelConfig, MoEConfig
-from megacpp.kernels import expert_mlp
+from megacpp.kernels import fp8_products
 from megacpp.kernels.expert_rows import group_rows, group_rows_to_capacity, spread_rows, sum_rows
 from megacpp.kernels.grouped_mm import outer_products, products
 from megacpp.model import moe as moe_module
@@ -331,7 +331,7 @@ def test_nulls_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
         rows.append(len(x_SD))
         return products(x_SD, *rest)
 
-    monkeypatch.setattr(expert_mlp, "products", counted)
+    monkeypatch.setattr(fp8_products, "products", counted)
     layer(x)
     counts = layer.router.tokens_per_expert.tolist()
     assert set(rows) == {sum(-(-n // 48) * 48 for n in counts[:8])}

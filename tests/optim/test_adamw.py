@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from optim.adamw import adamw_update, new_state
+from optim.local import local_part
 from tests.ranks import run_ranks
 
 SHAPES = [(7,), (5, 3), (1, 9), (64, 33), (2, 3, 4), (1,), (0, 3)]
@@ -152,3 +153,34 @@ def test_shards_equal_one_device(dtype: torch.dtype, cautious: bool) -> None:
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g, w) or (g - w).abs().max() <= limit * w.abs().max()
+
+
+def test_shards_have_the_bits_of_torch_on_the_same_shards() -> None:
+    """torch.optim.AdamW(fused=True) on DTensors, which takes its dispatch for each parameter."""
+
+    def body(rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (world,))
+
+        def cut(t: Tensor) -> Tensor:
+            return distribute_tensor(t.clone(), mesh, [Shard(0)], src_data_rank=None)
+
+        # torch's own wants a row on every rank
+        wanted = [i for i, shape in enumerate(SHAPES) if shape[0] >= world]
+        both = [[nn.Parameter(cut(tensors(0, torch.float32)[i])) for i in wanted] for _ in range(2)]
+        ours, theirs = (
+            Stepper(both[0], cautious=False),
+            torch.optim.AdamW(both[1], **OPTIONS, fused=True),
+        )
+        for step in range(3):
+            grads = tensors(step + 1, torch.float32)
+            for params in both:
+                for p, i in zip(params, wanted, strict=True):
+                    p.grad = cut(grads[i])
+            ours.step()
+            theirs.step()
+        for a, state, b in zip(both[0], ours.states, both[1], strict=True):
+            assert torch.equal(local_part(a.detach()), local_part(b.detach()))
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(local_part(state[key]), local_part(theirs.state[b][key]))
+
+    run_ranks(body, 2)

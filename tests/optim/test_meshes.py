@@ -100,7 +100,12 @@ SETTINGS = {
 }
 # Mesh, and exchange groups of Muon: parameters on one set of ranks share two all-to-alls a wave.
 MESHES = {
+    "fsdp2": (MeshConfig(dp_shard=2), 1),
     "tp2": (MeshConfig(dp_shard=1, tp=2), 1),
+    "ep2": (MeshConfig(dp_shard=2, ep=2), 1),
+    "fsdp3": (MeshConfig(dp_shard=3), 1),
+    "tp3": (MeshConfig(dp_shard=1, tp=3), 1),
+    "ep3": (MeshConfig(dp_shard=3, ep=3), 1),
     "fsdp4": (MeshConfig(dp_shard=4), 1),
     "hsdp2x2": (MeshConfig(dp_replicate=2, dp_shard=2), 1),
     "ddp2_tp2": (MeshConfig(dp_replicate=2, dp_shard=1, tp=2), 1),

@@ -30,6 +30,7 @@ from megacpp.config import (
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice
+from megacpp.model.moe import Experts
 from megacpp.model.router import Router
 from megacpp.run.expert_load import ExpertLoad
 from optim.build import build_optimizer
@@ -96,6 +97,7 @@ class Run:
 class Trace:
     """What a run was on one rank."""
 
+    run: Run
     losses: list[float] = field(default_factory=list)
     valid: list[int] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -108,6 +110,8 @@ class Trace:
     counts: list[Tensor] = field(default_factory=list)  # of each router's experts, first step
     router_bias: dict[str, Tensor] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)  # of the last step
+    scatters: dict[str, int] = field(default_factory=dict)  # of each unit of FSDP2, in that step
+    replicated: int = 0  # of these units, those whose shards are added up over replicas, too
     sharded: bool = True
     again: dict[str, int] = field(default_factory=dict)  # pieces that ran again, and how often
 
@@ -163,7 +167,7 @@ def gradients(model: HybridLM) -> Slices:
 
 def train(rank: int, run: Run) -> Trace:
     """Five optimizer steps as `train.py` makes them."""
-    trace, world, config = Trace(), world_of(rank, run), config_of(run)
+    trace, world, config = Trace(run), world_of(rank, run), config_of(run)
     keeper = Keeper(config)
     with awake():
         model = build_model(config, world, keeper)
@@ -173,7 +177,10 @@ def train(rank: int, run: Run) -> Trace:
     )
     trace.start = slices(dict(model.named_parameters()))
     for step in range(STEPS):
-        with CollectiveCounter() if step == STEPS - 1 else nullcontext() as seen:
+        last = step == STEPS - 1
+        if last:
+            count_scatters(boundary, world, trace)
+        with CollectiveCounter(world.meshes) if last else nullcontext() as seen:
             sums = boundary.accumulate(batches_of(step, world, run), step)
         if seen is not None:
             trace.collectives = seen.calls
@@ -206,6 +213,38 @@ def train(rank: int, run: Run) -> Trace:
     trace.again = keeper.replays.counts
     trace.router_bias = {n: b.clone() for n, b in model.named_buffers() if n.endswith("_bias")}
     return trace
+
+
+def count_scatters(boundary: AccumulationBoundary, world: World, trace: Trace) -> None:
+    """Notes how often each unit of FSDP2 gives its gradients away: the guard sees them all."""
+    guard, clean = boundary.guard, boundary.guard.clean
+    reduced = guard.names[: len(guard.names) - len(guard.loose)]
+    experts = {name for name, m in boundary.model.named_modules() if isinstance(m, Experts)}
+
+    def counted(number: int, values: Tensor) -> None:
+        if number < len(reduced):
+            name = reduced[number]
+            if name not in trace.scatters:
+                mesh = world.meshes["expert_shard" if name in experts else "shard"]
+                trace.replicated += mesh.ndim - 1
+            trace.scatters[name] = trace.scatters.get(name, 0) + 1
+        clean(number, values)
+
+    guard.clean = counted  # type: ignore[method-assign]
+
+
+def check_scatters(trace: Trace) -> None:
+    """Each unit gave its gradients away once in a step, or, if told to, after each microbatch.
+
+    Replicas add up the shards of each unit once.
+    """
+    run = trace.run
+    times = run.accum if run.sync == "each" else 1
+    assert set(trace.scatters.values()) <= {times}, trace.scatters
+    calls = [c for c in trace.collectives if c.axis == "dp_replicate" and c.kind == "all_reduce"]
+    assert len(calls) == trace.replicated, (trace.scatters, calls)
+    sharded = run.mesh.dp_replicate * run.mesh.dp_shard * run.mesh.cp > 1
+    assert sharded <= bool(trace.scatters), "no unit"
 
 
 def traces_of(runs: Sequence[Run]) -> dict[Run, list[Trace]]:
@@ -251,6 +290,7 @@ def check(found: list[Trace], expected: Trace, dtype: Dtype) -> None:
     for slices_of in ("start", "gradients", "parameters"):
         covered([getattr(trace, slices_of) for trace in found], getattr(expected, slices_of))
     for trace in found:
+        check_scatters(trace)
         assert error(trace.start, expected.start)[0] == 0
         assert trace.valid == expected.valid
         assert abs(trace.losses[0] / expected.losses[0] - 1) <= tolerance, trace.losses

@@ -47,7 +47,6 @@ def models() -> dict[str, ModelConfig]:
             moe=replace(plain.moe, shared_gate=True, score="softmax"),
             mlp=replace(plain.mlp, activation="relu2"),
         ),
-        # counted over the ranks of a microbatch: only meshes leave it alone, accumulation doesn't
         "nulls": replace(
             plain,
             moe=replace(
@@ -59,6 +58,7 @@ def models() -> dict[str, ModelConfig]:
                 shared_gate=True,
             ),
         ),
+        # counted over the ranks of a microbatch: only meshes leave it alone, accumulation doesn't
         "balance": replace(plain, moe=replace(plain.moe, balance_loss=1e-2)),
         # all keys, chosen keys, a choice that is taken over (beside an E block), chosen keys
         "sparse_mla": replace(
@@ -123,6 +123,8 @@ def models() -> dict[str, ModelConfig]:
     found["everything_mla"] = everything(
         replace(plain, pattern="AEMA", depth=4, attention=replace(mla, yarn=None))
     )
+    # One stream: with several, gradients of `scale` are sums that cancel to 1e-4 of their terms.
+    found["one_stream"] = replace(found["everything"], mhc=HyperConnectionConfig())
     for name, model in list(found.items()):
         if name.startswith("sparse"):
             a = replace(

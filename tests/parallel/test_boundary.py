@@ -132,6 +132,25 @@ def whole(split: Split) -> Split:
     return dataclasses.replace(split, mesh=MeshConfig(dp_shard=1), accum=1, rule="tokens")
 
 
+def by_tokens(split: Split) -> Split:
+    """The same, divided by the tokens of the step."""
+    return dataclasses.replace(split, rule="tokens")
+
+
+# Every auxiliary loss that there is (sequence balance, z, indexer, token order, further tokens),
+# null experts, hashed n-grams, a memory: on each axis.
+FEATURES = [
+    Split(mesh, accum, mask, model="one_stream")
+    for mask, (mesh, accum) in enumerate(
+        (
+            (MeshConfig(dp_shard=1), 4),
+            (MeshConfig(dp_shard=2, ep=2), 2),
+            (MeshConfig(dp_shard=1, tp=2), 8),
+            (MeshConfig(dp_replicate=2, dp_shard=1, cp=2), 4),
+            (MeshConfig(dp_shard=2, pp=2), 2),
+        )
+    )
+]
 UNEVEN = [
     Split(mesh, accum, 1, "microbatches")
     for mesh, accum in (
@@ -146,8 +165,9 @@ UNEVEN = [
 
 @functools.cache
 def results() -> dict[Split, list[Outcome]]:
-    wanted = [*splits("tokens"), *splits("microbatches"), *UNEVEN]
+    wanted = [*splits("tokens"), *splits("microbatches"), *FEATURES, *UNEVEN]
     wanted += [whole(split) for split in wanted]
+    wanted += [by_tokens(split) for split in splits("microbatches") if split.mask == 0]
     return on_worlds(outcome, {split: split.run.world for split in wanted})
 
 
@@ -161,7 +181,7 @@ def assert_same(split: Split, other: Split) -> None:
         assert worst[0] <= TOLERANCE["fp64"], worst
 
 
-@pytest.mark.parametrize("split", splits("tokens"), ids=str)
+@pytest.mark.parametrize("split", [*splits("tokens"), *FEATURES], ids=str)
 def test_any_split_of_a_batch_has_its_gradient(split: Split) -> None:
     """Ragged labels, rows and microbatches without one; sequence balance and z losses on."""
     assert_same(split, whole(split))
@@ -169,7 +189,14 @@ def test_any_split_of_a_batch_has_its_gradient(split: Split) -> None:
 
 @pytest.mark.parametrize("split", splits("microbatches"), ids=str)
 def test_both_divisors_agree_on_equal_microbatches(split: Split) -> None:
+    """To the bit on the same microbatches: both divide by n v."""
     assert_same(split, whole(split))
+    if split.mask:
+        return
+    for found, other in zip(results()[split], results()[by_tokens(split)], strict=True):
+        assert found.loss_sum == other.loss_sum and found.valid == other.valid
+        for name, part in found.gradients.items():
+            assert torch.equal(part.local, other.gradients[name].local), name
 
 
 def test_the_draws_are_worth_drawing() -> None:

@@ -59,6 +59,8 @@ CURVES = [  # other meshes, other numbers of microbatches: the same losses, step
     Run("plain", MeshConfig(dp_shard=1, pp=2), accum=4),
     Run("plain", MeshConfig(dp_shard=2, ep=2), accum=4),
     Run("plain", MeshConfig(dp_shard=2, pp=2), accum=2),
+    Run("plain", MeshConfig(dp_shard=1, cp=2, pp=2), accum=8),
+    Run("plain", MeshConfig(dp_shard=1, cp=2, pp=2, pp_schedule="gpipe"), accum=1),
 ]
 SILENT = ((0, 2, 3), (0, 1, 2, 3))  # of four microbatches, those without a label
 QUIET = Run("plain", MeshConfig(dp_shard=1), accum=4)

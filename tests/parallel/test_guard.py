@@ -24,13 +24,15 @@ from optim.clip import clip_gradients
 from optim.local import local_part
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
+from parallel.guard import NonFiniteGuard
 from parallel.mesh import World
 from parallel.verdict import StepSums, Verdict
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import on_worlds
 
 BAD, STEPS = 1, 3  # of three steps the second
-Where = Literal["loss", "activation", "expert", "shard", "value"]
+Where = Literal["loss", "activation", "expert", "shard", "value", "forward"]
+UNTAKEN = ("shard", "value", "forward")  # a sum or a loss is bad: nothing to go on with
 Policy = Literal["skip", "sanitize", "raise"]
 
 ONE, FSDP = MeshConfig(dp_shard=1), MeshConfig(dp_shard=2)
@@ -107,6 +109,9 @@ def poison(model: HybridLM, case: Case) -> list[Any]:
             left[0] -= 1
             wrong = value if left[0] >= 0 else 0.0
             return dataclasses.replace(out, loss_sum=out.loss_sum + wrong)
+        if case.where == "forward":  # as a model that has left the range: its loss and all behind
+            left[0] -= 1
+            return hook(out) if left[0] >= 0 else None
         t = out.loss_sum if case.where == "loss" else out
         t.register_hook(once(hook))
         return None
@@ -125,6 +130,7 @@ def poison(model: HybridLM, case: Case) -> list[Any]:
         "loss": lambda: model.head,
         "value": lambda: model.head,
         "activation": lambda: next(iter(blocks.values())),
+        "forward": lambda: next(iter(blocks.values())),
         "expert": lambda: next(m for n, m in model.named_modules() if n.endswith("mixer.experts")),
     }[case.where or "activation"]()
     return [module.register_forward_hook(on_output)]
@@ -137,7 +143,8 @@ def _times(value: float) -> Callable[[Tensor], Tensor]:
 def state_of(model: HybridLM, optimizers: Any) -> dict[str, Tensor]:
     """Bits of everything that a step may change, on this rank."""
     found = dict(model.named_parameters()) | optimizers.state_tensors()
-    found |= {n: b for n, b in model.named_buffers() if n.endswith("_bias")}
+    saved = model.state_dict().keys()  # buffers too, but for what a step counts and forgets
+    found |= {n: b for n, b in model.named_buffers() if n in saved}
     return {name: local_part(t).detach().clone() for name, t in found.items()}
 
 
@@ -192,8 +199,12 @@ def cases() -> list[Case]:
         Case("fsdp2 tp2 ep2", "value", "inf"),
         Case("fsdp2", sync="each"),
         Case("hsdp2x2", sync="resident"),
+        *(Case(mesh, "forward") for mesh in ("fsdp2", "ep2", "pp2 fsdp2", "fsdp2 tp2 ep2")),
+        Case("one process", "forward", "inf"),
+        Case("fsdp2", "forward", model="nulls"),
+        Case("pp2", model="ahead"),
     ]
-    places: tuple[Where, ...] = ("loss", "activation", "expert", "shard")
+    places: tuple[Where, ...] = ("loss", "activation", "expert", "shard", "forward")
     policies: tuple[Policy, ...] = ("sanitize", "raise")
     for policy in policies:
         found += [
@@ -201,6 +212,12 @@ def cases() -> list[Case]:
         ]
         found += [Case(mesh, policy=policy) for mesh in ("one process", "ep2")]
         found += [Case("tp2", "value", policy=policy)]
+        found += [
+            Case("fsdp2", "loss", "inf", policy),
+            Case("fsdp2 tp2 ep2", "expert", "inf", policy),
+            Case("hsdp2x2", "activation", "-inf", policy),
+            Case("pp2 fsdp2", "loss", "inf", policy),
+        ]
     return found
 
 
@@ -253,13 +270,15 @@ def test_a_tied_weight_is_looked_at_before_its_ends_add_up() -> None:
 
 @pytest.mark.parametrize("case", [c for c in cases() if c.policy == "sanitize"], ids=str)
 def test_training_on_what_is_left(case: Case) -> None:
-    """The step is taken with zeros in place of what wasn't finite; a sum that overflows is not."""
+    """Taken with zeros in place of what wasn't finite; not if a sum or the loss itself is so."""
     for seen in results()[case]:
-        taken = case.where not in ("shard", "value")
+        taken = case.where not in UNTAKEN
         assert [v.healthy for v in seen.verdicts] == [True, taken, True]
-        assert (seen.verdicts[BAD].nonfinite > 0) == taken
-        moved = not equal(seen.states[BAD], seen.states[BAD + 1])
-        assert moved == taken
+        assert (seen.verdicts[BAD].nonfinite > 0) == (taken or case.where == "forward")
+        before, after = seen.states[BAD], seen.states[BAD + 1]
+        assert equal(before, after) != taken
+        for name in (name for name in before if name.endswith("expert_bias")):
+            assert before[name].any() and torch.equal(before[name], after[name]), "choices are not"
         assert all(t.isfinite().all() for state in seen.states for t in state.values())
 
 
@@ -269,3 +288,20 @@ def test_raising_names_the_rank(case: Case) -> None:
         assert len(seen.verdicts) == BAD and "Fix:" in seen.raised
         if case.where not in ("shard", "value"):
             assert f"rank {case.run.world - 1}: " in seen.raised
+
+
+def test_nothing_is_read_before_the_verdict() -> None:
+    """Counting, cleaning, the norm and clipping, as on a GPU: meta tensors have no value to read.
+
+    Only a CPU, which has nothing to wait for, looks first.
+    """
+    model = nn.Linear(6, 4, device="meta")
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    guard = NonFiniteGuard(model, World(0, 1, torch.device("meta")))  # type: ignore[arg-type]
+    guard.reset()
+    guard.clean_unreduced()
+    along = torch.stack([guard.total])
+    norm = clip_gradients(model, 1.0, along=along, loss_scale=2.0)
+    with pytest.raises(RuntimeError, match="meta"):
+        norm.item()

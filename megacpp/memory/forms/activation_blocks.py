@@ -36,6 +36,13 @@ def feed_forward(own: Share, pieces: Pieces) -> Iterator[Kept]:
     if not pieces & {"block", "mlp"}:
         hidden = mlp.hidden_dim // own.tp * (2 if mlp.activation == "swiglu" else 1)
         yield "hidden units", own.tokens * hidden, own.compute
+    yield from hidden_product(own, "F", mlp.hidden_dim // own.tp, pieces)
+
+
+def hidden_product(own: Share, letter: str, hidden: int, pieces: Pieces) -> Iterator[Kept]:
+    """act(gate) up: the projection back keeps it in FP8, and makes it again otherwise."""
+    if letter in own.fp8 and "block" not in pieces:
+        yield "hidden units", own.tokens * hidden, own.compute
 
 
 def attention(own: Share, pieces: Pieces) -> Iterator[Kept]:
@@ -66,7 +73,18 @@ def _grouped(own: Share, pieces: Pieces) -> Iterator[Kept]:
         yield "gathered", n * 2 * K * H, s  # this rank's, side by side
     elif kind == "none":
         yield "attention", n * (K if rebuilt else 2 * K) * H, s
+    if "core_attn" not in pieces:
+        yield "expanded", expanded(own) * (2 * (N - K) + (K if rebuilt else 0)) * H, s
     yield from _outputs(own, pieces, N, H)
+
+
+def expanded(own: Share) -> int:
+    """Tokens whose keys and values masked SDPA on CUDA wants in all heads, and keeps so."""
+    a = own.config.model.attention
+    kinds = {"none": own.tokens, "all_gather": own.rows * own.row}
+    kinds["heads"] = own.rows * own.row // own.cp
+    wants = own.on_gpu and own.masked and a.kind == "gqa" and a.softcap is None
+    return kinds.get(context_kind(own), 0) if wants and a.num_heads != a.num_kv_heads else 0
 
 
 def _latent(own: Share, pieces: Pieces) -> Iterator[Kept]:
@@ -99,6 +117,9 @@ def _latent(own: Share, pieces: Pieces) -> Iterator[Kept]:
         heads = N // own.cp if kind == "heads" else N
         yield "attention", everywhere * heads * (H + V), s
     yield from _outputs(own, pieces, N, V)
+    if own.attends_by == "varlen_padded" and "core_attn" not in pieces:
+        # Zero columns of the narrower arguments, and an output as wide as all of them.
+        yield "zero columns", n * N * (abs(H - V) * (1 if H > V else 2) + max(H, V)), s
 
 
 def _outputs(own: Share, pieces: Pieces, heads: int, dim: int) -> Iterator[Kept]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megacpp.memory.forms.activation_blocks import hidden_product
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.choices import circle, columns, null_copies, visited_ranks
 from megacpp.model.pieces import BLOCK
@@ -158,5 +159,6 @@ def _shared(own: Share, pieces: Pieces) -> Iterator[Kept]:
         yield "normed", n * own.config.model.dim, s
     if "mlp" not in pieces:
         yield "hidden units", n * 2 * (moe.num_shared * moe.shared_hidden_dim // own.tp), s
+    yield from hidden_product(own, "E", moe.num_shared * moe.shared_hidden_dim // own.tp, pieces)
     if moe.shared_gate:
         yield "hidden units", n * (own.config.model.dim + 1), s

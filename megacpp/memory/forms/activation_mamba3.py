@@ -90,6 +90,20 @@ class Mamba3Sizes:
     def states_travel(self) -> bool:
         return self.own.cp > 1 and not self.by_heads
 
+    @property
+    def kernel(self) -> str | None:
+        """The library kernel that scans; None: torch."""
+        name = self.own.config.kernels.mamba3
+        return name if name in ("mamba_ssm", "tilelang") else None
+
+    @property
+    def kernel_chunks(self) -> int:
+        """Chunks of a kernel: documents are cut apart. Not more than twice those of rows.
+
+        That is as many documents as a row has chunks: their number is data.
+        """
+        return 2 * self.segments * self.chunks
+
 
 def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
     """Projections, what the scan reads, its states and outputs."""
@@ -104,6 +118,15 @@ def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
     yield from _convolved(z)
     if not z.again:
         yield from _steps(z)
+    if z.kernel is not None:
+        yield from by_kernel(z, z.kernel_chunks)
+        if z.by_heads:
+            yield "outputs", n * z.W, s
+            yield from _exchanged(z)
+        elif own.cp > 1:
+            yield from _carried(z)
+        return
+    if not z.again:
         yield from operands(z)
     yield "states", z.segments * z.heads * (z.chunks + 1) * m.d_state * m.headdim, wide
     yield "outputs", z.padded * z.heads * m.mimo_rank * m.headdim, wide
@@ -157,6 +180,35 @@ def operands(z: Mamba3Sizes) -> Iterator[Kept]:
         yield "scan inputs", z.padded * h, wide
 
 
+def by_kernel(z: Mamba3Sizes, chunks: int) -> Iterator[Kept]:
+    """What the kernels of mamba-ssm keep for their backward, inputs included.
+
+    As their `save_for_backward` lists it (2.3.2.post1; tests/model/test_mamba3_interpreted.py
+    counts it). SISO: q and k of each head as they are rotated, the state in front of every chunk,
+    outputs in front of the gate. MIMO: its inputs, contiguous, and no results.
+    """
+    own, m, h, c, wide = z.own, z.own.config.model.mamba3, z.heads, z.own.compute, z.own.wide
+    R, N, P, tokens = m.mimo_rank, m.d_state, m.headdim, z.segments * z.length * z.heads
+    if not z.again:
+        yield "scan inputs", own.tokens * (z.S // 2 if z.states_travel else z.S), c  # Q, K
+    if not (z.again or z.states_travel or z.by_heads):
+        yield "scan inputs", tokens * P, c
+        yield "scan inputs", tokens, wide  # the log decay
+    if z.states_travel:  # of packed rows, a state in front of every document
+        yield "entering states", chunks // 2 * h * (P * N + R * N + P), wide
+    if z.kernel == "mamba_ssm":
+        yield "scan inputs", tokens * (2 * N + z.A), c
+        yield "scan inputs", tokens * 4 + chunks * h, wide
+        yield "states", chunks * h * N * P, c
+        yield "outputs", tokens * (3 if m.out_norm else 2) * P, c
+        return
+    yield "scan inputs", tokens * (2 + 2 * z.A), wide
+    yield "scan inputs", tokens, c
+    if m.out_norm or z.states_travel:
+        yield "outputs", tokens * R * P, wide if z.states_travel else c
+    yield "outputs", tokens * P, c
+
+
 def _carried(z: Mamba3Sizes) -> Iterator[Kept]:
     """States handed to the right: what chunks tell of themselves, and their fold up to this rank's.
 
@@ -193,9 +245,10 @@ def _exchanged(z: Mamba3Sizes) -> Iterator[Kept]:
     numbers = h * (2 * m.headdim + 1) + (bc // own.cp if cut else 0)
     yield "exchanged", own.rows * own.row * numbers, own.compute
     fits = z.padded == z.segments * z.length  # else the scan reads a longer copy
-    if fits or z.again or own.compute == wide:
+    whole = z.again or z.kernel is not None  # inputs are kept as they arrived
+    if fits or whole or own.compute == wide:
         yield "exchanged", own.rows * own.row * 2 * h, wide
-    if z.again:
+    if whole:
         yield "exchanged", own.rows * own.row * (z.A + (0 if cut else bc)), own.compute
     if own.chunks == 2:
         sent = 1 + (own.compute < wide) + 1 + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacpp.config import Config
+from megacpp.fp8_rules import fp8_letters
 from megacpp.model.pieces import Piece
 
 Kept = tuple[str, int, int]  # group of tensors, numbers, bytes of each
@@ -27,6 +28,7 @@ class Share:
         compute: bytes of a number in matrix products.
         wide: the same of what is never narrower than fp32.
         most: dropless experts get as many rows as they can, instead of an even share.
+        fp8: letters of blocks in which something computes in FP8.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class Share:
     compute: int
     wide: int
     most: bool
+    fp8: frozenset[str]
 
     @staticmethod
     def of(config: Config, size: int, rank: int, most: bool = False) -> Share:
@@ -59,6 +62,7 @@ class Share:
             compute=BYTES[dtype],
             wide=max(4, BYTES[dtype]),
             most=most,
+            fp8=fp8_letters(config),
         )
 
     @property
@@ -68,6 +72,21 @@ class Share:
     @property
     def cp(self) -> int:
         return self.config.mesh.cp
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.config.train.device == "cuda"
+
+    @property
+    def attends_by(self) -> str:
+        """The backend of attention; `auto` that nobody settled is torch."""
+        named = self.config.kernels.attention
+        return "torch" if named == "auto" else named
+
+    @property
+    def masked(self) -> bool:
+        """All A blocks share a mask of every query and key."""
+        return self.attends_by == "torch"
 
     @property
     def tokens(self) -> int:

@@ -142,7 +142,6 @@ def not_counted(config: Config) -> tuple[str, ...]:
     policy = config.recompute
     found = {
         "train.compile": config.train.compile != "off",
-        "precision.fp8": config.precision.fp8 != "off",
         "recompute.offload": policy.offload != "none",
         "recompute.compress": policy.compress > 0,
         "model.attention.sparse.stage": config.model.attention.sparse.stage == "dense",

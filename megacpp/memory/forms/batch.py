@@ -33,7 +33,10 @@ def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
         heads = mesh.cp > 1 and mesh.cp_attention == "heads"
         queries = row if heads else here
         masked = any(kind.partition("+")[0] == "A" for kind in kinds)
-        if masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
+        if masked and own.attends_by == "flex":
+            found += rows * (queries + (row if queries < row else 0)) * 8  # documents and places
+            found += rows * 4 * 4 * -(-queries // 128) * -(-row // 128)  # tables of blocks
+        elif masked and own.masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
             found += (
                 rows * queries * row * ((not saved) + (own.compute if a.softcap is None else saved))
             )
@@ -41,7 +44,8 @@ def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
         found += rows * here * rotated * own.wide
     if "M" in letters:
         tokens = row if mesh.cp > 1 and mesh.cp_mamba3 == "heads" else here
-        found += rows * tokens * (model.mamba3.chunk_size * own.wide + 6)
+        chunk = model.mamba3.chunk_size if config.kernels.mamba3 in ("auto", "torch") else 0
+        found += rows * tokens * (chunk * own.wide + 6)
     if "E" in letters:
         found += rows * row * 16
         if own.tp > 1 or mesh.cp > 1:

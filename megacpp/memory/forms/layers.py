@@ -14,6 +14,7 @@ from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.memory.forms.walk import Layer
 from megacpp.memory.forms.working import first_attention
 from megacpp.memory.forms.working_attention import masks
+from megacpp.model.pieces import layer_pieces
 from megacpp.model.stages import stage_parts
 
 NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
@@ -35,6 +36,7 @@ def layers_of(
     called = {part: name_of(*part, names) for parts in named for part in parts}
     forms = forms_of(own, tuple(sorted(set(called.values()))))
     stream = stream_bytes(own)
+    again = layer_pieces(config.recompute, model)
     found = []
     for part in named:
         ends = {kind for kind, _ in part}
@@ -49,6 +51,9 @@ def layers_of(
                 waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
                 block = replace(units["embed"].block, moved=0, cast=units["embed"].block.whole)
                 mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
+            if number >= 0 and not again[number] & {"expert_gemm", "block"}:
+                cast = mine.block.cast + mine.block.cast_once
+                mine = replace(mine, block=replace(mine.block, cast=cast))
             if kind == "ngram" and sharded:
                 waits = mine.block.moved * own.compute
             if kind == "mtp" and "embed" in ends and looks_up_more(model):

@@ -27,7 +27,8 @@ from megacpp.memory.forms.parameters import (
 from megacpp.memory.forms.weights import Weight, weights
 
 # What autocast casts and remembers: weights of linear layers (some read in one product), and of
-# the experts what their last product reads. The others are cast where they are used.
+# the experts what their last product reads. What makes their hidden units is remembered only where
+# that product doesn't run again; the others are cast where they are used.
 REMEMBERED = frozenset(
     "head.weight wq wk wv wo wq_a wq_b wkv_a wkv_b shared.w1 shared.w3 shared.gate "
     "indexer.wq_b indexer.wk "
@@ -49,6 +50,7 @@ class Unit:
         last: of the last parameter, whose gradient lives until its reduction returns.
         across: cut inside of their rows, so copied once more when they are gathered.
         cast: of the weights that autocast makes narrow copies of, and keeps for the backward.
+        cast_once: of those that it keeps unless the product that reads them runs again.
     """
 
     shards: int
@@ -58,6 +60,7 @@ class Unit:
     last: int
     across: int
     cast: int = 0
+    cast_once: int = 0
 
     @property
     def gathered(self) -> int:
@@ -176,6 +179,7 @@ def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
         sizes[-1].whole if sizes else 0,
         across,
         sum(x.whole for w, x in zip(found, sizes, strict=True) if _remembered(w)),
+        sum(x.whole for w, x in zip(found, sizes, strict=True) if w.experts and w.name != "w2"),
     )
 
 

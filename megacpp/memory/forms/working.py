@@ -23,10 +23,12 @@ from megacpp.memory.forms import (
     working_latent,
     working_m2rnn,
     working_mamba3,
+    working_mamba3_kernel,
     working_mtp,
     working_sparse,
 )
 from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.fp8 import with_copies
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.streams import Layered, connected_backward, connected_forward
 from megacpp.memory.forms.weights import COPY
@@ -74,6 +76,7 @@ def forward(own: Share, name: str) -> tuple[Moment, ...]:
         return tuple(ENDS[kind][0](own))
     pieces = _pieces(own, layer)
     found = framed_forward(own, _what(kind), pieces, _mixer(own, kind)[0])
+    found = with_copies(own, kind[0], found)
     if own.config.model.mhc.streams > 1:
         found = connected_forward(own, layer, found)
     if "+engram" not in kind:
@@ -89,6 +92,7 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
         return tuple(ENDS[kind][1](own))
     pieces = _pieces(own, layer)
     found = framed_backward(own, _what(kind), pieces, *_mixer(own, kind))
+    found = with_copies(own, kind[0], found)
     if own.config.model.mhc.streams > 1:
         made = gradient_bytes(own, _what(kind)) + own.config.model.dim * own.wide
         kept = kept_of_block(own, _what(kind), pieces)
@@ -122,6 +126,8 @@ def _mixer(own: Share, kind: str) -> tuple[Inside, Inside]:
     mixer = _what(kind)
     if mixer == "A" and own.config.model.attention.kind == "mla":
         return working_latent.latent, working_latent.latent_back
+    if mixer == "M" and own.config.kernels.mamba3 in ("mamba_ssm", "tilelang"):
+        return working_mamba3_kernel.forward, working_mamba3_kernel.backward
     return MIXERS[mixer]
 
 

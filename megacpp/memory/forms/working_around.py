@@ -61,7 +61,7 @@ def top(own: Share) -> Iterator[Moment]:
     if own.tp > 1:
         yield Moment("gather", x * (1 + copied(own)))
     held = 2 * whole + 2 * n * INDEX + n * w + x * (2 if own.tp > 1 else 1)
-    logits = rows * v * ((2 * w + s) if s < w else w) + (rows * D * w if s < w else 0)
+    logits = rows * v * ((w + s) if s < w else w) + (rows * D * w if s < w else 0)
     yield Moment("logits", held + rows * ahead * (INDEX + w) + logits + v * D * w)
     if own.parallel and s < w:
         yield Moment("weight gradient", held + v * D * w, v * D * s)

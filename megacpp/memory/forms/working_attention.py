@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.forms.activation_blocks import context_kind
+from megacpp.memory.forms.activation_blocks import context_kind, expanded
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_frame import copied, given, gradient_bytes, kept_bytes, reads
@@ -28,6 +28,7 @@ class GroupedSizes:
         sums: one wide number of each query and head; `key_sums`: of each key and head.
         raw: q and k before their norms, and 1 / rms of these.
         tile: wide logits of a block of queries, to all keys of a rank; with what goes into it.
+        expanded: what keys and values grow by where masked SDPA wants them in all heads.
     """
 
     own: Share
@@ -43,6 +44,7 @@ class GroupedSizes:
     tile: int
     into_tile: int
     mask: int
+    expanded: int
 
     @staticmethod
     def of(own: Share, pieces: Pieces) -> GroupedSizes:
@@ -65,6 +67,7 @@ class GroupedSizes:
             tile=q_tile * own.here,
             into_tile=q_tile * H + n * K * H * w,
             mask=own.rows * own.here // own.chunks * own.here,
+            expanded=2 * expanded(own) * (N - K) * H * s,
         )
 
     @property
@@ -100,10 +103,10 @@ def _attended(own: Share, z: GroupedSizes) -> Iterator[Moment]:
     """Beside q, k and v, which wait for the call to end, and what came before norms."""
     out = z.q + z.sums
     if z.kind == "none":
-        yield Moment("attention", out)
+        yield Moment("attention", out + z.expanded)
     elif z.kind == "all_gather":
         yield Moment("gather keys and values", 2 * z.kv + 2 * z.all_kv)
-        yield Moment("attention", 2 * z.all_kv + out)
+        yield Moment("attention", 2 * z.all_kv + out + z.expanded)
     elif z.kind == "heads":
         P, ordered = z.together, own.chunks == 2
         yield Moment("to heads", P * (3 + copied(own)))
@@ -133,7 +136,7 @@ def masks(own: Share) -> int:
     """
     kind = context_kind(own)
     queries = own.row if kind == "heads" else own.here
-    return 0 if kind == "ring" else 2 * own.rows * queries * own.row
+    return 2 * own.rows * queries * own.row if kind != "ring" and own.masked else 0
 
 
 def first_attention(own: Share, pieces: Pieces) -> Iterator[Moment]:
@@ -183,9 +186,9 @@ def _again(z: GroupedSizes, pieces: Pieces, qk_norm: bool) -> int:
 
 def _attended_back(own: Share, z: GroupedSizes, kept: int) -> Iterator[Moment]:
     if z.kind == "none":
-        yield Moment("attention", kept + z.q + z.together)
+        yield Moment("attention", kept + z.q + z.together + z.expanded)
     elif z.kind == "all_gather":
-        yield Moment("attention", kept + 2 * z.q + 2 * z.all_kv)
+        yield Moment("attention", kept + 2 * z.q + 2 * z.all_kv + z.expanded)
         yield Moment("scatter keys and values", z.raw + z.q + 4 * z.all_kv)
     elif z.kind == "heads":
         kept -= z.q  # what the projection read

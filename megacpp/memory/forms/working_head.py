@@ -13,6 +13,7 @@ from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_frame import copied, norm_back, norm_forward
 
 FEWEST_ROWS = 128  # of a chunk of the head (megacpp/kernels/linear_cross_entropy.py)
+PRODUCT_BYTES = 2**26  # of the weight's gradient on a GPU at a time (there too)
 
 
 def embed(own: Share) -> Iterator[Moment]:
@@ -86,25 +87,27 @@ def head(own: Share) -> Iterator[Moment]:
 
 
 def _loss(own: Share, n: int, learns: bool) -> Iterator[Moment]:
-    """One call for n tokens."""
+    """One call for n tokens, by torch's operators; Triton's kernels need less (no fp32 logits)."""
     model, s, w = own.config.model, own.compute, own.wide
     v, D = _words(own), model.dim
     rows = chunk_rows(n, D, v)
     tied = model.tie_embeddings
     made = _made(own) * learns
-    # labels in place, which of them are here and valid, loss and log-sum of each token
-    held = n * (2 * INDEX + 2 + 2 * w) + n * D * s * (2 if own.tp > 1 else 1)
-    again = rows * (v + D) * w * learns if s < w else 0  # widened for the weight's gradient
-    logits = rows * v * (w + (s if s < w else 0)) + again
-    if model.logit_softcap is not None:
-        logits += rows * v * w
+    # which tokens are valid, loss and log-sum of each; the weight's gradient
+    held = n * (1 + 2 * w) + n * D * s * (2 if own.tp > 1 else 1) + v * D * w * learns
+    logits = rows * v * (w + (s if s < w else 0))
     if own.tp > 1:
         x = n * D * s
         yield Moment("gather", x * (1 + copied(own)))
-    yield Moment("logits", held + logits + v * D * w * learns)
+    slope = rows * v * w if model.logit_softcap is not None else 0
+    # of each token of a chunk its label in place and where it is, statistics, factors
+    yield Moment("logits", held + logits + slope + rows * (2 * INDEX + 6 * w))
+    if s < w and learns:  # what the weight's gradient is made of is widened
+        widened, g = logits + rows * (D + 4) * w, rows * (v * s + 4 * w)
+        product = g + product_bytes(v * D * w, D * w) if own.on_gpu else widened
+        yield Moment("products", held + product)
     if own.parallel and s < w and learns:
-        both = held + v * D * w
-        yield Moment("weight gradient", both + made * tied, made * (not tied))
+        yield Moment("weight gradient", held + made * tied, made * (not tied))
 
 
 def head_back(own: Share) -> Iterator[Moment]:
@@ -134,6 +137,11 @@ def _made(own: Share) -> int:
 def received(own: Share) -> Iterator[Moment]:
     """The residual stream from, or its gradient for, another stage."""
     yield Moment("received", _streams(own))
+
+
+def product_bytes(whole: int, word: int) -> int:
+    """What a GPU makes of a weight's gradient at a time: `accumulate` of the same file."""
+    return min(whole, max(1, PRODUCT_BYTES // word) * word)
 
 
 def chunk_rows(tokens: int, dim: int, words: int) -> int:

@@ -22,7 +22,7 @@ from megacpp.model.pieces import Piece
 
 
 @dataclass(frozen=True)
-class _Walk:
+class Walk:
     """Bytes of the tensors that a mixer makes.
 
     Attributes:
@@ -49,10 +49,10 @@ class _Walk:
     square: int
 
     @staticmethod
-    def of(own: Share, pieces: Pieces) -> _Walk:
+    def of(own: Share, pieces: Pieces) -> Walk:
         z, m = Mamba3Sizes.of(own, "conv_bc" in pieces), own.config.model.mamba3
         T, R = z.padded * z.heads, m.mimo_rank
-        return _Walk(
+        return Walk(
             z=z,
             own=own,
             R=R,
@@ -98,24 +98,24 @@ class _Walk:
 
 def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """From projections to the gate."""
-    k, desk = _Walk.of(own, pieces), Desk(own)
+    k, desk = Walk.of(own, pieces), Desk(own)
     n, z, c, w = own.tokens, k.z, k.c, k.w
     if own.parallel:
         desk.put(weights=z.thin * own.config.model.dim * c)
     desk.put(thin=n * z.thin * c, gate=k.W * c, x=k.W * c)
     if own.config.model.mamba3.conv_kernel:
-        yield desk.moment("convolution", _summed(k, k.convolved[0]))
+        yield desk.moment("convolution", summed(k, k.convolved[0]))
         desk.put(convolved=sum(k.convolved) * c)
     desk.put(steps=n * z.H * (2 if z.again else 6) * w, norms=n * z.S * c)
     if z.states_travel:
-        desk.put(carried=_carried(k))
+        desk.put(carried=carried(k))
     elif z.by_heads:
         desk.put(exchanged=_group(own, frozenset[Piece]({"conv_bc"}), "exchanged"))
     yield from _rotation(k, desk)
     if not z.again:  # all that is kept by now, and variables
         desk.alive = {"kept": _kept_by_now(k, pieces), "norms": n * z.S * c, "decay": n * z.H * w}
         if z.states_travel:
-            desk.put(carried=_carried(k))
+            desk.put(carried=carried(k))
         else:
             desk.put(v=k.W * c, gate=k.W * c if z.by_heads else 0)
         if z.all_leave:
@@ -134,13 +134,13 @@ def _group(own: Share, pieces: Pieces, name: str) -> int:
     return sum(numbers * each for group, numbers, each in mamba3(own, pieces) if group == name)
 
 
-def _kept_by_now(k: _Walk, pieces: Pieces) -> int:
+def _kept_by_now(k: Walk, pieces: Pieces) -> int:
     """What a mixer whose pieces all stay keeps in front of its scan."""
     later = k.W * k.c + (k.carried + k.v) * k.w
-    return _kept(k.own, pieces) - _group(k.own, pieces, "entering states") - later
+    return kept_bytes(k.own, pieces) - _group(k.own, pieces, "entering states") - later
 
 
-def _carried(k: _Walk) -> int:
+def carried(k: Walk) -> int:
     """Summaries of chunks, this rank's and all, and the states that they fold to."""
     own, z, m = k.own, k.z, k.own.config.model.mamba3
     state, all_chunks = own.rows * z.heads * m.d_state * m.headdim, own.cp * own.chunks
@@ -155,12 +155,12 @@ def _carried(k: _Walk) -> int:
     return (numbers + token * (own.chunks + all_chunks)) * k.w
 
 
-def _summed(k: _Walk, numbers: int) -> int:
+def summed(k: Walk, numbers: int) -> int:
     """Sums of a convolution, and masked neighbours: the last one's, the next one's."""
     return numbers * (k.w + 2 * k.c)
 
 
-def _rotation(k: _Walk, desk: Desk, again: str = "") -> Iterator[Moment]:
+def _rotation(k: Walk, desk: Desk, again: str = "") -> Iterator[Moment]:
     """Angles, q and k of every head, v of every rank, sums of log decays."""
     c, w = k.c, k.w
     desk.put(angles=k.angles * w, scales=3 * k.T * w)
@@ -178,7 +178,7 @@ def _rotation(k: _Walk, desk: Desk, again: str = "") -> Iterator[Moment]:
         desk.put(scales=4 * k.T * w)
 
 
-def _scan(k: _Walk, desk: Desk) -> Iterator[Moment]:
+def _scan(k: Walk, desk: Desk) -> Iterator[Moment]:
     """Products inside chunks, states, what outputs read of them."""
     c, w, inside = k.c, k.w, k.square * k.w
     desk.put(first=k.first)
@@ -195,7 +195,7 @@ def _scan(k: _Walk, desk: Desk) -> Iterator[Moment]:
     desk.drop("decays")
 
 
-def _gate(k: _Walk, desk: Desk, again: str = "") -> Iterator[Moment]:
+def _gate(k: Walk, desk: Desk, again: str = "") -> Iterator[Moment]:
     """Norm, gate, sum over ranks; outputs of several ranks are put in the order of tokens first."""
     w, ranks = k.w, k.W * k.R
     if k.R > 1 and not again:
@@ -211,13 +211,13 @@ def _gate(k: _Walk, desk: Desk, again: str = "") -> Iterator[Moment]:
 
 def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """From the output's gradient to those of the projections."""
-    k, desk = _Walk.of(own, pieces), Desk(own, given=given(own, "M"))
-    desk.put(gate=_with_gate(k), ordered=k.v * k.w, states=k.carried * k.w)
+    k, desk = Walk.of(own, pieces), Desk(own, given=given(own, "M"))
+    desk.put(gate=with_gate(k), ordered=k.v * k.w, states=k.carried * k.w)
     if not k.z.again:
         desk.put(**_operands(k))
     if not k.z.again or k.z.by_heads:
         desk.put(output=k.W * k.c)
-    desk.put(rest=_kept(own, pieces) - sum(desk.alive.values()) + desk.alive["given"])
+    desk.put(rest=kept_bytes(own, pieces) - sum(desk.alive.values()) + desk.alive["given"])
     if "output" not in desk.alive:
         yield from _gate(k, desk, "again: ")
         desk.put(output=k.W * k.c)
@@ -232,15 +232,15 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
         yield from _operands_again(k, desk, pieces)
     yield from _scan_back(k, desk)
     yield from _rotation_back(k, desk)
-    yield from _convolution_back(k, desk)
-    yield from _projections_back(k, desk)
+    yield from convolution_back(k, desk)
+    yield from projections_back(k, desk)
 
 
-def _kept(own: Share, pieces: Pieces) -> int:
+def kept_bytes(own: Share, pieces: Pieces) -> int:
     return sum(numbers * each for _, numbers, each in mamba3(own, pieces))
 
 
-def _with_gate(k: _Walk) -> int:
+def with_gate(k: Walk) -> int:
     """The gate, or what arrived with it where heads went for tokens."""
     own, z, m = k.own, k.z, k.own.config.model.mamba3
     if not z.by_heads:
@@ -250,24 +250,24 @@ def _with_gate(k: _Walk) -> int:
     return own.rows * own.row * (z.heads * (2 * m.headdim + 1) + bc) * k.c
 
 
-def _operands(k: _Walk) -> dict[str, int]:
+def _operands(k: Walk) -> dict[str, int]:
     """What the scan reads and its neighbours keep."""
     found = {"qk": 2 * k.qk * k.c, "v": k.v * k.c, "angles": k.angles * k.w}
     return found | ({"one": k.v // k.R * k.c} if k.R > 1 else {})
 
 
-def _operands_again(k: _Walk, desk: Desk, pieces: Pieces) -> Iterator[Moment]:
+def _operands_again(k: Walk, desk: Desk, pieces: Pieces) -> Iterator[Moment]:
     """All in front of the scan runs again; where heads went for tokens, from there on."""
     own, z, taps = k.own, k.z, k.own.config.model.mamba3.conv_kernel
     found = sum(numbers * each for _, numbers, each in operands(z))
     if not z.by_heads:
-        found = _kept(own, pieces - {"conv_bc"}) - _kept(own, pieces) - k.W * k.c
+        found = kept_bytes(own, pieces - {"conv_bc"}) - kept_bytes(own, pieces) - k.W * k.c
         if z.past or (not taps and own.cp == 1):
             found += k.W * k.c  # without the piece nobody reads x behind its copy
         desk.put(results=own.tokens * z.S * k.c + k.T * k.w)  # Q, K and log decays
     if taps and not z.by_heads:
         desk.put(convolved=2 * own.tokens * z.S * k.c)
-        yield desk.moment("again: convolution", _summed(k, k.convolved[0]))
+        yield desk.moment("again: convolution", summed(k, k.convolved[0]))
         desk.put(convolved=k.W * k.c)
     yield from _rotation(k, desk, "again: ")
     desk.drop("convolved", "scales")
@@ -275,7 +275,7 @@ def _operands_again(k: _Walk, desk: Desk, pieces: Pieces) -> Iterator[Moment]:
     desk.put(steps=found - sum(_operands(k).values()))
 
 
-def _gate_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
+def _gate_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     """Leaves gradients of what the scan gave and of the gate."""
     w, ranks = k.w, k.W * k.R
     dz, normed = k.W * k.c, 0
@@ -299,7 +299,7 @@ def _gate_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
         desk.put(dy=(k.v - ranks) * w)
 
 
-def _scan_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
+def _scan_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     """Leaves gradients of q, k and v of every rank."""
     c, w, low = k.c, k.w, k.narrow(k.scores)
     first, diagonal = k.square * w + k.narrow(k.v), k.T * k.R**2 * w
@@ -327,7 +327,7 @@ def _scan_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
     desk.drop("dy", "rows", "v", "states", "dstates", "last", "decays")
 
 
-def _rotation_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
+def _rotation_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     """Leaves gradients of Q, K and V."""
     c, w, turned = k.c, k.w, k.angles * k.R
     if k.R > 1:
@@ -344,7 +344,7 @@ def _rotation_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
     desk.drop("angles", "dangles")
 
 
-def _convolution_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
+def convolution_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     """Leaves gradients of the projections."""
     own, c, w = k.own, k.c, k.w
     if own.config.model.mamba3.conv_kernel:
@@ -356,7 +356,7 @@ def _convolution_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
     desk.put(dthin=own.tokens * k.z.S * c)
 
 
-def _projections_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
+def projections_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     """x, then the gate, then the thin ones: gradients of what all read are added up."""
     own, D = k.own, k.own.config.model.dim
     reads = own.tokens * D * k.c

@@ -19,6 +19,7 @@ from megacpp.memory.forms.working_frame import gradient_bytes, kept_bytes
 from megacpp.memory.forms.working_latent import LatentSizes, latent, latent_back
 
 QUERIES, KEYS = 256, 1024  # of a tile (megacpp/kernels/lightning_indexer.py)
+AT_ONCE = {"cpu": 0, "cuda": 256 << 20}  # bytes of products of heads (likewise)
 # Moments of attention before the indexer is there, and of its backward when it is gone.
 EARLY = ("rotated queries", "joined queries", "rotated keys", "normed queries")
 LATE = (*EARLY, "keys and values", "queries", "into latents", "sum of gradients")
@@ -107,7 +108,7 @@ class _Index:
         gradients: of them; keys' are wide until they are whole.
         turning, turning_back: temporaries of the rotation of queries.
         waiting: keys and weights meanwhile.
-        scoring: scores of a block of queries to all keys, and of one head; all keys, widened.
+        scoring: scores of a block of queries to all keys, and of heads at once; all keys, widened.
         choosing: scores and numbers of a tile of keys and of the best so far, and their places.
     """
 
@@ -127,7 +128,11 @@ class _Index:
         P, narrow = (a.qk_rope_head_dim if a.kind == "mla" else X), s < w
         block = own.rows * min(QUERIES, own.here)
         slots = min(a.sparse.top_k, own.row)
+        tile, device = block * min(KEYS, own.row), own.config.train.device
         candidates = min(KEYS, own.row) + slots
+        of_slots = slots * (INDEX + 3 * w)
+        at_once = heads_at_once(J, block * own.row, w, device)
+        scores_of_tile = tile * w * (1 + heads_at_once(J, tile, w, device))
         return _Index(
             made=(n * J + everywhere) * X * s + n * J * w,
             normed=n * (X + 2) * w + (n * a.q_lora_rank * s if normed_again(own) else 0),
@@ -135,10 +140,18 @@ class _Index:
             turning=n * J * X * s + n * J * P * (2 * w + narrow * (w + s)),
             turning_back=n * J * X * w + 2 * n * J * P * w,
             waiting=n * X * s + n * J * w,
-            scoring=block * (2 * own.row * w + slots * (INDEX + 3 * w))
+            scoring=block * max((1 + at_once) * own.row * w, 2 * own.row * w + of_slots)
             + everywhere * X * w * narrow,
-            choosing=block * (candidates * (w + 4 + INDEX + 1) + 2 * slots * (w + 4)),
+            choosing=max(
+                block * (candidates * (w + 4 + INDEX + 1) + 2 * slots * (w + 4)),
+                scores_of_tile + block * slots * (w + 4),
+            ),
         )
+
+
+def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
+    """Of an indexer (megacpp/kernels/lightning_indexer.py)."""
+    return min(heads, max(1, AT_ONCE.get(device, 0) // (numbers * width)))
 
 
 def shares(own: Share, pieces: Pieces) -> Iterator[Moment]:

@@ -1,0 +1,83 @@
+"""Measures everything that a GPU is needed for, and keeps what it found as it goes.
+
+    python -m bench.gpu                             # all sections, to docs/gpu.json
+    python -m bench.gpu --only models kernels       # some
+    python -m bench.gpu --only models --of dense_1b
+    python -m bench.gpu --tiny --device cpu         # the same code in a minute, for tests
+    python -m bench.gpu --table                     # the section of docs/benchmarks.md
+
+A row is in the file as soon as it is measured; what can't run is there with the reason; an error is
+one line, and the next row follows. `--seconds` bounds the run: nothing new is begun after them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.gpu.estimator import estimator
+from bench.gpu.kernels import kernels
+from bench.gpu.models import models
+from bench.gpu.profile import profile
+from bench.gpu.recompute import recompute
+from bench.gpu.record import Record, as_markdown, read, show
+from megacpp.config import Config
+from megacpp.errors import ConfigError
+from megacpp.run.gate import set_allocator
+from parallel.mesh import pick_device
+
+STORED = Path(__file__).parents[2] / "docs/gpu.json"
+SECTIONS = {
+    "kernels": kernels,
+    "models": models,
+    "estimator": estimator,
+    "recompute": recompute,
+    "profile": profile,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: everything that was begun came to its end; 1: something failed or was left."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections (default: all)")
+    parser.add_argument("--of", nargs="+", default=[], help="names within the sections")
+    parser.add_argument("--out", type=Path, help=f"JSON to write (default {STORED})")
+    parser.add_argument("--add", action="store_true", help="keep rows of other sections in it")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of the run (default 3600)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the code")
+    parser.add_argument("--table", action="store_true", help="print the stored run, run nothing")
+    options = parser.parse_args(argv)
+    path = options.out or STORED
+    if options.table:
+        print(as_markdown(read(path)))
+        return 0
+    try:
+        device = pick_device(options.device)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if device.type == "cpu" and not options.tiny:
+        print("error: no GPU here. Fix: --tiny --device cpu tries the code.", file=sys.stderr)
+        return 2
+    record = Record(path, device, options.seconds, options.tiny)
+    if options.tiny and options.out is None:
+        record.path = None  # what a CPU made up is nobody's benchmark
+    wanted = options.only or list(SECTIONS)
+    if options.add and (before := read(path)):
+        record.rows = [row for row in before["rows"] if row["section"] not in wanted]
+        record.skipped = [row for row in before["skipped"] if row["section"] not in wanted]
+    set_allocator(Config(), device)
+    for name in wanted:
+        SECTIONS[name](record, options.of)
+    record.save()
+    show(record.as_dict())
+    record.say(f"{len(record.rows)} rows, {len(record.skipped)} not run")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Every backend of every hot operation, in the block that does it, beside the reference.
+
+What can run is what megacpp/kernel_choice.py doesn't refuse on this device. Errors are relative,
+|x - reference| / |reference|, against the reference in fp32 on short rows; gradients are those of
+the input and of all weights together. Seconds are of the whole block (for `cross_entropy` of the
+head), forward and backward, in the compute dtype of a run; definitions are timed on short rows.
+
+Legend: B rows, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from bench.gpu.clock import fresh, median_s
+from bench.gpu.record import Record, Row
+from bench.gpu.shapes import hybrid, ready
+from bench.gpu.steps import packed_documents
+from megacpp.config import Config
+from megacpp.kernel_choice import OPERATIONS, Backend
+from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.head import LanguageModelHead
+from megacpp.model.init import initialise
+from megacpp.run.kernels import host_of
+from megacpp.run.precision import compute_dtype
+
+LETTERS = {"attention": "A", "mamba3": "M", "m2rnn": "R", "experts": "E"}
+SHORT, LONG = (1, 256), (2, 4096)  # rows and tokens
+TINY = (1, 24), (1, 32)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A module that does one operation, and how to run it."""
+
+    module: nn.Module
+    run: Callable[[Tensor, Documents], Tensor]
+
+
+def kernels(record: Record, wanted: list[str]) -> None:
+    """All operations, all backends."""
+    config = ready(hybrid(12), record.tiny)
+    host = host_of(config, record.device)
+    for name, operation in OPERATIONS.items():
+        if wanted and name not in wanted:
+            continue
+        if name not in LETTERS and name != "cross_entropy":
+            record.skip("kernels", name, "", "no block is known that does it")
+            continue
+        for backend in operation.backends:
+            why = backend.refusal(config, host)
+            if why is not None:
+                record.skip("kernels", name, backend.name, why)
+                continue
+            record.attempt(
+                "kernels",
+                name,
+                backend.name,
+                lambda n=name, b=backend: rows_of(n, b, config, record),
+            )
+            fresh(record.device)
+
+
+def rows_of(name: str, backend: Backend, config: Config, record: Record) -> Iterator[Row]:
+    """Errors and seconds of one backend."""
+    device = record.device
+    short, long = TINY if record.tiny else (SHORT, LONG)
+    dtype = compute_dtype(config.precision, device)
+    bench = bench_of(name, config, device)
+    reference = "reference" if backends_of(name) & {"reference"} else "torch"
+    want = results(bench, name, reference, short, torch.float32, device)
+    got = results(bench, name, backend.name, short, dtype, device)
+    off = {"output_error": off_by(got[:1], want[:1]), "gradient_error": off_by(got[1:], want[1:])}
+    for shape in (short, long) if backend.by_itself else (short,):
+        yield off | seconds(bench, name, backend.name, shape, dtype, device, record.tiny)
+        off = {}
+
+
+def backends_of(name: str) -> set[str]:
+    return {backend.name for backend in OPERATIONS[name].backends}
+
+
+def bench_of(name: str, config: Config, device: torch.device) -> Bench:
+    """The block (or head) of an operation, with its weights as a run would start."""
+    model = config.model
+    if name == "cross_entropy":
+        with torch.device("meta"):
+            head = LanguageModelHead(model)
+        head.to_empty(device=device)
+        initialise(head, head.init_rules(), seed=0)
+
+        def loss(x_BTD: Tensor, docs: Documents) -> Tensor:
+            labels_BT = (docs.positions_BT * 31 + docs.ids_BT) % model.vocab_size
+            return head(x_BTD, labels_BT).loss_sum / labels_BT.numel()
+
+        return Bench(head, loss)
+    with torch.device("meta"):
+        block = Block(LETTERS[name], model)
+    block.to_empty(device=device)
+    initialise(block, block.init_rules(), seed=0)
+    return Bench(block, lambda x_BTD, docs: block(x_BTD, docs))
+
+
+def given(
+    bench: Bench, shape: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Documents, Tensor]:
+    """Input, documents, and the gradient of a block's output."""
+    dim = next(p for p in bench.module.parameters() if p.ndim >= 2).shape[-1]
+    if isinstance(bench.module, Block):
+        dim = bench.module.norm.weight.shape[-1]
+    g = torch.Generator().manual_seed(0)
+    x_BTD, grad_BTD = (torch.randn(*shape, dim, generator=g).to(device) for _ in range(2))
+    return x_BTD.requires_grad_(), packed_documents(*shape).to(device), grad_BTD
+
+
+def results(
+    bench: Bench,
+    name: str,
+    backend: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Output, gradient of the input, gradients of the weights."""
+    choose(bench, name, backend)
+    x_BTD, docs, grad_BTD = given(bench, shape, device)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        y = bench.run(x_BTD, docs)
+    weights = [p for p in bench.module.parameters() if p.requires_grad]
+    way = grad_BTD.to(y.dtype) if y.ndim else None
+    grads = torch.autograd.grad(y, [x_BTD, *weights], way, allow_unused=True)
+    return [y.detach(), *(g for g in grads if g is not None)]
+
+
+def off_by(got: list[Tensor], want: list[Tensor]) -> float:
+    """Norm of all differences over the norm of all that is wanted."""
+    assert len(got) == len(want) > 0
+    pairs = list(zip(got, want, strict=True))
+    apart = math.hypot(*((a.double() - b.double()).norm().item() for a, b in pairs))
+    return apart / max(math.hypot(*(b.double().norm().item() for b in want)), 1e-300)
+
+
+def seconds(
+    bench: Bench,
+    name: str,
+    backend: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    is_tiny: bool,
+) -> Row:
+    """Median milliseconds of a forward, and of a forward and its backward."""
+    choose(bench, name, backend)
+    x_BTD, docs, grad_BTD = given(bench, shape, device)
+    precision = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    def forward() -> Tensor:
+        with precision:
+            return bench.run(x_BTD, docs)
+
+    def both() -> None:
+        y = forward()
+        y.backward(grad_BTD.to(y.dtype) if y.ndim else None)
+        bench.module.zero_grad()
+        x_BTD.grad = None
+
+    warm, repeats = (1, 2) if is_tiny else (2, 7)
+    return {
+        "shape": f"{shape[0]} x {shape[1]}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "forward_ms": 1e3 * median_s(forward, device, warm, repeats, most_s=3),
+        "both_ms": 1e3 * median_s(both, device, warm, repeats, most_s=6),
+    }
+
+
+def choose(bench: Bench, name: str, backend: str) -> None:
+    set_kernels(bench.module, replace(PLAIN_KERNELS, **{name: backend}))

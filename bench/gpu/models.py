@@ -1,0 +1,110 @@
+"""Whole models: tokens/s, TFLOP/s and MFU of a step, and its memory beside the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.gpu.clock import fresh, median_s
+from bench.gpu.record import Record, Row
+from bench.gpu.shapes import DEPTHS, MODELS, hybrid, ready
+from bench.gpu.steps import (
+    CapturedSteps,
+    Steps,
+    beside_estimate,
+    compiled,
+    deepest,
+    graph_refusal,
+)
+from megacpp.config import Config
+from megacpp.errors import ConfigError
+from megacpp.model.flops import train_flops_per_token
+from megacpp.run.metrics import device_peak_flops
+from megacpp.run.precision import compute_dtype
+
+TINY = ("dense_1b", "hybrid")  # a kind of each
+MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")
+
+
+def models(record: Record, wanted: list[str]) -> None:
+    """Every model in every mode that is legal for it."""
+    for name in wanted or (TINY if record.tiny else MODELS):
+        if name not in MODELS:
+            record.skip("models", name, "", f"no such model: {', '.join(MODELS)}")
+            continue
+        try:
+            config = config_of(name, record)
+        except ConfigError as error:
+            record.skip("models", name, "", str(error))
+            continue
+        for mode in MODES:
+            one(record, name, mode, config)
+
+
+def config_of(name: str, record: Record) -> Config:
+    """A model ready to run; the hybrid as deep as the device takes."""
+    if name != "hybrid":
+        return ready(MODELS[name](), record.tiny)
+    makers = [partial(ready, hybrid(depth), record.tiny) for depth in DEPTHS]
+    return deepest(makers, record.device)  # type: ignore[arg-type]
+
+
+def one(record: Record, name: str, mode: str, config: Config) -> None:
+    """One model in one mode."""
+    device = record.device
+    if "inductor" in mode:
+        config = compiled(config, record.tiny)
+    why = graph_refusal(config, device) if "graph" in mode else None
+    if "inductor" in mode and not set(config.model.pattern) & set("AFE"):
+        why = "nothing of it is compiled"
+    if why is not None:
+        record.skip("models", name, mode, why)
+    else:
+        record.attempt("models", name, mode, lambda: run(config, device, mode, record.tiny))
+    torch.compiler.reset()
+    fresh(device)
+
+
+def run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Iterator[Row]:
+    """The figures of one mode; a microbatch warms up, and a step."""
+    fresh(device)
+    if "graph" in mode:
+        captured = CapturedSteps(config, device)
+        with captured.on_stream():
+            yield measured(captured, is_tiny)
+        return
+    steps = Steps(config, device, packed="packed" in mode)
+    row = measured(steps, is_tiny)
+    yield row | beside_estimate(config, device)
+
+
+def measured(steps: Steps, is_tiny: bool) -> Row:
+    """Seconds of a pass, of what follows and of a step; rates by counted FLOPs."""
+    config, device = steps.config, steps.device
+    repeats = 2 if is_tiny else 3
+    steps.step()  # compiles, and the optimizer's workspaces appear
+    step_s = median_s(steps.step, device, warm=0, repeats=repeats, most_s=20)
+    pass_s = median_s(steps.one_pass, device, warm=0, repeats=repeats, most_s=10)
+    optimizer_s = median_s(steps.update, device, warm=0, repeats=1)
+    tokens = config.train.device_batch_size * config.data.seq_len
+    number = config.train.grad_accum
+    flops = train_flops_per_token(config.model, config.data.seq_len)
+    peak = device_peak_flops(device)
+    return {
+        "depth": config.model.depth,
+        "parameters": steps.parameters,
+        "rows": config.train.device_batch_size,
+        "seq_len": config.data.seq_len,
+        "grad_accum": number,
+        "dtype": str(compute_dtype(config.precision, device)).removeprefix("torch."),
+        "flops_per_token": flops,
+        "step_s": step_s,
+        "pass_s": pass_s,
+        "optimizer_s": optimizer_s,
+        "tokens_per_s": tokens * number / step_s,
+        "tflops": flops * tokens * number / step_s / 1e12,
+        "pass_tflops": flops * tokens / pass_s / 1e12,
+        "mfu": flops * tokens * number / step_s / peak if peak else None,
+    }

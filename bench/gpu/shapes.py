@@ -1,0 +1,122 @@
+"""Models to measure: about 1B and 3B dense, an MoE, and the hybrid as large as a device takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megacpp.config import (
+    AttentionConfig,
+    CheckpointingPolicy,
+    Config,
+    DataConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
+from megacpp.presets import PER_BLOCK, nam56r_base, tiny
+from megacpp.rules import check, resolve
+
+
+def _dense(name: str, dim: int, depth: int, heads: int, hidden: int, rows: int) -> Config:
+    """Grouped-query attention with heads of 128, SwiGLU, rows of 4,096 tokens."""
+    return Config(
+        preset=name,
+        model=ModelConfig(
+            dim=dim,
+            depth=depth,
+            pattern="AF",
+            vocab_size=32_768,
+            attention=AttentionConfig(num_heads=heads, num_kv_heads=8, head_dim=128),
+            mlp=MLPConfig(hidden_dim=hidden),
+        ),
+        data=DataConfig(seq_len=4096),
+        train=TrainConfig(device_batch_size=rows, grad_accum=4),
+    )
+
+
+def dense_1b() -> Config:
+    """1.1B parameters; 32,768 tokens a microbatch, 4 microbatches a step."""
+    return _dense("dense_1b", 2048, 32, 16, 8192, rows=8)
+
+
+def dense_3b() -> Config:
+    """3.0B parameters; 16,384 tokens a microbatch, 4 microbatches a step."""
+    return _dense("dense_3b", 3072, 56, 24, 8192, rows=4)
+
+
+def moe_1b() -> Config:
+    """3.7B parameters, 0.9B active: softmax top-4 of 32 experts and a shared one, dropless."""
+    return Config(
+        preset="moe_1b",
+        model=ModelConfig(
+            dim=2048,
+            depth=32,
+            pattern="AE",
+            vocab_size=32_768,
+            attention=AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=128),
+            moe=MoEConfig(
+                num_experts=32,
+                top_k=4,
+                hidden_dim=1024,
+                shared_hidden_dim=2048,
+                score="softmax",
+                bias_update_rate=0.0,
+                balance_loss=1e-2,
+                z_loss=1e-3,
+            ),
+        ),
+        data=DataConfig(seq_len=4096),
+        train=TrainConfig(device_batch_size=4, grad_accum=4),
+        recompute=CheckpointingPolicy(eblock="expert_gemm_only"),
+    )
+
+
+def hybrid(depth: int = 52) -> Config:
+    """nam56r_base, or its first layers: the pattern of all letters but F, at width 3584."""
+    base = nam56r_base()
+    return replace(
+        base,
+        preset=f"hybrid_{depth}",
+        model=replace(base.model, depth=depth),
+        data=DataConfig(seq_len=4096),
+        train=TrainConfig(device_batch_size=2, grad_accum=4),
+        optim=replace(base.optim, qk_clip=0.0),  # a loop of its own, which a bench has not
+        recompute=PER_BLOCK,
+    )
+
+
+def small(config: Config) -> Config:
+    """The same kind of model in milliseconds on a CPU."""
+    like = tiny().model
+    model = replace(
+        config.model,
+        dim=48,
+        depth=min(12, config.model.depth, 12 if "M" in config.model.pattern else 4),
+        vocab_size=256,
+        attention=replace(config.model.attention, num_heads=4, num_kv_heads=2, head_dim=16),
+        mamba3=replace(config.model.mamba3, d_state=8, headdim=16, ngroups=1, chunk_size=16),
+        m2rnn=replace(like.m2rnn, key_dim=8, value_dim=8, chunk_size=16),
+        moe=replace(config.model.moe, num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32),
+        mlp=MLPConfig(hidden_dim=96),
+    )
+    train = TrainConfig(device_batch_size=1, grad_accum=2)
+    return replace(config, model=model, data=DataConfig(seq_len=32), train=train)
+
+
+MODELS: dict[str, Callable[[], Config]] = {
+    "dense_1b": dense_1b,
+    "dense_3b": dense_3b,
+    "moe_1b": moe_1b,
+    "hybrid": hybrid,
+}
+DEPTHS = (52, 39, 26, 13)  # of the hybrid, the deepest that fits
+
+
+def ready(config: Config, is_tiny: bool) -> Config:
+    """Checked and resolved for one process."""
+    config = small(config) if is_tiny else config
+    config = replace(config, memory=replace(config.memory, calibration=""))  # nothing was learned
+    check(config, 1)
+    return resolve(config, 1)

@@ -1,0 +1,224 @@
+"""The step of train.py on made-up rows: accumulate, clip, step; and what it took of a device.
+
+Legend: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from bench.gpu.clock import settle
+from checkpointing.apply import Keeper
+from megacpp.config import Config
+from megacpp.data.batches import Batch
+from megacpp.kernels.grouped_mm import grouped_backend
+from megacpp.memory.estimate import MemoryEstimate
+from megacpp.model.documents import Documents
+from megacpp.model.pattern import block_letters
+from megacpp.run.gate import Assessor
+from megacpp.run.precision import compute_dtype
+from optim.build import build_optimizer
+from optim.clip import clip_gradients
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from parallel.mesh import World
+
+GIB = 2**30
+DOCUMENTS = 4  # of a packed row
+
+
+class Steps:
+    """One process's training step, whose rows come from the host as a loader brings them.
+
+    Args:
+        packed: rows of several documents, as training has them; else one document a row.
+    """
+
+    def __init__(self, config: Config, device: torch.device, packed: bool) -> None:
+        world = World(0, 1, device)
+        self.config, self.device = config, device
+        self.keeper = Keeper(config, device)
+        self.model = build_model(config, world, self.keeper)
+        self.optimizer = build_optimizer(self.model, config, world.holders)
+        self.boundary = AccumulationBoundary(self.model, world, config)
+        number = config.train.grad_accum
+        self.batches = [made_up(config, packed, seed) for seed in range(number)]
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def one_pass(self) -> None:
+        """Forward and backward of one microbatch."""
+        self.boundary.accumulate(self.batches[:1])
+
+    def update(self) -> None:
+        """What follows the last backward of a step."""
+        clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.boundary.conclude()
+
+    def step(self) -> None:
+        """A whole step of all its microbatches."""
+        self.boundary.accumulate(self.batches)
+        self.update()
+
+
+class CapturedSteps(Steps):
+    """The same with forward and backward of a microbatch as one CUDA graph.
+
+    All of it lives on a stream of its own (`on_stream`), because nodes of autograd remember the
+    stream that they were made on. Gradients stay where they are and are set to zero in place, and
+    rows are copied into those that were captured. Not part of the graph: counts for the divisor,
+    the guard's look at the sums, clipping, the optimizer, whose learning rate is a number.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with self.on_stream():
+            super().__init__(config, device, packed=False)
+            self.batch = self.batches[0].to(device)
+            targets = sum(batch.num_targets for batch in self.batches)
+            self.divisor = torch.tensor(float(targets), device=device)
+            # Scales of auxiliary losses are those of a step of the boundary. Libraries make their
+            # handles and workspaces, and gradients appear.
+            self.boundary.accumulate(self.batches)
+            for _ in range(2):
+                self._body()
+            self._zero()
+            self.replay = self._captured()
+            for source in self.boundary.sources:
+                source.forget()
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Where all work of these steps happens."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def one_pass(self) -> None:
+        self._take(self.batches[0])
+        self.replay()
+
+    def step(self) -> None:
+        for batch in self.batches:
+            self._take(batch)
+            self.replay()
+        self.update()
+
+    def update(self) -> None:
+        clip_gradients(self.model, self.config.optim.clip_norm)
+        self.optimizer.step()
+        self._zero()
+        self.boundary.conclude()
+
+    def _take(self, batch: Batch) -> None:
+        self.batch.ids_BT.copy_(batch.ids_BT, non_blocking=True)
+        self.batch.labels_BT.copy_(batch.labels_BT, non_blocking=True)
+
+    def _body(self) -> None:
+        batch = self.batch
+        with self.boundary._precision():
+            out = self.model(batch.ids_BT, batch.labels_BT, batch.docs)
+        (out.loss_sum / self.divisor.to(out.loss_sum.dtype)).backward()
+        batch.docs.forget()
+
+    def _zero(self) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+
+    def _captured(self) -> Callable[[], None]:
+        """On a CPU, which has no graphs, the body itself."""
+        if self.stream is None:
+            return self._body
+        settle(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            self._body()
+        return graph.replay
+
+
+def graph_refusal(config: Config, device: torch.device) -> str | None:
+    """Why forward and backward can't be one CUDA graph; None: they can."""
+    if device.type != "cuda":
+        return None  # the body runs as it is, to see that it does
+    dtype, model = compute_dtype(config.precision, device), config.model
+    if config.recompute.offload != "none":
+        return "what is offloaded waits for copies on other streams"
+    sizes = (model.moe.hidden_dim, model.dim)
+    routed = "E" in block_letters(model.pattern, model.depth)
+    if routed and grouped_backend(device.type, dtype, *sizes) == "loop":
+        return "the host must know how many rows each expert has"
+    if model.mtp.depths or model.ngram.heads or model.engram.layers:
+        return "what is looked up around a token is made on the host"
+    return None
+
+
+def made_up(config: Config, packed: bool, seed: int = 0) -> Batch:
+    """Random rows of a microbatch, on the host."""
+    shape = B, T = config.train.device_batch_size, config.data.seq_len
+    g = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(config.model.vocab_size, shape, generator=g)
+    labels_BT = torch.randint(config.model.vocab_size, shape, generator=g)
+    docs = packed_documents(B, T) if packed else Documents.rows(B, T)
+    return Batch(ids_BT, labels_BT, docs, B * T, B * T, tuple(range(B)))
+
+
+def packed_documents(rows: int, tokens: int) -> Documents:
+    """Documents of uneven lengths, others in each row."""
+    t_T = torch.arange(tokens)
+    cuts_BT = [(t_T * DOCUMENTS + b * 7) // tokens for b in range(rows)]
+    return Documents.from_ids(torch.stack(cuts_BT))
+
+
+def expected(config: Config, device: torch.device) -> MemoryEstimate:
+    """What the launch gate says of a run."""
+    return Assessor(config, 1, device).assess(config).estimate
+
+
+def in_use(device: torch.device) -> dict[str, int]:
+    """Bytes at their most since the peaks were started anew; nothing on a CPU.
+
+    `total` is what the allocator reserved and what the device has in use beyond that: the context,
+    libraries, whoever else is there.
+    """
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    outside = max(0, whole - free - stats["reserved_bytes.all.current"])
+    reserved = stats["reserved_bytes.all.peak"]
+    allocated = stats["allocated_bytes.all.peak"]
+    return {"allocated": allocated, "reserved": reserved, "total": reserved + outside}
+
+
+def beside_estimate(config: Config, device: torch.device) -> dict[str, float | bool | None]:
+    """GiB that a step took, GiB that the gate expects, and by which part it is off."""
+    found, used = expected(config, device), in_use(device)
+    row: dict[str, float | bool | None] = {f"{name}_gib": n / GIB for name, n in used.items()}
+    row |= {"estimate_gib": found.point / GIB, "upper_gib": found.upper / GIB}
+    row |= {"tensors_gib": found.tensors / GIB, "moment": found.moment}  # type: ignore[dict-item]
+    if used:
+        row["estimate_off"] = found.point / used["total"] - 1
+        row["tensors_off"] = found.tensors / used["allocated"] - 1
+        row["upper_held"] = used["total"] <= found.upper
+    return row
+
+
+def deepest(makers: list[Callable[[], Config]], device: torch.device) -> Config:
+    """The first configuration that the gate would let start; else the last."""
+    for make in makers:
+        if expected(make(), device).verdict != "does_not_fit":
+            return make()
+    return makers[-1]()
+
+
+def compiled(config: Config, is_tiny: bool) -> Config:
+    """Blocks compiled one by one; the compiler takes the place of the recompute policy."""
+    backend = "aot_eager" if is_tiny else "inductor"  # inductor takes a minute on a CPU
+    return replace(config, train=replace(config.train, compile=backend))

@@ -1,0 +1,281 @@
+"""What low precision does to the loss of a small hybrid, next to what another seed does.
+
+    python -m bench.precision                     every variant, three seeds; then the table
+    python -m bench.precision --only fp16         some of them, and what they are compared with
+    python -m bench.precision --show              the table again, from docs/precision.json
+
+On a CPU, where bf16 and fp16 are computed as on a GPU up to the order of sums, and FP8 is rounded
+to FP8 and multiplied wide. Each run is `train.py` in a process and a folder of its own; finished
+ones are not run again, and the record is written after each. A variant is compared with its
+reference on the same seed: same rows, same order, same first weights. It is at parity when the mean
+difference of held-out loss is at most twice the standard deviation of the fp32 runs over seeds:
+then nobody could tell it from a run with another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+RECORD = ROOT / "docs/precision.json"
+RUNS = ROOT / "runs/precision"
+SEEDS, STEPS, TAIL = 3, 300, 50
+BASE = "fp32"
+# Every kind of block, those of FP8 between the two that it leaves alone; 0.7M parameters, so that
+# all runs take half an hour on a core that others use too.
+MODEL: dict[str, Any] = {
+    "model.dim": 64,
+    "model.depth": 6,
+    "model.pattern": "RAEFEM",
+    "model.attention.num_heads": 4,
+    "model.attention.num_kv_heads": 2,
+    "model.attention.head_dim": 16,
+    "model.moe.num_experts": 4,
+    "model.moe.hidden_dim": 64,
+    "model.moe.shared_hidden_dim": 64,
+    "model.mlp.hidden_dim": 128,
+    "model.mamba3.d_state": 16,
+    "model.mamba3.headdim": 16,
+    "model.mamba3.chunk_size": 32,
+    "model.m2rnn.key_dim": 16,
+    "data.seq_len": 64,
+    "train.device_batch_size": 4,
+    "optim.name": "adamw",
+}
+FP8: dict[str, Any] = {
+    "precision.dtype": "bf16",
+    "precision.fp8": "torchao",
+    "precision.fp8_ends": 1,
+    "recompute.fp8_wrapper": "torchao",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings, and the variant that it is compared with (empty: none)."""
+
+    settings: dict[str, Any]
+    reference: str = BASE
+
+
+VARIANTS: dict[str, Variant] = {
+    BASE: Variant({"precision.dtype": "fp32"}, ""),
+    "bf16": Variant({"precision.dtype": "bf16"}),
+    "fp8": Variant(FP8, "bf16"),
+    "adamw 8bit": Variant({"precision.dtype": "fp32", "optim.adamw_state": "8bit"}),
+    "fp16": Variant({"precision.dtype": "fp16", "precision.loss_scale_growth": 100}),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    variant: str
+    seed: int
+    steps: int
+
+    @property
+    def folder(self) -> Path:
+        return RUNS / f"{self.variant.replace(' ', '-')}-{self.seed}"
+
+    def command(self) -> list[str]:
+        settings = {
+            "run.dir": self.folder,
+            "run.seed": self.seed,
+            "run.steps": self.steps,
+            "run.eval_rows": 256,
+            "run.sample_tokens": 1,
+            "run.tensorboard": False,
+            "checkpoint.every": 0,
+            "memory.calibration": "",
+        }
+        flags = MODEL | settings | VARIANTS[self.variant].settings
+        words = [f"--{key}={value}" for key, value in flags.items()]
+        return [sys.executable, "train.py", "tiny", *words]
+
+
+def train(run: Run) -> dict[str, Any]:
+    """The figures of a run, made now or found."""
+    found = run.folder / "precision.json"
+    if found.exists():
+        old = json.loads(found.read_text())
+        if old["command"] == run.command()[1:]:
+            return old
+    began, environment = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(run.command(), cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{run.variant}, seed {run.seed}: {done.stderr.strip()[-600:]}")
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
+    held_out = json.loads((run.folder / "evaluations.jsonl").read_text().splitlines()[-1])
+    figures = {
+        "command": run.command()[1:],
+        "variant": run.variant,
+        "seed": run.seed,
+        "held_out": held_out["loss"],
+        "losses": [round(step["loss"], 5) for step in steps],
+        "skipped": sum(step["skipped"] for step in steps),
+        "loss_scales": [steps[0].get("loss_scale"), steps[-1].get("loss_scale")],
+        "tokens": sum(step["tokens"] for step in steps),
+        "step_s": statistics.median(step["step_s"] for step in steps),
+        "wall_s": time.perf_counter() - began,
+    }
+    found.write_text(json.dumps(figures))
+    return figures
+
+
+def plan(options: argparse.Namespace) -> list[Run]:
+    """The base, whose seeds give the bound, then seed by seed: useful wherever it is stopped."""
+    names = list(VARIANTS)
+    if options.only:
+        wanted = {BASE, *options.only}
+        wanted |= {VARIANTS[name].reference for name in wanted} - {""}
+        names = [name for name in names if name in wanted]
+    runs = [Run(v, s, options.steps) for s in range(1, options.seeds + 1) for v in names]
+    return sorted(runs, key=lambda run: run.variant != BASE)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """All runs one after another; the record has what there is so far."""
+    runs, found, began = plan(options), [], time.perf_counter()
+    for number, run in enumerate(runs, 1):
+        figures = train(run)
+        found.append({k: v for k, v in figures.items() if k != "command"})
+        left = (time.perf_counter() - began) / number * (len(runs) - number)
+        print(
+            f"{number:2}/{len(runs)}  {run.variant:11} seed {run.seed}  held-out loss "
+            f"{figures['held_out']:.4f}  {figures['wall_s']:.0f} s  eta {left / 60:.0f} min",
+            flush=True,
+        )
+        record = {
+            "machine": platform.processor() or platform.machine(),
+            "torch": _version("torch"),
+            "torchao": _version("torchao"),
+            "steps": options.steps,
+            "tokens": figures["tokens"],
+            "runs": found,
+        }
+        options.record.write_text(json.dumps(record) + "\n")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant against its reference, seed by seed.
+
+    Attributes:
+        held_out: mean held-out loss in nats a token, over seeds.
+        difference: its mean difference from the reference's (None: it has none).
+        bound: twice the standard deviation of the fp32 runs over seeds.
+        apart: most that the losses of a step differ, in means of TAIL steps.
+    """
+
+    variant: str
+    reference: str
+    seeds: int
+    held_out: float
+    difference: float | None
+    bound: float
+    apart: float
+    skipped: int
+
+    @property
+    def verdict(self) -> str:
+        if self.difference is None:
+            return ""
+        return "parity" if abs(self.difference) <= self.bound else "apart"
+
+
+def lines_of(record: dict[str, Any]) -> list[Line]:
+    """The table's lines, from what was stored."""
+    of: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in record["runs"]:
+        of.setdefault(run["variant"], {})[run["seed"]] = run
+    bound = seed_bound(record)
+    found = []
+    for variant, runs in of.items():
+        reference = VARIANTS[variant].reference
+        pairs = [(run, of[reference][seed]) for seed, run in runs.items() if reference]
+        apart = [abs(a - b) for x, y in pairs for a, b in zip(smooth(x), smooth(y), strict=True)]
+        differences = [x["held_out"] - y["held_out"] for x, y in pairs]
+        found.append(
+            Line(
+                variant,
+                reference,
+                len(runs),
+                statistics.mean(run["held_out"] for run in runs.values()),
+                statistics.mean(differences) if differences else None,
+                bound,
+                max(apart, default=0.0),
+                sum(run["skipped"] for run in runs.values()),
+            )
+        )
+    return found
+
+
+def seed_bound(record: dict[str, Any]) -> float:
+    """Twice the standard deviation of held-out loss over the fp32 runs of different seeds."""
+    losses = [run["held_out"] for run in record["runs"] if run["variant"] == BASE]
+    return 2 * statistics.stdev(losses) if len(losses) > 1 else float("nan")
+
+
+def smooth(run: dict[str, Any]) -> list[float]:
+    """Means of TAIL steps (of all, if there are fewer)."""
+    losses = run["losses"]
+    size = min(TAIL, len(losses))
+    return [statistics.mean(losses[i : i + size]) for i in range(0, len(losses) - size + 1, size)]
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = [
+        "| run | against | seeds | held-out loss | difference | bound | "
+        "| most in training | skipped |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines_of(record):
+        compared = ["", "", ""]
+        if line.difference is not None:
+            compared = [f"{line.difference:+.4f}", f"{line.bound:.4f}", line.verdict]
+        rows.append(
+            f"| {line.variant} | {line.reference} | {line.seeds} | {line.held_out:.4f} "
+            f"| {' | '.join(compared)} | {line.apart:.4f} | {line.skipped} |"
+        )
+    return "\n".join(rows)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="some variants")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
+    parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
+    parser.add_argument("--show", action="store_true", help="the table of the file, no runs")
+    options = parser.parse_args(argv)
+    if not options.show:
+        measure(options)
+    print(table(json.loads(options.record.read_text())))
+
+
+if __name__ == "__main__":
+    main()

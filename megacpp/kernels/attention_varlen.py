@@ -1,0 +1,73 @@
+"""Attention of packed rows by torch's flash kernels for sequences of varying length.
+
+`torch.nn.attention.varlen.varlen_attn` takes tokens of all rows end to end and the boundaries of
+their documents: no mask, no expanded key/value heads, and work for what a document sees alone.
+
+What it takes (torch 2.11 to 2.13; mha_varlen_fwd of torch's flash_attn/flash_api.cpp): bf16 or
+fp16, compute capability 8.0 or later, one head dim for queries, keys and values, a multiple of 8
+and at most 256, query heads a multiple of key/value heads, any scale, no soft cap.
+
+For backward it keeps q, k, v, the output and one fp32 number per query and head. The order in which
+its backward adds up the gradient of q is not fixed unless `torch.use_deterministic_algorithms`.
+
+Legend: B rows, T tokens, N query heads, K key/value heads, H query/key head dim, V value head dim,
+P tokens of all rows (B * T), X the larger of H and V.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from megacpp.kernels.autocast import autocast_dtype
+from megacpp.model.documents import Documents
+
+# From 2.12 torch wants to be told of grouped heads; 2.11 has no such argument and takes them as
+# they are: the kernel is the same. Deleted with the support of 2.11.
+TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+
+def varlen_attention(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents, scale: float
+) -> Tensor:
+    """Attention within documents of whole rows, `[B, T, N, V]`.
+
+    Head dims that differ get zero columns up to the larger one, which change no score and no value:
+    for MLA of 192 and 128 the kernel's products grow from 320 to 384 numbers per query and key (1.2
+    times), and value and output are kept with 192 numbers a head.
+    """
+    assert docs.row is None, "flash kernels take whole rows"
+    B, T, value_dim = *q_BTNH.shape[:2], v_BTKV.shape[-1]
+    widest = max(q_BTNH.shape[-1], value_dim)
+    q_PNX, k_PKX, v_PKX = (_packed(x, widest) for x in (q_BTNH, k_BTKH, v_BTKV))
+    ends = docs.segments
+    # T is a bound of the longest document that the host knows; later blocks of shorter ones stop
+    # at once.
+    told: dict[str, Any] = {}
+    if TOLD_OF_GROUPS:
+        told["enable_gqa"] = q_PNX.shape[1] != k_PKX.shape[1]
+    o_PNX = varlen.varlen_attn(
+        q_PNX,
+        k_PKX,
+        v_PKX,
+        ends,
+        ends,
+        T,
+        T,
+        scale=scale,
+        window_size=(-1, 0),
+        **told,
+    )
+    assert isinstance(o_PNX, Tensor)
+    return o_PNX.unflatten(0, (B, T))[..., :value_dim]
+
+
+def _packed(x_BTXH: Tensor, widest: int) -> Tensor:
+    """Tokens of all rows `[P, heads, widest]`, in the dtype of a running autocast."""
+    x_PXH = x_BTXH.to(autocast_dtype(x_BTXH) or x_BTXH.dtype).flatten(0, 1)
+    missing = widest - x_PXH.shape[-1]
+    return F.pad(x_PXH, (0, missing)) if missing else x_PXH

@@ -1,0 +1,39 @@
+"""What FP8 layers need beside what they need anyway: copies while they multiply. An upper bound.
+
+They keep inputs and weights as wide layers do, but for the product of hidden units, which a linear
+layer in FP8 keeps and a fused wide one makes again. A product's operands are rounded just before
+it: in fp32 and scaled, then one byte each; without hardware for FP8 they are widened once more.
+Layers at both ends that stay wide are counted as if they didn't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacpp.fp8_rules import fp8_layers
+from megacpp.memory.forms.activation_experts import trip_of
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.moment import Moment
+
+ROUNDING = 4 + 4 + 1  # bytes of a number in fp32, scaled, and in FP8
+
+
+def with_copies(own: Share, letter: str, moments: Iterator[Moment]) -> Iterator[Moment]:
+    """Moments of a block with the copies of its largest product."""
+    more = copies(own, letter)
+    for moment in moments:
+        yield moment.more(more)
+
+
+def copies(own: Share, letter: str) -> int:
+    """Bytes at most of the rounded operands and the wide result of any product of a block."""
+    if letter not in own.fp8:
+        return 0
+    model, n = own.config.model, own.tokens
+    sizes = [n * (rows + cols) + rows * cols for rows, cols in fp8_layers(model)[letter].values()]
+    if letter == "E":
+        moe, D = model.moe, model.dim
+        each = moe.num_experts // own.config.mesh.ep
+        matrices = each * moe.hidden_dim * D * (2 if moe.activation == "swiglu" else 1)
+        sizes.append(trip_of(own).slots * (D + moe.hidden_dim) + matrices)
+    return ROUNDING * max(sizes, default=0)

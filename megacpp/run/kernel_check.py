@@ -1,0 +1,221 @@
+"""Do the backends of an operation agree on this machine? Each beside the definition.
+
+The mixer of a block (or the head) does the operation on a short row of packed documents, output and
+gradients, by the backend and by the reference, both in the dtype of a run: what routes a token sees
+the same numbers in both. Errors are relative, |x - y| / |y| over all numbers together.
+
+Legend: B rows, T tokens, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.config import Config, ModelConfig
+from megacpp.errors import config_error
+from megacpp.kernel_choice import OPERATIONS, Backend, Choice
+from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.head import LanguageModelHead
+from megacpp.model.init import initialise
+from megacpp.presets import tiny
+from megacpp.run.kernels import host_of
+from megacpp.run.precision import compute_dtype
+
+SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents
+# What rounding explains between two orders of the same sums. Of the narrow dtypes: operands and
+# results are rounded to 2^-8 (2^-11) of themselves, about 64 times on the way from an input to an
+# output or back, in directions that have nothing to do with each other: its root times as much.
+BOUNDS = {
+    torch.bfloat16: 8 * 2**-8,
+    torch.float16: 8 * 2**-11,
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a backend is from the reference, or why it wasn't asked."""
+
+    operation: str
+    backend: str
+    against: str | None
+    output_error: float = math.nan
+    gradient_error: float = math.nan
+    bound: float = math.nan
+
+    @property
+    def holds(self) -> bool | None:
+        """Both errors are within the bound (not a number never is); None: it can't run here."""
+        if self.against is not None:
+            return None
+        return self.output_error <= self.bound and self.gradient_error <= self.bound
+
+    @property
+    def words(self) -> str:
+        """`off by 2e-07 (output) and 3e-07 (gradients), bound 1e-05`, or why it wasn't asked."""
+        if self.against is not None:
+            return self.against
+        return (
+            f"off by {self.output_error:.0e} (output) and {self.gradient_error:.0e} (gradients), "
+            f"bound {self.bound:.0e}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module that does one operation, and how to run it."""
+
+    module: nn.Module
+    run: Callable[[Tensor, Documents], Tensor]
+    dim: int
+
+
+def variants() -> Iterator[tuple[str, str, Config]]:
+    """Operation, what is special about it (empty: as the default preset has it), configuration."""
+    config = tiny()
+    for name in OPERATIONS:
+        yield name, "", config
+    model = config.model
+    latent = replace(
+        model.attention, kind="mla", qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+    )
+    capped = replace(model.attention, softcap=30.0)
+    yield "attention", "latent, heads of 96 and 64", in_place(config, attention=latent)
+    yield "attention", "soft cap", in_place(config, attention=capped)
+    mimo = replace(model.mamba3, mimo_rank=4, chunk_size=16)
+    yield "mamba3", "MIMO of rank 4", in_place(config, mamba3=mimo)
+    clipped = replace(model.m2rnn, clip_mode="total")
+    yield "m2rnn", "clip of the total", in_place(config, m2rnn=clipped)
+    yield "cross_entropy", "soft cap and z-loss", in_place(config, logit_softcap=30.0, z_loss=1e-4)
+
+
+def in_place(config: Config, **model: Any) -> Config:
+    """The configuration with some of the model's settings."""
+    return replace(config, model=replace(config.model, **model))
+
+
+def check_backends(
+    device: torch.device, shape: tuple[int, int] = SHORT
+) -> Iterator[tuple[str, Agreement]]:
+    """Of every variant every backend that can run here, and the others' reasons."""
+    for name, special, config in variants():
+        host = host_of(config, device)
+        for backend in OPERATIONS[name].backends:
+            against = backend.refusal(config, host)
+            if against is not None:
+                yield special, Agreement(name, backend.name, against)
+            elif backend.name != "reference":
+                yield special, agreement(name, backend, config, device, shape)
+
+
+def verify_kernels(
+    config: Config,
+    device: torch.device,
+    found: Mapping[str, Choice],
+    shape: tuple[int, int] = SHORT,
+) -> list[str]:
+    """A library's kernel or ours must agree with the definition on this device before it trains.
+
+    A GPU that nobody has tried, a release with a defect: both would show as a loss that is only a
+    little wrong. One layer of the model that is to be trained is compared, forward and backward.
+
+    Returns:
+        What a header says of each kernel that was compared.
+
+    Raises:
+        ConfigError: one doesn't agree.
+    """
+    lines = []
+    for name, choice in found.items():
+        if choice.backend in ("torch", "reference"):
+            continue
+        one = agreement(name, OPERATIONS[name].backend(choice.backend), config, device, shape)
+        if not one.holds:
+            raise config_error(
+                f"kernels.{name}",
+                choice.backend,
+                f"doesn't agree with its definition on this device ({one.words})",
+                f"use kernels.{name}=torch, and report it with the output of megacpp doctor",
+            )
+        lines.append(f"{name}: {choice.backend} agrees with its definition here, {one.words}")
+    if lines and device.type == "cuda":
+        torch.cuda.empty_cache()
+    return lines
+
+
+def agreement(
+    name: str, backend: Backend, config: Config, device: torch.device, shape: tuple[int, int]
+) -> Agreement:
+    """One backend beside the reference."""
+    dtype = compute_dtype(config.precision, device)
+    case = case_of(name, config.model, device)
+    want = results(case, name, "reference", shape, dtype, device)
+    got = results(case, name, backend.name, shape, dtype, device)
+    errors = off_by(got[:1], want[:1]), off_by(got[1:], want[1:])
+    return Agreement(name, backend.name, None, *errors, BOUNDS[dtype])
+
+
+def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) -> Case:
+    """The mixer of a block (or the head) of an operation, with its weights as a run would start."""
+    letter = OPERATIONS[name].letters
+    with torch.device("meta"):
+        module = Block(letter, model) if letter else LanguageModelHead(model)
+    module.to_empty(device=device)
+    initialise(module, module.init_rules(), seed=seed)
+    for key, parameter in module.named_parameters():
+        if key == "mixer.D":  # what goes around a recurrence would hide what comes out of it
+            nn.init.constant_(parameter, 0.01)
+    if isinstance(module, Block):  # without its residual, for the same reason
+        return Case(module.mixer, lambda x_BTD, docs: module.mixer(x_BTD, docs), model.dim)
+
+    def loss(x_BTD: Tensor, docs: Documents) -> Tensor:
+        labels_BT = (docs.positions_BT * 31 + docs.ids_BT) % model.vocab_size
+        return module(x_BTD, labels_BT).loss_sum / labels_BT.numel()
+
+    return Case(module, loss, model.dim)
+
+
+def results(
+    case: Case,
+    name: str,
+    backend: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Output, gradient of the input, gradients of the weights."""
+    set_kernels(case.module, replace(PLAIN_KERNELS, **{name: backend}))
+    draw = torch.Generator().manual_seed(0)
+    made = (torch.randn(*shape, case.dim, generator=draw) for _ in range(2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x_BTD, way_BTD = (x.to(device, wide) for x in made)
+    docs = packed_documents(*shape).to(device)
+    with torch.autocast(device.type, dtype, enabled=dtype.itemsize < 4):
+        y = case.run(x_BTD.requires_grad_(), docs)
+    inputs = [x_BTD, *(p for p in case.module.parameters() if p.requires_grad)]
+    way = way_BTD.to(y.dtype) if y.ndim else None
+    found = torch.autograd.grad(y, inputs, way, allow_unused=True)
+    return [y.detach(), *(g for g in found if g is not None)]
+
+
+def packed_documents(rows: int, tokens: int, each: int = 5) -> Documents:
+    """Documents of uneven lengths, about `each` of them in a row, others in each row."""
+    t_T = torch.arange(tokens)
+    return Documents.from_ids(torch.stack([(t_T * each + 7 * b) // tokens for b in range(rows)]))
+
+
+def off_by(got: list[Tensor], want: list[Tensor]) -> float:
+    """Norm of all differences over the norm of all that is wanted."""
+    assert len(got) == len(want) > 0
+    pairs = list(zip(got, want, strict=True))
+    apart = math.hypot(*((a.double() - b.double()).norm().item() for a, b in pairs))
+    return apart / max(math.hypot(*(b.double().norm().item() for b in want)), 1e-300)

@@ -1,0 +1,40 @@
+"""Blocks against stored upstream results, with all tensors on a GPU; fp64 and fp32.
+
+The same checks as tests/golden, at the same tolerances: products of a GPU sum in another order, not
+in fewer bits (TF32 is off by default). A CPU runs one file of each kind to show that the checks
+keep to the device that they are given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.golden.harness import GoldenFile
+from tests.golden.test_golden import owner
+from tests.gpu.devices import NEEDS_CUDA
+
+FILES = sorted((Path(__file__).parents[1] / "golden/data").glob("*.safetensors"))
+# What has a process group or an optimizer of its own is no matter of a block on a device.
+BLOCKS = [
+    path for path in FILES if not path.name.startswith(("muon", "compact")) and owner(path.name)
+]
+BLOCKS = [path for path in BLOCKS if "_cp" not in path.name]
+FIRST = {path.name.split("_")[0]: path for path in reversed(BLOCKS)}
+CASES = [
+    *(pytest.param(path, "cpu", id=f"cpu-{path.stem}") for path in FIRST.values()),
+    *(pytest.param(path, "cuda", id=f"cuda-{path.stem}", marks=NEEDS_CUDA) for path in BLOCKS),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("path", "device"), CASES)
+def test_golden_data(path: Path, device: str, dtype: torch.dtype) -> None:
+    family = owner(path.name)
+    assert family is not None
+    golden = GoldenFile(path, dtype, torch.device(device))
+    with torch.device(device):  # weights and constants that a check makes itself
+        family.check(golden)
+    golden.finish()

@@ -1,0 +1,77 @@
+"""What FP8 adds to an estimate: kept bytes as the meter finds them, peaks never below a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megacpp.arguments import parse_run
+from megacpp.cli.trace import trace_step
+from megacpp.config import CheckpointingPolicy, Config, MeshConfig
+from megacpp.memory.estimate import estimate
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.activations import activation_bytes
+from megacpp.memory.forms.working import backward, forward
+from megacpp.model.pattern import block_letters
+from tests.memory.test_activations import config_of, metered, same, size_of
+from tests.memory.working_sets import working_sets
+
+SIZES: dict[str, dict[str, Any]] = {
+    "moe": {"hidden_dim": 32, "shared_hidden_dim": 48},
+    "mlp": {"hidden_dim": 64},
+    "attention": {"head_dim": 16},
+    "mamba3": {"headdim": 16},
+    "m2rnn": {"value_dim": 16},
+}
+
+
+def fp8_config(dtype: Any, mesh: MeshConfig | None = None, **policy: Any) -> Config:
+    """Emulated, in every kind of block."""
+    wrapper: dict[str, Any] = {"fp8_wrapper": "torchao"}
+    recompute = CheckpointingPolicy(**(wrapper | policy))
+    config = config_of("AFEMRF", dtype, recompute, mesh, 2, 16, **SIZES)
+    precision = dataclasses.replace(config.precision, fp8="torchao", fp8_ends=0, fp8_layers="AEFMR")
+    train = dataclasses.replace(config.train, device="cpu")
+    return dataclasses.replace(config, precision=precision, train=train)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    "policy", [{}, {"mlp": True, "norms": True}, {"eblock": "full", "fblock": "full"}], ids=str
+)
+def test_kept_bytes_are_those_of_the_meter(policy: dict[str, Any], shards: int) -> None:
+    config = fp8_config("fp32", MeshConfig(dp_shard=shards), **policy)
+    forms = activation_bytes(config, size_of(config.mesh))
+    same(forms, metered(config, 0))
+    assert "precision.fp8" not in forms.not_counted
+    precision = dataclasses.replace(config.precision, fp8="off")
+    wide = activation_bytes(dataclasses.replace(config, precision=precision), shards)
+    assert wide.bytes < forms.bytes or "fblock" in policy
+
+
+TINY = (
+    "tiny --model.depth 4 --train.device cpu --train.grad_accum 1 --precision.fp8 torchao "
+    "--precision.fp8_ends 0 --precision.fp8_layers AEFMR --recompute.fp8_wrapper torchao"
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("pattern", ["AEFE", "MRFE"])
+def test_no_estimate_is_below_a_trace(dtype: str, pattern: str) -> None:
+    """Of each block, in either phase, and of the step."""
+    flags = [*TINY.split(), f"--precision.dtype={dtype}", f"--model.pattern={pattern}"]
+    config = parse_run(flags, 1).config
+    own, trace = Share.of(config, 1, 0), trace_step(config, 1)
+    names = {
+        f"blocks.{i}": x
+        for i, x in enumerate(block_letters(config.model.pattern, config.model.depth))
+    }
+    names["blocks.3"] += " last"
+    for (phase, part), found in working_sets(trace).items():
+        if part in names:
+            form = forward if phase == "forward" else backward
+            most = max(moment.bytes for moment in form(own, names[part]))
+            assert most >= found.bytes, (phase, part, most, found.bytes)
+    assert estimate(config, 1).tensors >= trace.peak()[1]

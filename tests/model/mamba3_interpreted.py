@@ -1,0 +1,221 @@
+"""Child process: mamba-ssm's SISO kernels under Triton's interpreter, forward and backward.
+
+    TRITON_INTERPRET=1 python -O -m tests.model.mamba3_interpreted FILE...
+
+Prints one JSON object: the largest errors, relative to the largest reference value, of outputs,
+states and gradients of each golden file and of random scans, and what a layer keeps for backward.
+
+What a CPU lacks is put in its place here: PTX approximations by the functions that they stand for,
+the autotuner by its first configuration, bf16 by fp32 (the interpreter computes with numpy, which
+has none); -O passes over the kernels' assertions that tensors are on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp.config import Mamba3Config, ModelConfig
+from megacpp.kernels.backend import Kernels, set_kernels
+from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_scan
+from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3_library import _imported, siso_kernel
+from megacpp.model.documents import Documents
+from megacpp.model.mamba3 import Mamba3
+from tests.golden.check_mamba3 import run_scan
+from tests.golden.harness import GoldenFile
+from tests.livebytes import LiveBytes
+from tests.model.mamba3_cases import random_scan, scan_leaves
+
+CHUNK = 16
+TOKENS = 19
+DIM, LAYER = 16, Mamba3Config(d_state=16, headdim=16, ngroups=2, chunk_size=CHUNK)
+DOCS = Documents.from_ids(torch.tensor([[0] * 17 + [1] * 2, [2] + [3] * 18]))
+
+
+class Errors(GoldenFile):
+    """Writes down how far each tensor is off."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, torch.float32)
+        self.errors: dict[str, float] = {}
+
+    def expect(self, name: str, got: Tensor | None, kind: str = "") -> None:
+        self.errors[name] = relative(got, self._tensors[name])
+
+
+def on_a_cpu() -> None:
+    """Puts the stand-ins in place; to be called before the kernels are imported."""
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    torch.bfloat16 = torch.float32
+    patch = interpreter._patch_lang_tensor
+
+    def patch_for_numpy_2(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 takes int() of an array of one number, which numpy 2.4 refuses."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_for_numpy_2
+
+    class FirstConfiguration:
+        def __init__(self, kernel: Any, constants: dict[str, int]) -> None:
+            self.kernel, self.constants = kernel, constants
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            if callable(grid):
+                grid = grid(self.constants)
+            return lambda *args, **kwargs: self.kernel[grid](*args, **self.constants, **kwargs)
+
+    def autotune(configs: Any, **_: Any) -> Callable[[Any], FirstConfiguration]:
+        return lambda kernel: FirstConfiguration(kernel, configs[0].kwargs)
+
+    triton.autotune = autotune
+
+    @triton.jit
+    def cos(x):
+        return tl.cos(x)
+
+    @triton.jit
+    def sin(x):
+        return tl.sin(x)
+
+    @triton.jit
+    def tanh(x):
+        return 2 * tl.sigmoid(2 * x) - 1
+
+    @triton.jit
+    def sech2(x):
+        return 4 * tl.sigmoid(2 * x) * tl.sigmoid(-2 * x)
+
+    approximations = _imported("mamba_ssm.ops.triton.mamba3.utils")
+    approximations.cos_approx, approximations.sin_approx = cos, sin
+    approximations.tanh_approx, approximations.sech2_approx = tanh, sech2
+
+
+def by_kernels(
+    pairing: Pairing,
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    initial: Mamba3State | None = None,
+) -> tuple[Tensor, Mamba3State]:
+    """The way that a model goes, with its name of the backend."""
+    backend = {"backend": "mamba_ssm", "with_state": True}
+    return mamba3_scan(inputs, weights, docs, pairing, CHUNK, initial, **backend)  # type: ignore
+
+
+def golden_errors(path: Path) -> dict[str, float]:
+    """What the file says: per document where it has a state for each."""
+    golden = Errors(path)
+    alone = "cu_seqlens" in golden and bool(golden.names("final_"))
+    run_scan(golden, by_kernels, alone=alone, states=True)
+    return golden.errors
+
+
+def random_errors(docs: Documents, continued: bool, gate: bool) -> dict[str, float]:
+    """Output and every gradient against `mamba3_chunked` in fp64."""
+    torch.manual_seed(0)
+    inputs, weights, before = random_scan(
+        TOKENS, groups=2, heads=2, state=16, head_dim=16, shared_angles=True, dtype=torch.float32
+    )
+    inputs = inputs if gate else replace(inputs, Z=None)
+    parts = [inputs, weights, before if continued else None]
+    doubles = [doubled(part) for part in parts]
+    out, _ = by_kernels("interleaved", inputs, weights, docs, parts[2])  # type: ignore[arg-type]
+    exact, _ = mamba3_chunked(doubles[0], doubles[1], docs, "interleaved", CHUNK, doubles[2])
+    weight = torch.cos(torch.arange(exact.numel(), dtype=torch.float64)).view(exact.shape)
+    want = torch.autograd.grad((exact * weight).sum(), scan_leaves(*doubles))
+    got = torch.autograd.grad((out * weight.float()).sum(), scan_leaves(*parts))  # type: ignore
+    tensors = [n for p in parts if p for n, x in vars(p).items() if isinstance(x, Tensor)]
+    found = {n: relative(g, w) for n, g, w in zip(tensors, got, want, strict=True)}
+    return {"out": relative(out, exact)} | found
+
+
+def layer_of(docs: Documents, mamba: Mamba3Config) -> tuple[Mamba3, Tensor]:
+    """A layer whose scan is the kernels', and an input."""
+    layer = Mamba3(ModelConfig(dim=DIM, mamba3=mamba))
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    set_kernels(layer, Kernels(mamba3="mamba_ssm"))
+    return layer, torch.randn(*docs.ids_BT.shape, DIM, requires_grad=True)
+
+
+def kept(docs: Documents, mamba: Mamba3Config) -> int:
+    """Bytes that a layer in fp32 keeps for backward, beside its input and parameters."""
+    layer, x_BTD = layer_of(docs, mamba)
+    others = {t.untyped_storage().data_ptr() for t in (x_BTD, docs.cu_seqlens, *layer.parameters())}
+    storages: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in others and t.ndim:
+            storages[storage.data_ptr()] = storage.nbytes()
+        alive.append(t)
+        return t
+
+    alive: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer(x_BTD, docs)
+    return sum(storages.values())
+
+
+def peaks(docs: Documents, mamba: Mamba3Config) -> dict[str, int]:
+    """Most bytes alive at once while the layer runs, in either direction, whatever it keeps."""
+    layer, x_BTD = layer_of(docs, mamba)
+    with LiveBytes() as live:
+        y_BTD = layer(x_BTD, docs)
+        forward = live.peak
+        live.peak = live.now
+        y_BTD.backward(torch.ones_like(x_BTD))
+    return {"forward": forward, "backward": live.peak}
+
+
+def doubled(part: Any) -> Any:
+    if part is None:
+        return None
+    wide = {
+        n: x.detach().double().requires_grad_() if isinstance(x, Tensor) else x
+        for n, x in vars(part).items()
+    }
+    return type(part)(**wide)
+
+
+def relative(got: Tensor | None, want: Tensor) -> float:
+    if got is None:
+        return float("inf")
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def main(files: list[str]) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1" or __debug__:
+        raise SystemExit("TRITON_INTERPRET=1 python -O -m tests.model.mamba3_interpreted FILE...")
+    on_a_cpu()
+    siso_kernel()
+    errors = {Path(file).name: golden_errors(Path(file)) for file in files}
+    errors["packed, continued"] = random_errors(DOCS, continued=True, gate=True)
+    errors["rows, no gate"] = random_errors(Documents.rows(2, TOKENS), continued=False, gate=False)
+    normed = replace(LAYER, out_norm=True, a_activation="softplus")
+    layers = {
+        "rows": (Documents.rows(2, TOKENS), LAYER),
+        "packed": (DOCS, LAYER),
+        "norm": (Documents.rows(2, TOKENS), normed),
+    }
+    bytes_kept = {name: kept(docs, mamba) for name, (docs, mamba) in layers.items()}
+    alive = {name: peaks(docs, mamba) for name, (docs, mamba) in layers.items()}
+    print(json.dumps({"errors": errors, "kept": bytes_kept, "alive": alive}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

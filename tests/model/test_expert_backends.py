@@ -1,0 +1,79 @@
+"""Backends of the routed experts: the definition, torch's products, Triton between them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp.kernels.expert_rows import Groups, rows_of_slots, sum_of_slots
+from tests.model.expert_backend_cases import CASES, Case, run, worst
+
+ROOT = Path(__file__).parents[2]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+@cases
+def test_torch_is_the_definition(case: Case) -> None:
+    """Two formulas of one sum in fp64."""
+    if case.at_source:
+        pytest.skip("no product")
+    got, want = (run(case, backend, torch.float64) for backend in ("torch", "reference"))
+    assert worst(got, want) < 1e-12
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_triton_is_torch_in_the_interpreter() -> None:
+    """fp32, forward and backward, 1e-5 of the largest value: sums of at most 1500 products.
+
+    The interpreter cuts bf16 off where a GPU rounds, so that bf16 is compared on a GPU alone.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.expert_backend_cases"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert set(errors) == {c.name for c in CASES}
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_what_has_no_slot_is_not_read() -> None:
+    """Rows of nobody may be no numbers; they are in no sum, by either backend."""
+    rows_SD = torch.tensor([[float("nan")], [3.0]])
+    slot_KT, kept_KT = torch.tensor([[1, 0]]), torch.tensor([[True, False]])
+    groups = Groups(slot_KT, torch.tensor([0, 0]), None, kept_KT)
+    assert sum_of_slots(rows_SD, groups).tolist() == [[3.0], [0.0]]
+    assert rows_of_slots(torch.tensor([[2.0]]), groups, torch.float32).tolist() == [[2.0], [2.0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_triton_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
+    """Against fp64 on a CPU on the same numbers.
+
+    fp32: 1e-5, as in the interpreter. bf16: products of rounded factors (2^-9 each), hidden units
+    rounded once, outputs of experts once: four roundings of 2^-9 in a row stay below 2^-6.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    got = [x.cpu() for x in run(case, "triton", dtype, "cuda")]
+    want = run(case, "torch", dtype, wide=True)
+    assert worst(got, want) < (1e-5 if dtype == torch.float32 else 2.0**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_triton_repeats_exactly_on_a_gpu() -> None:
+    first, again = (run(CASES[1], "triton", torch.bfloat16, "cuda") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

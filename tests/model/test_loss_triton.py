@@ -1,0 +1,71 @@
+"""The Triton backend of the loss: its cases in the interpreter, and on a GPU as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp.kernels.linear_cross_entropy import linear_cross_entropy
+
+ROOT = Path(__file__).parents[2]
+CASES = "tests/model/triton_loss_cases.py"
+
+
+def run(**more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", CASES],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_compiles_without_a_gpu(softcap: float, capability: int) -> None:
+    """bf16 logits to machine code of each kind of GPU; a vocabulary that no block divides."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megacpp.kernels import linear_cross_entropy_triton as kernels
+
+    constants = {"V": 65537, "CAP": softcap, "WIDE": triton.language.float32, "BLOCK": 4096}
+    numbers = {"logits_ptr": "*bf16", "target_ptr": "*i64", "first": "i32"}
+    tokens = {"max_ptr": "*fp32", "sumexp_ptr": "*fp32", "weight_ptr": "*fp32"}
+    more = {"Z_LOSS": 1e-4, "IGNORE": -100, "WEIGHTED": True}
+    cases = (
+        (kernels._statistics_kernel, numbers | {"out_ptr": "*fp32", "n": "i32"}, constants),
+        (kernels._gradient_kernel, numbers | tokens, constants | more),
+    )
+    for kernel, kinds, fixed in cases:
+        kinds = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+        target, options = GPUTarget("cuda", capability, 32), {"num_warps": kernels.NUM_WARPS}
+        made = triton.compile(ASTSource(kernel, kinds, fixed), target=target, options=options)
+        assert made.asm["cubin"] and made.metadata.shared < 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    run()
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    pytest.importorskip("triton")
+    x_ND, weight_VD = torch.randn(4, 8), torch.randn(16, 8)
+    with pytest.raises(RuntimeError, match="triton has no kernels for cpu"):
+        linear_cross_entropy(x_ND, weight_VD, torch.zeros(4, dtype=torch.int64), backend="triton")

@@ -1,0 +1,189 @@
+"""The Triton form of M2RNN: its cases in the interpreter and on a GPU, and what needs neither."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacpp.config import Config, KernelsConfig
+from megacpp.errors import ConfigError
+from megacpp.kernel_choice import choose
+from megacpp.kernel_host import Host
+from megacpp.kernel_refusals_m2rnn import m2rnn_triton
+from megacpp.kernels.m2rnn import m2rnn_chunked
+from megacpp.model.documents import Documents
+from megacpp.presets import tiny
+from tests.model.test_flops import in_place_baddbmm
+
+ROOT = Path(__file__).parents[2]
+CASES = "tests/model/m2rnn_triton_cases.py"
+GPU = Host("cuda", "bf16", (9, 0), "a GPU", {"triton": "3.6.0"})
+
+
+def run(config: pytest.Config, **more: str) -> None:
+    golden = config.getoption("--golden-dir")
+    flags = ["--golden-dir", golden] if golden else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", CASES, *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    pytest.importorskip("triton")
+    run(pytestconfig, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu(pytestconfig: pytest.Config) -> None:
+    run(pytestconfig)
+
+
+def fake() -> list[Tensor]:
+    """q, k, v, f, W of two rows of 21 tokens, as a layer has them."""
+    shapes = (2, 21, 1, 64), (2, 21, 1, 64), (2, 21, 4, 16), (2, 21, 4), (4, 16, 16)
+    dtypes = *[torch.bfloat16] * 3, *[torch.float32] * 2
+    pairs = zip(shapes, dtypes, strict=True)
+    return [torch.empty(s, dtype=d).requires_grad_() for s, d in pairs]
+
+
+def kept(saved: list[Tensor], t: Tensor) -> Tensor:
+    saved.append(t)
+    return t
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("keep_states", [False, True])
+def test_keeps_and_counts_what_the_torch_form_does(keep_states: bool, packed: bool) -> None:
+    """Tensors without values: bytes for backward, shapes and dtypes of gradients, products.
+
+    Of all states, that behind the last token isn't kept.
+    """
+    found = {}
+    for backend in ("torch", "triton"):
+        saved: list[Tensor] = []
+        counter = FlopCounterMode(
+            display=False, custom_mapping={torch.ops.aten.baddbmm_: in_place_baddbmm}
+        )
+        with FakeTensorMode(), counter:
+            leaves, docs = fake(), None
+            if packed:
+                docs = Documents.from_ids(torch.empty(2, 21, dtype=torch.int64))
+            with torch.autograd.graph.saved_tensors_hooks(partial(kept, saved), lambda t: t):
+                y, _ = m2rnn_chunked(
+                    *leaves, docs, chunk_size=8, final_states=False, keep_states=keep_states,
+                    backend=backend,
+                )  # fmt: skip
+            grads = torch.autograd.grad(y, leaves, torch.empty_like(y))
+        kept_bytes = sum(t.numel() * t.element_size() for t in saved)
+        facts = [(t.shape, t.dtype) for t in (y, *grads)]
+        found[backend] = kept_bytes, facts, counter.get_total_flops()
+    last_state = keep_states * 4 * 2 * 4 * 64 * 16
+    assert found["torch"][0] - last_state == found["triton"][0]
+    assert found["torch"][1:] == found["triton"][1:]
+
+
+def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
+    """Each kernel's name and what its machine code uses."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megacpp.kernels import m2rnn_kernels_triton as kernels
+    from megacpp.kernels.m2rnn_triton_launch import num_warps, padded
+
+    narrow, flags = ("q_ptr", "k_ptr", "v_ptr", "y_ptr", "dy_ptr", "dv_ptr"), {
+        **{f"{name}_SHARED": 1 for name in "VFW"}, "Q_SHARED": 132, "K_SHARED": 132,
+        "K": K, "V": V, "BLOCK_K": padded(K), "BLOCK_V": padded(V), "PACKED": True,
+        "INITIAL": False, "OUTPUTS": True, "FRONTS": True, "FINAL": 0, "KEEP": False,
+        "DINITIAL": False, "DFINAL": False, "CLIP": 1,
+    }  # fmt: skip
+    again = flags | {"OUTPUTS": False, "FRONTS": False, "KEEP": True}
+    cases = [(kernels.run_kernel, flags), (kernels.walk_kernel, flags)]
+    if K == 64:
+        cases += [(kernels.run_kernel, again), (kernels.gradients_kernel, flags)]
+    found = []
+    for kernel, constants in cases:
+        kinds = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+        kinds |= {name: "*bf16" for name in narrow if name in kinds}
+        kinds |= {"starts_ptr": "*i1", "index_ptr": "*i64", "bound": "fp32"}
+        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        kinds = {n: kinds[n] for n in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+        options = {"num_warps": num_warps(K, V)}
+        target = GPUTarget("cuda", capability, 32)
+        made = triton.compile(ASTSource(kernel, kinds, constants), target=target, options=options)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            text = subprocess.run(
+                [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
+        found.append((kernel.__name__, text))
+    return found
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_without_a_gpu_and_without_spills(capability: int) -> None:
+    """bf16 to machine code; at the paper's size, and for one GPU at the largest that is allowed."""
+    for K, V in [(64, 16), (256, 16), (128, 32)][: 3 if capability == 90 else 1]:
+        for name, text in compiled(K, V, capability):
+            stack = re.search(r"STACK:(\d+) .* LOCAL:(\d+)", text)
+            assert stack is not None and stack.groups() == ("0", "0"), f"{name} {K} {V}: {text}"
+
+
+def with_state(key_dim: int, value_dim: int) -> Config:
+    base = tiny()
+    m2rnn = replace(base.model.m2rnn, key_dim=key_dim, value_dim=value_dim)
+    return replace(base, model=replace(base.model, m2rnn=m2rnn))
+
+
+def test_what_it_refuses() -> None:
+    assert m2rnn_triton(with_state(64, 16), GPU) is None
+    assert m2rnn_triton(with_state(256, 16), replace(GPU, capability=None)) is None
+    assert m2rnn_triton(with_state(65, 32), GPU) is None
+    for host, why in (
+        (Host("cpu", "fp32", packages=GPU.packages), "needs a GPU"),
+        (replace(GPU, packages={}), "needs triton 3.5 (installed: none)"),
+        (replace(GPU, packages={"triton": "3.4.1"}), "needs triton 3.5 (installed: 3.4.1)"),
+        (replace(GPU, capability=(7, 5)), "needs compute capability 8.0 (this GPU: 7.5)"),
+        (replace(GPU, dtype="fp64"), "computes in fp32 (precision.dtype=fp64)"),
+    ):
+        assert m2rnn_triton(tiny(), host) == why
+    for sizes in ((257, 16), (64, 33), (129, 32)):
+        why = m2rnn_triton(with_state(*sizes), GPU)
+        assert why is not None and "key_dim=256, value_dim=16" in why
+
+
+def test_a_gpu_takes_it_by_itself_and_a_cpu_says_why_not() -> None:
+    assert choose(tiny(), GPU)["m2rnn"].backend == "triton"
+    found = choose(tiny(), Host("cpu", "fp32"))["m2rnn"]
+    assert found.taken == "torch (auto; triton: needs a GPU)"
+    named = replace(tiny(), kernels=KernelsConfig(m2rnn="triton"))
+    with pytest.raises(ConfigError, match="m2rnn=triton: needs a GPU"):
+        choose(named, Host("cpu", "fp32"))
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    pytest.importorskip("triton")
+    leaves = [torch.rand(1, 2, 1, 4), torch.rand(1, 2, 1, 4), torch.rand(1, 2, 1, 3)]
+    with pytest.raises(RuntimeError, match="no kernels for cpu"):
+        m2rnn_chunked(*leaves, torch.rand(1, 2, 1), torch.rand(1, 3, 3), backend="triton")

@@ -1,0 +1,135 @@
+"""Narrow numbers end to end: rounding and nothing else, the loss scale at work, twenty steps.
+
+The long comparison is bench/precision.py (docs/34-precision.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpointing.apply import Keeper
+from megacpp.config import Config, DataConfig, MLPConfig, OptimConfig, RunConfig, TrainConfig
+from megacpp.data.batches import Batch
+from optim.build import build_optimizer
+from optim.clip import clip_gradients
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from parallel.mesh import World
+from tests.checkpointing.fp8_cases import changed
+from tests.model.small import SMALL_MOE, small
+from tests.synthetic import ragged_batch
+
+CPU = torch.device("cpu")
+ROWS, T, WORDS = 4, 32, 48
+FP8 = {"dtype": "bf16", "fp8": "torchao", "fp8_ends": 0}
+
+
+def config_of(pattern: str, seed: int = 1, **precision: Any) -> Config:
+    moe = SMALL_MOE | {"hidden_dim": 32, "shared_hidden_dim": 48}
+    model = small(pattern, dim=32, vocab_size=WORDS, mlp=MLPConfig(hidden_dim=48))
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, **moe))  # type: ignore[arg-type]
+    config = Config(
+        model=model,
+        run=RunConfig(seed=seed, steps=20),
+        data=DataConfig(seq_len=T),
+        train=TrainConfig(device_batch_size=ROWS, device="cpu"),
+        optim=OptimConfig(name="adamw", lr=3e-3, schedule="constant"),
+    )
+    return changed(config, precision=precision, recompute={"fp8_wrapper": "torchao"})
+
+
+@dataclasses.dataclass
+class Trained:
+    losses: list[float]
+    scales: list[float]
+    skipped: int
+    gradients: dict[str, Tensor]  # of the first step that was taken
+
+
+def train(config: Config, steps: int) -> Trained:
+    """As train.py does, on one process."""
+    world = World(0, 1, CPU)
+    model = build_model(config, world, Keeper(config, CPU))
+    optimizer = build_optimizer(model, config, world.holders)
+    boundary = AccumulationBoundary(model, world, config)
+    found = Trained([], [], 0, {})
+    for step in range(steps):
+        scale = boundary.loss_scale.value
+        sums = boundary.accumulate([batch_of(step)], step)
+        norm = clip_gradients(model, 1.0, copies=boundary.copies, loss_scale=scale)
+        verdict = boundary.judge(sums, norm)
+        if verdict.healthy:
+            if not found.gradients:
+                named = model.named_parameters()
+                found.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            optimizer.step()
+        optimizer.zero_grad()
+        boundary.conclude(verdict)
+        found.losses.append(verdict.loss)
+        found.scales.append(scale)
+        found.skipped += not verdict.healthy
+    return found
+
+
+def batch_of(step: int) -> Batch:
+    """Few different rows, so that twenty steps learn something."""
+    return ragged_batch(range(step % 4 * ROWS, (step % 4 + 1) * ROWS), T, WORDS)
+
+
+def test_gradients_differ_by_roundings_and_nothing_else() -> None:
+    """fp16 has three bits more than bf16, so it errs by an eighth: a wrong formula wouldn't.
+
+    A gradient passes through four blocks and back, some eight roundings in each: of 64 independent
+    ones, 2^-8 (2^-11) at most, eight add up. Blocks without experts, where a rounding may change a
+    choice.
+    """
+    exact = train(config_of("AMRF", dtype="fp64"), 1).gradients
+    wrong: dict[str, list[float]] = {}
+    for dtype, bits in (("bf16", 8), ("fp16", 11)):
+        found = train(config_of("AMRF", dtype=dtype), 1).gradients
+        wrong[dtype] = [float((found[n] - g).norm() / g.norm()) for n, g in exact.items()]
+        assert max(wrong[dtype]) <= 8 * 2.0**-bits
+    ratios = [a / b for a, b in zip(wrong["bf16"], wrong["fp16"], strict=True)]
+    assert 6 <= statistics.median(ratios) <= 11
+
+
+def test_fp16_finds_its_loss_scale() -> None:
+    """Halved until gradients fit into fp16, and doubled again after so many good steps."""
+    run = train(config_of("AEF", dtype="fp16", loss_scale=2.0**32, loss_scale_growth=4), 24)
+    assert run.scales[:10] == [2.0 ** (32 - i) for i in range(10)] and run.skipped < 20
+    for before, after in zip(run.scales, run.scales[1:], strict=False):
+        assert after in (before / 2, before, before * 2)
+    assert any(b == 2 * a for a, b in zip(run.scales, run.scales[1:], strict=False)), "grows"
+    usual = train(config_of("AEF", dtype="fp16"), 4)
+    assert usual.skipped == 0 and usual.scales == [65536.0] * 4
+
+
+@functools.lru_cache
+def last_losses(seed: int, **precision: Any) -> float:
+    return statistics.mean(train(config_of("AEMFE", seed, **precision), 20).losses[-4:])
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
+    "fp8": FP8,
+    "fp8 rowwise": FP8 | {"fp8_recipe": "rowwise"},
+    "fp8 everywhere": FP8 | {"fp8_layers": "AEFMR"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_twenty_steps_end_where_fp32_does(name: str) -> None:
+    """Within twice the standard deviation of fp32 runs from three other first weights."""
+    seeds = [last_losses(seed, dtype="fp32") for seed in (1, 2, 3)]
+    learned = train(config_of("AEMFE", dtype="fp32"), 1).losses[0] - seeds[0]
+    bound = 2 * statistics.stdev(seeds)
+    difference = abs(last_losses(1, **VARIANTS[name]) - seeds[0])
+    assert 0 < difference <= bound < learned / 4, (difference, bound, learned)

@@ -1,0 +1,159 @@
+"""What a GPU is measured with, small on a CPU: every section, and errors that end nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.__main__ import SECTIONS, main
+from bench.gpu.clock import median_s
+from bench.gpu.models import MODES
+from bench.gpu.profile import slowest
+from bench.gpu.recompute import mark
+from bench.gpu.record import COLUMNS, GOALS, Record, as_markdown, reached
+from bench.gpu.shapes import MODELS, hybrid, ready
+from bench.gpu.steps import CapturedSteps, Steps, graph_refusal, in_use, made_up
+from megacpp.kernel_choice import OPERATIONS
+from megacpp.model.flops import train_flops_per_token
+from megacpp.rules import check
+from megacpp.run.kernels import host_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All sections on a CPU."""
+    path = tmp_path_factory.mktemp("bench") / "gpu.json"
+    assert main(["--tiny", "--device", "cpu", "--out", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_every_section_has_rows_and_nothing_failed(tiny_run: dict[str, Any]) -> None:
+    skipped = {(row["section"], row["name"], row["mode"]) for row in tiny_run["skipped"]}
+    config = ready(hybrid(12), True)
+    host = host_of(config, CPU)
+    backends = [(name, b) for name, o in OPERATIONS.items() for b in o.backends]
+    refused = {("kernels", n, b.name) for n, b in backends if b.refusal(config, host) is not None}
+    assert skipped == refused
+    assert {row["section"] for row in tiny_run["rows"]} == set(SECTIONS)
+    assert {row["mode"] for row in tiny_run["rows"] if row["section"] == "models"} == set(MODES)
+    named = {row["name"] for row in tiny_run["rows"] if row["section"] == "kernels"}
+    assert named == set(OPERATIONS)
+
+
+def test_rows_hold_what_their_tables_show(tiny_run: dict[str, Any]) -> None:
+    """On a CPU there is neither an allocator nor a peak of the data sheet."""
+    on_gpu = {"mfu", "allocated_gib", "reserved_gib", "total_gib"}
+    on_gpu |= {"estimate_off", "tensors_off", "upper_held"}
+    for section, columns in COLUMNS.items():
+        own = [row for row in tiny_run["rows"] if row["section"] == section]
+        missing = {c[0] for c in columns if all(row.get(c[0]) is None for row in own)}
+        assert missing <= on_gpu, section
+
+
+def test_backends_agree_with_their_references(tiny_run: dict[str, Any]) -> None:
+    """fp32: sums of some hundred products in another order."""
+    rows = [row for row in tiny_run["rows"] if "output_error" in row]
+    assert len(rows) >= len(OPERATIONS)
+    for row in rows:
+        assert row["output_error"] <= 1e-5 and row["gradient_error"] <= 1e-4, row
+
+
+def test_rates_follow_from_counted_flops(tiny_run: dict[str, Any]) -> None:
+    row = next(r for r in tiny_run["rows"] if r["name"] == "dense_1b" and r["mode"] == "eager")
+    model = ready(MODELS["dense_1b"](), True).model
+    flops = train_flops_per_token(model, row["seq_len"]) * row["tokens_per_s"]
+    assert row["tflops"] == pytest.approx(flops / 1e12)
+    assert sum(r["share"] for r in tiny_run["rows"] if r["section"] == "profile") <= 1.0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_a_gpu_are_legal(name: str) -> None:
+    config = ready(MODELS[name](), False)
+    check(config, 1)
+    assert config.data.seq_len == 4096 and graph_refusal(config, CPU) is None
+
+
+def test_an_error_is_a_line_and_the_next_row_follows(tmp_path: Path) -> None:
+    record = Record(tmp_path / "x.json", CPU, 60.0)
+
+    def broken() -> Iterator[dict[str, Any]]:
+        yield {"tflops": 600.0}
+        raise RuntimeError("out of\n luck")
+
+    assert not record.attempt("models", "dense_1b", "eager", broken)
+    assert record.attempt("models", "dense_1b", "graph", lambda: [{"tflops": float("nan")}])
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert [row["tflops"] for row in found["rows"]] == [600.0, None]
+    assert found["rows"][1]["not_finite"] == ["tflops"]
+    assert [row["why"] for row in found["skipped"]] == ["RuntimeError: out of luck"]
+
+
+def test_nothing_is_begun_when_the_time_is_over() -> None:
+    record = Record(None, CPU, 0.0)
+    assert not record.attempt("models", "dense_1b", "eager", lambda: [{}])
+    assert not record.rows and "were over" in record.skipped[0]["why"]
+
+
+def test_goals() -> None:
+    rows = [
+        {"section": "models", "name": "dense_1b", "tflops": 400.0, "estimate_off": -0.04},
+        {"section": "models", "name": "dense_3b", "tflops": 510.0, "upper_held": True},
+        {"section": "models", "name": "hybrid", "tflops": 200.0, "upper_held": False},
+    ]
+    assert [ok for _, _, ok in reached(rows)] == [True, False, False, False, None, None]
+    assert len(reached([])) == len(GOALS) and all(ok is None for *_, ok in reached([]))
+    assert "not run" in as_markdown(None) and "| hybrid | " in as_markdown({**STORED, "rows": rows})
+
+
+STORED = {
+    **dict.fromkeys(("device", "capability", "driver", "torch", "triton", "commit", "date"), "x"),
+    "skipped": [{"section": "models", "name": "moe_1b", "mode": "graph", "why": "for a reason"}],
+}
+
+
+def test_the_front_and_the_slowest() -> None:
+    figures = {"keep all": (1.0, 9.0), "every block": (2.0, 4.0), "worse": (2.5, 5.0)}
+    rows = [{"mode": name, "pass_s": s, "peak_gib": g} for name, (s, g) in figures.items()]
+    mark(rows)
+    assert [row["front"] for row in rows] == [True, True, False]
+    assert [row["time_ratio"] for row in rows] == [1.0, 2.0, 2.5]
+    assert slowest([]) == "hybrid"
+
+
+def test_a_captured_step_is_the_step() -> None:
+    """On a CPU its body runs as it is: the same weights, to the rounding of the divisor."""
+    config = ready(hybrid(12), True)
+    weights = []
+    for steps in (Steps(config, CPU, packed=False), CapturedSteps(config, CPU)):
+        steps.step()
+        weights.append([p.detach().clone() for p in steps.model.parameters()])
+    for a, b in zip(*weights, strict=True):
+        assert (a - b).abs().max() <= 1e-6
+
+
+def test_made_up_rows() -> None:
+    config = ready(MODELS["dense_1b"](), True)
+    packed, whole = made_up(config, True), made_up(config, False)
+    assert not packed.docs.whole and whole.docs.whole
+    assert packed.docs.starts_BT.sum() == 4 * len(packed.rows)
+    assert in_use(CPU) == {}
+
+
+def test_a_median_of_calls() -> None:
+    calls = []
+    assert median_s(lambda: calls.append(1), CPU, warm=2, repeats=5) < 1.0
+    assert len(calls) == 7
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main([]) == 2 and "Fix: --tiny --device cpu" in capsys.readouterr().err
+    assert main(["--device", "cuda"]) == 2
