@@ -164,7 +164,7 @@ def test_what_it_refuses() -> None:
         (Host("cpu", "fp32", packages=GPU.packages), "needs a GPU"),
         (replace(GPU, packages={}), "needs triton 3.5 (installed: none)"),
         (replace(GPU, packages={"triton": "3.4.1"}), "needs triton 3.5 (installed: 3.4.1)"),
-        (replace(GPU, capability=(7, 5)), "needs compute capability 8.0 (this GPU: 7.5)"),
+        (replace(GPU, capability=(7, 5)), "needs compute capability 8.0 (a GPU: 7.5)"),
         (replace(GPU, dtype="fp64"), "computes in fp32 (precision.dtype=fp64)"),
     ):
         assert m2rnn_triton(tiny(), host) == why
