@@ -1,16 +1,15 @@
 """Every backend of every hot operation, in the block that does it, beside the reference.
 
-What can run is what megacpp/kernel_choice.py doesn't refuse on this device. Errors are relative,
-|x - reference| / |reference|, against the reference in fp32 on short rows; gradients are those of
-the input and of all weights together. Seconds are of the whole block (for `cross_entropy` of the
-head), forward and backward, in the compute dtype of a run; definitions are timed on short rows.
+What can run is what megacpp/kernel_choice.py doesn't refuse on this device. Errors are those of
+megacpp/run/kernel_check.py, which a run on a GPU asks for before its first step. Seconds are of the
+whole block (for `cross_entropy` of the head), forward and backward, in the compute dtype of a run;
+definitions are timed on short rows.
 
 Legend: B rows, T tokens, D model.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,6 +27,7 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
+from megacpp.run.kernel_check import agreement
 from megacpp.run.kernels import host_of
 from megacpp.run.precision import compute_dtype
 
@@ -74,17 +74,11 @@ def rows_of(name: str, backend: Backend, config: Config, record: Record) -> Iter
     short, long = TINY if record.tiny else (SHORT, LONG)
     dtype = compute_dtype(config.precision, device)
     bench = bench_of(name, config, device)
-    reference = "reference" if backends_of(name) & {"reference"} else "torch"
-    want = results(bench, name, reference, short, torch.float32, device)
-    got = results(bench, name, backend.name, short, dtype, device)
-    off = {"output_error": off_by(got[:1], want[:1]), "gradient_error": off_by(got[1:], want[1:])}
+    one = agreement(name, backend, config, device, short)
+    off = {"output_error": one.output_error, "gradient_error": one.gradient_error}
     for shape in (short, long) if backend.by_itself else (short,):
         yield off | seconds(bench, name, backend.name, shape, dtype, device, record.tiny)
         off = {}
-
-
-def backends_of(name: str) -> set[str]:
-    return {backend.name for backend in OPERATIONS[name].backends}
 
 
 def bench_of(name: str, config: Config, device: torch.device) -> Bench:
@@ -118,33 +112,6 @@ def given(
     g = torch.Generator().manual_seed(0)
     x_BTD, grad_BTD = (torch.randn(*shape, dim, generator=g).to(device) for _ in range(2))
     return x_BTD.requires_grad_(), packed_documents(*shape).to(device), grad_BTD
-
-
-def results(
-    bench: Bench,
-    name: str,
-    backend: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    """Output, gradient of the input, gradients of the weights."""
-    choose(bench, name, backend)
-    x_BTD, docs, grad_BTD = given(bench, shape, device)
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        y = bench.run(x_BTD, docs)
-    weights = [p for p in bench.module.parameters() if p.requires_grad]
-    way = grad_BTD.to(y.dtype) if y.ndim else None
-    grads = torch.autograd.grad(y, [x_BTD, *weights], way, allow_unused=True)
-    return [y.detach(), *(g for g in grads if g is not None)]
-
-
-def off_by(got: list[Tensor], want: list[Tensor]) -> float:
-    """Norm of all differences over the norm of all that is wanted."""
-    assert len(got) == len(want) > 0
-    pairs = list(zip(got, want, strict=True))
-    apart = math.hypot(*((a.double() - b.double()).norm().item() for a, b in pairs))
-    return apart / max(math.hypot(*(b.double().norm().item() for b in want)), 1e-300)
 
 
 def seconds(
