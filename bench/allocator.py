@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from checkpointing.apply import Keeper
-from checkpointing.recorder import Recorder
 from megacpp.arguments import parse_run
-from megacpp.cli.trace import MICROBATCHES, Trainee
+from megacpp.cli.trace import trace_run
 from megacpp.config import Config
 from megacpp.memory.allocator import allocator_overhead, beside_bytes, replay
+from megacpp.memory.budget import as_run
+from megacpp.memory.device import runtime_bytes
+from megacpp.memory.estimate import estimate
 from megacpp.memory.stream import Stream
 from megacpp.memory.timeline import write_snapshot
-from parallel.fake import FakeBoundary, as_trained, fake_tensors, fake_world, planned_model
 
 GIB = 2**30
 
@@ -36,29 +37,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="recorded steps (default 2)")
     parser.add_argument("--snapshot", help="write a file for PyTorch's memory viewer, too")
     options, run = parser.parse_known_args()
-    stream = record(parse_run(run, options.ranks).config, options.ranks, options.steps)
-    print(report(stream))
+    config = parse_run(run, options.ranks).config
+    config = config if config.train.device == "cpu" else as_run(config, "cuda", narrow=True)
+    stream = trace_run(config, options.ranks, steps=options.steps)
+    print(report(config, options.ranks, stream))
     if options.snapshot:
         write_snapshot(stream, options.snapshot)
 
 
-def record(config: Config, size: int, steps: int) -> Stream:
-    """Every allocation of rank 0, from the weights on, for a number of steps."""
-    config = as_trained(config)
-    with fake_world(config, size) as world:
-        model = planned_model(config, world, Keeper(config))
-        with fake_tensors(memory=True), Recorder(model) as recorder:
-            model.to_empty(device=world.device)
-            model.train()
-            trainee = Trainee.of(model, world, config, FakeBoundary)
-            for index in range(steps):
-                recorder.mark(f"step {index + 1}")
-                trainee.step(config, min(MICROBATCHES, config.train.grad_accum), recorder.stage)
-            recorder.name_resting(trainee.optimizer)
-        return recorder.stream()
-
-
-def report(stream: Stream) -> str:
+def report(config: Config, size: int, stream: Stream) -> str:
     tensors, beside = stream.peak()[1], beside_bytes(stream)
     lines = [
         f"tensors {tensors / GIB:8.2f} GiB at their fullest, in {stream.where(stream.peak()[0])}",
@@ -72,9 +59,17 @@ def report(stream: Stream) -> str:
             f"{'expandable' if expandable else 'default':10} reserved "
             f"{found.reserved_bytes / GIB:.2f} GiB ({over / tensors:+.1%}) in {found.segments} "
             f"segments; {(over - beside) / (tensors + beside):.1%} of all pools; expected "
-            f"{(tensors + expected) / GIB:.2f}, at most {(tensors + most) / GIB:.2f}"
+            f"{(tensors + expected) / GIB:.2f}, at most {(tensors + most) / GIB:.2f}; "
+            f"of the estimate at most {bound(config, size, expandable) / GIB:.2f}"
         )
     return "\n".join(lines)
+
+
+def bound(config: Config, size: int, expandable: bool) -> int:
+    """What the estimate's upper bound leaves to the allocator."""
+    memory = replace(config.memory, expandable_segments=expandable)
+    found = estimate(replace(config, memory=memory), size, detail=False)
+    return found.upper - runtime_bytes(config, size)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
-from megacpp.kernels.m2rnn import m2rnn_chunked, m2rnn_scan, m2rnn_sequential
+from megacpp.kernels.m2rnn import m2rnn_chunked, m2rnn_sequential
 from megacpp.kernels.mamba3 import mamba3_sequential
 from megacpp.kernels.mamba3_chunks import mamba3_chunked
 from megacpp.kernels.mamba3_inputs import HeadWeights, Pairing, ScanInputs
@@ -100,8 +100,8 @@ def _mamba3(device: torch.device, rank: int) -> tuple[Run, Run]:
         Trap=leaf(B, H, T),
         Angles=leaf(B, T, 1, N // 4),
     )
-    ranks = [leaf(H, rank, P) for _ in range(3)] if rank > 1 else [None] * 3
-    weights = HeadWeights(leaf(H, rank, N), leaf(H, rank, N), leaf(H), *ranks)
+    x, z, o = (leaf(H, rank, P) if rank > 1 else None for _ in range(3))
+    weights = HeadWeights(leaf(H, rank, N), leaf(H, rank, N), leaf(H), x, z, o)
     docs = Documents.rows(B, T, device)
     pairing: Pairing = "half" if rank > 1 else "interleaved"
     chunk = m.chunk_size // rank
@@ -139,8 +139,8 @@ def _m2rnn_backends(device: torch.device) -> tuple[Run, Run]:
     f = torch.rand(B, T, N, generator=g).to(device).requires_grad_()
     w = torch.eye(V).repeat(N, 1, 1).to(device).requires_grad_()
     return (
-        lambda: m2rnn_scan(q, k, v, f, w, final_states=False, backend="torch")[0],
-        lambda: m2rnn_scan(q, k, v, f, w, final_states=False, backend="triton")[0],
+        lambda: m2rnn_chunked(q, k, v, f, w, final_states=False, backend="torch")[0],
+        lambda: m2rnn_chunked(q, k, v, f, w, final_states=False, backend="triton")[0],
     )
 
 

@@ -37,9 +37,9 @@ from parallel.apply import context_plan
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.context_layout import ContextLayout
-from parallel.mesh import World, join, micro_rows
+from parallel.mesh import World, join
 from tests.ranks import run_ranks
-from tests.synthetic import ragged_batch
+from tests.synthetic import micro_rows, ragged_batch
 
 CPU = torch.device("cpu")
 ROWS, TOKENS = 8, 256

@@ -4,9 +4,11 @@
     python -m bench.precision --only fp16         some of them, and what they are compared with
     python -m bench.precision --show              the table again, from docs/precision.json
 
+    python -m bench.precision --again             also what is stored, instead of it
+
 On a CPU, where bf16 and fp16 are computed as on a GPU up to the order of sums, and FP8 is rounded
-to FP8 and multiplied wide. Each run is `train.py` in a process and a folder of its own; finished
-ones are not run again, and the record is written after each. A variant is compared with its
+to FP8 and multiplied wide. Each run is `train.py` in a process and a folder of its own; those in
+the record are not run again, and it is written after each. A variant is compared with its
 reference on the same seed: same rows, same order, same first weights. It is at parity when the mean
 difference of held-out loss is at most twice the standard deviation of the fp32 runs over seeds:
 then nobody could tell it from a run with another seed.
@@ -59,7 +61,6 @@ FP8: dict[str, Any] = {
     "precision.dtype": "bf16",
     "precision.fp8": "torchao",
     "precision.fp8_ends": 1,
-    "recompute.fp8_wrapper": "torchao",
 }
 
 
@@ -76,6 +77,7 @@ VARIANTS: dict[str, Variant] = {
     "bf16": Variant({"precision.dtype": "bf16"}),
     "fp8": Variant(FP8, "bf16"),
     "adamw 8bit": Variant({"precision.dtype": "fp32", "optim.adamw_state": "8bit"}),
+    "adamw 4bit": Variant({"precision.dtype": "fp32", "optim.adamw_state": "4bit"}),
     "fp16": Variant({"precision.dtype": "fp16", "precision.loss_scale_growth": 100}),
 }
 
@@ -148,26 +150,48 @@ def plan(options: argparse.Namespace) -> list[Run]:
     return sorted(runs, key=lambda run: run.variant != BASE)
 
 
+def stored(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs of the record, unless it is of another machine, library or length."""
+    if not options.record.exists():
+        return []
+    record = json.loads(options.record.read_text())
+    if any(record[key] != value for key, value in _made_with(options).items()):
+        return []
+    return record["runs"]
+
+
+def _made_with(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "torch": _version("torch"),
+        "torchao": _version("torchao"),
+        "steps": options.steps,
+    }
+
+
+def in_order(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Variant by variant as they are listed, seed by seed."""
+    names = list(VARIANTS)
+    return sorted(runs, key=lambda run: (names.index(run["variant"]), run["seed"]))
+
+
 def measure(options: argparse.Namespace) -> None:
-    """All runs one after another; the record has what there is so far."""
-    runs, found, began = plan(options), [], time.perf_counter()
+    """All runs that are wanted, one after another; the record has what there is so far."""
+    known = {(run["variant"], run["seed"]): run for run in stored(options)}
+    runs, began = plan(options), time.perf_counter()
+    if not options.again:
+        runs = [run for run in runs if (run.variant, run.seed) not in known]
     for number, run in enumerate(runs, 1):
         figures = train(run)
-        found.append({k: v for k, v in figures.items() if k != "command"})
+        known[run.variant, run.seed] = {k: v for k, v in figures.items() if k != "command"}
         left = (time.perf_counter() - began) / number * (len(runs) - number)
         print(
             f"{number:2}/{len(runs)}  {run.variant:11} seed {run.seed}  held-out loss "
             f"{figures['held_out']:.4f}  {figures['wall_s']:.0f} s  eta {left / 60:.0f} min",
             flush=True,
         )
-        record = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": _version("torch"),
-            "torchao": _version("torchao"),
-            "steps": options.steps,
-            "tokens": figures["tokens"],
-            "runs": found,
-        }
+        made = _made_with(options) | {"tokens": figures["tokens"]}
+        record = made | {"runs": in_order(list(known.values()))}
         options.record.write_text(json.dumps(record) + "\n")
 
 
@@ -270,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default {SEEDS}")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default {STEPS}")
     parser.add_argument("--record", type=Path, default=RECORD, help="file of the figures")
+    parser.add_argument("--again", action="store_true", help="run what is stored as well")
     parser.add_argument("--show", action="store_true", help="the table of the file, no runs")
     options = parser.parse_args(argv)
     if not options.show:

@@ -38,6 +38,7 @@ class Keeper:
     Args:
         device: where the model will run.
         pieces: of each layer of the whole model, instead of what the policy says; for comparisons.
+        say: prints what is compiled, when the first step comes to it.
 
     Attributes:
         pieces: what each layer of the whole model runs again.
@@ -53,8 +54,9 @@ class Keeper:
         config: Config,
         device: torch.device = CPU,
         pieces: Sequence[frozenset[Piece]] | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.say = config, device, say
         self.pieces = pieces or layer_pieces(config.recompute, config.model)
         self.groups = places_in_groups(config)
         self.replays = Replays()
@@ -87,7 +89,7 @@ class Keeper:
 
             budget, mesh = policy.activation_memory_budget, config.mesh
             halves = mesh.pp > 1 and mesh.pp_schedule in SPLIT_BACKWARD
-            found = compile_blocks(model, config.train.compile, budget, halves)
+            found = compile_blocks(model, config.train.compile, budget, halves, self.say)
             self.compiled = {layer: found.words(layer) for layer in sorted(found.graphs)}
 
     def words(self) -> list[str]:

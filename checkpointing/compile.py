@@ -17,15 +17,18 @@ they are written. (Activation memory, not saved training state.)
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from megacpp.kernels.attention import remember
+from megacpp.kernels.attention import VARLEN, remember
+from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.causal_conv import reach
 from megacpp.kernels.mamba3_ops import Chunks
 from megacpp.model.attention import GroupedQueryAttention
@@ -79,7 +82,13 @@ class Compiled:
         return "; ".join(said)
 
 
-def compile_blocks(model: HybridLM, backend: str, budget: float, halves: bool = False) -> Compiled:
+def compile_blocks(
+    model: HybridLM,
+    backend: str,
+    budget: float,
+    halves: bool = False,
+    say: Callable[[str], object] | None = None,
+) -> Compiled:
     """Compiles what it can of the blocks that `model` holds, in place, with plain seams inside.
 
     The last layer of the whole model keeps all in any case: its backward comes at once.
@@ -89,9 +98,10 @@ def compile_blocks(model: HybridLM, backend: str, budget: float, halves: bool = 
         budget: part of what the compiler would keep by default: 1 all, 0 inputs only. Under tensor
             parallelism what a block gathers is kept at any budget but 0.
         halves: a backward is run in two (zero-bubble pipelines), each of which needs what is kept.
+        say: is told of each graph as it is made, which may take a minute.
     """
     assert 0.0 <= budget <= 1.0, budget
-    found, graphs = Compiled(backend), Graphs(backend, halves)
+    found, graphs = Compiled(backend), Graphs(backend, halves, say)
     for key, block in model.blocks.items():
         assert isinstance(block, Block)
         layer, mixer, reason = int(key), block.mixer, why_eager(block)
@@ -99,11 +109,11 @@ def compile_blocks(model: HybridLM, backend: str, budget: float, halves: bool = 
         if reason is not None:
             found.eager[layer] = reason
         if reason is None:
-            graph = graphs.of(block, Block._forward, own_budget)
+            graph = graphs.of(block, Block._forward, own_budget, f"{block.kind} blocks")
             block._forward = CompiledBlock(block, graph)  # type: ignore[method-assign]
             compiled, part = block, "block"
         elif isinstance(mixer, MixtureOfExperts) and mixer.shared is not None:
-            graph = graphs.of(mixer.shared, SharedExpert.forward, own_budget)
+            graph = graphs.of(mixer.shared, SharedExpert.forward, own_budget, "shared experts")
             mixer.shared.forward = CompiledPart(mixer.shared, graph)  # type: ignore[method-assign]
             compiled, part = mixer.shared, "shared expert"
         else:
@@ -116,18 +126,21 @@ def compile_blocks(model: HybridLM, backend: str, budget: float, halves: bool = 
 class Graphs:
     """The graphs of a model; modules of the same classes share them."""
 
-    def __init__(self, backend: str, halves: bool) -> None:
-        self.backend, self.halves = backend, halves
+    def __init__(
+        self, backend: str, halves: bool, say: Callable[[str], object] | None = None
+    ) -> None:
+        self.backend, self.halves, self.say = backend, halves, say
         self._made: dict[Hashable, Callable[..., Tensor]] = {}
 
     def of(
-        self, module: nn.Module, function: Callable[..., Tensor], budget: float
+        self, module: nn.Module, function: Callable[..., Tensor], budget: float, name: str
     ) -> Callable[..., Tensor]:
-        """`function(module, ...)`, compiled."""
+        """`function(module, ...)`, compiled; `name` is what the user is told of it."""
         # Under tensor parallelism every module has a class of its own.
         key = budget, tuple(type(m) for m in module.modules())
         if key not in self._made:
-            self._made[key] = Compiler(self.backend, budget, self.halves).compile(function)
+            compiler = Compiler(self.backend, budget, self.halves, name, self.say)
+            self._made[key] = compiler.compile(function)
         return self._made[key]
 
 
@@ -168,9 +181,13 @@ class Compiler:
     backend: str
     budget: float
     halves: bool = False
+    name: str = ""
+    say: Callable[[str], object] | None = None
 
     def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`function` as one graph for each kind of arguments that it meets."""
+        if torch.__version__ < "2.12":
+            _leave_out_what_outputs_share()
         # torch counts graphs, of which there may be 8, by code object (pytorch#177355: torch 2.13
         # has isolate_recompiles=True).
         assert isinstance(function, FunctionType)
@@ -185,10 +202,23 @@ class Compiler:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.registry import lookup_backend
+        from torch._dynamo.exc import RestartAnalysis, SkipFrame
         from torch._functorch import config
 
-        with config.patch(self.settings()):  # type: ignore[attr-defined]
-            return lookup_backend(self.backend)(graph, inputs)
+        say, began = self.say or (lambda _: None), time.perf_counter()
+        say(f"compiling {self.name} by {self.backend}, with budget {self.budget:g} ...")
+        try:
+            with config.patch(self.settings()):  # type: ignore[attr-defined]
+                made = lookup_backend(self.backend)(graph, inputs)
+            say(f"    {time.perf_counter() - began:.1f} s; their backward when it first runs")
+            return made
+        except (RestartAnalysis, SkipFrame):
+            raise  # no errors: what the compiler asks of Dynamo
+        except Exception as error:
+            # Raised when the graph is run, a moment later. An error that goes through Dynamo itself
+            # leaves its hook in the interpreter (no thread known): from then on whatever a function
+            # is called with lives until it returns, also what it deletes before.
+            return functools.partial(_fail, error)
 
     def settings(self) -> dict[str, Any]:
         """Of torch._functorch.config, while a graph is cut into forward and backward."""
@@ -203,6 +233,27 @@ class Compiler:
         if self.halves:  # else inductor's backward writes over what was kept
             found["donated_buffer"] = False
         return found
+
+
+def _fail(error: Exception, *_: Any) -> NoReturn:
+    raise error
+
+
+@functools.cache
+def _leave_out_what_outputs_share() -> None:
+    """Mends torch 2.11 for the whole process.
+
+    What the forward of an autograd Function changed in place left its graph twice there, and the
+    gradient went to the wrong one: it was silently 0 (pytorch#180642).
+    """
+    from torch._dynamo.variables import higher_order_ops
+
+    plain = higher_order_ops.collect_intermediate_outputs
+
+    def without_aliases(tx: Any, tracer: Any, outputs: Any, _: bool = False) -> Any:
+        return plain(tx, tracer, outputs, True)
+
+    higher_order_ops.collect_intermediate_outputs = without_aliases
 
 
 class CompiledBlock:
@@ -222,7 +273,7 @@ class CompiledBlock:
         assert block.seam is PLAIN, "the compiler and a seam both decide what a block keeps"
         read = None
         if isinstance(mixer, Attention):
-            read = attention_inputs(mixer, docs, x_BTD.dtype)
+            read = attention_inputs(mixer, docs, x_BTD)
         elif isinstance(mixer, Mamba3):
             read = scan_inputs(mixer, docs)
         return self.graph(block, x_BTD, read)
@@ -240,23 +291,26 @@ class CompiledPart:
         return self.graph(self.module, x_BTD)
 
 
-def attention_inputs(mixer: Attention, docs: Documents, dtype: torch.dtype) -> Documents:
+def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Documents:
     """The documents with just what attention remembers of them; made once a batch.
 
-    What else is remembered differs from layer to layer, and each time would be another graph.
+    What else is remembered differs from layer to layer, and each time would be another graph. What
+    a graph itself had to make and remember would be one more: the next layer would find it.
     """
     latent = isinstance(mixer, MultiHeadLatentAttention)
     dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.config.attention
-
-    backend = mixer.inner.kernels.attention
+    backend, dtype = mixer.inner.kernels.attention, x_BTD.dtype
+    of_queries = autocast_dtype(x_BTD) or dtype
 
     def make() -> Documents:
-        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole, first_BM=docs.first_BM)
+        read = Documents(docs.ids_BT, docs.positions_BT, docs.whole, boundaries=docs.boundaries)
         rotary_table(read, dim, config, dtype)
-        remember(read, dtype, config.softcap, backend)
+        remember(read, of_queries, config.softcap, backend)
+        if backend in VARLEN and not read.whole:  # as many as there are documents
+            torch._dynamo.mark_dynamic(read.cu_seqlens, 0)
         return read
 
-    return docs.memo(("compiled attention", dim, config, dtype, backend), make)
+    return docs.memo(("compiled attention", dim, config, dtype, of_queries, backend), make)
 
 
 def scan_inputs(mixer: Mamba3, docs: Documents) -> Documents:

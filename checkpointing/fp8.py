@@ -5,8 +5,10 @@ torchao   the scale of a token's row is taken from that row, of a weight's row f
           so any recomputation gives the same bits, and nothing depends on how tokens are spread
           over microbatches and ranks. Other recipes take scales from all tokens of a microbatch
           on a rank. Routed experts multiply by megacpp/kernels/fp8_products.py.
-te        Transformer Engine scales by a history of largest values, and has a recomputation of its
-          own that puts it aside: `TransformerEngineSeam`. Any other is refused.
+te        Transformer Engine's current scaling: one scale for each tensor, taken from it. (Delayed
+          scaling has a history that would have to be saved.) A layer computes in FP8 only inside of
+          a context, so what runs again outside of it computes in bf16: `TransformerEngineSeam`
+          brings it along. Any other recomputation is refused.
 
 Optional packages are imported inside functions. (Activation memory, not saved training state.)
 """
@@ -31,6 +33,7 @@ from megacpp.fp8_rules import (
     fp8_layers,
     fp8_rules,
     fp8_wanted,
+    local_scales,
 )
 from megacpp.kernels.fp8_products import Fp8Products
 from megacpp.model.hybrid import HybridLM
@@ -67,10 +70,13 @@ class Fp8Layers:
             where += f" but the first and last {precision.fp8_ends} layers"
         by = precision.fp8 if precision.fp8 == "te" else f"torchao, {precision.fp8_recipe}"
         found = [f"{len(self.converted)} linear layers{experts} {where} {how} ({by})"]
-        if precision.fp8_recipe != "rowwise_with_gw_hp":
-            found.append("FP8 scales of its gradients are of a rank's tokens: meshes differ by it")
+        if local_scales(precision):
+            found.append("FP8 scales are of a rank's microbatch: the loss depends on the mesh")
         if precision.fp8_all_gather:
-            found.append("their weights travel in FP8")
+            tried = "" if self.emulated else " (compared over gloo, not yet over NCCL)"
+            found.append(f"weights of linear layers travel in FP8{tried}")
+        if precision.fp8 == "te":
+            found.append("Transformer Engine was only ever a stand-in in tests of this")
         reasons = sorted(set(self.left.values()))
         return found + [f"{len(self.left)} stay wide: {'; '.join(reasons)}"] * bool(reasons)
 
@@ -91,14 +97,9 @@ def check_fp8_device(config: Config, device: torch.device) -> None:
             raise config_error(
                 "precision.fp8", fp8, "runs on a GPU alone", "use precision.fp8=torchao, or off"
             )
-        if config.precision.fp8_all_gather:
-            raise config_error(
-                "precision.fp8_all_gather",
-                True,
-                "gloo, which joins CPUs, has no collective for FP8 numbers",
-                "use precision.fp8_all_gather=false",
-            )
         return
+    if fp8 == "te":
+        _check_version()
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         raise config_error(
@@ -115,6 +116,20 @@ def check_fp8_device(config: Config, device: torch.device) -> None:
             "experts in FP8 need a GPU of compute capability 9.0 or more (this one: "
             f"{capability[0]}.{capability[1]})",
             "use precision.fp8_layers=AF",
+        )
+
+
+def _check_version() -> None:
+    """Raises ConfigError for a Transformer Engine from before `autocast` and current scaling."""
+    from transformer_engine import pytorch  # pyright: ignore[reportMissingImports]
+    from transformer_engine.common import recipe  # pyright: ignore[reportMissingImports]
+
+    if not hasattr(pytorch, "autocast") or not hasattr(recipe, "Float8CurrentScaling"):
+        raise config_error(
+            "precision.fp8",
+            "te",
+            "needs a Transformer Engine that has `autocast` and `Float8CurrentScaling`",
+            "pip install -U 'transformer-engine[pytorch]', or use precision.fp8=torchao",
         )
 
 
@@ -147,7 +162,10 @@ def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:
 class TransformerEngineSeam:
     """The seam of a block that Transformer Engine computes in FP8 (megacpp/model/seam.py).
 
-    The whole block runs again, by Transformer Engine's recomputation; its pieces don't.
+    The whole block runs again, by Transformer Engine's recomputation; its pieces don't. What is
+    repeated enters the context of FP8 by itself: not every version of `checkpoint` with
+    `use_reentrant=False` does that in a backward. And it is a function: `checkpoint` sets
+    attributes on what it is given, which a method doesn't take.
     """
 
     def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
@@ -155,25 +173,25 @@ class TransformerEngineSeam:
             return fn(*args)
         from transformer_engine.pytorch import checkpoint  # pyright: ignore[reportMissingImports]
 
-        return checkpoint(fn, *args, use_reentrant=False)
+        def in_fp8(*args: object) -> R:
+            with fp8_context():
+                return fn(*args)
+
+        return checkpoint(in_fp8, *args, use_reentrant=False)
 
     def keep(self, fn: Callable[..., R], *args: object) -> R:
         return fn(*args)
 
 
-def fp8_forward() -> AbstractContextManager[Any]:
-    """Transformer Engine computes in FP8 inside, with delayed scaling.
-
-    It must be around all of a forward: scales are renewed where it ends, and a recomputation that
-    began outside of it would not have put the history aside.
-    """
+def fp8_context() -> AbstractContextManager[Any]:
+    """Transformer Engine computes in FP8 inside: e4m3 forward, e5m2 backward, current scaling."""
     from transformer_engine.common.recipe import (  # pyright: ignore[reportMissingImports]
-        DelayedScaling,
+        Float8CurrentScaling,
         Format,
     )
-    from transformer_engine.pytorch import fp8_autocast  # pyright: ignore[reportMissingImports]
+    from transformer_engine.pytorch import autocast  # pyright: ignore[reportMissingImports]
 
-    return fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(fp8_format=Format.HYBRID))
+    return autocast(enabled=True, recipe=Float8CurrentScaling(fp8_format=Format.HYBRID))
 
 
 def _choose(
@@ -242,7 +260,7 @@ def _by_transformer_engine(model: HybridLM, names: tuple[str, ...]) -> None:
     def in_fp8(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # evaluation has rows of any number, and is done wide
             return forward(*args, **kwargs)
-        with fp8_forward():
+        with fp8_context():
             return forward(*args, **kwargs)
 
     model.forward = in_fp8

@@ -341,8 +341,9 @@ def in_backward() -> bool:
 
 
 def local_part(t: Tensor) -> Tensor:
-    """What this process stores of a tensor."""
-    return getattr(t, "_local_tensor", t)
+    """What this process stores of a tensor; torchao wraps what FSDP2 is to gather in FP8."""
+    own = getattr(t, "_local_tensor", t)
+    return getattr(own, "_tensor", own)
 
 
 def part_of(name: str) -> str:

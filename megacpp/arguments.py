@@ -26,6 +26,8 @@ from megacpp.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.rules import check, lookup, resolve
 
 Parsed = TypeVar("Parsed")
+FEW = 12  # settings of a section that an error still lists
+CLOSE = 0.6  # of a setting's short words: below it `fp8` would mean `fp64`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,18 @@ def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
     Raises:
         ConfigError: unknown preset, flag or value, or a broken rule.
     """
+    config, given, notes = read_run(argv)
+    check(config, world_size)
+    final = resolve(config, world_size)
+    return Resolved(final, _provenance(config, final, given), tuple(notes))
+
+
+def read_run(argv: Sequence[str]) -> tuple[Config, dict[str, Any], list[str]]:
+    """The configuration as written, no rule checked; the keys that flags set; what was translated.
+
+    Raises:
+        ConfigError: unknown preset, flag or value.
+    """
     arguments = list(argv)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
     base = preset(name)
@@ -50,10 +64,7 @@ def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
         arguments += ["--memory.fit", fit]
     arguments, notes = translate(arguments, compiles(arguments, base.train.compile != "off"))
     given = dict(read_flags(arguments))
-    config = replace_keys(base, given)
-    check(config, world_size)
-    final = resolve(config, world_size)
-    return Resolved(final, _provenance(config, final, given), tuple(notes))
+    return replace_keys(base, given), given, notes
 
 
 def parse_or_exit(program: str) -> Resolved:
@@ -71,13 +82,13 @@ def parse_or_exit(program: str) -> Resolved:
         exit_on_error(error)
 
 
-def _help_of(cls: type, program: str, default: Any = None) -> str:
+def _help_of(cls: Any, program: str, default: Any = None) -> str:
     """What tyro says of a dataclass."""
     import tyro
 
     given = {} if default is None else {"default": default}
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        tyro.cli(cls, prog=program, args=["--help"], **given)
+        tyro.cli(tyro.conf.AvoidSubcommands[cls], prog=program, args=["--help"], **given)
     return out.getvalue()
 
 
@@ -103,9 +114,13 @@ def print_help(program: str) -> None:
     for key, function in PRESETS.items():
         headline = (function.__doc__ or "").strip().splitlines()[0]
         print(f"  {key:16} {headline}")
-    print("\nflags (defaults of the preset `tiny`):")
-    text = _help_of(Config, program, preset("tiny"))
-    print(text[max(0, text.find("╭─ model options")) :])
+    print(
+        "\nflags (defaults of the preset `tiny`; any flag of model.attention.yarn turns YaRN on):\n"
+    )
+    # YaRN is off in `tiny`: with it, its flags are listed like the others.
+    default = replace_keys(preset("tiny"), {"model.attention.yarn": YarnConfig()})
+    text = _help_of(Config, program, default)
+    print(text[text.index(" model options") :])
 
 
 def parse_args(cls: type[Parsed], argv: Sequence[str], program: str) -> Parsed:
@@ -222,8 +237,9 @@ def read_value(key: str, kind: Any, text: str) -> Any:
         return read_value(key, next(o for o in options if o is not type(None)), text)
     if typing.get_origin(kind) is Literal:
         if text not in options:
-            legal = did_you_mean(text, options)
-            raise config_error(key, text, f"must be one of {', '.join(options)}", legal)
+            near = did_you_mean(text, options, CLOSE)
+            fix = near if near.startswith("did") else "use one of these"
+            raise config_error(key, text, f"must be one of {', '.join(options)}", fix)
         return text
     if kind is bool:
         if text not in TRUE + FALSE:
@@ -289,11 +305,20 @@ def _replace(node: Any, path: list[str], value: Any) -> Any:
 
 
 def _suggest(key: str, kinds: dict[str, Any]) -> str:
+    """The setting that was meant: of that name, else of that section, else see --help."""
     shown = [k.replace("_", "-") for k in kinds]
-    leaf = key.rpartition(".")[2]
-    same = [k for k in kinds if k.rpartition(".")[2] == leaf]
+    section, _, leaf = key.replace("_", "-").rpartition(".")
+    leaf = leaf.removeprefix("no-")
+    same = [k for k in shown if k.rpartition(".")[2] == leaf]
     if len(same) == 1:
-        return f"did you mean '--{same[0].replace('_', '-')}'"
+        return f"did you mean '--{same[0]}'"
+    parts = [k.rpartition(".") for k in shown]
+    if beside := [name for of, _, name in parts if section and of == section]:
+        text = did_you_mean(leaf, beside, CLOSE)
+        if text.startswith("did"):
+            return text.replace("'", f"'--{section}.", 1)
+        few = len(beside) <= FEW
+        return f"of {section}, {text}" if few else f"see '{section} options' in --help"
     text = did_you_mean(key.replace("_", "-"), shown)
     return text.replace("'", "'--", 1) if text.startswith("did") else "see --help"
 

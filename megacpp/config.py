@@ -174,7 +174,10 @@ class PrecisionConfig:
     # What has a scale of its own: rows, with weight gradients not in FP8 (gw_hp) or in it, or whole
     # tensors (linear layers; those of experts are by row in any case).
     fp8_recipe: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = "rowwise_with_gw_hp"
-    fp8_all_gather: bool = False  # FSDP2 gathers linear layers in FP8; tensorwise, on GPUs
+    # Scales from all tokens of a rank's microbatch (all recipes but the first, and Transformer
+    # Engine) make a loss that depends on the mesh: true if that is what you want.
+    fp8_local_scales: bool = False
+    fp8_all_gather: bool = False  # FSDP2 gathers linear layers in FP8; tensorwise
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,8 @@ class CheckpointingPolicy:
     mtp: bool = True  # each depth of multi-token prediction
     mhc_group_size: int = 0  # layers of hyper-connections that run again together (0: auto, -1: no)
     last_layer: Literal["never"] = "never"
-    fp8_wrapper: Literal["te_checkpoint", "torchao"] = "te_checkpoint"
+    # Who runs FP8 layers again: Transformer Engine itself, or what runs others (auto: as needed).
+    fp8_wrapper: Literal["auto", "te_checkpoint", "torchao"] = "auto"
     # To the memory of the host until the backward: inputs of blocks, or all that is kept.
     offload: Literal["none", "block_inputs", "saved_tensors"] = "none"
     offload_min_mib: float = 1.0  # smaller tensors stay

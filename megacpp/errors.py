@@ -30,6 +30,12 @@ class CheckpointError(MegacppError):
     exit_code = 4
 
 
+class PreemptedError(MegacppError):
+    """The run was told to leave, and has saved."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: what is tried again succeeds
+
+
 class NonFiniteError(MegacppError):
     """The budget of non-finite steps is spent."""
 
@@ -41,8 +47,8 @@ def config_error(key: str, value: object, rule: str, fix: str) -> ConfigError:
     return ConfigError(f"{key}={value}: {rule}. Fix: {fix}.")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` when a known word is close, else a list of the known words."""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """`did you mean 'x'` when a known word is close, else a list of the known words."""
     words = sorted(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}" if close else f"use one of {', '.join(words)}"

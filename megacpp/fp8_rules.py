@@ -1,10 +1,10 @@
 """Which linear layers may compute in FP8, and what FP8 can't be combined with; no torch here.
 
-FP8 multiplies numbers of 8 bits, each tensor or row scaled to their range first. Where the scale is
-taken from what is multiplied (torchao, `dynamic`) a recomputation finds the same one. Where it is
-taken from a history of largest values (Transformer Engine, `delayed`) the forward changes that
-history, so running it again finds another scale, and gradients that fit no forward, unless the
-recomputation is Transformer Engine's own, which puts the history aside.
+FP8 multiplies numbers of 8 bits, each tensor or row scaled to their range first. The scale is taken
+from what is multiplied, so a recomputation finds the same one. But Transformer Engine's layers
+compute in FP8 only inside of its context, which a forward has and a recomputation in the backward
+doesn't: it would find wider numbers, and gradients that fit no forward, unless it is Transformer
+Engine's own (checkpointing/fp8.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from megacpp.config import Config, ModelConfig, PrecisionConfig
 from megacpp.errors import ConfigError, config_error
+from megacpp.mesh_rules import batch_ranks
 from megacpp.model.pattern import block_letters
 from megacpp.model.pieces import Piece, layer_pieces
 from megacpp.model.sizes import m2rnn_heads
@@ -101,6 +102,40 @@ def fp8_blocks(config: Config) -> list[int]:
     return [i for i in fp8_wanted(config) if letters[i] in able]
 
 
+def fp8_weights(config: Config) -> dict[int, frozenset[str]]:
+    """Layer to what it multiplies in FP8, by its name in the mixer: linear layers, `experts`."""
+    shapes, letters = fp8_layers(config.model), _letters(config.model)
+    experts = {"experts"} if fp8_experts(config.model) else set()
+    return {
+        i: frozenset(
+            {name for name, shape in shapes[letters[i]].items() if divides(*shape)}
+            | (experts if letters[i] == "E" else set())
+        )
+        for i in fp8_blocks(config)
+    }
+
+
+def fp8_line(config: Config) -> list[str]:
+    """Which layers compute in FP8, for people; nothing where none does."""
+    precision, found = config.precision, fp8_blocks(config)
+    if not found:
+        return []
+    by = "te" if precision.fp8 == "te" else f"{precision.fp8}, {precision.fp8_recipe}"
+    gathered = ", gathered in it" if precision.fp8_all_gather else ""
+    return [f"FP8: layers {_ranges(found)} of {config.model.depth} ({by}){gathered}"]
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """`2, 4-7`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def fp8_letters(config: Config) -> frozenset[str]:
     """Kinds of block in which something computes in FP8."""
     letters = _letters(config.model)
@@ -119,11 +154,12 @@ def fp8_rules(config: Config) -> Iterator[ConfigError]:
     yield from _layers(config)
     if importlib.util.find_spec(PACKAGES[fp8]) is None:
         package = PACKAGES[fp8].replace("_", "-")
+        wanted = "'transformer-engine[pytorch]'" if fp8 == "te" else package
         yield config_error(
             "precision.fp8",
             fp8,
             f"needs {package}, which isn't installed",
-            f"pip install {package}, or use precision.fp8=off",
+            f"pip install {wanted}, or use precision.fp8=off",
         )
     yield from _numbers(config)
     yield from _mesh(config)
@@ -154,7 +190,7 @@ def _layers(config: Config) -> Iterator[ConfigError]:
         yield config_error(
             "precision.fp8_recipe",
             precision.fp8_recipe,
-            "is torchao's; Transformer Engine takes scales from its history",
+            "is torchao's; Transformer Engine has one scale for each tensor (current scaling)",
             "use precision.fp8=torchao, or leave precision.fp8_recipe alone",
         )
     if fp8 == "torchao" and "E" in precision.fp8_layers and config.kernels.experts == "reference":
@@ -169,7 +205,7 @@ def _layers(config: Config) -> Iterator[ConfigError]:
 
 
 def _all_gather(config: Config) -> Iterator[ConfigError]:
-    """FSDP2 sends what has one scale for all of it, and needs collectives that know FP8."""
+    """FSDP2 sends what has one scale for all of it."""
     precision, key = config.precision, "precision.fp8_all_gather"
     if precision.fp8 != "torchao" or precision.fp8_recipe != "tensorwise":
         yield config_error(
@@ -178,13 +214,6 @@ def _all_gather(config: Config) -> Iterator[ConfigError]:
             "needs one scale of a whole weight: what a rank holds of a row or column has no scale "
             f"of its own (precision.fp8={precision.fp8}, fp8_recipe={precision.fp8_recipe})",
             "use precision.fp8=torchao with precision.fp8_recipe=tensorwise, or false",
-        )
-    elif config.train.device == "cpu":
-        yield config_error(
-            key,
-            True,
-            "gloo, which joins CPUs, has no collective for FP8 numbers",
-            "use precision.fp8_all_gather=false",
         )
 
 
@@ -246,10 +275,63 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
             yield config_error(
                 f"mesh.{axis}",
                 getattr(mesh, axis),
-                "Transformer Engine agrees on scales over all ranks after a forward, which here "
-                "run other layers or other tokens of a row",
+                "Transformer Engine's context and recomputation are around whole models and rows: "
+                "only data axes are written for it",
                 f"use mesh.{axis}=1, or precision.fp8=torchao",
             )
+
+
+def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
+    """Rules that need the ranks; `config` is resolved for so many, its mesh is legal."""
+    precision, mesh = config.precision, config.mesh
+    if precision.fp8 == "off":
+        return
+    parts = batch_ranks(mesh, world_size) * mesh.cp * config.train.grad_accum
+    if parts > 1 and local_scales(precision) and not precision.fp8_local_scales:
+        te = precision.fp8 == "te"
+        key, value = ("fp8", "te") if te else ("fp8_recipe", precision.fp8_recipe)
+        other = "fp8=torchao" if te else "fp8_recipe=rowwise_with_gw_hp"
+        yield config_error(
+            f"precision.{key}",
+            value,
+            "takes a scale from all tokens of a rank's microbatch, and a step has "
+            f"{parts} of these, so the loss would depend on the mesh",
+            f"use precision.{other}, or agree to that with precision.fp8_local_scales=true",
+        )
+    if precision.fp8_all_gather:
+        yield from _whole_rows(config)
+
+
+def _whole_rows(config: Config) -> Iterator[ConfigError]:
+    """torchao gives FSDP2 a rank's rows as they are, unpadded: a gather wants as many of each.
+
+    torch 2.13 pads what it gathers itself, but not what a tensor's own `fsdp_pre_all_gather` gives.
+    """
+    mesh = config.mesh
+    shards = mesh.dp_shard * mesh.cp
+    shards = shards if shards > 1 else mesh.dp_replicate  # replicas take the place of shards
+    layers = fp8_layers(config.model)
+    rows = {
+        f"{letter} {name}": shape[0]
+        for letter in sorted(fp8_letters(config))
+        for name, shape in layers[letter].items()
+        if divides(*shape) and shape[0] % shards
+    }
+    if rows:
+        name, odd = next(iter(rows.items()))
+        yield config_error(
+            "precision.fp8_all_gather",
+            True,
+            f"needs weights with as many rows on each of {shards} shards ({name} has {odd} rows)",
+            "use precision.fp8_all_gather=false, or a mesh.dp_shard that divides them",
+        )
+
+
+def local_scales(precision: PrecisionConfig) -> bool:
+    """Some scale is of all tokens that a rank computes at once."""
+    return precision.fp8 == "te" or (
+        precision.fp8 == "torchao" and precision.fp8_recipe != "rowwise_with_gw_hp"
+    )
 
 
 def _weighed_later(config: Config) -> Iterator[ConfigError]:
@@ -275,8 +357,8 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             yield config_error(
                 "train.compile",
                 config.train.compile,
-                "the compiler would run Transformer Engine's FP8 layers again without their "
-                "history of scales",
+                "the compiler would run Transformer Engine's FP8 layers again outside of their "
+                "context, in bf16",
                 "use train.compile=off, or precision.fp8=torchao",
             )
         return
@@ -285,24 +367,24 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
     found = {(letters[layer], piece) for layer in layers for piece in pieces[layer]}
     whole = sorted({letter for letter, piece in found if piece == "block"})
     key = f"recompute.{whole[0].lower()}block" if whole else ""
-    if fp8 == "te" and whole and policy.fp8_wrapper != "te_checkpoint":
+    if fp8 == "te" and whole and policy.fp8_wrapper == "torchao":
         yield config_error(
             "recompute.fp8_wrapper",
             policy.fp8_wrapper,
             f"{key}=full runs FP8 blocks again, and any recomputation but Transformer Engine's own "
-            "loses their history of largest values: other scales, wrong gradients",
+            "does so outside of their context, in bf16: other numbers, wrong gradients",
             "use recompute.fp8_wrapper=te_checkpoint",
         )
     if fp8 == "te" and ("F", "mlp") in found:
         yield config_error(
             "recompute.mlp",
             True,
-            "runs w1 and w3 of F blocks again without Transformer Engine's history of scales",
+            "runs w1 and w3 of F blocks again outside of Transformer Engine's context, in bf16",
             "use recompute.fblock=full with recompute.fp8_wrapper=te_checkpoint",
         )
     parts = [f"recompute.{key}" for (_, piece), key in sorted(AGAIN.items()) if (_, piece) in found]
     again = whole or parts
-    if fp8 == "torchao" and again and policy.fp8_wrapper != "torchao":
+    if fp8 == "torchao" and again and policy.fp8_wrapper == "te_checkpoint":
         yield config_error(
             "recompute.fp8_wrapper",
             policy.fp8_wrapper,

@@ -13,10 +13,15 @@ from megacpp.config import Config
 from megacpp.kernel_host import Host
 
 OLDEST = "2.3.2"  # of mamba-ssm: the first on PyPI with packed rows in both kernels
-SISO_RIGHT = "2.3.3"  # the first that can have state-spaces/mamba#997
-TRITON = "3.5"  # tensor descriptors as the SISO kernels use them
-TILELANG = "0.1.8"  # what mamba-ssm pins
+# state-spaces/mamba#997 is in the source alone, behind 2.3.2.post1, the newest on PyPI. No release
+# has it: 2.3.3 is the least that one could be called, an assumption to check when there is one. A
+# build from newer source that still calls itself 2.3.2 is refused with the others.
+SISO_RIGHT = "2.3.3"
+TRITON = "3.5"  # tensor descriptors as the SISO kernels use them; compiled and interpreted by 3.6
+TILELANG = "0.1.8"  # what mamba-ssm 2.3.2.post1 pins
 SHARED = 64  # rows (tokens times ranks) of a chunk whose tiles fit into shared memory
+MOST_BYTES = 232_448  # of shared memory that a block can have on 9.0
+WARPS = 32  # rows that give each of the backward's 8 warps a tile of 16 x 8 in every product
 
 
 def mamba3_siso(config: Config, host: Host) -> str | None:
@@ -90,11 +95,17 @@ def _mimo(config: Config, host: Host) -> Iterator[str]:
     if (N, P) in ((16, 32), (256, 128)):
         yield f"may not compile for d_state={N} with headdim={P}"
     most = 8 if N == 256 or (N, P) == (128, 128) else SHARED // R
-    if not _power_of_two(C) or not 8 <= C <= most:
+    least = max(8, (64 if N == 16 else WARPS) // R)
+    if not _power_of_two(C) or not least <= C <= most:
         yield (
-            f"takes chunks of 8 to {most} tokens (a power of two) for mimo_rank={R}, d_state={N}, "
-            f"headdim={P}: model.mamba3.chunk_size={C}"
+            f"takes chunks of {least} to {most} tokens (a power of two) for mimo_rank={R}, "
+            f"d_state={N}, headdim={P}: model.mamba3.chunk_size={C}"
+            if least <= most
+            else f"has no chunk size for mimo_rank={R}, d_state={N}, headdim={P}"
         )
+    asks = _mimo_bytes(R, N, P, C, _angles(config))
+    if asks > MOST_BYTES:
+        yield f"asks for {asks:,} bytes of shared memory, there are {MOST_BYTES:,}"
     if _angles(config) * 2 not in (N, N // 2):
         yield f"turns all or half of d_state={N}, not rope_fraction={m.rope_fraction:g} of it"
     heads, groups = m.expand * config.model.dim // P // tp, max(1, m.ngroups // tp)
@@ -102,6 +113,18 @@ def _mimo(config: Config, host: Host) -> Iterator[str]:
         yield f"takes one group of heads or one for each head, not {groups} of {heads} on a rank"
     if config.data.seq_len // config.mesh.cp < 2:
         yield "fails on rows of one token (state-spaces/mamba#985)"
+
+
+def _mimo_bytes(R: int, N: int, P: int, C: int, angles: int) -> int:
+    """Shared memory of the backward: its tiles one after another, and what sums over threads need.
+
+    Compiled for 9.0 it asks for 223,904 bytes for (4, 128, 64, 16, 32), 146,080 for
+    (4, 64, 64, 16, 16), of packed rows too, and 78,112 for (2, 64, 64, 16, 16). The other kernels
+    ask for less than half of it.
+    """
+    rows = R * C
+    of_rows = rows * (14 * N + 6 * P + 8 * rows + 4 * angles)
+    return of_rows + 4 * N * P + C * (4 * P + 2 * R**2 + 10) + 6 * 1024
 
 
 def _hosts(host: Host) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from megacpp.config import Config, TrainConfig
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import ConfigError, config_error
+from megacpp.fp8_rules import fp8_mesh_rules
 from megacpp.kernel_choice import kernel_rules
 from megacpp.mesh_rules import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.model.stages import enough_microbatches, pipeline_rules
@@ -105,6 +106,7 @@ AT_LEAST: dict[str, float] = {
     "memory.snapshot_every": 0,
     "memory.snapshot_gap": 1,
 }
+SIZES = ("model.", "data.seq_len", "train.device_batch_size", "precision.fp8_ends")
 MOST_WARMUP = 1_000_000  # steps
 ABOVE_ZERO = (
     "model.norm_eps",
@@ -143,8 +145,14 @@ def check(config: Config, world_size: int) -> None:
 
 
 def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Every broken rule, in the order of the configuration."""
-    yield from _ranges(config)
+    """Every broken rule, in the order of the configuration.
+
+    Sizes out of range are all that is said: the rules after them divide by sizes and count layers.
+    """
+    ranges = list(_ranges(config))
+    yield from ranges
+    if any(str(error).startswith(SIZES) for error in ranges):
+        return
     yield from model_rules(config)
     yield from mesh_rules(config, world_size)
     yield from _batch(config, world_size)
@@ -156,6 +164,8 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from _adamw_state(config)
     yield from kernel_rules(config)
     yield from recompute_rules(config)
+    if not any(mesh_rules(config, world_size)):
+        yield from fp8_mesh_rules(resolve(config, world_size), world_size)
     yield from sparse_rules(config)
 
 
@@ -192,7 +202,8 @@ def _ranges(config: Config) -> Iterator[ConfigError]:
     for key in BELOW_ONE:
         value = lookup(config, key)
         if not 0 <= value < 1:
-            yield config_error(key, value, "must be in [0, 1)", "use a value such as 0.95")
+            usual = 0.95 if key.startswith("optim.") else 0.1
+            yield config_error(key, value, "must be in [0, 1)", f"use a value such as {usual}")
     for key in FRACTIONS:
         value = lookup(config, key)
         if not 0 <= value <= 1:

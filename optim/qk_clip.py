@@ -63,8 +63,8 @@ class Layer:
 class QKClip:
     """Records attention logits of training forwards, and scales weights by them once a step.
 
-    Build it when the model is (and sharded): from then on every attention layer records. After the
-    optimizer's step call `clip`; for a step that was left out, `reset`.
+    Build it when the model is (and sharded): from then on every attention layer records. Call
+    `after_step` of every step, taken or left out.
 
     With RMSNorm on queries and keys (attention.qk_norm) scaled weights would change no logit.
 
@@ -102,6 +102,13 @@ class QKClip:
                 assert isinstance(mixer, GroupedQueryAttention | MultiHeadLatentAttention)
                 mixer.inner.recorder = LogitRecorder(scale, parts, statistic)
                 self.layers.append(Layer(index, mixer.inner.recorder, *query_and_key(mixer)))
+
+    def after_step(self, taken: bool) -> dict[str, float]:
+        """Clips after a step of the optimizer; its figures. One that was left out is forgotten."""
+        if taken:
+            return self.clip().figures()
+        self.reset()
+        return {}
 
     @torch.no_grad()
     def clip(self) -> ClipReport:

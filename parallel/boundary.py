@@ -12,7 +12,7 @@ losses, watches for gradients that aren't finite, and says with all ranks what b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,14 @@ from megacpp.model.m2rnn import M2RNN
 from megacpp.model.mtp import MultiTokenPrediction
 from megacpp.model.router import Router
 from megacpp.model.transfer import to_device
+from megacpp.run.verdict import Verdict
 from parallel.build import autocast_dtype, stages_of
-from parallel.context_layout import ContextLayout
+from parallel.context_layout import ContextLayout, share
 from parallel.expert_load import LoadTable
 from parallel.guard import NonFiniteGuard
 from parallel.loss_scale import LossScale
 from parallel.mesh import World
-from parallel.verdict import StepSums, Totals, Verdict
+from parallel.step_sums import StepSums, Totals
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -47,14 +48,23 @@ if TYPE_CHECKING:
 class AccumulationBoundary:
     """Runs the microbatches of a step; afterwards `.grad` holds the gradient of the mean loss.
 
+    Args:
+        leaves: whether this rank was told to stop; asked once a step.
+
     Attributes:
         copies: parameters of which another pipeline stage holds the first copy, with the same
             gradient: a norm over all ranks must not count them.
         loss_scale: what the loss was multiplied with before the backward; 1 except in fp16.
     """
 
-    def __init__(self, model: HybridLM, world: World, config: Config) -> None:
-        self.model, self.world, self.train = model, world, config.train
+    def __init__(
+        self,
+        model: HybridLM,
+        world: World,
+        config: Config,
+        leaves: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model, self.world, self.train, self.leaves = model, world, config.train, leaves
         self.autocast = autocast_dtype(config, world)
         self.units: list[FSDPModule] = []
         self.partial: list[nn.Parameter] = []
@@ -106,7 +116,7 @@ class AccumulationBoundary:
             sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
             for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True)):
                 self._sync_gradients(last=number == len(batches) - 1)
-                mine = self._share(batch)
+                mine = share(batch, self.layout, self.looks_around, self.world.device)
                 out = self._run(mine)
                 (out.loss_sum / divisor.to(out.loss_sum.dtype)).backward()
                 mine.docs.forget()
@@ -133,7 +143,8 @@ class AccumulationBoundary:
         totals = sums.totals
         counts = torch.stack([totals.valid.sum(), totals.target_bytes]).double()
         numbers = torch.cat([norm.double().view(1), sums.nll_sum.view(1), counts, sums.along])
-        grad_norm, nll_sum, valid, target_bytes, nonfinite, losses, *rest = numbers.tolist()
+        grad_norm, nll_sum, valid, target_bytes, *rest = numbers.tolist()
+        nonfinite, losses, leaving, *rest = rest
         rest, loads = rest[: len(TERMS) + 2], rest[len(TERMS) + 2 :]
         main, own = (math.sqrt(square) if square >= 0 else math.nan for square in rest[-2:])
         on = {term for source in self.sources for term in source.auxiliary}
@@ -155,6 +166,8 @@ class AccumulationBoundary:
             },
             auxiliary_ratio=own / main if main > 0 and own > 0 else None,
             loads=self.loads.read(loads),
+            leaving=int(leaving),
+            loss_scale=self.loss_scale.value if self.loss_scale.dynamic else None,
         )
         if not verdict.clean and self.train.nonfinite == "raise":
             raise NonFiniteError(
@@ -221,16 +234,7 @@ class AccumulationBoundary:
         return StepSums(sums[0], sums[1], totals, sums.new_zeros(0))
 
     def _forward(self, batch: Batch) -> LossSum:
-        return self._run(self._share(batch))
-
-    def _share(self, batch: Batch) -> Batch:
-        """This rank's tokens of a microbatch, on its device."""
-        if self.layout.degree == 1:
-            batch = batch.to(self.world.device)
-            return batch.with_tokens() if self.looks_around else batch
-        if self.looks_around:
-            batch = batch.with_tokens()
-        return batch.take(self.layout.index(batch.ids_BT.shape[1])).to(self.world.device)
+        return self._run(share(batch, self.layout, self.looks_around, self.world.device))
 
     def _run(self, batch: Batch) -> LossSum:
         with self._precision():
@@ -304,11 +308,12 @@ class AccumulationBoundary:
     @torch.no_grad()
     def _numbers_along(self, sums: Tensor) -> Tensor:
         """What is summed over all ranks with the norm."""
-        numbers = torch.zeros(2 + len(TERMS) + 2, dtype=torch.float64, device=self.world.device)
+        numbers = torch.zeros(3 + len(TERMS) + 2, dtype=torch.float64, device=self.world.device)
         numbers[0] = self.guard.total
         numbers[1] = (~sums.isfinite()).sum()  # ranks of tp may differ in what they see
+        numbers[2] = self.leaves()
         for source in self.sources:
-            numbers[2:-2] += source.loss_sums * source.record_share
+            numbers[3:-2] += source.loss_sums * source.record_share
         for router in self.routers:
             numbers[-2:] += router.gradient_squares
         return torch.cat([numbers, self.loads.numbers(self.world.device)])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.model.transfer import listed
+from megacpp.model.transfer import listed, to_device
 from parallel.collectives import exchange, gather
 from parallel.context_layout import ContextLayout
 
@@ -39,11 +39,24 @@ def to_heads(
     return [x.squeeze(2) for x in _together(send, shares, 3)]
 
 
+def to_own_heads(
+    parts: dict[str, Tensor], num_heads: int, layout: ContextLayout, group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """Whole rows of what this rank's heads want, of `[B, t, G, ...]` each: G heads, or what they
+    share. What the ranks can't divide is gathered instead."""
+    by_head = {name: x for name, x in parts.items() if x.shape[2] % layout.degree == 0}
+    shared = {name: x for name, x in parts.items() if name not in by_head}
+    rows = dict(zip(by_head, to_heads(list(by_head.values()), layout, group), strict=True))
+    for name, x in zip(shared, to_rows(list(shared.values()), layout, group), strict=True):
+        rows[name] = for_own_heads(x, 2, num_heads, layout)
+    return rows
+
+
 def from_heads(x_BThD: Tensor, layout: ContextLayout, group: dist.ProcessGroup) -> Tensor:
     """`[B, T, h, ...]` back as `[B, t, H, ...]`: one all-to-all."""
     if layout.per_rank > 1:
-        index_T = layout.gathered_index(x_BThD.shape[1]).to(x_BThD.device)
-        x_BThD = x_BThD.index_select(1, index_T)
+        index_T = layout.gathered_index(x_BThD.shape[1])
+        x_BThD = x_BThD.index_select(1, to_device(index_T, x_BThD.device))
     return exchange(x_BThD, 1, 2, group)
 
 
@@ -78,7 +91,7 @@ def _in_row_order(x_BTD: Tensor, layout: ContextLayout) -> Tensor:
     if layout.per_rank == 1:
         return x_BTD
     index_T = layout.gathered_index(x_BTD.shape[1]).argsort()
-    return x_BTD.index_select(1, index_T.to(x_BTD.device))
+    return x_BTD.index_select(1, to_device(index_T, x_BTD.device))
 
 
 def _together(send: Callable[[Tensor], Tensor], parts: Sequence[Tensor], lead: int) -> list[Tensor]:

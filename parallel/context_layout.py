@@ -8,11 +8,12 @@ row. `contiguous`: rank r holds chunk r of W. `head_tail`: rank r holds chunks r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megacpp.data.batches import Batch
 
 Order = Literal["contiguous", "head_tail"]
 
@@ -49,12 +50,6 @@ class ContextLayout:
     def num_chunks(self) -> int:
         return self.degree * self.per_rank
 
-    @property
-    def has_neighbours(self) -> bool:
-        """This rank holds chunks that follow one another in the row."""
-        mine = self.chunks[self.rank]
-        return any(b == a + 1 for a, b in pairwise(mine))
-
     def index(self, tokens: int, rank: int | None = None) -> Tensor:
         """int64 positions in the row of `tokens` that `rank` (default: this one) holds."""
         assert tokens % self.num_chunks == 0, f"{tokens} tokens in {self.num_chunks} chunks"
@@ -69,3 +64,17 @@ class ContextLayout:
     def gathered_chunks(self) -> list[int]:
         """Chunk numbers in the order in which an all-gather returns them."""
         return [chunk for of_rank in self.chunks for chunk in of_rank]
+
+
+def share(batch: Batch, layout: ContextLayout, looks_around: bool, device: torch.device) -> Batch:
+    """A rank's tokens of a microbatch of whole rows, on its device.
+
+    Args:
+        looks_around: the model reads tokens beside its own, which the documents then know.
+    """
+    if layout.degree == 1:
+        batch = batch.to(device)
+        return batch.with_tokens() if looks_around else batch
+    if looks_around:
+        batch = batch.with_tokens()
+    return batch.take(layout.index(batch.ids_BT.shape[1]), layout.per_rank).to(device)

@@ -26,7 +26,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.m2rnn import M2RNN
 from parallel.context_conv import convolve_with_halo
-from parallel.context_heads import for_own_heads, from_heads, own_heads, to_heads, to_rows
+from parallel.context_heads import from_heads, own_heads, to_own_heads
 from parallel.context_layout import ContextLayout
 from parallel.context_segments import continues, cut, linked, row_of
 
@@ -85,14 +85,8 @@ def scan_by_heads(
     several ranks share are gathered instead.
     """
     row, num_heads = row_of(docs, layout), v_BtNV.shape[2]
-    by_head = {"v": v_BtNV, "f": f_BtN}
-    shared = {"q": q_BtNK, "k": k_BtNK}
-    for name in list(shared):
-        if shared[name].shape[2] % layout.degree == 0:
-            by_head[name] = shared.pop(name)
-    rows = dict(zip(by_head, to_heads(list(by_head.values()), layout, group), strict=True))
-    for name, x in zip(shared, to_rows(list(shared.values()), layout, group), strict=True):
-        rows[name] = for_own_heads(x, 2, num_heads, layout)
+    parts = {"v": v_BtNV, "f": f_BtN, "q": q_BtNK, "k": k_BtNK}
+    rows = to_own_heads(parts, num_heads, layout, group)
     w_nVV = w_NVV[own_heads(num_heads, layout)]
     y_BTnV = scan(rows["q"], rows["k"], rows["v"], rows["f"], w_nVV, row)
     return from_heads(y_BTnV, layout, group)

@@ -27,7 +27,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.mamba3 import Mamba3
 from parallel.collectives import gather
 from parallel.context_conv import convolve_with_halo
-from parallel.context_heads import for_own_heads, from_heads, own_heads, to_heads, to_rows
+from parallel.context_heads import from_heads, own_heads, to_own_heads
 from parallel.context_layout import ContextLayout
 from parallel.context_segments import (
     carries,
@@ -111,17 +111,12 @@ def scan_by_heads(
     """
     row, num_heads = row_of(docs, layout), inputs.V.shape[2]
     own = own_heads(num_heads, layout)
-    by_head = {"V": inputs.V, "ADT": inputs.ADT.mT, "DT": inputs.DT.mT, "Trap": inputs.Trap.mT}
+    parts = {"V": inputs.V, "ADT": inputs.ADT.mT, "DT": inputs.DT.mT, "Trap": inputs.Trap.mT}
     if inputs.Z is not None:
-        by_head["Z"] = inputs.Z
+        parts["Z"] = inputs.Z
     # Q and K have their groups behind the ranks.
-    shared = {"Q": inputs.Q.transpose(2, 3), "K": inputs.K.transpose(2, 3), "Angles": inputs.Angles}
-    for name in list(shared):
-        if shared[name].shape[2] % layout.degree == 0:
-            by_head[name] = shared.pop(name)
-    rows = dict(zip(by_head, to_heads(list(by_head.values()), layout, group), strict=True))
-    for name, x in zip(shared, to_rows(list(shared.values()), layout, group), strict=True):
-        rows[name] = for_own_heads(x, 2, num_heads, layout)
+    parts |= {"Q": inputs.Q.transpose(2, 3), "K": inputs.K.transpose(2, 3), "Angles": inputs.Angles}
+    rows = to_own_heads(parts, num_heads, layout, group)
     whole = ScanInputs(
         Q=rows["Q"].transpose(2, 3),
         K=rows["K"].transpose(2, 3),

@@ -40,10 +40,8 @@ def segment_documents(docs: Documents | None, layout: ContextLayout) -> Document
 
     def make() -> Documents:
         ids_SC, positions_SC = cut(docs.ids_BT, layout), cut(docs.positions_BT, layout)
-        segments = Documents(ids_SC, positions_SC, whole)
-        if not whole and not layout.has_neighbours:
-            segments.note("host", docs)  # the same boundaries, perhaps known there already
-        return segments
+        known = docs.boundaries if docs.pieces == layout.per_rank else None
+        return Documents(ids_SC, positions_SC, whole, boundaries=None if whole else known)
 
     return docs.memo(("segments", layout), make)
 

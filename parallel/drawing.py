@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megacpp.config import Config, ModelConfig
 from megacpp.dtensor import is_dtensor
+from megacpp.fp8_rules import fp8_weights
 from megacpp.model.engram_sizes import memory_width
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
@@ -67,6 +68,7 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
     """
     size, rank = size // config.mesh.pp, rank % (size // config.mesh.pp)
     once = config.train.gradient_sync == "resident"
+    in_fp8 = _gathered_in_fp8(config)
     config = _one_of_each(config, again)
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world)
@@ -75,7 +77,7 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
         with fake_tensors():
             log = _recorded(model, world, config)
         return {
-            kind: _of_block(model, i, log, config, world, again, once)
+            kind: _of_block(model, i, log, config, world, again, once, in_fp8.get(kind[0], set()))
             for i, kind in enumerate(model.kinds)
         }
 
@@ -106,8 +108,9 @@ def _of_block(
     world: World,
     again: bool,
     once: bool,
+    in_fp8: set[str],
 ) -> list[Drawn]:
-    gathers, ends = _storage(model.blocks[str(i)], config, world)
+    gathers, ends = _storage(model.blocks[str(i)], config, world, in_fp8)
     doors = _doors(model, i, config)
     drawn = [] if once else [replace(move, phase=FORWARD) for move in gathers]
     ends = [replace(move, phase=STEP) for move in gathers] + ends if once else ends
@@ -157,10 +160,28 @@ def _recorded(model: HybridLM, world: World, config: Config) -> CollectiveLog:
     return log
 
 
-def _storage(block: nn.Module, config: Config, world: World) -> tuple[list[Drawn], list[Drawn]]:
-    """What FSDP2 does for a block: gathers of a microbatch, and sums at the end of a step."""
+def _gathered_in_fp8(config: Config) -> dict[str, set[str]]:
+    """By letter, linear layers that FSDP2 gathers in FP8, in those blocks that compute in it."""
+    if not config.precision.fp8_all_gather:
+        return {}
+    letters, found = layer_kinds(config.model), dict[str, set[str]]()
+    for layer, names in fp8_weights(config).items():
+        found.setdefault(letters[layer][0], set()).update(names - {"experts"})
+    return found
+
+
+def _storage(
+    block: nn.Module, config: Config, world: World, in_fp8: set[str]
+) -> tuple[list[Drawn], list[Drawn]]:
+    """What FSDP2 does for a block: gathers of a microbatch, and sums at the end of a step.
+
+    Args:
+        in_fp8: linear layers whose weights travel in FP8; ranks agree on the scale of each.
+    """
     gathers, ends = [], []
     narrow = compute_dtype(config.precision, CPU)
+    weights = [block.get_submodule(f"mixer.{name}").weight for name in in_fp8]
+    eight = {id(weight) for weight in weights}
     wide = torch.promote_types(narrow, torch.float32)
     for what, view, parameters in _units(block, world):
         mesh = world.meshes[view]
@@ -169,8 +190,12 @@ def _storage(block: nn.Module, config: Config, world: World) -> tuple[list[Drawn
         if shards == 1:
             continue  # everything is here already
         gather, scatter = f"{what}[N_{axis}] -> [N]", f"d {what}[N]{{{axis}}} -> [N_{axis}]"
-        size = numel * narrow.itemsize
-        gathers.append(Drawn("", gather, "all_gather", axis, narrow, size))
+        size, dtype = numel * narrow.itemsize, narrow
+        if scaled := [p for p in parameters if id(p) in eight]:
+            size -= sum(_padded(p, shards) for p in scaled) * (narrow.itemsize - 1)
+            dtype, largest = torch.uint8, f"largest of each of {len(scaled)} weights{{{axis}}}"
+            gathers.append(Drawn("", largest, "all_reduce", axis, torch.float32, 4 * len(scaled)))
+        gathers.append(Drawn("", gather, "all_gather", axis, dtype, size))
         size = numel * wide.itemsize
         ends.append(Drawn(STEP, scatter, "reduce_scatter", axis, wide, size))
         for copy in copies:

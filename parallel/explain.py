@@ -6,13 +6,14 @@ Placements are those of the DTensors that the plan and FSDP2 made on the meta de
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megacpp.config import Config
 from megacpp.dtensor import is_dtensor
+from megacpp.fp8_rules import fp8_weights
 from megacpp.model.hybrid import HybridLM
 from parallel.drawing import Drawn, draw, gathers_again
 from parallel.dry_run import count_all
@@ -32,6 +33,7 @@ class ParameterLine:
         block: its layer, or None.
         brackets: `[Q_tp·fsdp, D]`: after `_` the axes that cut a dim, the first one first.
         bytes: stored on this rank.
+        fp8: multiplied in FP8.
     """
 
     name: str
@@ -41,15 +43,23 @@ class ParameterLine:
     local_shape: tuple[int, ...]
     brackets: str
     bytes: int
+    fp8: bool = False
 
 
-def parameter_lines(model: HybridLM) -> list[ParameterLine]:
-    """Every parameter of a rank's (planned) model."""
+def parameter_lines(
+    model: HybridLM, fp8: Mapping[int, frozenset[str]] | None = None
+) -> list[ParameterLine]:
+    """Every parameter of a rank's (planned) model.
+
+    Args:
+        fp8: what layers multiply in FP8 (megacpp/fp8_rules.py).
+    """
     found = []
     for name, p in model.named_parameters():
         block = int(name.split(".")[1]) if name.startswith("blocks.") else None
         letter = OUTSIDE if block is None else model.kinds[block]
         local = own_shape(p)
+        narrow = () if fp8 is None or block is None else fp8.get(block, ())
         found.append(
             ParameterLine(
                 name,
@@ -59,6 +69,7 @@ def parameter_lines(model: HybridLM) -> list[ParameterLine]:
                 local,
                 brackets(p, row_of(model, name).dims),
                 math.prod(local) * p.itemsize,
+                any(f".mixer.{n}." in name for n in narrow),
             )
         )
     return found
@@ -104,7 +115,8 @@ def explain(config: Config, size: int, rank: int = 0) -> Explanation:
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world)
         again = gathers_again(model, config)
-        lines, coordinates = parameter_lines(model), {a: world.coordinate(a) for a in world.degrees}
+        lines = parameter_lines(model, fp8_weights(config))
+        coordinates = {a: world.coordinate(a) for a in world.degrees}
     return Explanation(
         lines,
         count_all(config, size).once,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
+from parallel.gpu_stand_ins import on_gpu
 from parallel.mesh import World, join
 from parallel.stand_ins import memory_stand_ins, stand_ins
 
@@ -57,16 +59,40 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
 
 
 @contextmanager
-def fake_tensors(memory: bool = False, every_chunk: bool = True) -> Iterator[None]:
+def fake_tensors(
+    memory: bool = False, every_chunk: bool = True, gpu: bool = False
+) -> Iterator[None]:
     """Tensors made inside of the block have no values; local work is replaced by its shape.
 
     Args:
         memory: replace only what keeps and computes the same (parallel/stand_ins.py).
         every_chunk: see there.
+        gpu: allocate as on a GPU (parallel/gpu_stand_ins.py).
     """
     instead = memory_stand_ins(every_chunk) if memory else stand_ins()
-    with FakeTensorMode(allow_non_fake_inputs=True), _RealStaysReal(), instead:
+    device = on_gpu() if gpu else nullcontext()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _RealStaysReal(), _real_offsets(), instead, device:
         yield
+
+
+@contextmanager
+def _real_offsets() -> Iterator[None]:
+    """Lets a DTensor read where its strided shards lie, from tensors that would be fake as well.
+
+    Shapes alone are asked for, and torch 2.13 makes no more than these (pytorch#184945).
+    """
+    plain = _StridedShard.local_shard_size_and_offset
+
+    def with_values(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return plain(*args, **kwargs)
+
+    _StridedShard.local_shard_size_and_offset = with_values
+    try:
+        yield
+    finally:
+        _StridedShard.local_shard_size_and_offset = plain
 
 
 def as_trained(config: Config) -> Config:

@@ -14,8 +14,10 @@ experts lie along `ep`, so only the `efsdp` ranks share the storage of one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -94,9 +96,12 @@ def shard_model(
         if experts:  # their weights travel while the block's router works
             assert isinstance(block, FSDPModule)
             block.set_modules_to_forward_prefetch(experts)
+    in_fp8 = any(hasattr(_local(p), "fsdp_pre_all_gather") for p in root.parameters())
     for module in fsdp_units(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if in_fp8:
+            module.set_custom_all_gather(_as_bytes())
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -152,9 +157,37 @@ def _policy(parameters: set[nn.Parameter], compute_dtype: torch.dtype) -> MixedP
     )
 
 
+def _as_bytes() -> Any:
+    """An all-gather that sends FP8 numbers as the bytes they are: gloo has no word for them.
+
+    With it a CPU gathers what a GPU does. FSDP2 itself does so where a unit also has other numbers.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    class AsBytes(DefaultAllGather):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
+        ) -> Any:
+            if input_tensor.itemsize == 1:
+                output_tensor, input_tensor = (
+                    t.view(torch.uint8) for t in (output_tensor, input_tensor)
+                )
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    return AsBytes()
+
+
 def _weight(module: nn.Module) -> nn.Parameter | None:
     return module._parameters["weight"]
 
 
+def _local(p: Tensor) -> Tensor:
+    return p._local_tensor if isinstance(p, DTensor) else p
+
+
 def _local_numel(p: nn.Parameter) -> int:
-    return p.to_local().numel() if isinstance(p, DTensor) else p.numel()
+    return _local(p).numel()

@@ -15,7 +15,7 @@ the same layers).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -180,15 +180,3 @@ def _with_replicas(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
     if replicas.size() == 1:
         return shards
     return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])
-
-
-def micro_rows(rows: Sequence[int], world: World, device_batch_size: int) -> list[Sequence[int]]:
-    """This rank's rows of each microbatch, from the global rows of one step.
-
-    Microbatch m of batch rank r holds rows `[(m * size + r) * b, ... + b)`: any split of the same
-    global rows into ranks and microbatches covers each row once. Ranks that differ only along
-    `cp`, `tp` or `pp` read the same rows.
-    """
-    stride = world.degree("batch") * device_batch_size
-    first = world.coordinate("batch") * device_batch_size
-    return [rows[s + first : s + first + device_batch_size] for s in range(0, len(rows), stride)]

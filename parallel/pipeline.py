@@ -15,6 +15,7 @@ Legend: B rows, T tokens of a whole row, t tokens of this rank, D model.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,12 +29,10 @@ from torch.distributed.tensor import DTensor
 
 from megacpp.config import Config
 from megacpp.data.batches import Batch
-from megacpp.model.documents import stacked_first
 from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
-from megacpp.model.transfer import to_device
 from megacpp.run.precision import compute_dtype
-from parallel.context_layout import ContextLayout
+from parallel.context_layout import ContextLayout, share
 from parallel.mesh import World
 from parallel.stages import Stage
 
@@ -44,6 +43,8 @@ SCHEDULES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
+# Before torch 2.13 a walk for weights alone refuses autograd functions and counts gradients twice.
+APART = torch.__version__ >= "2.13"  # pytorch#166577
 
 
 class Pipeline:
@@ -73,6 +74,13 @@ class Pipeline:
         if self.mesh.pp_schedule in SPLIT_BACKWARD:
             for unit in self.units():
                 unit.set_reshard_after_forward(False)
+            if not APART:
+                warnings.warn(
+                    f"mesh.pp_schedule={self.mesh.pp_schedule}: torch {torch.__version__} makes "
+                    "gradients of inputs and weights together, so bubbles stay; torch 2.13 splits",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def accumulate(self, microbatches: Sequence[Batch], divisors: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward over all microbatches; `.grad` then holds reduced gradients.
@@ -92,10 +100,10 @@ class Pipeline:
         shape = (len(microbatches), *microbatches[0].ids_BT.shape)
         if self._built is None or self._built[0] != shape:
             self._built = shape, self._schedule(*shape)
-        ids_Bt, kwargs = self._inputs(microbatches)
+        ids_Bt = self._bring(microbatches)
         args = (ids_Bt,) if self.stages[0].part.first else ()
         with _errors_of_stages():
-            self._built[1].step(*args, target=divisors, return_outputs=False, **kwargs)
+            self._built[1].step(*args, target=divisors, return_outputs=False)
         return self._sums()
 
     @torch.no_grad()
@@ -121,7 +129,7 @@ class Pipeline:
         """The schedule for that many microbatches of `rows` x `tokens` tokens."""
         split = self.mesh.pp_schedule in SPLIT_BACKWARD
         built = [
-            PipelineStage(
+            _Stage(
                 stage,
                 stage.part.index,
                 len(self.owners),
@@ -129,10 +137,12 @@ class Pipeline:
                 input_args=self._example(stage.part.first, False, rows, tokens),
                 output_args=self._example(False, stage.part.last, rows, tokens),
                 group=self.world.group("pp"),
-                dw_builder=_nothing_left if split and stage.part.last else None,
+                dw_builder=_nothing_left if split and (stage.part.last or not APART) else None,
             )
             for stage in self.stages
         ]
+        for stage in built:
+            stage.greets = not self.dry
         looped = stages_per_rank(self.mesh.pp_schedule) > 1
         schedule = SCHEDULES[self.mesh.pp_schedule](
             built if looped else built[0],  # type: ignore[arg-type]
@@ -164,39 +174,20 @@ class Pipeline:
         )
         return (rows, t, streams, self.model.dim) if streams > 1 else (rows, t, self.model.dim)
 
-    def _inputs(self, batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Any]]:
-        """Ids and what every stage gets besides, batches one below the other."""
-        shape, device = batches[0].ids_BT.shape, self.world.device
+    def _bring(self, batches: Sequence[Batch]) -> Tensor:
+        """This rank's part of the batches, to its stages; their ids, one below the other."""
+        shape = batches[0].ids_BT.shape
         assert all(batch.ids_BT.shape == shape for batch in batches), "microbatches of two shapes"
         assert all(batch.docs.row is None for batch in batches), "batches of whole rows"
-
-        def stacked(parts: list[Tensor]) -> Tensor:
-            return to_device(torch.cat(parts), device)
-
-        ids_Bt = stacked([batch.ids_BT for batch in batches])
-        labels_Bt = stacked([batch.labels_BT for batch in batches])
-        around = {"tokens_BT": ids_Bt, "row_labels_BT": labels_Bt} if self.looks_around else {}
-        first_BM = stacked_first([batch.docs for batch in batches], device)
-        if first_BM is not None:
-            around["first_BM"] = to_device(first_BM, device)
-        if self.layout.degree > 1:
-            index_t = to_device(self.layout.index(shape[1]), device)
-            ids_Bt, labels_Bt = ids_Bt[:, index_t], labels_Bt[:, index_t]
-            for stage in self.stages:
-                stage.index_t = index_t
+        mine = [share(b, self.layout, self.looks_around, self.world.device) for b in batches]
         for stage in self.stages:
+            stage.expect(mine)
             stage.hands_on = torch.Size(self._hidden_shape(*shape)), self.dtype
-        return ids_Bt, {
-            "documents_BT": stacked([batch.docs.ids_BT for batch in batches]),
-            "positions_BT": stacked([batch.docs.positions_BT for batch in batches]),
-            "labels_Bt": labels_Bt,
-            "whole": all(batch.docs.whole for batch in batches),
-            **around,
-        }
+        return torch.cat([batch.ids_BT for batch in mine])
 
     def _forward(self, batch: Batch) -> None:
         """One batch through this rank's stages."""
-        x, kwargs = self._inputs([batch])
+        x = self._bring([batch])
         group = self.world.group("pp")
         for stage in self.stages:
             part = stage.part
@@ -204,7 +195,7 @@ class Pipeline:
                 shape = self._hidden_shape(*batch.ids_BT.shape)
                 x = torch.empty(shape, dtype=self.dtype, device=self.world.device)
                 dist.recv(x, group=group, group_src=source)
-            x = stage(x, **kwargs)
+            x = stage(x)
             if not part.last and (target := self.owners[part.index + 1]) != self.rank:
                 dist.send(x.contiguous(), group=group, group_dst=target)
 
@@ -244,6 +235,21 @@ class Pipeline:
         own.add_(other)  # a + b is b + a: the same bits on both
 
 
+class _Stage(PipelineStage):
+    """Greets neighbours before the first step, but not itself (torch 2.11; later ones vote).
+
+    Both stages at the bottom of a V are of one rank, and gloo can't send to itself: the greeting
+    of pytorch#160210 would never end. NCCL can.
+    """
+
+    greets = True
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        if not self.greets:
+            return []
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
 def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
     """The embedding of the first stage, that of the last or its head, which has the same weight."""
     stage = stages[0] if stages[0].part.first else stages[-1]
@@ -259,17 +265,17 @@ def _mean_loss(loss_sum: Tensor, divisor_1: Tensor) -> Tensor:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Leaves no weight gradient for later: of the last stage all are made together.
+    """Leaves no weight gradient for later: of this stage all are made together.
 
-    The fused loss makes its gradients in the forward and scales them in place, so that its graph
-    can be walked only once.
+    Of the last one always: the fused loss makes its gradients in the forward and scales them in
+    place, so that its graph can be walked only once.
     """
     return lambda: None
 
 
 def _shapes_are_known(stages: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
     """Stands in for the vote of a schedule's ranks on whether shapes are known beforehand."""
-    from torch.distributed.pipelining.stage import InferenceMode  # from torch 2.13 on
+    from torch.distributed.pipelining.stage import InferenceMode  # from torch 2.12 on
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

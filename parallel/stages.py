@@ -4,17 +4,19 @@ A rank keeps the blocks of its stages in its HybridLM, under the names that they
 model, so that initialising, optimising and saving know nothing of stages. A Stage refers to the
 same submodules in the order in which it runs them; FSDP2 shards a Stage, not the HybridLM.
 
-Legend: B rows, T tokens of a whole row, t tokens of this rank, D model.
+Legend: B rows, t tokens of this rank, D model.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megacpp.model.documents import Documents
+from megacpp.data.batches import Batch
 from megacpp.model.engram import look_ahead
 from megacpp.model.hybrid import HybridLM, begin, finish, has_embedding_copy
 from megacpp.model.pattern import ENTRANCE, EXIT
@@ -28,7 +30,8 @@ class Stage(nn.Module):
 
     Attributes:
         part: which layers it has, and whether it is the first or the last stage.
-        index_t: positions in the row of this rank's tokens, where ranks share rows; None: all.
+        coming: this rank's tokens of the microbatches to come, in the order of the schedule: every
+            schedule of torch brings those of one stage forward in the order of the batch.
         hands_on: shape and dtype of what the next stage expects, once they are known.
         sums: of a last stage, loss sum and cross entropy sum of each forward, for who clears it.
     """
@@ -42,35 +45,25 @@ class Stage(nn.Module):
             if name in modules and (part.first if name in ENTRANCE else part.last) | looked_up:
                 self.add_module(name, modules[name])
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
-        self.index_t: Tensor | None = None
+        self.coming: deque[Batch] = deque()
         self.hands_on: tuple[torch.Size, torch.dtype] | None = None
         self.sums: list[Tensor] = []
 
-    def forward(
-        self,
-        x: Tensor,
-        documents_BT: Tensor,
-        positions_BT: Tensor,
-        labels_Bt: Tensor,
-        whole: bool,
-        tokens_BT: Tensor | None = None,
-        row_labels_BT: Tensor | None = None,
-        first_BM: Tensor | None = None,
-    ) -> Tensor:
-        """One microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
+    def expect(self, batches: Sequence[Batch]) -> None:
+        """Microbatches of which one after the other will go forward."""
+        # With documents of its own: what is remembered of them goes with the stage's own graph.
+        self.coming = deque(
+            replace(batch, docs=batch.docs.to(batch.ids_BT.device)) for batch in batches
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
 
         Args:
             x: ids `[B, t]` (first stage) or the hidden states of the stage before.
-            documents_BT: document ids of whole rows, `positions_BT` positions in the document.
-            labels_Bt: read by the last stage only.
-            whole: every row is one document.
-            tokens_BT: ids of whole rows, where the model looks around; `row_labels_BT` labels.
-            first_BM: where documents start, if the host knew (`Documents`).
         """
-        around = None, None, tokens_BT, row_labels_BT, first_BM
-        docs = Documents(documents_BT, positions_BT, whole, *around)
-        if self.index_t is not None:
-            docs = docs.take(self.index_t)
+        batch = self.coming.popleft()
+        docs = batch.docs
         look_ahead(self.blocks.values(), docs)
         if self.part.first:
             x = begin(self, x, docs)
@@ -79,7 +72,7 @@ class Stage(nn.Module):
         if not self.part.last:
             assert self.hands_on in (None, (x.shape, x.dtype)), (self.hands_on, x.shape, x.dtype)
             return x
-        out = finish(self, x, labels_Bt, docs)
+        out = finish(self, x, batch.labels_BT, docs)
         self.sums.append(torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double())
         return out.loss_sum
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megacpp.kernels import m2rnn_chunks
-from megacpp.kernels.expert_rows import Groups, group_rows
+from megacpp.kernels.expert_rows import Groups, group_rows, most_slots
 from megacpp.kernels.lightning_indexer import query_blocks
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan
 from megacpp.kernels.mamba3_chunks import mamba3_chunked
@@ -132,11 +132,13 @@ def balanced_rows(
     """In place of `group_rows`: every expert has an even share of the copies."""
     (T, K), new = expert_TK.shape, expert_TK.new_zeros
     sizes = [(T * (expected or K) + e) // num_experts for e in range(num_experts)]
-    padded = [-(-size // multiple) * multiple for size in sizes]
+    slots = sum(-(-size // multiple) * multiple for size in sizes)
+    if expert_TK.is_cuda:
+        slots = most_slots(num_experts, T * K, multiple)
     if expected is None:
-        return Groups(new(K, T), new(sum(padded)), new(num_experts))
+        return Groups(new(K, T), new(slots), new(num_experts))
     kept_KT = new(K, T, dtype=torch.bool)
-    return Groups(new(K, T), new(sum(padded) + 1)[:-1], new(num_experts + 1), kept_KT)
+    return Groups(new(K, T), new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
 
 
 class ChunkAtOnce(m2rnn_chunks._Chunk):

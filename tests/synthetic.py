@@ -1,5 +1,7 @@
 """Batches without a corpus: ragged documents, ragged label masks, a function of the row number.
 
+`micro_rows` says which rows a rank has, from the global rows of a step: the loader counts its own.
+
 Legend: B rows, T tokens of a row.
 """
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from megacpp.data.batches import IGNORED, Batch
 from megacpp.model.documents import Documents
+from parallel.mesh import World
 
 
 def ragged_batch(rows: Sequence[int], tokens: int = 12, vocab_size: int = 50) -> Batch:
@@ -31,6 +34,18 @@ def ragged_batch(rows: Sequence[int], tokens: int = 12, vocab_size: int = 50) ->
         num_targets=valid,
         rows=tuple(rows),
     )
+
+
+def micro_rows(rows: Sequence[int], world: World, device_batch_size: int) -> list[Sequence[int]]:
+    """This rank's rows of each microbatch, from the global rows of one step.
+
+    Microbatch m of batch rank r holds rows `[(m * size + r) * b, ... + b)`: any split of the same
+    global rows into ranks and microbatches covers each row once. Ranks that differ only along
+    `cp`, `tp` or `pp` read the same rows.
+    """
+    stride = world.degree("batch") * device_batch_size
+    first = world.coordinate("batch") * device_batch_size
+    return [rows[s + first : s + first + device_batch_size] for s in range(0, len(rows), stride)]
 
 
 def _row(row: int, tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:

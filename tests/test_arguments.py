@@ -95,7 +95,7 @@ def test_every_setting_can_be_given_and_reads_back(key: str) -> None:
         (bool, "2", "true or false"),
         (float | None, "nil", "a finite number"),
         (Literal["left", "right"], "lefr", "must be one of left, right. Fix: did you mean 'left'"),
-        (Literal["left", "right"], "", "use one of left, right"),
+        (Literal["left", "right"], "", "must be one of left, right. Fix: use one of these"),
     ],
 )
 def test_unreadable_values(kind: Any, text: str, words: str) -> None:
@@ -113,10 +113,14 @@ def test_unreadable_values(kind: Any, text: str, words: str) -> None:
         ("--run.step 5", "did you mean '--run.steps'"),
         ("--steps 5", "did you mean '--run.steps'"),
         ("--train.seq-len 5", "did you mean '--data.seq-len'"),
-        ("--optim.learning-rate 1", "--optim."),
+        ("--optim.learning-rate 1", "Fix: see 'optim options' in --help"),
+        ("--train.batch-size 1", "did you mean '--train.device-batch-size'"),
+        ("--precision.fp8-layer A", "did you mean '--precision.fp8-layers'"),
+        ("--mesh.size 2", "Fix: see 'mesh options' in --help"),
+        ("--kernels.moe torch", "Fix: of kernels, use one of attention, cross-entropy, experts,"),
         ("--model.attention.num-head 2", "did you mean '--model.attention.num-heads'"),
         ("--model.moe.topk 2", "did you mean '--model.moe.top-k'"),
-        ("--optim.no-lr", "--optim."),
+        ("--optim.no-lr", "did you mean '--optim.lr'"),
         ("--zzzzzzzz 1", "see --help"),
     ],
 )
@@ -124,6 +128,11 @@ def test_unknown_flags_suggest(words: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match=r"no such setting\. Fix: ") as caught:
         run(words)
     assert suggestion in str(caught.value)
+
+
+def test_a_value_far_from_all_others_is_not_taken_for_one() -> None:
+    with pytest.raises(ConfigError, match=r"fp8: must be one of auto, .*\. Fix: use one of these"):
+        run("--precision.dtype fp8")
 
 
 @pytest.mark.parametrize(("name", "meant"), [("tyni", "tiny"), ("nam56", "nam56r")])
@@ -261,10 +270,12 @@ def test_taking_single_flags() -> None:
 def test_help_names_every_preset_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
     print_help("train.py")
     text = capsys.readouterr().out
-    flags = set(re.findall(r"--([a-z0-9_.-]+)", text))
+    flags = set(re.findall(r"--([a-z][a-z0-9_.-]+)", text))
     settings = {k.replace("_", "-") for k in leaf_types(Config)}
-    hidden = {k for k in settings if k.startswith("model.attention.yarn.")}  # off unless given
-    assert settings - hidden <= flags
+    off = {k for k in flags if ".no-" in k}  # `--run.no-tensorboard`
+    # What is listed can be given, YaRN included, which is off unless one of its flags is.
+    assert flags - off == settings | {"section.key"}
+    assert "yarn:" not in text  # no subcommands
     assert all(f"  {name} " in text for name in PRESETS)
 
 

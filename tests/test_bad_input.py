@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.arguments import parse_run, replace_keys
+from megacpp.arguments import leaf_types, parse_run, replace_keys
+from megacpp.config import Config
 from megacpp.errors import ConfigError
 from megacpp.presets import tiny
-from megacpp.rules import broken
+from megacpp.rules import AT_LEAST, broken
 
 ROOT = Path(__file__).parents[1]
 
@@ -216,6 +217,21 @@ def test_low_bit_moments_need_torchao(state: str, monkeypatch: pytest.MonkeyPatc
     assert str(caught.value).startswith(f"optim.adamw_state={state}: needs torchao")
     assert caught.value.exit_code == 2
     parse_run(["tiny", "--optim.adamw-state", "fp32"], world_size=2)
+
+
+FP8 = {"precision.fp8": "torchao"}
+SIZED = [key for key, kind in leaf_types(Config).items() if kind is int and key in AT_LEAST]
+
+
+@pytest.mark.parametrize("value", [-1, 0])
+def test_a_size_out_of_range_is_a_rule_and_no_crash(value: int) -> None:
+    """`megacpp validate` asks all rules, also those that divide by what is wrong."""
+    checked = [key for key in SIZED if value < AT_LEAST[key]]
+    assert len(checked) > 20
+    for key in checked:
+        for more in ({}, FP8):
+            found = list(broken(replace_keys(tiny(), more | {key: value}), 1))
+            assert str(found[0]).startswith(f"{key}={value}: must be at least "), key
 
 
 def test_at_least_forty() -> None:

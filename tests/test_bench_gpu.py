@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bench.gpu.recompute import mark
 from bench.gpu.record import COLUMNS, GOALS, Record, as_markdown, reached
 from bench.gpu.shapes import MODELS, hybrid, ready
 from bench.gpu.steps import CapturedSteps, Steps, graph_refusal, in_use, made_up
+from megacpp.config import CheckpointingPolicy, MTPConfig, PrecisionConfig
 from megacpp.kernel_choice import OPERATIONS
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import check
@@ -78,6 +80,31 @@ def test_models_of_a_gpu_are_legal(name: str) -> None:
     config = ready(MODELS[name](), False)
     check(config, 1)
     assert config.data.seq_len == 4096 and graph_refusal(config, CPU) is None
+
+
+def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each, by rules alone; the models of the bench may be captured in bf16."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    config = ready(MODELS["moe_1b"](), False)
+    model, odd = config.model, replace(config.model.moe, hidden_dim=1020)
+    refused = {
+        "offloaded": replace(config, recompute=CheckpointingPolicy(offload="saved_tensors")),
+        "projections": replace(config, recompute=CheckpointingPolicy(compress=0.25)),
+        "rows each expert": replace(config, precision=PrecisionConfig("fp32")),
+        "how many rows": replace(config, model=replace(model, moe=odd)),
+        "around a token": replace(config, model=replace(model, mtp=MTPConfig(depths=1))),
+        "loss scale": replace(
+            ready(MODELS["dense_1b"](), False), precision=PrecisionConfig("fp16")
+        ),
+        "keeps scales": replace(config, precision=replace(config.precision, fp8="te")),
+        "maxima": replace(config, optim=replace(config.optim, qk_clip=100.0)),
+    }
+    for words, each in refused.items():
+        why = graph_refusal(each, CUDA)
+        assert why is not None and words in why and "\n" not in why, (words, why)
+        assert graph_refusal(each, CPU) is None, "no graph, nothing to refuse"
+    for name in MODELS:
+        assert graph_refusal(ready(MODELS[name](), False), CUDA) is None, name
 
 
 def test_an_error_is_a_line_and_the_next_row_follows(tmp_path: Path) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.precision import BASE, RECORD, TAIL, VARIANTS, Run, lines_of, plan, seed_bound, table
+from bench.precision import (
+    BASE,
+    RECORD,
+    TAIL,
+    VARIANTS,
+    Run,
+    lines_of,
+    measure,
+    plan,
+    seed_bound,
+    table,
+)
 from megacpp.arguments import parse_run
 
 
@@ -37,6 +49,37 @@ def test_the_base_comes_first() -> None:
     assert order[:2] == [(BASE, 1), (BASE, 2)] and len(order) == 2 * len(VARIANTS)
     options.only = ["fp8"]
     assert {run.variant for run in plan(options)} == {BASE, "bf16", "fp8"}
+
+
+def test_what_is_stored_stays_and_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is asked for adds to the record; another number of steps begins a new one."""
+    ran: list[tuple[str, int]] = []
+
+    def trained(run: Run) -> dict[str, Any]:
+        ran.append((run.variant, run.seed))
+        return run_of(run.variant, run.seed, 3.0 + run.seed, [2.0]) | {"tokens": 4, "wall_s": 1}
+
+    monkeypatch.setattr("bench.precision.train", trained)
+    options = argparse.Namespace(seeds=2, steps=3, only=["fp16"], again=False)
+    options.record = tmp_path / "precision.json"
+    measure(options)
+    assert sorted(ran) == [("fp16", 1), ("fp16", 2), (BASE, 1), (BASE, 2)]
+    ran.clear()
+    options.only = ["bf16"]
+    measure(options)
+    assert sorted(ran) == [("bf16", 1), ("bf16", 2)]
+    runs = json.loads(options.record.read_text())["runs"]
+    assert [(r["variant"], r["seed"]) for r in runs] == [
+        (v, seed) for v in (BASE, "bf16", "fp16") for seed in (1, 2)
+    ]
+    ran.clear()
+    measure(argparse.Namespace(**(vars(options) | {"again": True})))
+    assert len(ran) == 4
+    ran.clear()
+    measure(argparse.Namespace(**(vars(options) | {"steps": 5})))
+    assert len(ran) == 4 and len(json.loads(options.record.read_text())["runs"]) == 4
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -50,6 +50,13 @@ def test_unknown_commands_suggest(capsys: pytest.CaptureFixture[str]) -> None:
         assert code == 2 and err.startswith("error: ") and near in err and err.count("\n") == 1
 
 
+def test_the_first_word_of_two_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["data"], ["data", "--help"], ["data", "-h"]):
+        code, out, _ = run(capsys, *words)
+        names = [line.split("  ")[1] for line in out.splitlines()]
+        assert code == 0 and names == ["data prepare", "data inspect"]
+
+
 def test_presets_count_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "presets", "--json")
     rows = {row["preset"]: row for row in json.loads(out)}
@@ -90,6 +97,21 @@ def test_validate_lists_every_broken_rule(capsys: pytest.CaptureFixture[str]) ->
     assert code == 3 and "/nowhere" in out
     code, _, err = run(capsys, "validate", "tiny", "--world", "two")
     assert code == 2 and "whole number" in err
+
+
+def test_validate_reads_what_train_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--fit", "auto"], ["--gradient-checkpointing"], ["--recompute-norms", "false"]):
+        code, out, _ = run(capsys, "validate", "tiny", *words)
+        assert code == 0, out
+    code, out, _ = run(capsys, "validate", "tiny", "--fit", "soon")
+    assert code == 2 and out.startswith("error: memory.fit=soon: ")
+
+
+def test_a_setting_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "show", "tiny")
+    lines = out.split("\n\n", 1)[1].splitlines()
+    assert all(" = " in line and line.endswith(")") for line in lines)
+    assert r"run.sample_prompt = '#pragma once\n\n#include <ATen/'  (default)" in lines
 
 
 def test_doctor_reports_and_two_ranks_meet() -> None:

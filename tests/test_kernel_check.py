@@ -9,7 +9,7 @@ from torch import Tensor
 from megacpp.errors import ConfigError
 from megacpp.kernel_choice import OPERATIONS, Backend, Choice, Operation
 from megacpp.kernel_refusals import always
-from megacpp.kernels import m2rnn
+from megacpp.model import m2rnn
 from megacpp.presets import tiny
 from megacpp.run import kernel_check
 from megacpp.run.kernel_check import (
@@ -37,9 +37,10 @@ def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth too much of every other head: nothing that a loss curve would show."""
     right = m2rnn.m2rnn_chunked
 
-    def wrong(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        y, last = right(*args, **kwargs)
-        return y * torch.where(torch.arange(y.shape[2]) % 2 == 0, 1.001, 1.0)[:, None], last
+    def wrong(*args: Any, backend: str, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        y, last = right(*args, backend=backend, **kwargs)
+        much = 1.001 if backend == "torch" else 1.0
+        return y * torch.where(torch.arange(y.shape[2]) % 2 == 0, much, 1.0)[:, None], last
 
     monkeypatch.setattr(m2rnn, "m2rnn_chunked", wrong)
     backend = OPERATIONS["m2rnn"].backend("torch")
@@ -54,9 +55,10 @@ def test_a_run_starts_with_kernels_that_agree_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(OPERATIONS, "m2rnn", other)
     right, fault = m2rnn.m2rnn_chunked, [1.0]
 
-    def scan(*args: Any, backend: str = "torch", **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        y, last = right(*args, backend="torch", **kwargs)
-        return y * torch.where(torch.arange(y.shape[2]) == 0, fault[0], 1.0)[:, None], last
+    def scan(*args: Any, backend: str, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        y, last = right(*args, **kwargs)
+        much = fault[0] if backend == "other" else 1.0
+        return y * torch.where(torch.arange(y.shape[2]) == 0, much, 1.0)[:, None], last
 
     monkeypatch.setattr(m2rnn, "m2rnn_chunked", scan)
     found = {"m2rnn": Choice("m2rnn", "other", "auto", {})}

@@ -178,7 +178,7 @@ def test_sampling_from_the_run_folder(single: tuple[Path, str]) -> None:
     [
         (["--data.path", "nowhere"], 3, "nowhere"),
         (["--model.vocab-size", "300"], 2, "model.vocab_size=300"),
-        (["--checkpoint.resume", "nowhere"], 4, "nowhere"),
+        (["--checkpoint.resume", "nowhere"], 2, "checkpoint.resume=nowhere"),
         (["--model.dim", "64"], 4, "model.dim=64"),
         (["--run.seed", "7"], 4, "run.seed=7"),
     ],

@@ -32,6 +32,7 @@ COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
         ("mfu", "MFU", ".1%"),
         ("step_s", "step s", ".4f"),
         ("optimizer_s", "optimizer s", ".4f"),
+        ("first_s", "first step s", ".1f"),
         ("allocated_gib", "peak GiB", ".3f"),
         ("reserved_gib", "reserved", ".3f"),
         ("estimate_gib", "estimate", ".3f"),

@@ -144,19 +144,31 @@ class CapturedSteps(Steps):
 
 
 def graph_refusal(config: Config, device: torch.device) -> str | None:
-    """Why forward and backward can't be one CUDA graph; None: they can."""
+    """Why forward and backward can't be one CUDA graph; None: they can.
+
+    A graph repeats kernels with the addresses and numbers that it was captured with: sizes must not
+    change (rows are whole here: a table of documents has another size in each batch), the host must
+    read nothing in between, and no number of its own may change.
+    """
     if device.type != "cuda":
         return None  # the body runs as it is, to see that it does
-    dtype, model = compute_dtype(config.precision, device), config.model
-    if config.recompute.offload != "none":
-        return "what is offloaded waits for copies on other streams"
-    sizes = (model.moe.hidden_dim, model.dim)
+    model, recompute = config.model, config.recompute
+    dtype, sizes = compute_dtype(config.precision, device), (model.moe.hidden_dim, model.dim)
     routed = "E" in block_letters(model.pattern, model.depth)
-    if routed and grouped_backend(device.type, dtype, *sizes) == "loop":
-        return "the host must know how many rows each expert has"
-    if model.mtp.depths or model.ngram.heads or model.engram.layers:
-        return "what is looked up around a token is made on the host"
-    return None
+    looped = routed and grouped_backend(device.type, dtype, *sizes) == "loop"
+    around = model.mtp.depths or model.ngram.heads or model.engram.layers
+    rules = {
+        "what is offloaded waits for copies on other streams": recompute.offload != "none",
+        "the host draws projections of compressed layers anew": recompute.compress,
+        "the host must know how many rows each expert has": looped,
+        "what is looked up around a token is made on the host": around,
+        "the host changes the loss scale of fp16": dtype == torch.float16,
+        "Transformer Engine keeps scales of its own between microbatches": (
+            config.precision.fp8 == "te"
+        ),
+        "the host starts the maxima of QK-clip anew": config.optim.qk_clip,
+    }
+    return next((why for why, holds in rules.items() if holds), None)
 
 
 def made_up(config: Config, packed: bool, seed: int = 0) -> Batch:

@@ -184,6 +184,7 @@ def _fp8() -> Finding:
 def _kernels() -> list[Finding]:
     """Of every operation what `auto` takes for the default preset on this machine, and why."""
     from megacpp.kernel_choice import OPERATIONS, choose
+    from megacpp.kernels.mamba3_library import siso_tuners
     from megacpp.presets import tiny
     from megacpp.run.kernels import host_of
     from parallel.mesh import pick_device
@@ -192,7 +193,15 @@ def _kernels() -> list[Finding]:
     found = []
     for name, choice in choose(tiny(), host).items():
         ways = ", ".join(b.name for b in OPERATIONS[name].backends)
-        found.append(Finding(f"kernels.{name}", True, f"{choice.taken}; there are {ways}"))
+        ok, words = True, f"{choice.taken}; there are {ways}"
+        if choice.backend == "mamba_ssm":
+            try:
+                tries = sum(len(tuner.configs) for tuner in siso_tuners())
+            except ImportError as error:
+                ok, words = False, f"{words}; can't be imported: {error}"
+            else:
+                words += f"; the first call tries {tries} configurations, later runs read what won"
+        found.append(Finding(f"kernels.{name}", ok, words))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megacpp.arguments import parse_run, take_flag, take_int, wants_help
 from megacpp.config import Config
 from megacpp.errors import config_error
+from megacpp.fp8_rules import fp8_line
 from megacpp.rules import tokens_formula
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def mesh_lines(config: Config, size: int, rank: int, coordinates: dict[str, int]
         f"rank {rank}" + (f": {at}" if at else ""),
         tokens_formula(config.train, config.data.seq_len, ranks),
         *(["precision: bf16, as on a GPU (--train.device cpu: fp32)"] if on_a_gpu else []),
+        *textwrap.wrap(" ".join(fp8_line(config)), WIDTH, subsequent_indent="  "),
     ]
 
 

@@ -38,7 +38,8 @@ def explain(argv: Sequence[str]) -> int:
     The model on a mesh, seen from rank R (default 0) of N: where each dim of each parameter lies
     (`[Q_tp·fsdp, D]`: dim Q is cut over tp, then over fsdp), and for each kind of block its
     collectives in the order in which they happen, with the bytes of the larger side. One block of
-    each kind, unless --all. Nothing is started: one process answers for any mesh.
+    each kind (of those in FP8 another one), unless --all. Nothing is started: one process answers
+    for any mesh.
     """
     arguments = list(argv)
     if wants_help(arguments, explain):
@@ -62,14 +63,25 @@ def explain(argv: Sequence[str]) -> int:
 
 
 def _parameters(found: Explanation, every: bool) -> list[str]:
-    rows = [["parameter", "shape", "here", "layout", "bytes here"]]
-    blocks = _blocks(found)
-    shown = {numbers[0] for numbers in blocks.values()}
+    rows = [["parameter", "shape", "here", "layout", "product", "bytes here"]]
+    blocks, in_fp8 = _blocks(found), _in_fp8(found)
+    shown = {
+        number
+        for numbers in blocks.values()
+        for number in (
+            *numbers[:1],
+            *[n for n in numbers if n in in_fp8][:1],
+            *[n for n in numbers if n not in in_fp8][:1],
+        )
+    }
     for line in found.parameters:
         if every or line.block is None or line.block in shown:
             shapes = ("x".join(map(str, shape)) or "()" for shape in (line.shape, line.local_shape))
-            rows.append([line.name, *shapes, line.brackets, f"{line.bytes:,}"])
+            product = "FP8" if line.fp8 else ""
+            rows.append([line.name, *shapes, line.brackets, product, f"{line.bytes:,}"])
     here = sum(line.bytes for line in found.parameters)
+    if not in_fp8:
+        rows = [[*row[:4], row[5]] for row in rows]
     out = table(rows, 4)
     if not every and blocks:
         kinds = ", ".join(f"{len(numbers)} {letter}" for letter, numbers in blocks.items())
@@ -91,10 +103,17 @@ def _blocks(found: Explanation) -> dict[str, list[int]]:
     return blocks
 
 
+def _in_fp8(found: Explanation) -> set[int | None]:
+    """Layers of this rank with something that is multiplied in FP8."""
+    return {line.block for line in found.parameters if line.fp8}
+
+
 def _block(letter: str, found: Explanation, drawn: list[Drawn]) -> list[str]:
     numbers = _blocks(found).get(letter, [])
     plain, *with_more = letter.split("+")
     title = f"{letter}  {', '.join([KINDS[plain], *with_more])}, {len(numbers)} here"
+    if narrow := sum(number in _in_fp8(found) for number in numbers):
+        title += f", {narrow} in FP8"
     if not drawn:
         return [f"{title}: nothing moves"]
     rows = [[title, "", "axis", "dtype", "bytes"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import megacpp
@@ -56,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0
+    group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{arguments[0]} ")}
+    if group and (len(arguments) < 2 or arguments[1] in ("-h", "--help")):
+        print("\n".join(_table(group)))  # `megacpp data`: what there is of it
+        return 0
     if arguments[0] == "--version":
         print(megacpp.__version__)
         return 0
@@ -85,13 +89,16 @@ def _find(arguments: list[str]) -> tuple[Command, list[str]]:
     raise ConfigError(f"command={name}: no such command. Fix: {did_you_mean(name, COMMANDS)}.")
 
 
+def _table(commands: Mapping[str, Command]) -> list[str]:
+    return [f"  {name:14} {command.help}" for name, command in commands.items()]
+
+
 def _help() -> str:
-    lines = [f"  {name:14} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: megacpp COMMAND [options]      (megacpp COMMAND --help explains each)",
             "",
-            *lines,
+            *_table(COMMANDS),
             "",
             "Training itself: torchrun --standalone --nproc-per-node=N train.py PRESET [flags]",
         ]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megacpp.arguments import parse_run, take_flag, take_value, wants_help
 from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
 from megacpp.config import Config
+from megacpp.errors import config_error
+from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.stream import Stream
 
@@ -88,7 +90,8 @@ def trace(argv: Sequence[str]) -> int:
       --timeline  a snapshot for PyTorch's memory viewer (https://pytorch.org/memory_viz)
 
     The model of train.py is run without values, so it takes seconds, whatever the model and the
-    mesh. Precision `auto` is bf16 here, as on a GPU, unless --train.device is cpu. Blocks aren't
+    mesh: in bf16 and with the kernels of a GPU, unless --train.device is cpu. Kernels that can't be
+    followed (compiled FlexAttention, TileLang's) are torch's there, and are named. Blocks aren't
     compiled.
     """
     arguments = list(argv)
@@ -98,6 +101,8 @@ def trace(argv: Sequence[str]) -> int:
     timeline = take_value(arguments, "--timeline", "")
     size, rank = take_world(arguments)
     config = parse_run(arguments, size).config
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    config = as_run(config, device, narrow=device == "cuda")
     from megacpp.cli.trace import trace_step
 
     stream = trace_step(config, size, rank, full)
@@ -105,7 +110,11 @@ def trace(argv: Sequence[str]) -> int:
     if timeline:
         from megacpp.memory.timeline import write_snapshot
 
-        write_snapshot(stream, Path(timeline))
+        try:
+            write_snapshot(stream, Path(timeline))
+        except OSError as error:
+            what = f"is not writable ({error.strerror})"
+            raise config_error("timeline", timeline, what, "give another --timeline") from None
     if as_json:
         print(json.dumps(_content(config, size, rank, found), indent=2))
         return 0
@@ -117,11 +126,14 @@ def trace(argv: Sequence[str]) -> int:
 
 def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, Any]:
     """For machines; all numbers are bytes, or ranks."""
+    from parallel.gpu_stand_ins import traced_kernels
+
     return {
         "preset": config.preset,
         "world": size,
         "rank": rank,
         "mesh": asdict(config.mesh),
+        "kernels": asdict(traced_kernels(config)),
         "rows": config.train.device_batch_size,
         "seq_len": config.data.seq_len,
         **asdict(found),
@@ -142,6 +154,7 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
     largest += [[b.name, b.part, readable(b.bytes)] for b in found.largest]
     return [
         *mesh_lines(config, size, rank, coordinates(config.mesh, size, rank)),
+        f"kernels: {_kernels(config)}",
         f"most at once: {readable(found.peak)}, in {found.where or 'nothing'}; "
         f"between steps: {readable(found.resting)}",
         "",
@@ -151,6 +164,19 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
         "",
         *_moments(found),
     ]
+
+
+def _kernels(config: Config) -> str:
+    """Backends of operations: those counted, and of others what a launch takes instead."""
+    from parallel.gpu_stand_ins import traced_kernels
+
+    found = []
+    for operation, backend in asdict(traced_kernels(config)).items():
+        taken = getattr(config.kernels, operation)
+        if taken != "auto":  # the model has it
+            found.append(f"{operation} {backend}")
+            found[-1] += f" (not {taken})" if taken != backend else ""
+    return ", ".join(found) or "torch"
 
 
 def _moments(found: Found) -> list[str]:

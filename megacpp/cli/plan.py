@@ -23,6 +23,7 @@ from megacpp.arguments import (
 from megacpp.cli.dry_run import readable
 from megacpp.config import Config, MeshConfig
 from megacpp.errors import config_error
+from megacpp.fp8_rules import fp8_line
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
@@ -261,6 +262,7 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
         f"{asked.tokens:,} tokens a step in rows of {seq:,}: {found.considered:,} configurations, "
         f"{len(found.candidates):,} fit; out are",
     ]
+    lines[1:1] = textwrap.wrap(" ".join(fp8_line(asked.config)), WIDTH, subsequent_indent="  ")
     width = max(len(f"{n:,}") for n in found.out.values())
     lines += [f"  {n:>{width},}  {REASONS[name]}" for name, n in found.out.items() if n]
     return lines

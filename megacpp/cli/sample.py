@@ -167,6 +167,8 @@ def load_model(args: SampleArgs, folder: Path) -> HybridLM:
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise config_error("device", device, "there is no GPU here", "write --device auto")
     if args.checkpoint == "final":
         return load_exported(folder, device)
     return load_trained(folder, read_model_config(_config(args.run)["model"]), device)

@@ -92,8 +92,14 @@ def show(argv: Sequence[str]) -> int:
 
 
 def setting_lines(resolved: Resolved) -> list[str]:
-    """Every setting as `key = value  (source)`."""
+    """Every setting as `key = value  (source)`, each on one line."""
     return [
-        f"{key} = {value}  ({resolved.provenance.get(key, 'preset')})"
+        f"{key} = {one_line(value)}  ({resolved.provenance.get(key, 'preset')})"
         for key, value in flatten(resolved.config).items()
     ]
+
+
+def one_line(value: object) -> str:
+    """A value as text; quoted when it is empty or holds a line break."""
+    text = str(value)
+    return text if text and "\n" not in text else repr(text)

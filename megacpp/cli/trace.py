@@ -17,6 +17,7 @@ from checkpointing.recorder import Recorder
 from megacpp.cli.measure import short
 from megacpp.config import Config
 from megacpp.data.batches import Batch
+from megacpp.kernels.backend import set_kernels
 from megacpp.memory.compose import Whole, compose, shallow
 from megacpp.memory.stream import Stream
 from megacpp.model.fp32 import contract_parameters
@@ -35,6 +36,7 @@ from parallel.fake import (
     fake_world,
     planned_model,
 )
+from parallel.gpu_stand_ins import on_gpu, traced_kernels
 from parallel.mesh import World
 
 MICROBATCHES = 2  # the first leaves its gradients, the last reduces them: others are as the first
@@ -102,6 +104,9 @@ class Trainee:
 def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> Stream:
     """Every allocation of one optimizer step of rank `rank` of `size`.
 
+    Of a run on a GPU (train.device=cuda, as megacpp/memory/budget.py settles `auto`) with the
+    kernels that `traced_kernels` says, else with torch's.
+
     The first layer, one of each kind and the last are run, and make up the whole model
     (megacpp/memory/compose.py).
 
@@ -117,13 +122,33 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
     with fake_world(config, size, rank) as world:
         cells: list[int] = []
         model = planned_model(config, world, lambda cut: cells.append(_block_cells(cut)))
-        needed = build_optimizer(model, config, world.holders).transient_bytes()
+        with on_gpu() if _gpu(config) else nullcontext():
+            needed = build_optimizer(model, config, world.holders).transient_bytes()
         reshard, root_cells = _reshards(config, world, cells[0]), _root_cells(model)
     config = replace(config, model=few.model, mesh=replace(config.mesh, reshard=reshard))
     with fake_world(config, size, rank) as world:
         stream, recorder = _traced(config, world, optimizes=False)
         root = root_cells / max(1, _root_cells(recorder.model))
     return compose(stream, Whole(few.parts, root, needed, frozenset(recorder.first_alone)))
+
+
+def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Stream:
+    """Every allocation of a rank from the weights on, for so many steps, of all layers.
+
+    The optimizer's state is made after the first backward, in the gaps that activations left.
+    """
+    config = as_trained(config)
+    with fake_world(config, size, rank) as world:
+        model = planned_model(config, world, prepared(config))
+        with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
+            model.to_empty(device=world.device)
+            model.train()
+            trainee = Trainee.of(model, world, config, FakeBoundary)
+            for step in range(steps):
+                recorder.mark(f"step {step + 1}")
+                trainee.step(config, microbatches(config), recorder.stage)
+            recorder.name_resting(trainee.optimizer)
+            return recorder.stream()
 
 
 def _composes(config: Config) -> bool:
@@ -135,8 +160,9 @@ def _composes(config: Config) -> bool:
 
 def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Stream, Recorder]:
     """All layers of the model of `config`, and the recorder that has seen them run."""
-    model = planned_model(config, world, Keeper(config))
-    with fake_tensors(memory=True, every_chunk=False), Recorder(model) as recorder:
+    model = planned_model(config, world, prepared(config))
+    fake = fake_tensors(memory=True, every_chunk=False, gpu=_gpu(config))
+    with fake, Recorder(model) as recorder:
         model.to_empty(device=world.device)
         model.train()
         trainee = Trainee.of(model, world, config, FakeBoundary)
@@ -147,6 +173,21 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
         recorder.begin(trainee.optimizer)
         trainee.step(config, microbatches(config), recorder.stage, optimizes)
         return recorder.stream(), recorder  # while there is an optimizer, which has its state
+
+
+def prepared(config: Config) -> Callable[[HybridLM], None]:
+    """What is done to the blocks of a traced model before they are sharded."""
+    kernels, keeper = traced_kernels(config), Keeper(config)
+
+    def prepare(model: HybridLM) -> None:
+        set_kernels(model, kernels)
+        keeper(model)
+
+    return prepare
+
+
+def _gpu(config: Config) -> bool:
+    return config.train.device == "cuda"
 
 
 def _reshards(config: Config, world: World, cells: int) -> Literal["auto", "always", "never"]:

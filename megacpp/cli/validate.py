@@ -6,19 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megacpp.arguments import (
-    parse_run,
-    read_flags,
-    replace_keys,
-    take_flag,
-    take_int,
-    wants_help,
-)
+from megacpp.arguments import parse_run, read_run, take_flag, take_int, wants_help
 from megacpp.cli.show import setting_lines
 from megacpp.errors import MegacppError, config_error
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
 from megacpp.memory.fixes import refusal
-from megacpp.presets import preset
 from megacpp.rules import broken
 
 
@@ -59,10 +51,8 @@ def validate(argv: Sequence[str]) -> int:
 
 def _problems(arguments: list[str], world_size: int) -> list[MegacppError]:
     """All broken rules at once; a flag that can't be read stops the list."""
-    left = list(arguments)
-    name = left.pop(0) if left and not left[0].startswith("-") else "tiny"
     try:
-        config = replace_keys(preset(name), dict(read_flags(left)))
+        config, _, _ = read_run(arguments)
     except MegacppError as error:
         return [error]
     return list(broken(config, world_size))

@@ -72,10 +72,11 @@ class Batch:
         ahead_BT = beside(self.labels_BT, self.docs.ids_BT, depth, IGNORED)
         return (ahead_BT != IGNORED).sum()
 
-    def take(self, index_T: Tensor) -> Batch:
-        """Some tokens of every row; the counts stay those of the whole rows."""
+    def take(self, index_T: Tensor, pieces: int = 1) -> Batch:
+        """Some tokens of every row (`Documents.take`); the counts stay those of the whole rows."""
         ids_BT, labels_BT = self.ids_BT[:, index_T], self.labels_BT[:, index_T]
-        return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.take(index_T))
+        docs = self.docs.take(index_T, pieces)
+        return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=docs)
 
 
 class Corpus:
@@ -120,10 +121,6 @@ class Corpus:
     def fingerprint(self) -> str:
         """Short hash of tokens, boundaries and tokenizer."""
         return fingerprint(self.index)
-
-    def rows_for(self, step: int, rows_per_step: int) -> range:
-        """Global rows of optimizer step `step` (the first is 0)."""
-        return range(step * rows_per_step, (step + 1) * rows_per_step)
 
     def split_row(self, global_row: int) -> int:
         """Which row of the training split a global row is; each epoch visits every row once."""

@@ -27,7 +27,7 @@ FORMAT_VERSION = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
-AGAIN = "Fix: run `megacpp data prepare --force`"
+AGAIN = "Fix: run `megacpp data prepare --force` with the --source and --out of this corpus"
 
 
 def token_dtype(vocab_size: int) -> str:

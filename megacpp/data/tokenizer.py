@@ -37,6 +37,7 @@ WORD = (
     r"|[\x00-\x1F\x7F]"
 )
 CACHED_WORDS = 1 << 20
+PREPARE = "prepare the corpus again, with --force"
 
 
 class CodeTokenizer:
@@ -75,11 +76,11 @@ class CodeTokenizer:
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path}: is no tokenizer ({error}). Fix: prepare again.") from None
+            raise DataError(f"{path}: is no tokenizer ({error}). Fix: {PREPARE}.") from None
         wrong = [name for i, name in enumerate(SPECIALS) if inner.token_to_id(name) != i]
         if wrong:
             raise DataError(
-                f"{path}: special ids {' '.join(wrong)} are not in their place. Fix: prepare again."
+                f"{path}: special ids {' '.join(wrong)} are not in their place. Fix: {PREPARE}."
             )
         return CodeTokenizer(inner)
 

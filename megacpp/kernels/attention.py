@@ -103,7 +103,7 @@ def remember(docs: Documents, dtype: torch.dtype, softcap: float | None, backend
 
         block_mask(docs, docs)
     elif backend in VARLEN:
-        assert docs.segments is not None
+        _ = docs.cu_seqlens
     elif backend == "torch" and not docs.whole:
         attention_mask(docs, docs, dtype, softcap)
 

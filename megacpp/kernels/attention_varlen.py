@@ -44,7 +44,7 @@ def varlen_attention(
     B, T, value_dim = *q_BTNH.shape[:2], v_BTKV.shape[-1]
     widest = max(q_BTNH.shape[-1], value_dim)
     q_PNX, k_PKX, v_PKX = (_packed(x, widest) for x in (q_BTNH, k_BTKH, v_BTKV))
-    ends = docs.segments
+    ends = docs.cu_seqlens
     # T is a bound of the longest document that the host knows; later blocks of shorter ones stop
     # at once.
     told: dict[str, Any] = {}

@@ -88,7 +88,12 @@ def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
     """Slots that groups of these sizes have; where the host can't see them, the most they can."""
     if padded_E.device.type == "cpu":
         return int(padded_E.sum())
-    return (copies + min(len(padded_E), copies) * (multiple - 1)) // multiple * multiple
+    return most_slots(len(padded_E), copies, multiple)
+
+
+def most_slots(num_experts: int, copies: int, multiple: int) -> int:
+    """Slots of groups that are padded to a multiple, whatever experts the copies have."""
+    return (copies + min(num_experts, copies) * (multiple - 1)) // multiple * multiple
 
 
 def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:

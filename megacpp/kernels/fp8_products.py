@@ -19,12 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.grouped_mm import Counts, ends_of, outer_products, products, sizes_of
+from megacpp.kernels.grouped_mm import (
+    Counts,
+    either,
+    ends_of,
+    given,
+    outer_products,
+    products,
+    sizes_of,
+)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -88,7 +97,19 @@ def _rounded_by_group(x_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
     """Each expert's slots with a scale for each column."""
     if counts_E is None:
         return rounded(x_SD.unflatten(0, (experts, -1)), 1).flatten(0, 1)
-    return torch.cat([rounded(part, 0) for part in x_SD.split(sizes_of(counts_E, len(x_SD)))])
+    return _rounded_loop(x_SD, *either(counts_E))
+
+
+# An operator of its own, so that tensors without values pass: counts must reach the host.
+@torch.library.custom_op("megacpp::rounded_by_group", mutates_args=())
+def _rounded_loop(x_SD: Tensor, counts_E: Tensor | None, sizes: Sequence[int] | None) -> Tensor:
+    groups = sizes_of(given(counts_E, sizes), len(x_SD))
+    return torch.cat([rounded(part, 0) for part in x_SD.split(groups)])
+
+
+@_rounded_loop.register_fake
+def _(x_SD: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x_SD)
 
 
 # ---- hardware -----------------------------------------------------------------------------------

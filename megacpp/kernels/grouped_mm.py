@@ -12,14 +12,15 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.wanted import wanted_gradients
 from megacpp.model.transfer import listed
 
-Counts = Tensor | Sequence[int] | None  # slots of each expert; None: all have as many
+# Slots of each expert, in order; the last one owns what is left over. None: all have as many, and
+# one batched product does it. One count more than experts is of slots at the end that nobody owns,
+# whose rows come out undefined. A tensor stays where it is as long as the host needn't read it.
+Counts = Tensor | Sequence[int] | None
 
 # A CPU matrix product may round a row differently when the number of rows changes (another kernel,
 # another split of the sum) or when the row falls into a remainder of the tiles. Products of 48 rows
@@ -33,18 +34,6 @@ GPU_ROWS = 16
 def row_multiple(device: torch.device) -> int:
     """Rows that a group is padded to, so that a row's result does not depend on other rows."""
     return CPU_ROWS if device.type == "cpu" else GPU_ROWS
-
-
-def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Counts = None) -> Tensor:
-    """Rows `[S, F]`: each row of `x_SD` times the weight of the expert that owns its slot.
-
-    `counts_E` slots belong to the experts in order and the last expert owns what is left over;
-    without counts every expert has S / E slots, and one batched product does it. One count more
-    than experts is of slots at the end that nobody owns, whose rows come out undefined. Counts in a
-    tensor stay where they are as long as nothing needs them on the host.
-    """
-    x_SD, weight_EFD = autocast(x_SD, weight_EFD)
-    return _Grouped.apply(x_SD, weight_EFD, counts_E)  # type: ignore[return-value]
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -63,7 +52,7 @@ def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
     backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EDF.shape[1:])
     if backend == "grouped_mm" and len(x_SD) > 0:
         return F.grouped_mm(x_SD, weight_EDF, offs=ends_of(counts_E, x_SD, len(weight_EDF)))
-    return _loop(x_SD, weight_EDF, *_either(counts_E))
+    return _loop(x_SD, weight_EDF, *either(counts_E))
 
 
 def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
@@ -78,7 +67,7 @@ def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts:
     backend = grouped_backend(right_SD.device.type, right_SD.dtype, *sizes)
     if backend == "grouped_mm" and len(right_SD) > 0:
         return F.grouped_mm(left_SF.mT, right_SD, offs=ends_of(counts_E, right_SD, experts))
-    return _outer_loop(left_SF, right_SD, *_either(counts_E), experts)
+    return _outer_loop(left_SF, right_SD, *either(counts_E), experts)
 
 
 def grouped_backend(
@@ -89,14 +78,6 @@ def grouped_backend(
     aligned = out_features % 8 == 0 and in_features % 8 == 0
     on_gpu = device_type == "cuda" and dtype == torch.bfloat16
     return "grouped_mm" if on_gpu and aligned else "loop"
-
-
-def grouped_linear_reference(
-    x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor | Sequence[int]
-) -> Tensor:
-    """The definition of `grouped_linear`: one expert after another."""
-    parts = x_SD.split(sizes_of(counts_E, len(x_SD)))
-    return torch.cat([F.linear(x, w_FD) for x, w_FD in zip(parts, weight_EFD, strict=True)])
 
 
 def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tensor:
@@ -112,7 +93,7 @@ def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Ten
     return end_E
 
 
-def _either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] | None]:
+def either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] | None]:
     """An operator's schema has no type for a tensor or a list."""
     return (counts_E, None) if isinstance(counts_E, Tensor) else (None, list(counts_E))
 
@@ -124,25 +105,6 @@ def sizes_of(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
     return sizes
 
 
-class _Grouped(torch.autograd.Function):
-    """Keeps its two inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, weight_EFD: Tensor, counts_E: Counts) -> Tensor:
-        ctx.save_for_backward(x_SD, weight_EFD)
-        ctx.counts = counts_E
-        return products(x_SD, weight_EFD.mT, counts_E)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_SD, weight_EFD = ctx.saved_tensors
-        grad_SF, counts_E, wanted = grads[0].contiguous(), ctx.counts, wanted_gradients(ctx)
-        grad_x = products(grad_SF, weight_EFD, counts_E) if wanted[0] else None
-        grad_w = outer_products(grad_SF, x_SD, counts_E, len(weight_EFD)) if wanted[1] else None
-        return grad_x, grad_w, None
-
-
 # Operators of their own, so that tensors without values pass, and so that a compiler need not look
 # inside: their shapes follow from those of the inputs, what they do from counts.
 @torch.library.custom_op("megacpp::expert_products", mutates_args=())
@@ -152,7 +114,7 @@ def _loop(
     """`x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
     y_SF = x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
     most = CPU_ROWS if x_SD.device.type == "cpu" else max(1, len(x_SD))
-    groups = sizes_of(_given(counts_E, sizes), len(x_SD))
+    groups = sizes_of(given(counts_E, sizes), len(x_SD))
     cuts = [[min(most, size - i) for i in range(0, size, most)] for size in groups]
     flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
@@ -172,14 +134,14 @@ def _outer_loop(
     experts: int,
 ) -> Tensor:
     y_EFD = right_SD.new_empty(experts, left_SF.shape[1], right_SD.shape[1])
-    groups = sizes_of(_given(counts_E, sizes), len(right_SD))
+    groups = sizes_of(given(counts_E, sizes), len(right_SD))
     parts = zip(left_SF.split(groups), right_SD.split(groups), y_EFD)  # noqa: B905 - as above
     for left, right, out_FD in parts:
         torch.mm(left.T, right, out=out_FD)
     return y_EFD
 
 
-def _given(counts_E: Tensor | None, sizes: Sequence[int] | None) -> Tensor | Sequence[int]:
+def given(counts_E: Tensor | None, sizes: Sequence[int] | None) -> Tensor | Sequence[int]:
     given = sizes if counts_E is None else counts_E
     assert given is not None
     return given

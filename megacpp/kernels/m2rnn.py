@@ -30,7 +30,6 @@ __all__ = [
     "StateClip",
     "m2rnn_carried",
     "m2rnn_chunked",
-    "m2rnn_scan",
     "m2rnn_sequential",
     "m2rnn_step",
 ]
@@ -114,13 +113,16 @@ def m2rnn_chunked(
     *,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
-    """`m2rnn_sequential` with a hand-derived backward and T / chunk_size kept states.
+    """`m2rnn_sequential` with a hand-derived backward and T / chunk_size kept states, by a backend
+    of `m2rnn` (megacpp/kernel_choice.py): `torch`, `triton`, or the `reference` itself.
 
     Keeps for backward its inputs and states `[T / chunk_size, N, B, K, V]`, from which backward
     runs each chunk again; with `keep_states` states and tanh of every token instead, twice
     `[T, N, B, K, V]`, and nothing runs again. `final_states=False` returns None for them: with
     packed documents their number must be read from the device.
     """
+    if backend == "reference":
+        return m2rnn_sequential(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
     plan = Plan(
         sequences_of(docs, v_BTNV),
@@ -138,28 +140,6 @@ def m2rnn_chunked(
         )
 
 
-def m2rnn_scan(
-    q_BTNK: Tensor,
-    k_BTNK: Tensor,
-    v_BTNV: Tensor,
-    f_BTN: Tensor,
-    w_NVV: Tensor,
-    docs: Documents | None = None,
-    initial_SNKV: Tensor | None = None,
-    clip: StateClip | None = None,
-    chunk_size: int = 64,
-    final_states: bool = True,
-    keep_states: bool = False,
-    *,
-    backend: str = "torch",
-) -> tuple[Tensor, Tensor | None]:
-    """`m2rnn_chunked`, or the same by another backend of `m2rnn` (megacpp/kernel_choice.py)."""
-    given = (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
-    if backend == "reference":
-        return m2rnn_sequential(*given)
-    return m2rnn_chunked(*given, chunk_size, final_states, keep_states, backend=backend)
-
-
 def m2rnn_carried(
     q_BTNK: Tensor,
     k_BTNK: Tensor,
@@ -174,7 +154,7 @@ def m2rnn_carried(
     *,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """`m2rnn_scan` for a part of each row: a state enters on its left, one leaves on its right.
+    """`m2rnn_chunked` for a part of each row: a state enters on its left, one leaves on its right.
 
     The first token of a row sees `entering`, whatever `docs` says. Both states `[B, N, K, V]` have
     the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the

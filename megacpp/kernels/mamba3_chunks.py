@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.kernels.chunk_carry import carried_sum
 from megacpp.kernels.mamba3_inputs import (
     HeadWeights,
     Mamba3State,
@@ -30,7 +31,6 @@ from megacpp.kernels.mamba3_inputs import (
 from megacpp.kernels.mamba3_ops import (
     Chunks,
     bias_and_rotate,
-    carried_sum,
     ranks,
     segmented_cumsum,
 )

@@ -139,6 +139,7 @@ class Mamba3State:
 
 
 _FIELDS = fields(Mamba3State)
+_WEIGHTS = tuple(f.name for f in fields(HeadWeights))
 
 
 def _kept(x: Tensor, keep_B: Tensor) -> Tensor:
@@ -147,8 +148,8 @@ def _kept(x: Tensor, keep_B: Tensor) -> Tensor:
 
 def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:
     """A bug elsewhere, not a setting: something of the fp32 contract came in narrower."""
-    checked = {"ADT": inputs.ADT, "DT": inputs.DT, **vars(weights)}
-    for name, x in checked.items():
+    named = [(name, getattr(weights, name)) for name in _WEIGHTS]  # torch 2.11 compiles no `vars`
+    for name, x in [("ADT", inputs.ADT), ("DT", inputs.DT), *named]:
         if isinstance(x, Tensor):
             assert x.dtype in (torch.float32, torch.float64), f"Mamba-3 scan: {name} is {x.dtype}"
 

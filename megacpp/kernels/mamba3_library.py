@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ from megacpp.model.fp32 import wide
 
 Kernel = Callable[..., Any]
 
+TRITON = "mamba_ssm.ops.triton.mamba3"
 MOST_SEQUENCES = 65_535  # of a batch: the last dim of a CUDA grid
 
 
@@ -68,7 +71,17 @@ def mamba3_library(
 
 def siso_kernel() -> Kernel:
     """`mamba3_siso_combined`."""
-    return _imported("mamba_ssm.ops.triton.mamba3.mamba3_siso_combined").mamba3_siso_combined
+    return _imported(f"{TRITON}.mamba3_siso_combined").mamba3_siso_combined
+
+
+def siso_tuners() -> list[Any]:
+    """Triton's autotuners of the SISO kernels: the first call of each tries its `configs`."""
+    from triton.runtime.autotuner import Autotuner
+
+    siso_kernel()
+    modules = [sys.modules[f"{TRITON}.{name}"] for name in ("mamba3_siso_fwd", "mamba3_siso_bwd")]
+    modules.append(sys.modules[f"{TRITON}.angle_dt"])
+    return [x for module in modules for x in vars(module).values() if isinstance(x, Autotuner)]
 
 
 def mimo_kernel() -> Kernel:
@@ -126,8 +139,8 @@ def mimo_scan(
     """
     _check(inputs, weights)
     assert weights.mimo_x is not None and weights.mimo_z is not None
-    laid, (B, T, H, P) = Laid.of(docs), inputs.V.shape
-    fused = weights.norm is None and initial is None
+    (B, T, H, P), fused = inputs.V.shape, weights.norm is None and initial is None
+    laid = Laid.of(docs, chunk_size)
     N, A = inputs.Q.shape[-1], inputs.Angles.shape[-1]
     y_1LRHP = kernel(
         Q=laid.tokens(inputs.Q),
@@ -170,16 +183,20 @@ class Laid:
     first_B: Tensor | None
 
     @staticmethod
-    def of(docs: Documents) -> Laid:
-        """Of a batch, made once. A row's first token starts a sequence, whatever came before."""
-        return docs.memo("mamba3 laid", lambda: Laid._make(docs))
+    def of(docs: Documents, chunk_size: int = 1) -> Laid:
+        """Of a batch, made once. A row's first token starts a sequence, whatever came before.
+
+        Whole rows are packed where chunks don't divide them: the kernels for MIMO that take rows
+        as they are have no backward for the rest of one.
+        """
+        as_they_are = docs.whole and docs.ids_BT.shape[1] % chunk_size == 0
+        return docs.memo(("mamba3 laid", as_they_are), lambda: Laid._make(docs, as_they_are))
 
     @staticmethod
-    def _make(docs: Documents) -> Laid:
-        if docs.whole:
+    def _make(docs: Documents, as_they_are: bool) -> Laid:
+        if as_they_are:
             return Laid(None, None)
-        cu_seqlens = docs.cu_seqlens
-        B, T = docs.ids_BT.shape
+        (B, T), cu_seqlens = docs.ids_BT.shape, docs.cu_seqlens
         row_starts_B = torch.arange(B, device=cu_seqlens.device, dtype=torch.int32) * T
         return Laid(cu_seqlens, torch.searchsorted(cu_seqlens, row_starts_B))
 
@@ -231,13 +248,32 @@ def _imported(name: str) -> Any:
     can be imported without.
     """
     package = "mamba_ssm"
-    if package in sys.modules or name in sys.modules:
-        return importlib.import_module(name)
+    if name in sys.modules:
+        return sys.modules[name]
+    if package in sys.modules:
+        with _measured_once():
+            return importlib.import_module(name)
     spec = importlib.util.find_spec(package)
     if spec is None:
         raise ModuleNotFoundError(f"{package} is not installed", name=package)
     sys.modules[package] = importlib.util.module_from_spec(spec)
     try:
-        return importlib.import_module(name)
+        with _measured_once():
+            return importlib.import_module(name)
     finally:
         del sys.modules[package]  # whoever imports the package gets all of it
+
+
+@contextmanager
+def _measured_once() -> Iterator[None]:
+    """Triton's autotuners that are made inside keep what they measured, in Triton's cache on disk.
+
+    By itself every process measures again, and another one may win. A tuner reads the switch when
+    it is made (Triton 3.4 on); who has set TRITON_CACHE_AUTOTUNING is heeded.
+    """
+    from triton import knobs
+
+    with knobs.autotuning.scope():
+        if "TRITON_CACHE_AUTOTUNING" not in os.environ:
+            knobs.autotuning.cache = True
+        yield

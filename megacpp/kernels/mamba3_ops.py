@@ -78,22 +78,6 @@ def segmented_cumsum(x_BHJAC: Tensor, chunks: Chunks) -> Tensor:
     return _SegmentedCumsum.apply(x_BHJAC, [(k, chunks.same(k)[:, None, :, None]) for k in lags])  # type: ignore[return-value]
 
 
-def carried_sum(total_BHJA: Tensor, passes_BJ: Tensor, first_BHA: Tensor | None) -> Tensor:
-    """What enters each chunk, when chunk j adds `total` to whatever `passes` through it.
-
-    In fp64: the angle of a long document grows to thousands of radians, and only its remainder
-    modulo 2 pi matters.
-    """
-    entering = total_BHJA.new_zeros(total_BHJA[:, :, 0].shape, dtype=torch.float64)
-    entering = entering if first_BHA is None else first_BHA.double()
-    all_entering = [entering]
-    for j in range(total_BHJA.shape[2] - 1):
-        kept = torch.where(passes_BJ[:, j, None, None], entering, 0.0)
-        entering = kept + total_BHJA[:, :, j]
-        all_entering.append(entering)
-    return torch.stack(all_entering, 2)
-
-
 def bias_and_rotate(
     q_BGJNRC: Tensor,
     k_BGJNRC: Tensor,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacpp.kernels.chunk_carry import carry
 from megacpp.kernels.mamba3_ops import Chunks
 from megacpp.model.fp32 import wide
 
@@ -86,14 +87,10 @@ class _ChunkScan(torch.autograd.Function):
         y_MXP = wide(_weights(q, k, gamma, D, inside_BHJCC)[0].to(v.dtype) @ v_MXP)
         del inside_BHJCC
         decays = _Decays.of(sums, log_scale, chunks)
-        states = sums.new_empty(*sums.shape[:2], sums.shape[2] + 1, k.shape[3], v.shape[-1])
-        states[:, :, 0] = first
         added_MNP = _times(k, decays.until_end_BHJC).view_as(k_MNX) @ v_MXP
-        states[:, :, 1:] = added_MNP.view_as(states[:, :, 1:])
+        across_BHJ = decays.across_BHJ
+        states = carry(added_MNP.unflatten(0, across_BHJ.shape), across_BHJ, first, False)
         del added_MNP
-        for j in range(sums.shape[2]):
-            across_BH11 = decays.across_BHJ[:, :, j, None, None]
-            states[:, :, j + 1].addcmul_(across_BH11, states[:, :, j])
         carried_MXP = q_MNX.mT @ _entering(states, v.dtype)
         y_MXP.addcmul_(_rows(decays.since_start_BHJC, q), wide(carried_MXP))
         ctx.save_for_backward(q, k, v, sums, log_scale, gamma, D, states)
@@ -137,8 +134,11 @@ def _backward(
     dread_MNX = _entering(states, dtype) @ dcarried_MXP.mT
     dq_MNX = torch.baddbmm(dread_MNX, k_MNX, dscores_MXX.mT)
     del dread_MNX, dscores_MXX
-    dstates = _through_states(q_MNX @ dcarried_MXP, dlast_BHNP, decays.across_BHJ)
-    del dcarried_MXP
+    across_BHJ = decays.across_BHJ
+    dentering_BHJNP = (q_MNX @ dcarried_MXP).unflatten(0, across_BHJ.shape)
+    # Of the state in front of each chunk and of the one after the last.
+    dstates = carry(dentering_BHJNP, across_BHJ, dlast_BHNP, True)
+    del dentering_BHJNP, dcarried_MXP
     dadded_MNP = dstates[:, :, 1:].to(dtype).flatten(0, 2)
     dk_end = (dadded_MNP @ v_MXP.mT).view(k.shape)
     dk = dk_MNX.view(k.shape).addcmul_(dk_end, _columns(decays.until_end_BHJC).to(dtype))
@@ -180,17 +180,6 @@ def _inside_chunks(
     down_BHJRRC = (down_BHJRRC * gamma[:, :, :, None, None]).to(dtype)
     dweights.mul_(_over_ranks(inside_BHJCC))
     return dv_MXP, dweights_MXX, down_BHJRRC, dgamma, dD
-
-
-def _through_states(dentering_MNP: Tensor, dlast_BHNP: Tensor, across_BHJ: Tensor) -> Tensor:
-    """Gradients of the state in front of each chunk and after the last, `[B, H, J + 1, N, P]`."""
-    B, H, J = across_BHJ.shape
-    dstates = dlast_BHNP.new_empty(B, H, J + 1, *dlast_BHNP.shape[2:])
-    dstates[:, :, -1] = dlast_BHNP
-    dstates[:, :, :-1] = dentering_MNP.unflatten(0, (B, H, J))
-    for j in reversed(range(J)):
-        dstates[:, :, j].addcmul_(across_BHJ[:, :, j, None, None], dstates[:, :, j + 1])
-    return dstates
 
 
 def _inside(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> Tensor:

@@ -30,15 +30,18 @@ def runtime_bytes(config: Config, size: int) -> int:
     return CONTEXT_BYTES + WORKSPACE_BYTES + communicators(config.mesh, size) * COMMUNICATOR_BYTES
 
 
-def overhead_bytes(config: Config, tensors: int, beside: int) -> tuple[int, int]:
+def overhead_bytes(
+    config: Config, tensors: int, beside: int, temporary: int = 0
+) -> tuple[int, int]:
     """What the allocator reserves beyond `tensors` bytes: expected, and at most.
 
     Args:
-        beside: in pools of other streams (megacpp/memory/allocator.py).
+        beside: in pools of other streams; `temporary`: of the fullest layer
+            (megacpp/memory/allocator.py).
     """
     if not on_gpu(config):
         return 0, 0
-    return allocator_overhead(tensors, config.memory.expandable_segments, beside)
+    return allocator_overhead(tensors, config.memory.expandable_segments, beside, temporary)
 
 
 def communicators(mesh: MeshConfig, size: int) -> int:

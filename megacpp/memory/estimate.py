@@ -12,7 +12,7 @@ trainer's own model; `estimate_memory` takes plain numbers instead of a configur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megacpp.config import (
@@ -26,11 +26,11 @@ from megacpp.config import (
 )
 from megacpp.errors import config_error
 from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
+from megacpp.memory.forms.activation_mamba3 import DOCUMENT
 from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
-from megacpp.model.choices import null_copies
 from megacpp.model.stages import SPLIT_BACKWARD
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
@@ -109,13 +109,15 @@ def estimate(
     """
     found = step_bytes(config, size, rank)
     most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
-    if uneven(config):
-        most = max(most, step_bytes(config, size, rank, most=True).most)
+    temporary = found.temporary
+    if uneven(config) or cut_by_documents(config):
+        fullest = step_bytes(config, size, rank, most=True)
+        most, temporary = max(most, fullest.most), max(temporary, fullest.temporary)
     most += margin(config, most)
     runtime = runtime_bytes(config, size)
     overhead, _ = overhead_bytes(config, found.most, found.beside)
     components = {**found.components, "runtime_reserved": runtime, "allocator_overhead": overhead}
-    upper = most + runtime + overhead_bytes(config, most, found.beside)[1]
+    upper = most + runtime + overhead_bytes(config, most, found.beside, temporary)[1]
     return MemoryEstimate(
         {name: size for name, size in components.items() if size},
         detail_of(config, size, rank) if detail else {},
@@ -134,6 +136,12 @@ def uneven(config: Config) -> bool:
     return "E" in config.model.pattern.upper() and config.model.moe.capacity_factor is None
 
 
+def cut_by_documents(config: Config) -> bool:
+    """A scan keeps more of rows that hold more documents, whose number is data."""
+    kernel = config.kernels.mamba3 in ("mamba_ssm", "tilelang")
+    return "M" in config.model.pattern.upper() and kernel
+
+
 def margin(config: Config, tensors: int) -> int:
     """What the closed forms may be under a trace by: half a percent, three with a pipeline."""
     return tensors * (6 if config.mesh.pp > 1 else 1) // 200 + (1 << 20)
@@ -141,13 +149,14 @@ def margin(config: Config, tensors: int) -> int:
 
 def assumptions(config: Config) -> tuple[str, ...]:
     """What the figures rest on."""
-    found = ["kernels as on a CPU: what they keep and need is what a trace of the model shows"]
-    if config.kernels.mamba3 in ("mamba_ssm", "tilelang"):
-        found.append("M blocks: what mamba-ssm's kernels keep and allocate, by their source")
+    named = ", ".join(f"{k} {v}" for k, v in asdict(config.kernels).items() if v != "auto")
+    found = [f"kernels ({named or 'torch'}): what they keep and allocate, as a trace shows"]
+    if cut_by_documents(config):
+        found.append(
+            f"M blocks: one document of {DOCUMENT:,} tokens; the upper bound: one for each chunk"
+        )
     if uneven(config):
         found.append("every expert gets as many tokens; the upper bound: one rank gets all it can")
-    if uneven(config) and null_copies(config.model.moe) and config.mesh.ep == 1 and on_gpu(config):
-        found.append("null experts: without mesh.ep a GPU has rows for all slots: the upper bound")
     attends = config.kernels.attention
     if config.data.seq_len and "A" in config.model.pattern.upper() and attends in ("auto", "torch"):
         found.append("rows hold several documents: attention has one mask a microbatch")
@@ -160,7 +169,7 @@ def assumptions(config: Config) -> tuple[str, ...]:
         found.append(f"{config.mesh.pp_schedule}: microbatches in flight as many as there can be")
     if config.precision.fp8 != "off":
         found.append("FP8: what layers round before a product, in fp32 and scaled: an upper bound")
-    found += [f"{name} isn't counted" for name in not_counted(config)]
+    found += [f"{name} isn't counted: as without it" for name in not_counted(config)]
     return tuple(found)
 
 

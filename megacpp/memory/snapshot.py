@@ -346,18 +346,19 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         values = json.loads(path.read_text())
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}. Fix: give two files of RUN/memory.") from None
+        what = (error.strerror or type(error).__name__).lower()
+        raise DataError(f"snapshot={path}: {what}. Fix: give two files of RUN/memory.") from None
     except ValueError:
         values = None
     if not isinstance(values, dict) or values.pop("megacpp_snapshot", None) != VERSION:
         raise DataError(
-            f"{path}: no snapshot of megacpp. Fix: give two files of RUN/memory; a pickle of "
+            f"snapshot={path}: not one of megacpp. Fix: give two files of RUN/memory; a pickle of "
             "PyTorch is not read, because reading one runs what it says."
         )
     try:
         return _checked(values)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: damaged snapshot ({error}). Fix: give another one.") from None
+        raise DataError(f"snapshot={path}: is damaged ({error}). Fix: give another one.") from None
 
 
 def _checked(values: dict[str, Any]) -> Snapshot:

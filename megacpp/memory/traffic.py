@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megacpp.config import Config
+from megacpp.fp8_rules import fp8_weights
 from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
@@ -23,7 +24,7 @@ from megacpp.model.choices import columns
 from megacpp.model.engram_sizes import memory_width
 from megacpp.model.pieces import BLOCK, pieces_of
 from megacpp.model.sizes import m2rnn_heads, ngram_width
-from megacpp.model.stages import SPLIT_BACKWARD
+from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
 from megacpp.model.stream_groups import stream_groups
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
@@ -70,7 +71,7 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
         kinds = [kind for stage in stages for kind in stage]
         again = _run_again(own, kinds)
         for found in (
-            _data_axes(own, place, stages),
+            _data_axes(own, place, stages, _gathered_in_fp8(config, size, rank)),
             _tensor_axis(own, place, kinds, again),
             _expert_axis(own, kinds, again),
             _context_axis(own, kinds, again),
@@ -82,12 +83,26 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
     return Traffic(dict(+parts))
 
 
-def _data_axes(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
+def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
+    """Of each layer of a rank, in order, the weights that travel in FP8."""
+    mesh, found = config.mesh, fp8_weights(config) if config.precision.fp8_all_gather else {}
+    layers = range(config.model.depth)
+    if mesh.pp > 1:
+        parts = stage_parts(config.model, mesh, rank // (size // mesh.pp))
+        layers = [layer for part in parts for layer in part.layers]
+    return [found.get(layer, frozenset()) for layer in layers]
+
+
+def _data_axes(
+    own: Share, place: Place, stages: Stages, in_fp8: Sequence[frozenset[str]]
+) -> Iterator[Sent]:
     """Parameters gathered for products, gradients reduced: units of FSDP2."""
+    layers = iter(in_fp8)
     config, mesh = own.config, own.config.mesh
     times = config.train.grad_accum if config.train.gradient_sync == "each" else 1
     again = _gathers_again(own, place, stages)
     for kind in (kind for stage in stages for kind in stage):
+        eight = next(layers) if kind[0] in "AEMRF" else ()
         if kind == "head" and config.model.tie_embeddings and any("embed" in s for s in stages):
             continue
         for weight in weights(config.model, kind, config.recompute.compress):
@@ -101,7 +116,7 @@ def _data_axes(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
             axis = "dp_replicate" if one else "efsdp" if experts else "fsdp"
             numbers = held(weight, place).padded * shards
             gathers = 1 if weight.wide else _gathers(config, kind, again, weight)
-            itemsize = own.wide if weight.wide else own.compute
+            itemsize = own.wide if weight.wide else 1 if weight.name in eight else own.compute
             yield axis, "parameters", numbers * gathers * itemsize
             yield axis, "gradients", numbers * times * own.wide
             if mesh.dp_replicate > 1 and not one:

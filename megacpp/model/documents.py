@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -27,10 +27,10 @@ class Documents:
         whole: every row is one document, so that mixers may take their unmasked fast path.
         row: of a part of the tokens (`take`), the documents of the whole rows; else None.
         index_T: of a part, the positions in the row of its tokens; else None.
+        pieces: of a part, the equal pieces that a row of it has, each of which starts a sequence.
         tokens_BT: int64 ids of whole rows, where something reads tokens beside its own.
         labels_BT: labels of whole rows, likewise.
-        first_BM: int32, where the documents of each whole row start, and T where a row has fewer
-            than M: made while the host could still see them (`to`), so that nothing waits later.
+        boundaries: `cu_seqlens`, if they were found where the host could see them (`to`).
     """
 
     ids_BT: Tensor
@@ -38,9 +38,10 @@ class Documents:
     whole: bool = False
     row: Documents | None = None
     index_T: Tensor | None = None
+    pieces: int = 1
     tokens_BT: Tensor | None = None
     labels_BT: Tensor | None = None
-    first_BM: Tensor | None = None
+    boundaries: Tensor | None = None
 
     def __post_init__(self) -> None:
         # No field: FSDP2 looks for tensors in the fields of what a module is given, and a part
@@ -87,20 +88,14 @@ class Documents:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """int32 boundaries of all documents of the flattened batch `[B * T]` (library kernels).
+        """int32 boundaries `[0, ..., B * T]` of all documents of the flattened batch.
 
-        The start of a row is one too, and in a part of the tokens wherever some are left out.
-        Found on the host where the documents came from (`to`): a device would be waited for.
+        The start of a row, or of a piece, is one too, and in a part of the tokens wherever some are
+        left out. A device is waited for, unless rows are whole or came from the host by `to`.
         """
+        if self.boundaries is not None:
+            return self.boundaries
         return self.memo("cu_seqlens", self._cu_seqlens)
-
-    @property
-    def segments(self) -> Tensor:
-        """int32 boundaries `[0, ..., B * T]` as `cu_seqlens`, with empty documents among them.
-
-        Without waiting for a device, if the rows are whole or came from the host by `to`.
-        """
-        return self.memo("segments", self._segments)
 
     def memo(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """`make()` once per batch and key: masks and angles that every layer shares."""
@@ -129,14 +124,14 @@ class Documents:
         if self.row is not None:
             self.row.forget()
 
-    def take(self, index_T: Tensor) -> Documents:
+    def take(self, index_T: Tensor, pieces: int = 1) -> Documents:
         """Some tokens of every row, in the order of `index_T`; ids and positions stay those of
         the row, which the part remembers. A part of a part is a part of the row."""
         if self.row is not None:
             assert self.index_T is not None
-            return self.row.take(self.index_T[index_T])
+            return self.row.take(self.index_T[index_T], pieces)
         ids_BT, positions_BT = self.ids_BT[:, index_T], self.positions_BT[:, index_T]
-        return Documents(ids_BT, positions_BT, False, self, index_T)
+        return Documents(ids_BT, positions_BT, False, self, index_T, pieces)
 
     def with_tokens(self, tokens_BT: Tensor, labels_BT: Tensor) -> Documents:
         """The same boundaries, and what stands in the rows (of whole rows; nothing is remembered
@@ -156,36 +151,11 @@ class Documents:
         return self._beside("labels_BT", by, fill)
 
     def to(self, device: torch.device | str) -> Documents:
-        """The same boundaries on another device."""
-
-        def moved(x: Tensor | None) -> Tensor | None:
-            return None if x is None else to_device(x, device)
-
-        there = Documents(
-            to_device(self.ids_BT, device),
-            to_device(self.positions_BT, device),
-            self.whole,
-            None if self.row is None else self.row.to(device),
-            moved(self.index_T),
-            moved(self.tokens_BT),
-            moved(self.labels_BT),
-            moved(self.first_for(device)),
-        )
-        if self.ids_BT.device.type == "cpu" != there.ids_BT.device.type:
-            there.note("host", self)
-        return there
-
-    def first_for(self, device: torch.device | str) -> Tensor | None:
-        """`first_BM`, made now if this is the last time that the host sees the documents."""
-        leaves = self.ids_BT.device.type == "cpu" and torch.device(device).type != "cpu"
-        if not leaves or self.first_BM is not None or self.whole or self.row is not None:
-            return self.first_BM
-        starts_BT, T = self.starts_BT, self.ids_BT.shape[1]
-        place_BT = starts_BT.cumsum(1) - 1
-        row_N, token_N = starts_BT.nonzero(as_tuple=True)
-        first_BM = torch.full((len(starts_BT), int(place_BT.max()) + 1), T, dtype=torch.int32)
-        first_BM[row_N, place_BT[row_N, token_N]] = token_N.to(torch.int32)
-        return first_BM
+        """The same boundaries on another device, with what only the host finds without waiting."""
+        leaves = self.ids_BT.device.type == "cpu" != torch.device(device).type
+        here = replace(self, boundaries=self.cu_seqlens) if leaves and not self.whole else self
+        there = {k: to_device(x, device) for k, x in vars(here).items() if isinstance(x, Tensor)}
+        return replace(here, row=None if self.row is None else self.row.to(device), **there)
 
     def _beside(self, what: Literal["tokens_BT", "labels_BT"], by: int, fill: int) -> Tensor:
         row = self if self.row is None else self.row
@@ -194,24 +164,16 @@ class Documents:
         found_BT = beside(values_BT, row.ids_BT, by, fill)
         return found_BT if self.index_T is None else found_BT[:, self.index_T]
 
-    def _segments(self) -> Tensor:
+    def _cu_seqlens(self) -> Tensor:
         (B, T), device = self.ids_BT.shape, self.ids_BT.device
         if self.whole:
             return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
-        if self.first_BM is None:
-            return self.cu_seqlens
-        row_B1 = torch.arange(0, B * T, T, dtype=torch.int32, device=device)[:, None]
-        return torch.nn.functional.pad((self.first_BM + row_B1).flatten(), (0, 1), value=B * T)
-
-    def _cu_seqlens(self) -> Tensor:
-        host: Documents | None = vars(self)["_memo"].get("host")
-        if host is not None:
-            return host.cu_seqlens.to(self.ids_BT.device)
         next_BT = self.positions_BT[:, 1:] == self.positions_BT[:, :-1] + 1
         follows_BT = next_BT & (self.ids_BT[:, 1:] == self.ids_BT[:, :-1])
         starts_BT = ~torch.nn.functional.pad(follows_BT, (1, 0), value=False)
+        starts_BT[:, :: T // self.pieces] = True
         starts = starts_BT.flatten().nonzero().flatten()
-        return torch.nn.functional.pad(starts, (0, 1), value=self.ids_BT.numel()).to(torch.int32)
+        return torch.nn.functional.pad(starts, (0, 1), value=B * T).to(torch.int32)
 
 
 def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tensor:
@@ -225,16 +187,6 @@ def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tenso
     same_BT = documents_BT[:, here] == documents_BT[:, there]
     moved_BT[:, here] = torch.where(same_BT, values_BT[:, there], fill)
     return moved_BT
-
-
-def stacked_first(parts: Sequence[Documents], device: torch.device) -> Tensor | None:
-    """`first_BM` of rows of several batches, one below the other; None if one doesn't know it."""
-    known = [x for docs in parts if (x := docs.first_for(device)) is not None]
-    if len(known) < len(parts):
-        return None
-    most, T = max(x.shape[1] for x in known), parts[0].ids_BT.shape[1]
-    pad = torch.nn.functional.pad
-    return torch.cat([pad(x, (0, most - x.shape[1]), value=T) for x in known])
 
 
 def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:

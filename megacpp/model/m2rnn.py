@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megacpp.config import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
-from megacpp.kernels.m2rnn import StateClip, m2rnn_scan, m2rnn_step
+from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_step
 from megacpp.kernels.recurrent_gates import gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract, wide
@@ -134,7 +134,7 @@ class M2RNN(Fp32Contract):
         docs: Documents | None,
     ) -> Tensor:
         """The recurrence `[B, T, N, V]`: where all tokens of a document meet."""
-        y_BTNV, _ = m2rnn_scan(
+        y_BTNV, _ = m2rnn_chunked(
             q_BTNK,
             k_BTNK,
             v_BTNV,

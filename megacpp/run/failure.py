@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -10,10 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megacpp.arguments import Resolved, exit_on_error
-from megacpp.errors import DataError, MegacppError
+from megacpp.errors import DataError, MegacppError, PreemptedError
 from megacpp.run.oom import out_of_memory, show_once
+from megacpp.state.checkpoint import latest_checkpoint
 
 PEER_LOST = 6
+DISK_FULL = 4  # the code of a checkpoint that can't be saved
+INTERRUPTED = 130  # what a shell says of Ctrl-C
 # What gloo and NCCL say on the ranks that did nothing wrong.
 OF_A_PEER = (
     "Connection closed by peer",
@@ -39,17 +43,41 @@ def guarded(main: Callable[[Resolved], None], resolved: Resolved) -> None:
         main(resolved)
         if "WORLD_SIZE" in os.environ:
             _leave(0)  # meshes keep their groups; nothing is left to do that could fail
+    except PreemptedError as left:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{left}: {what_is_saved(resolved)}", file=sys.stderr)
+        _leave(left.exit_code)
     except MegacppError as error:  # every rank has the same one, unless it read a bad row
         exit_on_error(error, own=isinstance(error, DataError) and "WORLD_SIZE" in os.environ)
     except KeyboardInterrupt:
-        sys.exit(f"stopped; {folder}/checkpoints holds what was saved last")
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # an interrupt reaches every rank
+            print(f"\nstopped: {what_is_saved(resolved)}", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         _leave(report(error, folder))
+
+
+def what_is_saved(resolved: Resolved) -> str:
+    """From where a run that was stopped would go on."""
+    saved = latest_checkpoint(Path(resolved.config.run.dir) / "checkpoints")
+    if saved is None:
+        return "nothing was saved yet (--checkpoint.every)"
+    same = resolved.config.checkpoint.resume == "auto"
+    return (
+        f"the same command{'' if same else ' with --checkpoint.resume auto'} goes on from {saved}"
+    )
 
 
 def report(error: Exception, folder: Path) -> int:
     """Writes the traceback, prints one line unless a peer has to, and returns the exit code."""
     rank = os.environ.get("RANK", "0")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print(
+            f"error: rank {rank}: run.dir={folder}: {os.strerror(error.errno).lower()}. "
+            "Fix: free disk space or choose another --run.dir.",
+            file=sys.stderr,
+        )
+        return DISK_FULL
     path = folder / "failures" / f"rank-{rank}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,8 +101,10 @@ class Admission:
         largest = sorted(e.components.items(), key=lambda one: -one[1])[:5]
         off = "; memory.gate=off: it starts whatever the estimate says" * (self.gate == "off")
         number = len(self.attempts)
+        whole = ", of tensors: a step's line has the whole process"
+        whole *= self.settled.train.device == "cpu"
         return [
-            f"{words(e.point)} expected{at} on rank {self.rank}, {words(e.upper)} at most",
+            f"{words(e.point)} expected{at} on rank {self.rank}, {words(e.upper)} at most{whole}",
             ", ".join(f"{name} {words(n)}" for name, n in largest if n),
             f"{_may_use(e.budget)} ({self.room}): {VERDICTS[e.verdict]}{off}",
             self.margin.line(),

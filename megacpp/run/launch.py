@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
 from megacpp.run.features import feature_lines
-from megacpp.run.gate import Admission
-from megacpp.run.kernels import as_chosen, kernel_lines, kernel_record
+from megacpp.run.gate import Admission, set_allocator
+from megacpp.run.kernel_check import verify_kernels
+from megacpp.run.kernels import as_chosen, choices, kernel_lines, kernel_record
 from megacpp.run.metrics import device_peak_flops
-from megacpp.run.precision import compute_dtype, storage_dtype
+from megacpp.run.precision import check_device, compute_dtype, storage_dtype
 from megacpp.run.recompute_table import layer_rows
 from megacpp.run.recompute_table import table_lines as recompute_lines
 from megacpp.run.record import device_name, print_header, write_config, write_launch
+from megacpp.run.settle import settle
 
 
 def check_corpus(config: Config, corpus: Corpus) -> None:
@@ -67,27 +70,74 @@ def set_aside(config: Config) -> None:
         ) from None
 
 
+def prepare(resolved: Resolved, corpus: Corpus, ranks: int, device: torch.device) -> Launch:
+    """All that can be settled, or be wrong, before ranks meet; every rank calls it.
+
+    Raises:
+        ConfigError: corpus, device, kernels or memory don't go with the configuration.
+    """
+    check_corpus(resolved.config, corpus)
+    check_device(resolved.config, device)
+    kernels = choices(resolved.config, device)
+    resolved, admission = settle(resolved, ranks, device)
+    set_allocator(resolved.config, device)
+    agreed = verify_kernels(resolved.config, device, kernels)
+    return Launch(resolved, corpus, device, admission, kernels, tuple(agreed))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was settled before ranks met.
+
+    Attributes:
+        resolved: the configuration that runs (of a fitted run the one that was found).
+        admission: what its memory was estimated to be.
+        kernels: what does each hot operation, and why.
+        agreed: a line for each kernel that was compared with its definition.
+    """
+
+    resolved: Resolved
+    corpus: Corpus
+    device: torch.device
+    admission: Admission
+    kernels: Mapping[str, Choice]
+    agreed: tuple[str, ...]
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    @property
+    def retried_s(self) -> float:
+        """Seconds of attempts that ran out of memory."""
+        return sum(a["wall_s"] for a in self.admission.attempts if a["outcome"] == "oom")
+
+
 def announce(
-    resolved: Resolved,
-    corpus: Corpus,
-    optimizer_lines: Sequence[str],
-    first_step: int,
-    changed: Sequence[str],
+    launch: Launch,
     mesh: Mapping[str, int],
-    device: torch.device,
     active: bool,
+    *,
+    optimizer: Sequence[str],
     compiled: Mapping[int, str],
     fp8: Sequence[str],
-    kernels: Mapping[str, Choice],
-    agreed: Sequence[str],
-    admission: Admission,
+    first_step: int,
+    changed: Sequence[str],
 ) -> Callable[[float], float | None]:
-    """Prints the header and writes the launch record on the main rank.
+    """Prints the header and writes the launch record, where `active`.
+
+    Args:
+        mesh: degree of each axis.
+        optimizer, fp8: lines of the header.
+        compiled: layers where the compiler decides what is kept, in which words.
+        changed: settings that differ from those of the checkpoint that the run goes on from.
 
     Returns:
         Model FLOP utilisation for a number of tokens per second; None on devices whose peak
         nobody published.
     """
+    resolved, corpus, device = launch.resolved, launch.corpus, launch.device
+    kernels, agreed, admission = launch.kernels, launch.agreed, launch.admission
     config = resolved.config
     axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep folds others
     ranks, rows = math.prod(axes.values()), batch_ranks(config.mesh, math.prod(axes.values()))
@@ -133,7 +183,7 @@ def announce(
                 ("kernels", [*kernel_lines(kernels), *agreed]),
                 ("memory", admission.lines()),
                 ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
-                ("optimizer" + _whose(mesh), optimizer_lines),
+                ("optimizer" + _whose(mesh), optimizer),
                 ("data", corpus.describe()),
                 ("start", [_start_line(config, first_step), *changed]),
             ]

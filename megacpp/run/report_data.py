@@ -34,8 +34,8 @@ def gather(folder: Path) -> dict[str, Any]:
     steps = _json_lines(folder / "metrics.jsonl")
     if not launches and not steps:
         raise DataError(
-            f"{folder}: neither launch.json nor metrics.jsonl is there. Fix: give the folder of a "
-            "run (--run.dir)."
+            f"run={folder}: neither launch.json nor metrics.jsonl is there. "
+            "Fix: give the folder of a run (--run.dir)."
         )
     missing: list[str] = []
 

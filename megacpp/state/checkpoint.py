@@ -169,6 +169,18 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(iter(_published(folder)), None)
 
 
+def passed_over(folder: Path, path: Path | None) -> list[str]:
+    """A line for each folder of a later step than `path` that `latest_checkpoint` can't offer.
+
+    Saving publishes a folder whole, so one without a manifest lost it afterwards.
+    """
+    if not folder.is_dir():
+        return []
+    later = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not (p / NAME).is_file()]
+    after = _step(path) if path else -1
+    return [f"{p} is passed over: it has no {NAME}" for p in sorted(later) if _step(p) > after]
+
+
 def verify(path: Path) -> list[str]:
     """Reads a checkpoint whole; what is wrong with it, one line each (empty: nothing)."""
     try:

@@ -121,7 +121,7 @@ def load_exported(
     Raises:
         CheckpointError: missing or damaged folder, other tensors than config.json asks for.
     """
-    fix = "export the weights again"
+    fix = "start the run again, it writes them at its end, or take a checkpoint"
     try:
         manifest = read_manifest(folder, "export")
         problems = file_problems(folder, manifest, manifest.files)

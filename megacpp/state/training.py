@@ -21,6 +21,7 @@ from megacpp.errors import CheckpointError, config_error
 from megacpp.state.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
+    passed_over,
     read_extra,
     save_checkpoint,
 )
@@ -123,6 +124,7 @@ class TrainingState:
         """Saves a checkpoint of this step; every rank calls it."""
         extra = {
             "step": self.step,
+            "steps": self.config.run.steps,
             "updates": self.updates,
             "bad_steps": self.bad_steps,
             "others": {name: counters.state() for name, counters in self.others.items()},
@@ -141,12 +143,19 @@ class TrainingState:
         """Loads the newest checkpoint (`auto`), none (`never`) or the folder `source`.
 
         Raises:
+            ConfigError: `source` is no folder, or is at a later step than the run's last.
             CheckpointError: nothing usable at `source`, or it belongs to other data, another
                 seed, row length or model.
         """
         if source == "never":
             return
+        if source != "auto" and not Path(source).is_dir():
+            newest = latest_checkpoint(self.folder)
+            legal = "auto, never or the folder of a checkpoint"
+            such = f" such as {newest}" if newest else ""
+            raise config_error("checkpoint.resume", source, "no such folder", f"use {legal}{such}")
         path = latest_checkpoint(self.folder) if source == "auto" else Path(source)
+        self.changed = passed_over(self.folder, path) if source == "auto" else []
         if path is None:
             return
         self._check(path, read_extra(path))
@@ -206,7 +215,7 @@ class TrainingState:
                     f"{key}={mine}: {path} was saved with {theirs}. Fix: use that value, another "
                     "--run.dir, or --checkpoint.resume never."
                 )
-        self.changed = self._changes(path, extra)
+        self.changed += self._changes(path, extra)
 
     def _other_stage(self, extra: Mapping[str, Any]) -> bool:
         stage = self.config.model.attention.sparse.stage
@@ -218,6 +227,11 @@ class TrainingState:
         A setting that the checkpoint doesn't know had the effect of today's default.
         """
         lines = []
+        before, now = extra.get("steps", self.config.run.steps), self.config.run.steps
+        if before != now:
+            lines.append(
+                f"run.steps changed from {before} to {now} on resume, the learning rate follows it"
+            )
         before, now = extra["tokens_per_step"], self.config.train.tokens_per_step
         if before != now:
             lines.append(

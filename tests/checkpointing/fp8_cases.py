@@ -32,12 +32,11 @@ def model_config(pattern: str = "AFAF", hidden: int = 48) -> ModelConfig:
 
 
 def config_with(fp8: str = "torchao", model: ModelConfig | None = None, **policy: Any) -> Config:
-    settings: dict[str, Any] = {"fp8_wrapper": "torchao"}
     return Config(
         model=model or model_config(),
         train=CPU_RUN if fp8 == "torchao" else TrainConfig(),
         precision=PrecisionConfig(fp8=fp8, fp8_ends=0),  # type: ignore[arg-type]
-        recompute=CheckpointingPolicy(**(settings | policy)),
+        recompute=CheckpointingPolicy(**policy),
     )
 
 
@@ -59,8 +58,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def te_config(**policy: Any) -> Config:
-    wrapper: dict[str, Any] = {"fp8_wrapper": "te_checkpoint"}
-    return config_with("te", **(wrapper | policy))
+    return config_with("te", **policy)
 
 
 def broken_keys(config: Config) -> list[str]:

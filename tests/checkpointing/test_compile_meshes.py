@@ -174,6 +174,7 @@ def test_with_tensor_parallelism_bytes_follow_the_budget_too() -> None:
     assert gathers[0] == gathers[1] == gathers[2] - 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch brings no mesh")
 def test_torch_still_needs_to_be_told_that_a_mesh_has_no_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from checkpointing.fp8 import check_fp8_device, to_fp8
 from megacpp.config import Config, KernelsConfig, MeshConfig, MLPConfig, ModelConfig
 from megacpp.errors import ConfigError
-from megacpp.fp8_rules import fp8_blocks
+from megacpp.fp8_rules import fp8_blocks, fp8_layers
 from megacpp.kernels.expert_mlp import into_experts, out_of_experts
 from megacpp.kernels.expert_rows import group_rows, sum_rows
 from megacpp.kernels.fp8_products import (
@@ -25,6 +25,7 @@ from megacpp.kernels.fp8_products import (
     rows_times,
     scales,
 )
+from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.recompute_table import layer_rows, table_lines
 from parallel.boundary import AccumulationBoundary
@@ -40,7 +41,7 @@ from tests.checkpointing.fp8_cases import (
     same,
     te_config,
 )
-from tests.model.small import SMALL_MOE, small
+from tests.model.small import SMALL_MOE, small, variants
 from tests.parallel.parity import Run, Slices, batches_of, config_of, error, gradients, world_of
 from tests.ranks import run_ranks
 
@@ -176,6 +177,23 @@ def test_which_layers_of_all_kinds() -> None:
     assert not any("embed" in n or "head" in n or "router" in n for n in layers.converted)
 
 
+@pytest.mark.parametrize("name", variants())
+def test_what_never_turns(name: str) -> None:
+    """Embeddings, heads, routers, norms, fp32-contract parameters, in no kind and at no size."""
+    with torch.device("meta"):
+        model = HybridLM(variants()[name])
+    inside = tuple(
+        f"blocks.{i}.mixer.{leaf}."
+        for i, letter in enumerate(model.letters)
+        for leaf in (*fp8_layers(model.config)[letter], *["experts"] * (letter == "E"))
+    )
+    turning = {n for n, _ in model.named_parameters() if n.startswith(inside)}
+    never = {n for n, _ in contract_parameters(model)}
+    never |= {n for n, _ in model.named_parameters() if not n.startswith("blocks.")}
+    never |= {n for n, _ in model.named_parameters() if "router" in n or "norm" in n}
+    assert turning and not turning & never
+
+
 def test_ends_stay_wide() -> None:
     model = expert_model("AEFAEF")
     for ends, blocks in ((0, [0, 1, 2, 3, 4, 5]), (2, [2, 3])):
@@ -297,8 +315,7 @@ RULES: dict[str, tuple[Config, list[str]]] = {
         changed(EXPERTS, precision={"fp8_all_gather": True}),
         ["precision.fp8_all_gather"],
     ),
-    "all-gather on CPUs": (changed(EXPERTS, precision=TENSORWISE), ["precision.fp8_all_gather"]),
-    "all-gather": (changed(EXPERTS, precision=TENSORWISE, train={"device": "cuda"}), []),
+    "all-gather": (changed(EXPERTS, precision=TENSORWISE), []),
     "recipe of te": (
         changed(te_config(), precision={"fp8_recipe": "rowwise"}),
         ["precision.fp8_recipe"],
@@ -314,9 +331,6 @@ def test_rules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = changed(EXPERTS, precision=TENSORWISE, train={"device": "auto"})
-    with pytest.raises(ConfigError, match=r"^precision.fp8_all_gather=True: gloo.*Fix: "):
-        check_fp8_device(gather, CPU)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
     cuda = torch.device("cuda")
     with pytest.raises(ConfigError, match=r"^precision.fp8_layers=AFE: .* 9.0 .*8.9.*=AF"):

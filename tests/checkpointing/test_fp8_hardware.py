@@ -26,8 +26,8 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.checkpointing.fp8_cases import changed
 from tests.checkpointing.test_fp8_experts import expert_model, noise
-from tests.parallel.parity import Run, batches_of, config_of, world_of
-from tests.ranks import RankError, run_ranks
+from tests.parallel.parity import Run, batches_of, config_of
+from tests.ranks import run_ranks
 
 HARDWARE, EMULATED = Fp8Products(False, False), Fp8Products(True, False)
 BF16 = torch.bfloat16
@@ -130,22 +130,6 @@ def test_products_are_given_what_they_demand(stand_ins: None) -> None:
     products_agree("cpu")
 
 
-def test_a_gathering_in_fp8_is_what_gloo_lacks() -> None:
-    """All but the collective works without a GPU; once that does too, the refusal can go."""
-
-    def body(rank: int, world_size: int, run: Run) -> None:
-        torch.cuda.get_device_capability = lambda device=None: (9, 0)  # of this forked rank alone
-        world = world_of(rank, run)
-        config = gathering(run)
-        model = build_model(config, world, lambda m: to_fp8(m, config, torch.device("cuda")))
-        weight = model.blocks["0"].get_submodule("mixer.wq").weight
-        assert type(weight.to_local()).__name__ == "WeightWithDynamicFloat8CastTensor"  # type: ignore[operator,union-attr]
-        AccumulationBoundary(model, world, config).accumulate(batches_of(0, world, run))
-
-    with pytest.raises(RankError, match="Invalid scalar type"):
-        run_ranks(functools.partial(body, run=GATHERING), 2)
-
-
 GATHERING = Run("A", MeshConfig(dp_shard=2), accum=1, dtype="fp32")
 
 
@@ -154,8 +138,7 @@ def gathering(run: Run) -> Any:
     base = dataclasses.replace(
         config_of(run), model=expert_model("AEF"), train=TrainConfig(device="cuda")
     )
-    recompute = {"fp8_wrapper": "torchao"}
-    return changed(base, precision=precision | {"fp8_all_gather": True}, recompute=recompute)
+    return changed(base, precision=precision | {"fp8_all_gather": True})
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from checkpointing.fp8 import to_fp8
 from checkpointing.rebuild import Replays
 from megacpp.config import CheckpointingPolicy, Config, TrainConfig
 from megacpp.errors import ConfigError
+from megacpp.fp8_rules import fp8_mesh_rules
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.model.pieces import layer_pieces
@@ -38,8 +39,8 @@ from tests.checkpointing.fp8_cases import (
 )
 
 
-class DelayedLinear(nn.Module):
-    """As Transformer Engine's: rounds by a scale of the forward before; knows its recomputation."""
+class CurrentLinear(nn.Module):
+    """As Transformer Engine's with current scaling: in FP8 inside of its context, else wide."""
 
     state: dict[str, Any]
 
@@ -49,19 +50,12 @@ class DelayedLinear(nn.Module):
         super().__init__()
         assert not bias and device == "meta"
         empty = torch.empty(rows, columns, dtype=params_dtype, device=device)
-        self.weight, self.largest = nn.Parameter(empty), 1.0
-        self.put_aside: list[float] = []
+        self.weight = nn.Parameter(empty)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.state["fp8"]:
             return F.linear(x, self.weight)
-        if self.state["again"]:
-            largest = self.put_aside.pop(0)
-        else:
-            largest, self.largest = self.largest, float(x.detach().abs().max())
-            if self.state["checkpoint"]:
-                self.put_aside.append(largest)
-        step = largest / 64
+        step = float(x.detach().abs().max()) / 64
         rounded = x + ((x / step).round() * step - x).detach()
         return F.linear(rounded, self.weight)
 
@@ -70,30 +64,23 @@ class DelayedLinear(nn.Module):
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A `transformer_engine` whose calls are listed."""
     calls: list[Any] = []
-    state = {"fp8": False, "again": False, "checkpoint": False}
+    state = {"fp8": False}
 
     @contextmanager
-    def setting(**values: bool) -> Iterator[None]:
-        before = dict(state)
-        state.update(values)
+    def autocast(enabled: bool, recipe: Any) -> Iterator[None]:
+        calls.append(("autocast", enabled, recipe))
+        before, state["fp8"] = state["fp8"], enabled
         try:
             yield
         finally:
-            state.update(before)
-
-    @contextmanager
-    def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
-        calls.append(("autocast", enabled, fp8_recipe))
-        with setting(fp8=enabled):
-            yield
+            state["fp8"] = before
 
     def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Its own enters no context again, and leaves marks on what it is given."""
         assert state["fp8"], "the recomputation must begin inside of the autocast"
+        fn.fsdp_wrapped, fn.fsdp_group = False, None  # type: ignore[attr-defined]
         calls.append(("checkpoint", fn, args, kwargs))
-        contexts = setting(checkpoint=True), setting(fp8=True, again=True)
-        return torch_checkpoint(
-            fn, *args, use_reentrant=kwargs["use_reentrant"], context_fn=lambda: contexts
-        )
+        return torch_checkpoint(fn, *args, use_reentrant=kwargs["use_reentrant"])
 
     def module(name: str, **content: Any) -> None:
         made = ModuleType(name)
@@ -101,19 +88,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         vars(made).update(content)
         monkeypatch.setitem(sys.modules, name, made)
 
-    linear = type("Linear", (DelayedLinear,), {"state": state})
+    linear = type("Linear", (CurrentLinear,), {"state": state})
     module("transformer_engine")
     module("transformer_engine.common")
     module(
         "transformer_engine.common.recipe",
-        DelayedScaling=lambda fp8_format: ("delayed", fp8_format),
+        Float8CurrentScaling=lambda fp8_format: ("current", fp8_format),
         Format=type("Format", (), {"HYBRID": "hybrid"}),
     )
     module(
         "transformer_engine.pytorch",
         Linear=linear,
         checkpoint=checkpoint,
-        fp8_autocast=fp8_autocast,
+        autocast=autocast,
     )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     return calls
@@ -142,18 +129,19 @@ def kept_wrongly(config: Config) -> HybridLM:
 
 def test_transformer_engine_recomputes_its_blocks(stand_in: list[Any]) -> None:
     plain, again = kept(te_config()), kept(te_config(**FULL))
-    wrong = kept_wrongly(te_config())
+    wrong, context = kept_wrongly(te_config()), ("autocast", True, ("current", "hybrid"))
     for step in range(2):
         stand_in.clear()
         expected = gradients_of(plain)
-        assert stand_in == [("autocast", True, ("delayed", "hybrid"))]
+        assert stand_in == [context]
         stand_in.clear()
         assert same(gradients_of(again), expected)
-        assert stand_in[0][0] == "autocast" and len(stand_in) == 4
-        for i, (kind, fn, args, kwargs) in enumerate(stand_in[1:]):
-            block = again.blocks[str(i)]
-            assert kind == "checkpoint" and fn.__self__ is block and len(args) == 2
-            assert args[0].shape == (2, 16, 32) and kwargs == {"use_reentrant": False}
+        repeated = [call for call in stand_in if call[0] == "checkpoint"]
+        assert len(repeated) == 3 and all(c == context for c in stand_in if c not in repeated)
+        assert len(stand_in) == 1 + 3 * 3, "the forward, and of each block: it, first and again"
+        for _, _, args, kwargs in repeated:
+            assert len(args) == 2 and args[0].shape == (2, 16, 32)
+            assert kwargs == {"use_reentrant": False}
         assert not same(gradients_of(wrong), expected), f"step {step}: other numbers"
 
 
@@ -204,7 +192,7 @@ def test_rules_of_transformer_engine(name: str, stand_in: list[Any]) -> None:
     assert broken_keys(make()) == keys
 
 
-def test_stock_recomputation_of_delayed_scales_is_refused_with_the_reason(
+def test_stock_recomputation_is_refused_with_the_reason(
     stand_in: list[Any],
 ) -> None:
     config = te_config(fblock="full", fp8_wrapper="torchao")
@@ -212,6 +200,25 @@ def test_stock_recomputation_of_delayed_scales_is_refused_with_the_reason(
         ConfigError, match=r"^recompute.fp8_wrapper=torchao: recompute.fblock=full runs FP8 .*wrong"
     ):
         to_fp8(HybridLM(config.model), config, CPU)
+
+
+def test_an_old_transformer_engine_is_refused(
+    stand_in: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "autocast")
+    with pytest.raises(
+        ConfigError, match=r"needs a Transformer Engine that has .*Fix: pip install"
+    ):
+        to_fp8(HybridLM(te_config().model), te_config(), torch.device("cuda"))
+
+
+def test_one_scale_of_a_microbatch_is_agreed_to() -> None:
+    config = changed(te_config(), train={"grad_accum": 2}, mesh={"dp_shard": 1})
+    (error,) = fp8_mesh_rules(config, 1)
+    assert str(error).startswith("precision.fp8=te: takes a scale") and "fp8=torchao" in str(error)
+    agreed = changed(config, precision={"fp8_local_scales": True})
+    assert not list(fp8_mesh_rules(agreed, 1))
+    assert not list(fp8_mesh_rules(changed(config, train={"grad_accum": 1}), 1))
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -228,9 +235,8 @@ def test_on_a_gpu(fp8: str) -> None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("this GPU has no FP8")
     found = []
-    wrapper = "te_checkpoint" if fp8 == "te" else "torchao"
     for fblock in ("none", "full"):
-        config = config_with(fp8, model_config("FFFF"), fp8_wrapper=wrapper, fblock=fblock)
+        config = config_with(fp8, model_config("FFFF"), fblock=fblock)
         config = dataclasses.replace(config, train=TrainConfig(device="cuda"))
         model = HybridLM(config.model)
         Keeper(config, device)(model)

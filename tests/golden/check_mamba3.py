@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megacpp.config import Mamba3Config, ModelConfig
+from megacpp.kernels.backend import Kernels
 from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential, scan_documents
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.model.documents import Documents
@@ -19,6 +20,8 @@ from tests.golden.harness import GoldenFile
 
 KNOWN = ("mamba3_*.safetensors",)
 SKIP = ("mamba3_*_cp*.safetensors",)
+
+Form = Callable[..., tuple[Tensor, Mamba3State]]
 
 SCALED = {"MIMO_V": "mimo_x", "MIMO_Z": "mimo_z", "MIMO_Out": "mimo_o", "norm_weight": "norm"}
 STATE = ("angle", "ssm", "k", "v")
@@ -39,10 +42,10 @@ def documents(golden: GoldenFile, rows: int, tokens: int) -> Documents:
     return Documents.rows(rows, tokens, golden.device)
 
 
-def check_scan(golden: GoldenFile) -> None:
+def check_scan(golden: GoldenFile, forms: Iterable[Form] = ()) -> None:
     """Both forms; packed files with states also one document at a time, where states show."""
     state_per_document = "cu_seqlens" in golden and bool(golden.names("final_"))
-    for form in (token_by_token, in_chunks):
+    for form in forms or (token_by_token, in_chunks):
         if not (state_per_document and golden.names("init_")):
             run_scan(golden, form, alone=False, states=not state_per_document)
         if state_per_document:
@@ -62,7 +65,7 @@ def in_chunks(
 
 def run_scan(
     golden: GoldenFile,
-    form: Callable[..., tuple[Tensor, Mamba3State]],
+    form: Form,
     alone: bool,
     states: bool,
 ) -> None:
@@ -120,12 +123,13 @@ def compare_states(golden: GoldenFile, state: Mamba3State) -> Tensor:
     return total
 
 
-def check_layer(golden: GoldenFile) -> None:
-    for sequential in (True, False):
+def check_layer(
+    golden: GoldenFile, backends: tuple[str, ...] = ("reference", "torch"), chunk: int = 0
+) -> None:
+    for backend in backends:
         u_BTD = golden.input("u", grad=True)
-        layer = build_layer(golden, uneven_chunk(u_BTD.shape[1]))
-        if sequential:
-            layer.scan = partial(token_by_token, layer.pairing)  # type: ignore[method-assign]
+        layer = build_layer(golden, chunk or uneven_chunk(u_BTD.shape[1]))
+        layer.kernels = Kernels(mamba3=backend)
         y_BTD = layer(u_BTD, documents(golden, *u_BTD.shape[:2]))
         golden.expect("y", y_BTD)
         (y_BTD * golden.input("d_out")).sum().backward()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megacpp.config import ModelConfig, MoEConfig
+from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.model.moe import MixtureOfExperts
@@ -103,7 +104,7 @@ def check_losses(golden: GoldenFile, router: Router, routing: Routing) -> None:
         golden.expect(f"grad_logits_{theirs}", grad)
 
 
-def check_layer(golden: GoldenFile) -> None:
+def check_layer(golden: GoldenFile, backend: str = "torch") -> None:
     x_TD = golden.input("x", grad=True)
     hidden, shared = golden.input("experts.w1").shape[1], golden.config["n_shared"]
     moe = replace(
@@ -114,6 +115,7 @@ def check_layer(golden: GoldenFile) -> None:
     )
     layer = MixtureOfExperts(ModelConfig(dim=x_TD.shape[1], moe=moe)).to(golden.dtype)
     initialise(layer, layer.init_rules(), seed=0)
+    set_kernels(layer, Kernels(experts=backend))
     theirs = {}
     for name, parameter in layer.named_parameters():
         theirs[name] = name.replace("router.", "gate.")

@@ -1,8 +1,9 @@
-"""Blocks against stored upstream results, with all tensors on a GPU; fp64 and fp32.
+"""Blocks against stored upstream results, with all tensors on a GPU; fp64, fp32 and bf16.
 
 The same checks as tests/golden, at the same tolerances: products of a GPU sum in another order, not
 in fewer bits (TF32 is off by default). A CPU runs one file of each kind to show that the checks
-keep to the device that they are given.
+keep to the device that they are given. In bf16 it is every backend's own kernels, as they are
+chosen by name; tests/test_golden_bf16.py is the same table on a CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.golden.harness import GoldenFile
+from tests.golden.narrow import Case, cases
 from tests.golden.test_golden import owner
 from tests.gpu.devices import NEEDS_CUDA
 
@@ -38,3 +40,14 @@ def test_golden_data(path: Path, device: str, dtype: torch.dtype) -> None:
     with torch.device(device):  # weights and constants that a check makes itself
         family.check(golden)
     golden.finish()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.id)
+def test_golden_data_in_bf16(case: Case) -> None:
+    device = torch.device("cuda", 0)
+    if missing := case.missing(device):
+        pytest.skip(f"not installed: {missing}")
+    off = case.run(device)
+    assert off and max(off.values()) <= 1, {name: x for name, x in off.items() if not x <= 1}

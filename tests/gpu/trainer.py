@@ -32,7 +32,7 @@ from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import World
-from parallel.verdict import StepSums
+from parallel.step_sums import StepSums
 from tests.model.small import small
 from tests.synthetic import ragged_batch
 

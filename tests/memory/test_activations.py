@@ -103,6 +103,9 @@ def same(forms: ActivationBytes, found: Activations) -> None:
 
 def agree(config: Config, rank: int = 0) -> None:
     """Forms and meter, in bytes of every part and of weights that are put together."""
+    wide = config.precision.dtype == "fp64" and "A" in config.model.pattern
+    if wide and torch.__version__ < "2.13":
+        pytest.skip("fake attention keeps fp32 sums, not fp64 as the real one (pytorch#185539)")
     found, size = metered(config, rank), size_of(config.mesh)
     forms = activation_bytes(config, size, rank)
     same(forms, found)

@@ -86,3 +86,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert found["where"] in said and "optimizer_state" in said
     assert main(["memory", "trace", "--rank", "1"]) == 2
+    capsys.readouterr()
+    nowhere = str(tmp_path / "no" / "such.pickle")
+    assert main(["memory", "trace", *arguments, "--timeline", nowhere]) == 2
+    assert capsys.readouterr().err.startswith(f"error: timeline={nowhere}: is not writable (")

@@ -29,9 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def fp8_config(dtype: Any, mesh: MeshConfig | None = None, **policy: Any) -> Config:
     """Emulated, in every kind of block."""
-    wrapper: dict[str, Any] = {"fp8_wrapper": "torchao"}
-    recompute = CheckpointingPolicy(**(wrapper | policy))
-    config = config_of("AFEMRF", dtype, recompute, mesh, 2, 16, **SIZES)
+    config = config_of("AFEMRF", dtype, CheckpointingPolicy(**policy), mesh, 2, 16, **SIZES)
     precision = dataclasses.replace(config.precision, fp8="torchao", fp8_ends=0, fp8_layers="AEFMR")
     train = dataclasses.replace(config.train, device="cpu")
     return dataclasses.replace(config, precision=precision, train=train)
@@ -53,7 +51,7 @@ def test_kept_bytes_are_those_of_the_meter(policy: dict[str, Any], shards: int) 
 
 TINY = (
     "tiny --model.depth 4 --train.device cpu --train.grad_accum 1 --precision.fp8 torchao "
-    "--precision.fp8_ends 0 --precision.fp8_layers AEFMR --recompute.fp8_wrapper torchao"
+    "--precision.fp8_ends 0 --precision.fp8_layers AEFMR"
 )
 
 

@@ -28,6 +28,11 @@ MLA = (
     f"{KEPT}"
 )
 AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100"
+FP8 = (
+    "--precision.dtype bf16 --precision.fp8 torchao --precision.fp8-recipe tensorwise "
+    "--precision.fp8-all-gather true --precision.fp8-local-scales true --precision.fp8-ends 1 "
+    "--precision.fp8-layers AEFMR --recompute.fp8-wrapper torchao"
+)
 # Ranks, rank, flags: each axis alone and with others, every kind of exchange, every policy.
 CASES = {
     "tp ep, all again": (8, 0, f"--mesh.tp 2 --mesh.ep 4 --mesh.reshard always {AGAIN}"),
@@ -74,6 +79,8 @@ CASES = {
     "tp, tokens around": (8, 0, f"--mesh.tp 2 --mesh.reshard always {AGAIN} {AROUND}"),
     "pp tp, tokens around": (8, 3, f"--mesh.pp 2 --mesh.reshard always --mesh.tp 2 {AROUND}"),
     "last of pp, tokens around": (4, 2, f"--mesh.pp 2 --mesh.reshard always {AROUND}"),
+    "gathered in FP8": (*(4, 0), f"--mesh.dp-replicate 2 --mesh.reshard always {FP8}"),
+    "pp, gathered in FP8": (*(8, 4), f"--mesh.pp 2 --mesh.dp-replicate 2 {FP8} {KEPT}"),
     "cp: latents by heads": (8, 1, f"--mesh.cp 4 {MLA} --mesh.cp-attention heads"),
     "cp: latents gathered": (8, 2, f"--mesh.cp 4 {MLA} --mesh.cp-order contiguous"),
 }
@@ -92,6 +99,8 @@ def counted(config: Config, world: int, rank: int) -> tuple[dict[str, int], int]
     for (axis, kind, dtype), moved in dry_run(config, world, rank, rooms()).traffic.items():
         if dtype == torch.float64 or (dtype == torch.int64 and kind != "all_gather"):
             continue  # counts, sums of losses
+        if kind == "all_reduce" and axis in SHARDS:
+            continue  # largest values of weights
         if kind == "all_to_all" and axis not in ("ep", "cp"):
             optimizer += moved.bytes
         else:

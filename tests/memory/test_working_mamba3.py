@@ -40,9 +40,10 @@ def test_moments_are_those_of_a_trace(name: str) -> None:
 @pytest.mark.parametrize("kernel", ["mamba_ssm", "tilelang"])
 @pytest.mark.parametrize("name", [*CASES])
 def test_kernels_have_moments_of_their_own(name: str, kernel: str) -> None:
-    """Nothing can trace them on a CPU: they hold what is kept, and are no other size than torch.
+    """They hold what is kept, and are no other size than torch.
 
-    tests/model/test_mamba3_interpreted.py holds the SISO kernels' to live bytes.
+    tests/model/test_mamba3_interpreted.py and test_mamba3_mimo_interpreted.py hold them to live
+    bytes.
     """
     flags, size = CASES[name]
     config = parse_run([*f"{WIDE} --model.pattern MM {flags}".split()], size).config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
+from megacpp.memory.budget import as_run
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.model.pattern import layer_kinds
@@ -16,9 +17,16 @@ WIDE = (
 )
 
 
-def misses(pattern: str, flags: str, size: int, rank: int = 0) -> dict[str, float]:
-    """Per cent that the fullest moment of each layer in each direction is above the trace's."""
+def misses(
+    pattern: str, flags: str, size: int, rank: int = 0, gpu: bool = False
+) -> dict[str, float]:
+    """Per cent that the fullest moment of each layer in each direction is above the trace's.
+
+    Args:
+        gpu: of a launch on one, whose kernels are those of a host that nobody has looked at.
+    """
     config = parse_run([*f"{WIDE} --model.pattern {pattern} {flags}".split()], size).config
+    config = as_run(config, "cuda", narrow=True) if gpu else config
     traced = working_sets(trace_step(config, size, rank))
     own, found = Share.of(config, size, rank), {}
     for layer, kind in enumerate(layer_kinds(config.model)):

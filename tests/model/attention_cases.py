@@ -1,13 +1,19 @@
-"""Attention blocks of every kind, packed documents and inputs for the tests of attention."""
+"""Attention blocks of every kind, packed documents, inputs, and what stands for a GPU's kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention, varlen
 
 from megacpp.config import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.kernels import attention_flex
 from megacpp.model.attention import GroupedQueryAttention
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise
@@ -66,3 +72,52 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 def close(got: Tensor, want: Tensor, limit: float = SAME_FORMULA) -> None:
     error = (got - want).abs().max().item()
     assert error <= limit * max(1.0, want.abs().max().item()), f"{error:.2e}"
+
+
+@contextmanager
+def flex_on_a_cpu() -> Iterator[None]:
+    """flex_attention by its definition, with gradients."""
+    with (
+        mock.patch.object(flex_attention, "_validate_device", lambda *tensors: None),
+        mock.patch.object(attention_flex, "fused", lambda: flex_attention.flex_attention),
+    ):
+        yield
+
+
+@contextmanager
+def varlen_on_a_cpu() -> Iterator[list[list[int]]]:
+    """varlen_attn, one document after another; the boundaries that it was given."""
+    given: list[list[int]] = []
+
+    def one_by_one(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and k.shape == v.shape
+        grouped = q.shape[1] != k.shape[1]
+        # torch 2.11 isn't told of groups: it has no such argument.
+        assert window_size == (-1, 0)
+        assert enable_gqa == (grouped and torch.__version__ >= "2.12")
+        assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
+        given.append(cu_seq_q.tolist())
+        parts = []
+        for start, end in zip(given[-1][:-1], given[-1][1:], strict=True):
+            assert 0 <= end - start <= min(max_q, max_k)
+            own_q, own_k, own_v = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            o = F.scaled_dot_product_attention(
+                own_q, own_k, own_v, is_causal=True, scale=scale, enable_gqa=grouped
+            )
+            parts.append(o[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    with mock.patch.object(varlen, "varlen_attn", one_by_one):
+        yield given

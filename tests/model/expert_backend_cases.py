@@ -1,7 +1,8 @@
 """Routed experts by a backend, from tokens to their outputs and all gradients.
 
-As a program (`TRITON_INTERPRET=1`, before Triton is imported): every case by `triton` and by
-`torch` on a CPU in fp32; a JSON list of [case, largest difference over largest value] a line.
+As a program (`TRITON_INTERPRET=1`, before Triton is imported): every case by `triton` on a CPU in
+fp32 and bf16, against `torch` in fp64 on the same numbers; a JSON list of [dtype, case, largest
+difference over largest value] a line.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ def worst(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    for one in CASES:
-        found = [run(one, backend, torch.float32) for backend in ("triton", "torch")]
-        print(json.dumps([one.name, worst(*found)]))
+    from tests.model.triton_interpreter import mend  # only where Triton is
+
+    mend()
+    for dtype in (torch.float32, torch.bfloat16):
+        for one in CASES:
+            error = worst(run(one, "triton", dtype), run(one, "torch", dtype, wide=True))
+            print(json.dumps([str(dtype), one.name, error]))

@@ -2,10 +2,9 @@
 
     TRITON_INTERPRET=1 python -m pytest tests/model/m2rnn_triton_cases.py
 
-The interpreter does each operation of a kernel in numpy, hence few tokens; it knows no bf16. The
-reference is `m2rnn_sequential` in fp64. In fp32 a number collects at most a few dozen roundings of
-2^-24, along the tokens of a document and over K or V terms of a sum: 1e-5 of the largest bounds
-them.
+The interpreter does each operation of a kernel in numpy, hence few tokens. The reference is
+`m2rnn_sequential` in fp64. In fp32 a number collects at most a few dozen roundings of 2^-24, along
+the tokens of a document and over K or V terms of a sum: 1e-5 of the largest bounds them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from megacpp.kernels.m2rnn import StateClip, m2rnn_carried, m2rnn_chunked, m2rnn_sequential
 from megacpp.kernels.m2rnn_kernels_triton import tanh
@@ -29,6 +26,7 @@ from megacpp.model.documents import Documents
 from tests.golden import check_m2rnn
 from tests.golden.conftest import golden_files
 from tests.golden.harness import GoldenFile
+from tests.model.triton_interpreter import mend
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -46,37 +44,10 @@ HEADS = [(1, 2, 4, 4, 4), (4, 1, 2, 1, 2)]
 FEW = [(1, 1, 2, 2, 2), (2, 1, 1, 2, 1)]  # where every program takes its time
 Leaves = list[Tensor]
 
-unpatched: Callable[..., None] = interpreter._patch_lang_tensor
-numpy_only = pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")
-gpu_only = pytest.mark.skipif(INTERPRETED, reason="numpy has no bf16 and no time")
+gpu_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter takes its time")
 
-
-def patched(tensor: Any, scope: Any) -> None:
-    """Triton 3.6 takes int() of an array of one number, which numpy 2.4 refuses (triton #9171,
-    mended by #9172)."""
-    unpatched(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-@pytest.fixture(autouse=True)
-def _counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@triton.jit
-def count_kernel(out_ptr, count):
-    for _ in range(count):
-        tl.store(out_ptr, tl.load(out_ptr) + 1)
-
-
-@numpy_only
-def test_the_interpreter_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else `patched` can go."""
-    if np.lib.NumpyVersion(np.__version__) < "2.4.0":
-        pytest.skip("numpy 2.3 converts arrays of one number")
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", unpatched)
-    with pytest.raises(triton.runtime.errors.InterpreterError, match="0-dimensional"):
-        count_kernel[(1,)](torch.zeros(1), 3)
+if INTERPRETED:
+    mend()
 
 
 @triton.jit
@@ -161,6 +132,12 @@ def test_is_the_definition(packed: bool, clip: str) -> None:
         docs = documents(packed)
         leaves = leaves_of(heads, docs)[: 6 if initial else 5]
         against_the_definition(leaves, docs, CLIPS[clip], chunk_size=4)
+
+
+def test_is_the_definition_in_bf16() -> None:
+    docs = documents(True)
+    leaves = leaves_of(FEW[1], docs, dtype=torch.bfloat16)
+    against_the_definition(leaves, docs, CLIPS["total"], chunk_size=4)
 
 
 def test_kept_states_give_the_same_numbers() -> None:

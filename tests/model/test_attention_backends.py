@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention import varlen as torch_varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.compile import attention_inputs
@@ -33,10 +31,17 @@ from megacpp.kernels.attention import (
 )
 from megacpp.kernels.backend import Kernels
 from megacpp.model.attention_logits import LogitRecorder
-from megacpp.model.documents import Documents, stacked_first
+from megacpp.model.documents import Documents
 from tests.golden import check_mla
 from tests.golden.harness import GoldenFile
-from tests.model.attention_cases import close, mixer, noise, packed
+from tests.model.attention_cases import (
+    close,
+    flex_on_a_cpu,
+    mixer,
+    noise,
+    packed,
+    varlen_on_a_cpu,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden/data"
 HEADS = [(4, 2, 6, 6), (4, 1, 8, 5), (2, 2, 4, 7)]
@@ -45,51 +50,20 @@ both = pytest.mark.parametrize("docs", [packed(), Documents.rows(2, 23)], ids=["
 
 
 @pytest.fixture
-def flex_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flex_attention by its definition, with gradients."""
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(attention_flex, "fused", lambda: torch_flex.flex_attention)
+def flex_here() -> Iterator[None]:
+    with flex_on_a_cpu():
+        yield
 
 
 @pytest.fixture
-def varlen_here(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """varlen_attn, one document after another; the boundaries that it was given."""
-    given: list[list[int]] = []
-
-    def one_by_one(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and k.shape == v.shape
-        assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
-        assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
-        given.append(cu_seq_q.tolist())
-        parts = []
-        for start, end in zip(given[-1][:-1], given[-1][1:], strict=True):
-            assert 0 <= end - start <= min(max_q, max_k)
-            own_q, own_k, own_v = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-            o = F.scaled_dot_product_attention(
-                own_q, own_k, own_v, is_causal=True, scale=scale, enable_gqa=enable_gqa
-            )
-            parts.append(o[0].transpose(0, 1))
-        return torch.cat(parts)
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", one_by_one)
-    return given
+def varlen_here() -> Iterator[list[list[int]]]:
+    with varlen_on_a_cpu() as given:
+        yield given
 
 
 def sent(docs: Documents) -> Documents:
     """As they come from the host: with what it could see of them."""
-    return replace(docs, first_BM=docs.first_for("cuda"))
+    return replace(docs, boundaries=docs.cu_seqlens)
 
 
 def results(form: Callable[..., Tensor], qkv: list[Tensor], *args: object) -> list[Tensor]:
@@ -187,29 +161,10 @@ def test_varlen_is_the_definition(
     backend = "varlen" if heads[2] == heads[3] else "varlen_padded"
     qkv = arguments(heads)
     want = results(attention_reference, qkv, docs, 0.7)
-    for of_rows in (docs, sent(docs)):
-        got = results(causal_attention, qkv, of_rows, 0.7, None, backend)
-        for a, b in zip(got, want, strict=True):
-            close(a, b)
-    assert len(varlen_here) == 2 and varlen_here[0][-1] == varlen_here[1][-1] == 46
-
-
-def test_segments_are_all_documents_and_empty_ones() -> None:
-    docs = packed(((7, 1, 12, 3), (20, 1, 1, 1), (23, 0, 0, 0)))
-    assert sent(docs).segments.dtype == torch.int32
-    assert sent(docs).segments.tolist() == [
-        *(0, 7, 8, 20, 23, 43, 44, 45, 46, 69, 69, 69),
-        69,
-    ]
-    assert sorted(set(sent(docs).segments.tolist())) == docs.segments.tolist()
-    assert Documents.rows(3, 5).segments.tolist() == [0, 5, 10, 15]
-    more = packed(((23,),)), docs
-    assert stacked_first(more, torch.device("cuda")).tolist() == [  # type: ignore[union-attr]
-        *([0, 23, 23, 23], [0, 7, 8, 20], [0, 20, 21, 22]),
-        [0, 23, 23, 23],
-    ]
-    assert docs.to("meta").first_BM is not None and docs.to("cpu").first_BM is None
-    assert docs.take(torch.arange(4)).to("meta").row.first_BM is not None  # type: ignore[union-attr]
+    got = results(causal_attention, qkv, docs, 0.7, None, backend)
+    for a, b in zip(got, want, strict=True):
+        close(a, b)
+    assert varlen_here == [docs.cu_seqlens.tolist()]
 
 
 class Largest(TorchDispatchMode):
@@ -281,7 +236,7 @@ def test_new_documents_need_no_new_graph(flex_here: None) -> None:
     graph = torch.compile(lambda x, docs: block(x, docs), fullgraph=True, backend="aot_eager")
     for lengths in (((7, 1, 15), (20, 1, 2)), ((5, 18, 0), (23, 0, 0))):
         x, docs = noise(2, 23, 16, dtype=torch.float32).requires_grad_(), packed(lengths)
-        y = graph(x, attention_inputs(block, docs, x.dtype))  # type: ignore[arg-type]
+        y = graph(x, attention_inputs(block, docs, x))  # type: ignore[arg-type]
         want = plain(x, docs)
         close(y, want, limit=1e-5)
         gradients = (torch.autograd.grad(out.sum(), x)[0] for out in (y, want))
@@ -308,7 +263,7 @@ def test_a_graph_holds_the_flash_kernel_whole() -> None:
     inner = block.get_submodule("inner")
     inner.kernels = Kernels(attention="varlen_padded")  # type: ignore[assignment]
     x, docs = noise(2, 23, 16, dtype=torch.bfloat16), sent(packed())
-    read = attention_inputs(block, docs, x.dtype)  # type: ignore[arg-type]
+    read = attention_inputs(block, docs, x)  # type: ignore[arg-type]
     with pytest.raises(FoundError):
         torch.compile(block, fullgraph=True, backend=look)(x, read)
     assert any("varlen_attn" in target for target in found), found

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.model import documents
 from megacpp.model.documents import Documents, documents_of
+from parallel.context_layout import ContextLayout, Order
+from parallel.context_segments import segment_documents
 
 
 def walk(ids_BT: Tensor) -> tuple[list[list[int]], list[list[bool]], list[list[bool]], list[int]]:
@@ -112,3 +115,71 @@ def test_a_memo_belongs_to_its_batch_and_device() -> None:
     moved = docs.to("meta")
     assert moved.whole and moved.ids_BT.device.type == moved.positions_BT.device.type == "meta"
     assert moved.memo("mask", lambda: "its own") == "its own"
+
+
+# ---- parts of the tokens ------------------------------------------------------------------------
+
+
+def test_a_row_that_continues_starts_a_sequence() -> None:
+    """Rows cut for context ranks: where a document goes on, positions don't start at 0."""
+    part = Documents.from_ids(random_ids(2, 17, 0)).take(torch.arange(5, 12))
+    boundaries = part.cu_seqlens.tolist()
+    assert not part.starts_BT[:, 0].any(), "no row starts with a document"
+    starts = {int(i) for i in part.starts_BT.flatten().nonzero()} | {0, 7, 14}
+    assert boundaries == sorted(starts)
+
+
+def test_parts_that_do_not_follow_one_another_are_apart() -> None:
+    """Also where the next position happens to be that of another document's token."""
+    row = Documents.from_ids(torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
+    assert row.take(torch.tensor([0, 1, 6, 7])).cu_seqlens.tolist() == [0, 2, 4]
+    assert row.take(torch.tensor([0, 1, 2, 3])).cu_seqlens.tolist() == [0, 4]
+
+
+def test_every_piece_starts_a_sequence() -> None:
+    row = Documents.from_ids(torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]))
+    assert row.take(torch.tensor([2, 3, 4, 5]), pieces=2).cu_seqlens.tolist() == [0, 2, 3, 4]
+    assert row.take(torch.arange(8), 4).take(torch.tensor([0, 1])).cu_seqlens.tolist() == [0, 2]
+
+
+# ---- on another device --------------------------------------------------------------------------
+
+
+def arrived(docs: Documents, monkeypatch: pytest.MonkeyPatch) -> Documents:
+    """As on a device, but with values that can be read; nothing can be found there."""
+    monkeypatch.setattr(documents, "to_device", lambda x, device: x)
+    there = docs.to("meta")
+    monkeypatch.setattr(Documents, "_cu_seqlens", lambda self: pytest.fail("a wait for the device"))
+    return there
+
+
+def test_boundaries_are_found_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is made of documents on the device knows them, and nothing waits for it."""
+    docs = Documents.from_ids(random_ids(2, 17, 1))
+    part = docs.take(torch.arange(3, 9))
+    want, of_part = docs.cu_seqlens.tolist(), part.cu_seqlens.tolist()
+    there = arrived(part, monkeypatch)
+    assert there.cu_seqlens.tolist() == of_part
+    row = there.row
+    assert row is not None and row.cu_seqlens.tolist() == want
+    assert row.with_tokens(row.ids_BT, row.ids_BT).to("meta").cu_seqlens.tolist() == want
+    assert docs.to("cpu").boundaries is None, "nothing left the host"
+
+
+def test_whole_rows_need_nothing_from_the_host() -> None:
+    there = Documents.rows(3, 5).to("meta")
+    assert there.boundaries is None and there.cu_seqlens.shape == (4,)
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("order", ["contiguous", "head_tail"])
+def test_boundaries_of_a_context_rank(
+    order: Order, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks as rows of their own, of which two may follow one another."""
+    layout = ContextLayout.of(order, rank, 3)
+    part = Documents.from_ids(random_ids(2, 24, 2)).take(layout.index(24), layout.per_rank)
+    segments = segment_documents(part, layout)
+    want = Documents(segments.ids_BT, segments.positions_BT).cu_seqlens.tolist()
+    assert {i * segments.ids_BT.shape[1] for i in range(len(segments.ids_BT))} <= set(want)
+    assert segment_documents(arrived(part, monkeypatch), layout).cu_seqlens.tolist() == want

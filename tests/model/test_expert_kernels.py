@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels import grouped_mm
@@ -16,9 +17,11 @@ from megacpp.kernels.expert_rows import (
 )
 from megacpp.kernels.grouped_mm import (
     CPU_ROWS,
+    Counts,
     grouped_backend,
-    grouped_linear,
-    grouped_linear_reference,
+    outer_products,
+    products,
+    sizes_of,
 )
 
 FP64 = 1e-12  # two formulas of one sum in fp64; entries are of order 1 to 10
@@ -29,11 +32,24 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def with_gradients(function, x: Tensor, weight: Tensor, counts: Tensor | None) -> list[Tensor]:
+def cotangent(x: Tensor, weight: Tensor) -> Tensor:
+    """Of the output, the same in every dtype."""
+    return randn(len(x), weight.shape[1], seed=9, dtype=torch.bfloat16).to(x)
+
+
+def linear(x: Tensor, weight: Tensor, counts: Counts) -> list[Tensor]:
+    """A linear layer per expert and its gradients, of the products that experts are made of."""
+    grad = cotangent(x, weight)
+    of_x = products(grad, weight, counts)
+    return [products(x, weight.mT, counts), of_x, outer_products(grad, x, counts, len(weight))]
+
+
+def reference(x: Tensor, weight: Tensor, counts: Tensor) -> list[Tensor]:
+    """The same by definition: one expert after another, under autograd."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = function(x, weight, counts)
-    cotangent = randn(*y.shape, seed=9, dtype=torch.bfloat16).to(y)  # the same in every dtype
-    return [y.detach(), *torch.autograd.grad(y, (x, weight), cotangent)]
+    parts = zip(x.split(sizes_of(counts, len(x))), weight, strict=True)
+    y = torch.cat([F.linear(rows, w) for rows, w in parts])
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), cotangent(x, weight))]
 
 
 @pytest.mark.parametrize(
@@ -44,20 +60,20 @@ def test_loop_is_the_definition(sizes: list[int], left_over: int) -> None:
     """Empty groups, one group with everything, slots left over (they are the last expert's)."""
     x, weight = randn(sum(sizes) + left_over, 6), randn(4, 5, 6, seed=1)
     counts = torch.tensor(sizes)
-    got = with_gradients(grouped_linear, x, weight, counts)
-    want = with_gradients(grouped_linear_reference, x, weight, counts)
+    got = linear(x, weight, counts)
+    want = reference(x, weight, counts)
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < FP64
     for e, size in enumerate(sizes[:-1]):
         assert size > 0 or not got[2][e].any()
-    last = grouped_linear_reference(x[-1:], weight, torch.tensor([0, 0, 0, 1]))
+    last = x[-1:] @ weight[-1].T
     assert left_over == 0 or (got[0][-1:] - last).abs().max() < FP64
 
 
 def test_equal_groups_are_one_batched_product() -> None:
     x, weight = randn(4 * 7, 6), randn(4, 5, 6, seed=1)
-    got = with_gradients(grouped_linear, x, weight, None)
-    want = with_gradients(grouped_linear_reference, x, weight, torch.full((4,), 7))
+    got = linear(x, weight, None)
+    want = reference(x, weight, torch.full((4,), 7))
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < FP64
 
@@ -69,11 +85,11 @@ def test_grouped_kernel_is_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     x, weight = randn(64, 16, dtype=torch.bfloat16), randn(3, 24, 16, seed=1, dtype=torch.bfloat16)
     counts = torch.tensor([16, 0, 32])
-    want = with_gradients(grouped_linear_reference, x.double(), weight.double(), counts)
+    want = reference(x.double(), weight.double(), counts)
     rules = {"loop": grouped_backend, "grouped_mm": lambda *shape: "grouped_mm"}
     for name, rule in rules.items():
         monkeypatch.setattr(grouped_mm, "grouped_backend", rule)
-        for a, b in zip(with_gradients(grouped_linear, x, weight, counts), want, strict=True):
+        for a, b in zip(linear(x, weight, counts), want, strict=True):
             assert a.dtype == torch.bfloat16, name
             assert ((a.double() - b).abs() <= 2.0**-8 * b.abs() + 1e-5).all(), name
 
@@ -84,8 +100,8 @@ def test_grouped_kernel_on_a_gpu() -> None:
     x = randn(4096, 256, dtype=torch.bfloat16).cuda()
     weight = (randn(8, 512, 256, seed=1) / 16).to(torch.bfloat16).cuda()
     counts = torch.tensor([512, 0, 16, 1024, 0, 800, 640, 1024]).cuda()
-    want = with_gradients(grouped_linear_reference, x.double(), weight.double(), counts)
-    for a, b in zip(with_gradients(grouped_linear, x, weight, counts), want, strict=True):
+    want = reference(x.double(), weight.double(), counts)
+    for a, b in zip(linear(x, weight, counts), want, strict=True):
         assert ((a.double() - b).abs() <= 2.0**-8 * b.abs() + 1e-4).all()
 
 
@@ -164,8 +180,8 @@ def test_a_row_does_not_know_its_group(dtype: torch.dtype, shape: tuple[int, int
     for sizes in ([1, 0, 0], [2, 1, 5], [4, 7, 3], [0, 0, 11]):
         counts = CPU_ROWS * torch.tensor(sizes)
         x = randn(1, shape[1], seed=1, dtype=dtype).expand(int(counts.sum()), -1).contiguous()
-        x.requires_grad_()
-        y = grouped_linear(x, weight[:1].expand(3, -1, -1), counts)
-        (grad,) = torch.autograd.grad(y, x, randn(1, shape[0], seed=2, dtype=dtype).expand_as(y))
+        y = products(x, weight[:1].expand(3, -1, -1).mT, counts)
+        d_y = randn(1, shape[0], seed=2, dtype=dtype).expand_as(y).contiguous()
+        grad = products(d_y, weight[:1].expand(3, -1, -1), counts)
         first = first or (y[0], grad[0])
         assert (y == first[0]).all() and (grad == first[1]).all(), sizes

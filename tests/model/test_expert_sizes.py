@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megacpp.kernels.expert_rows import group_rows, group_rows_of_sizes, spread_rows, sum_rows
-from megacpp.kernels.grouped_mm import grouped_linear
-from tests.model.test_expert_kernels import randn, with_gradients
+from tests.model.test_expert_kernels import linear, randn
 
 EXPERTS = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2], [2, 0]])  # 4, 1 and 5 of 3, none of 3
 
@@ -50,15 +49,12 @@ def test_sum_is_the_adjoint_of_spread(sizes: list[int]) -> None:
 
 def test_same_products() -> None:
     x, weight, sizes = randn(60, 6), randn(4, 5, 6, seed=1), [0, 50, 3, 0]  # 7 are left over
-    got = with_gradients(lambda x, w, _: grouped_linear(x, w, sizes), x, weight, None)
-    want = with_gradients(grouped_linear, x, weight, torch.tensor(sizes))
+    got, want = linear(x, weight, sizes), linear(x, weight, torch.tensor(sizes))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_no_rows_at_all() -> None:
     """A rank whose experts nobody wants: nothing out, zero gradients."""
-    y, grad_x, grad_w = with_gradients(
-        lambda x, w, _: grouped_linear(x, w, [0, 0]), randn(0, 6), randn(2, 5, 6), None
-    )
+    y, grad_x, grad_w = linear(randn(0, 6), randn(2, 5, 6), [0, 0])
     assert y.shape == (0, 5) and grad_x.shape == (0, 6)
     assert grad_w.shape == (2, 5, 6) and not grad_w.any()

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from megacpp.config import KernelsConfig
 from megacpp.memory.forms.activation_mamba3 import Mamba3Sizes, by_kernel, mamba3
 from megacpp.memory.forms.activation_share import Kept, Share
 from megacpp.memory.forms.working_mamba3_kernel import backward, forward
 from megacpp.model.pieces import NOTHING
-from megacpp.presets import tiny
+from tests.model.mamba3_cases import alone
 from tests.model.mamba3_interpreted import CHUNK, DIM, DOCS, LAYER, TOKENS
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,7 @@ def found() -> dict[str, Any]:
     """One run of tests/model/mamba3_interpreted.py."""
     files = [str(DATA / f"{name}.safetensors") for name in FILES]
     done = subprocess.run(
-        [sys.executable, "-O", "-m", "tests.model.mamba3_interpreted", *files],
+        [sys.executable, "-m", "tests.model.mamba3_interpreted", *files],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -64,16 +63,17 @@ def test_outputs_states_and_gradients(found: dict[str, Any]) -> None:
             assert error <= limit, f"{case}: {name} is off by {error:.1e}"
 
 
+@pytest.mark.parametrize(("dtype", "narrow"), [("bf16", 2), ("fp32", 4)])
 @pytest.mark.parametrize("case", ["rows", "packed", "norm"])
 def test_what_is_kept_for_backward_is_what_the_estimate_counts(
-    found: dict[str, Any], case: str
+    found: dict[str, Any], case: str, dtype: str, narrow: int
 ) -> None:
-    """To the byte; in fp32, as the interpreter has no bf16."""
-    own = replace(share(case), parallel=True)  # joined weights are counted with it
+    """To the byte."""
+    own = replace(share(case), parallel=True, compute=narrow)  # joined weights are counted with it
     sizes = Mamba3Sizes.of(own, again=False)
     chunks = len(DOCS.cu_seqlens) - 1 + 2 * TOKENS // CHUNK if case == "packed" else 4
     expected = total(mamba3(own, NOTHING)) - total(by_kernel(sizes, sizes.kernel_chunks))
-    assert found["kept"][case] == expected + total(by_kernel(sizes, chunks))
+    assert found["kept"][dtype][case] == expected + total(by_kernel(sizes, chunks))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -82,24 +82,16 @@ def test_the_fullest_moment_is_estimated_from_above(
     found: dict[str, Any], case: str, direction: str
 ) -> None:
     """Above by the chunks that documents may add, and by contiguous copies not all alive at once:
-    of the few tokens here, up to a quarter."""
-    form = {"forward": forward, "backward": backward}[direction]
-    estimated = max(moment.bytes for moment in form(share(case), NOTHING))
+    of the few tokens here, up to a quarter. Joined weights are the estimate's with all weights."""
+    form, own = {"forward": forward, "backward": backward}[direction], share(case)
+    joined = total(k for k in mamba3(replace(own, parallel=True), NOTHING) if k[0] == "weights")
+    estimated = joined + max(moment.bytes for moment in form(own, NOTHING))
     assert 1.0 <= estimated / found["alive"][case][direction] < 1.25
 
 
 def share(case: str) -> Share:
-    """The layer of a case, alone on a CPU in fp32."""
     mamba = replace(LAYER, out_norm=True, a_activation="softplus") if case == "norm" else LAYER
-    config = tiny()
-    config = replace(
-        config,
-        model=replace(config.model, dim=DIM, mamba3=mamba),
-        kernels=KernelsConfig(mamba3="mamba_ssm"),
-        data=replace(config.data, seq_len=TOKENS),
-        train=replace(config.train, device="cpu", device_batch_size=2),
-    )
-    return Share.of(config, 1, 0)
+    return alone(mamba, DIM, TOKENS, "mamba_ssm")
 
 
 def total(kept: Iterable[Kept]) -> int:

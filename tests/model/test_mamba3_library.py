@@ -1,21 +1,28 @@
 """Mamba-3 by mamba-ssm's kernels: what our side of the call does, with stand-ins for the kernels.
 
-The real SISO kernels run in tests/model/test_mamba3_interpreted.py, the real ones on a GPU below.
+The real kernels run in tests/model/test_mamba3_interpreted.py and test_mamba3_mimo_interpreted.py,
+and on a GPU below.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from megacpp.cli import doctor
+from megacpp.kernel_host import Host
+from megacpp.kernels import mamba3_library as library
 from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential
 from megacpp.kernels.mamba3_carried import final_state
 from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
@@ -26,9 +33,11 @@ from megacpp.kernels.mamba3_library import (
     mimo_scan,
     siso_kernel,
     siso_scan,
+    siso_tuners,
 )
 from megacpp.kernels.mamba3_segments import fold, summarize
 from megacpp.model.documents import Documents
+from megacpp.run import kernels as run_kernels
 from tests.model import mamba3_upstream
 from tests.model.mamba3_cases import VARIANTS, packed, random_layer, random_scan, scan_leaves
 
@@ -147,28 +156,14 @@ def test_rows_are_laid_one_after_another_without_a_copy() -> None:
     assert torch.equal(laid.heads(by_token)[0, :, TOKENS:], by_token[1])
 
 
-def test_a_row_that_continues_starts_a_sequence() -> None:
-    """Rows cut for context ranks: where a document goes on, positions don't start at 0."""
-    part = DOCS["packed"].take(torch.arange(5, 12))
-    boundaries = part.cu_seqlens.tolist()
-    assert boundaries[0] == 0 and 7 in boundaries and boundaries[-1] == 14
-    starts = {int(i) for i in part.starts_BT.flatten().nonzero()} | {0, 7, 14}
-    assert boundaries == sorted(starts)
-
-
-def test_parts_that_do_not_follow_one_another_are_apart() -> None:
-    """Also where the next position happens to be that of another document's token."""
-    row = Documents.from_ids(torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]))
-    assert row.take(torch.tensor([0, 1, 6, 7])).cu_seqlens.tolist() == [0, 2, 4]
-    assert row.take(torch.tensor([0, 1, 2, 3])).cu_seqlens.tolist() == [0, 4]
-
-
-def test_boundaries_come_from_the_host() -> None:
-    """Documents on a device know them from where they came from: no wait for the device."""
-    docs = DOCS["packed"]
-    there = docs.to("meta")
-    assert there.noted("host") is docs
-    assert docs.to("cpu").cu_seqlens.tolist() == docs.cu_seqlens.tolist()
+def test_rows_that_chunks_do_not_divide_are_packed() -> None:
+    """The kernels for MIMO have no backward for the rest of a row."""
+    assert Laid.of(DOCS["whole"], 7).cu_seqlens is None
+    laid = Laid.of(DOCS["whole"], CHUNK)
+    assert laid.cu_seqlens is not None and laid.first_B is not None
+    assert laid.cu_seqlens.dtype == torch.int32
+    assert laid.cu_seqlens.tolist() == [0, TOKENS, 2 * TOKENS]
+    assert laid.first_B.tolist() == [0, 1]
 
 
 def test_only_bf16_is_given_to_a_kernel() -> None:
@@ -240,6 +235,48 @@ def test_the_package_needs_its_cuda_extension_where_its_kernels_do_not() -> None
     assert "mamba_ssm" not in sys.modules
 
 
+@installed
+def test_tuners_read_what_an_earlier_run_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them writes its measurements, some without a number, and doesn't measure again."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    gpu = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tuners = siso_tuners()
+    assert len(tuners) == 7 and all(tuner.cache_results for tuner in tuners)
+    assert "TRITON_CACHE_AUTOTUNING" not in os.environ and not triton.knobs.autotuning.cache
+    for tuner in tuners:
+        key, best, measured = (64, 128, False, "torch.bfloat16"), tuner.configs[-1], []
+
+        def measure(tuner=tuner, key=key, best=best, measured=measured) -> None:
+            measured.append(key)
+            tuner.configs_timings = {c: [float("inf")] * 3 for c in tuner.configs}
+            tuner.configs_timings[best] = [1.0, 0.9, 1.1]
+            tuner.cache[key] = best
+
+        for run in range(2):
+            assert tuner.check_disk_cache(key, tuner.configs, measure) == bool(run)
+            assert tuner.cache.pop(key) == best and len(measured) == 1
+
+
+@installed
+def test_the_doctor_says_what_the_first_call_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"triton": "3.6.0", "mamba-ssm": "2.3.2.post1", "einops": "0.8.2"}
+    host = Host("cuda", "bf16", (9, 0), "a GPU", versions)
+    monkeypatch.setattr(run_kernels, "host_of", lambda *given: host)
+    found = {f.name: f for f in doctor._kernels()}["kernels.mamba3"]
+    tries = sum(len(tuner.configs) for tuner in siso_tuners())
+    assert found.ok and f"the first call tries {tries} configurations" in found.detail
+    monkeypatch.setattr(library, "siso_kernel", lambda: importlib.import_module("no_such"))
+    found = {f.name: f for f in doctor._kernels()}["kernels.mamba3"]
+    assert not found.ok and "can't be imported" in found.detail
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @installed
@@ -252,8 +289,8 @@ def test_the_package_needs_its_cuda_extension_where_its_kernels_do_not() -> None
 def test_kernels_on_a_gpu(kind: str, docs: str, continued: bool) -> None:
     """Against the chunked form in fp64 on the same bf16 numbers.
 
-    Upstream tries out about 230 configurations of its SISO kernels at the first call of each of
-    the two cases (27 to 81 a kernel): minutes, once per process.
+    Upstream tries out 234 configurations of its SISO kernels at the first call of each of the two
+    cases (9 to 81 a kernel): minutes, once per machine.
 
     bf16 rounds operands by 2^-9, of sums of many terms by as much in the mean; SISO rounds angles
     too, by up to 2^-6 rad, which turns q and k by as much: 4 % of the largest output covers both,

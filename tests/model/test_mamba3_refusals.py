@@ -101,6 +101,13 @@ def test_shapes_that_the_siso_kernel_refuses(mamba: dict[str, Any], why: str) ->
         ({"mimo_rank": 3}, "2, 4 or 8 ranks"),
         ({"chunk_size": 64}, "chunks of 8 to 16 tokens"),
         ({"d_state": 128, "headdim": 128}, "chunks of 8 to 8 tokens"),
+        ({"mimo_rank": 2, "chunk_size": 8}, "chunks of 16 to 32 tokens"),
+        ({"d_state": 16, "headdim": 64, "chunk_size": 8}, "chunks of 16 to 16 tokens"),
+        ({"d_state": 256, "mimo_rank": 2}, "has no chunk size for mimo_rank=2"),
+        (
+            {"d_state": 256, "mimo_rank": 8, "chunk_size": 8},
+            "asks for 377,936 bytes of shared memory, there are 232,448",
+        ),
         ({"d_state": 256, "headdim": 128, "chunk_size": 8}, "may not compile for d_state=256"),
         ({"d_state": 64, "headdim": 256}, "headdim of 32 to 128"),
         ({"rope_fraction": 0.25}, "turns all or half of d_state=128"),

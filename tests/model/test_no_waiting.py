@@ -19,9 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.config import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
+from megacpp.kernels.mamba3_library import Laid
 from megacpp.model import transfer
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
+from parallel.context_layout import ContextLayout
+from parallel.context_segments import segment_documents
 from tests.model.attention_cases import packed
 from tests.model.small import small, variants
 
@@ -111,7 +114,25 @@ def test_flash_kernels_do_not_wait_for_the_documents(meta_as_gpu: list[str]) -> 
     host = packed()
     device = Documents(host.ids_BT.to("meta"), host.positions_BT.to("meta"))
     with pytest.raises(NotImplementedError, match="nonzero"):
-        _ = device.segments
+        _ = device.cu_seqlens
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_library_scans_do_not_wait_for_the_documents(
+    rank: int | None, meta_as_gpu: list[str]
+) -> None:
+    """Of whole rows, and of a context rank's chunks: those of rank 1 follow one another."""
+    host, layout = packed(((7, 1, 12, 4), (1, 1, 22))), ContextLayout.of("head_tail", rank or 0, 2)
+    if rank is not None:
+        host = host.take(layout.index(24), layout.per_rank)
+    docs = host.to("meta")
+    if rank is None:
+        ids = torch.zeros(2, 24, dtype=torch.int64, device="meta")
+        docs = docs.with_tokens(ids, ids)
+    with Waits() as waits:
+        laid = Laid.of(docs if rank is None else segment_documents(docs, layout))
+    assert laid.cu_seqlens is not None and laid.cu_seqlens.device.type == "meta"
+    assert waits.found == meta_as_gpu == []
 
 
 def test_experts_between_products_do_not_wait(meta_as_gpu: list[str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from megacpp.kernels import linear_cross_entropy_triton
 from megacpp.kernels.linear_cross_entropy import (
@@ -32,7 +33,10 @@ from megacpp.kernels.token_order import Ahead, token_order_loss
 from tests.golden import check_linear_ce
 from tests.golden.harness import GoldenFile
 from tests.livebytes import LiveBytes
+from tests.model.triton_interpreter import mend
 
+if knobs.runtime.interpret:
+    mend()
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 GOLDEN = Path(__file__).parents[1] / "golden/data"

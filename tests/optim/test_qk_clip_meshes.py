@@ -21,10 +21,10 @@ from optim.qk_clip import QKClip
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join, micro_rows
+from parallel.mesh import World, join
 from tests.optim.qk_clip_cases import model_config
 from tests.ranks import LONG_S, run_ranks
-from tests.synthetic import ragged_batch
+from tests.synthetic import micro_rows, ragged_batch
 
 CPU = torch.device("cpu")
 ROWS, T, ACCUM = 8, 16, 2  # rows of a step, tokens of a row, microbatches

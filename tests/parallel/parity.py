@@ -38,12 +38,12 @@ from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
-from parallel.mesh import World, join, micro_rows
+from parallel.mesh import World, join
 from tests.awake import awake
 from tests.collectives import Collective, CollectiveCounter
 from tests.parallel.parity_models import models
 from tests.ranks import on_worlds
-from tests.synthetic import ragged_batch
+from tests.synthetic import micro_rows, ragged_batch
 
 CPU = torch.device("cpu")
 ROWS, T, STEPS = 8, 16, 3  # global rows of a step, tokens of a row, optimizer steps
@@ -166,7 +166,7 @@ def gradients(model: HybridLM) -> Slices:
 
 
 def train(rank: int, run: Run) -> Trace:
-    """Five optimizer steps as `train.py` makes them."""
+    """Three optimizer steps as `train.py` makes them."""
     trace, world, config = Trace(run), world_of(rank, run), config_of(run)
     keeper = Keeper(config)
     with awake():

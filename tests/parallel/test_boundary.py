@@ -21,8 +21,7 @@ from megacpp.config import MeshConfig
 from megacpp.data.batches import IGNORED, Batch
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import micro_rows
-from parallel.verdict import Totals
+from parallel.step_sums import Totals
 from tests.parallel.parity import (
     ROWS,
     TOLERANCE,
@@ -36,7 +35,7 @@ from tests.parallel.parity import (
     world_of,
 )
 from tests.ranks import on_worlds
-from tests.synthetic import ragged_batch
+from tests.synthetic import micro_rows, ragged_batch
 
 Rule = Literal["tokens", "microbatches"]
 DRAWS = 24  # random ways to split a batch, of each divisor

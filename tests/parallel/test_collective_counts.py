@@ -117,10 +117,10 @@ def by_hand(size: int, n: int, mode: Mode) -> Figures:
         ("fsdp", "all_gather", "float32"): (1, root * FP32),
         ("fsdp", "reduce_scatter", "float32"): (times * (L + 3), times * reduced * FP32),
         # Labels and bytes before; after, two losses, then the squared norm, values and losses that
-        # aren't finite, six auxiliary losses, two gradients of routers.
+        # aren't finite, who leaves, six auxiliary losses, two gradients of routers.
         ("batch", "all_reduce", "int64"): (1, 2 * 8),
         ("loss", "all_reduce", "float64"): (1, 2 * 8),
-        ("world", "all_reduce", "float64"): (1, 11 * 8),
+        ("world", "all_reduce", "float64"): (1, 12 * 8),
     }
     if replicas > 1:  # HSDP: each rank's shard of the sums, once more over the replicas
         found["dp_replicate", "all_reduce", "float32"] = (L + 3, reduced * FP32 // shards)

@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 
+from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.main import main
 from megacpp.config import MeshConfig
@@ -21,6 +22,7 @@ from parallel.dry_run import dry_run
 from parallel.explain import OUTSIDE, brackets, explain
 from parallel.fake import fake_world, planned_model
 from parallel.plans import row_of
+from tests.checkpointing.fp8_cases import changed
 from tests.parallel.parity import Run
 from tests.parallel.test_dry_run import config_for
 
@@ -181,6 +183,52 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["bytes_of_all_ranks"] == found["bytes_of_the_model"]
     assert set(found["collectives"]) == set("AEMR")
     assert sum(p["bytes"] for p in found["parameters"]) == found["bytes_here"]
+
+
+FP8 = (
+    "--precision.dtype bf16 --precision.fp8 torchao --recompute.fp8-wrapper torchao "
+    "--train.grad-accum 1 --model.pattern AFE --model.depth 6"
+)
+GATHERED = (
+    f"{FP8} --precision.fp8-recipe tensorwise --precision.fp8-local-scales true "
+    "--precision.fp8-all-gather true --mesh.reshard always"
+)
+
+
+def test_what_is_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers 2 and 3, E and A: of these kinds one block in FP8 and one that isn't."""
+    assert main(["explain", "tiny", *FP8.split(), "--world", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "FP8: layers 2-3 of 6 (torchao, rowwise_with_gw_hp)\n" in out
+    marked = {line.split()[0] for line in out.splitlines() if " FP8 " in line and "mixer" in line}
+    expected = {f"blocks.2.mixer.shared.w{i}.weight" for i in (1, 2, 3)}
+    expected |= {f"blocks.2.mixer.experts.w{i}" for i in (1, 2, 3)}
+    assert marked == expected | {f"blocks.3.mixer.w{x}.weight" for x in "qkvo"}
+    assert "blocks.0.mixer.wq" in out and "blocks.5.mixer.router" in out
+    assert "attention, 2 here, 1 in FP8" in out and "dense, 2 here\n" not in out
+    assert "dense, 2 here " in out, "no F block"
+    assert main(["explain", "tiny", "--world", "2"]) == 0
+    assert "FP8" not in capsys.readouterr().out
+
+
+def test_gathers_in_fp8_add_up_to_a_step() -> None:
+    """Of two blocks that travel in FP8 and four that don't, each there and back."""
+    size = 4
+    config = parse_run(["tiny", *GATHERED.split(), "--mesh.dp_replicate", "2"], size).config
+    drawn = draw(config, size, 0, again=True)
+    wide = draw(changed(config, precision={"fp8_all_gather": False}), size, 0, again=True)
+    expected: Counter[tuple[str, str]] = Counter()
+    for layer, letter in enumerate("AFEAFE"):
+        for move in (drawn if layer in (2, 3) else wide)[letter]:
+            expected[move.axis, move.kind] += move.bytes
+    found: Counter[tuple[str, str]] = Counter()
+    for key, value in dry_run(config, size, 0, rooms()).traffic.items():
+        found[key.axis, key.kind] += value.bytes
+    assert found["fsdp", "all_reduce"] == expected["fsdp", "all_reduce"] == 2 * 4 * (3 + 4)
+    bf16 = 2 * 2 * config.model.vocab_size * config.model.dim  # embedding and head
+    root = found["fsdp", "all_gather"] - expected["fsdp", "all_gather"] - bf16
+    fp32 = found["fsdp", "reduce_scatter"] - expected["fsdp", "reduce_scatter"] - 2 * bf16
+    assert root == fp32 > 0, "what the root gathers, it reduces"
 
 
 def test_one_rank_moves_nothing(capsys: pytest.CaptureFixture[str]) -> None:

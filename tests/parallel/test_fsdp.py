@@ -16,7 +16,7 @@ from megacpp.config import Config, MeshConfig
 from megacpp.data.batches import IGNORED, Batch
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import World, micro_rows
+from parallel.mesh import World
 from tests.parallel.parity import (
     CPU,
     ROWS,
@@ -33,7 +33,7 @@ from tests.parallel.parity import (
     world_of,
 )
 from tests.ranks import run_ranks
-from tests.synthetic import ragged_batch
+from tests.synthetic import micro_rows, ragged_batch
 
 SHARDED, HSDP = MeshConfig(dp_shard=2), MeshConfig(dp_replicate=2, dp_shard=2)
 RUNS = [

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megacpp.config import MeshConfig
 from megacpp.errors import NonFiniteError
 from megacpp.model.hybrid import HybridLM
+from megacpp.run.verdict import Verdict
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.local import local_part
@@ -26,12 +27,13 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.guard import NonFiniteGuard
 from parallel.mesh import World
-from parallel.verdict import StepSums, Verdict
+from parallel.step_sums import StepSums
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import on_worlds
 
 BAD, STEPS = 1, 3  # of three steps the second
 Where = Literal["loss", "activation", "expert", "shard", "value", "forward"]
+CHOICES = ("expert_bias", "null_bias", "null_score")  # that a step's counts move
 UNTAKEN = ("shard", "value", "forward")  # a sum or a loss is bad: nothing to go on with
 Policy = Literal["skip", "sanitize", "raise"]
 
@@ -199,26 +201,28 @@ def cases() -> list[Case]:
         Case("fsdp2 tp2 ep2", "value", "inf"),
         Case("fsdp2", sync="each"),
         Case("hsdp2x2", sync="resident"),
-        *(Case(mesh, "forward") for mesh in ("fsdp2", "ep2", "pp2 fsdp2", "fsdp2 tp2 ep2")),
-        Case("one process", "forward", "inf"),
-        Case("fsdp2", "forward", model="nulls"),
+        Case("one process", "forward", "inf"),  # nobody to agree with; a loss that is no NaN
+        Case("fsdp2", "forward", model="nulls"),  # scores of nulls are measured over what is bad
+        Case("ep2", "forward"),  # who goes to which rank is chosen by what is bad
+        Case("pp2 fsdp2", "forward"),  # only the last stage knows the loss
         Case("pp2", model="ahead"),
     ]
-    places: tuple[Where, ...] = ("loss", "activation", "expert", "shard", "forward")
+    places: tuple[Where, ...] = ("loss", "activation", "expert", "shard")
     policies: tuple[Policy, ...] = ("sanitize", "raise")
     for policy in policies:
         found += [
             Case(mesh, where, policy=policy) for mesh in ("fsdp2", "hsdp2x2") for where in places
         ]
         found += [Case(mesh, policy=policy) for mesh in ("one process", "ep2")]
-        found += [Case("tp2", "value", policy=policy)]
         found += [
+            Case("tp2", "value", policy=policy),
+            Case("fsdp2", "forward", policy=policy),  # gradients and the loss, at once
             Case("fsdp2", "loss", "inf", policy),
             Case("fsdp2 tp2 ep2", "expert", "inf", policy),
             Case("hsdp2x2", "activation", "-inf", policy),
             Case("pp2 fsdp2", "loss", "inf", policy),
         ]
-    return found
+    return [*found, Case("fsdp2", policy="sanitize", model="nulls")]
 
 
 def without(case: Case) -> Case:
@@ -277,8 +281,9 @@ def test_training_on_what_is_left(case: Case) -> None:
         assert (seen.verdicts[BAD].nonfinite > 0) == (taken or case.where == "forward")
         before, after = seen.states[BAD], seen.states[BAD + 1]
         assert equal(before, after) != taken
-        for name in (name for name in before if name.endswith("expert_bias")):
+        for name in (name for name in before if name.endswith(CHOICES)):
             assert before[name].any() and torch.equal(before[name], after[name]), "choices are not"
+            assert not torch.equal(after[name], seen.states[-1][name]), "of a clean step they are"
         assert all(t.isfinite().all() for state in seen.states for t in state.values())
 
 

@@ -163,7 +163,8 @@ def dry_step(schedule: Schedule, rank: int) -> tuple[Schedule, bool, set[int]]:
         model.to_empty(device=CPU)
         divisors = torch.full((len(batches),), 10.0, dtype=torch.float64)
         Pipeline(stages, world, config, dry=True).accumulate(batches, divisors)
-        with pytest.raises(Exception, match="local_scalar_dense"):  # ranks vote without it
-            Pipeline(stages, world, config).accumulate(batches, divisors)
+        if torch.__version__ >= "2.12":
+            with pytest.raises(Exception, match="local_scalar_dense"):  # ranks vote without it
+                Pipeline(stages, world, config).accumulate(batches, divisors)
     graded = all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     return schedule, graded, set(forwards.values())

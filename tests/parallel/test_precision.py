@@ -42,7 +42,7 @@ def config_of(pattern: str, seed: int = 1, **precision: Any) -> Config:
         train=TrainConfig(device_batch_size=ROWS, device="cpu"),
         optim=OptimConfig(name="adamw", lr=3e-3, schedule="constant"),
     )
-    return changed(config, precision=precision, recompute={"fp8_wrapper": "torchao"})
+    return changed(config, precision=precision)
 
 
 @dataclasses.dataclass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megacpp.run.failure import lost_a_peer, report
+from megacpp.arguments import parse_run
+from megacpp.run.failure import guarded, lost_a_peer, report, what_is_saved
+from megacpp.state.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +50,43 @@ def test_a_rank_that_lost_its_peer_stays_silent(
     assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err
     assert report(ValueError("bad\nshape"), tmp_path) == 1
     assert capsys.readouterr().err.startswith("error: rank 0: ValueError: bad (")
+
+
+def test_an_interrupt_says_once_where_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    resolved = parse_run(["--run.dir", str(tmp_path)], 1)
+    said = []
+    for rank in ("0", "0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as left:
+            guarded(interrupted, resolved)
+        assert left.value.code == 130
+        said.append(capsys.readouterr().err.strip())
+        save_checkpoint(tmp_path / "checkpoints", 5, {"w": torch.zeros(3)}, {}, keep=1)
+    saved = tmp_path / "checkpoints" / "step-000005"
+    first, second, of_another_rank = said
+    assert first == "stopped: nothing was saved yet (--checkpoint.every)"
+    assert second == f"stopped: the same command goes on from {saved}"
+    assert of_another_rank == ""
+
+    anew = parse_run(["--run.dir", str(tmp_path), "--checkpoint.resume", "never"], 1)
+    assert (
+        what_is_saved(anew)
+        == f"the same command with --checkpoint.resume auto goes on from {saved}"
+    )
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_line_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    """A traceback would go to the same disk, and its place is no news."""
+    assert report(OSError(code, os.strerror(code)), tmp_path / "run") == 4
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: rank 0: run.dir={tmp_path / 'run'}: ") and err.count("\n") == 1
+    assert "Fix: free disk space" in err and not (tmp_path / "run").exists()
+    assert report(OSError(errno.EACCES, "Permission denied"), tmp_path) == 1

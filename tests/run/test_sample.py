@@ -237,6 +237,15 @@ def test_mistakes_on_the_command_line(
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
+def test_a_missing_gpu_is_refused(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = command(capsys, str(run_folder), "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert err == "error: device=cuda: there is no GPU here. Fix: write --device auto.\n"
+
+
 def test_damaged_weights_are_refused(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

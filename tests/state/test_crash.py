@@ -50,7 +50,7 @@ def two(tmp_path: Path) -> Path:
     return folder
 
 
-def interrupted(folder: Path, step: int, call: int, act: Callable[[], None]) -> int:
+def interrupted(folder: Path, step: int, call: int, act: Callable[[], None], keep: int) -> int:
     """Saves in a forked process that runs `act` before its `call`-th file system call.
 
     Returns:
@@ -72,7 +72,7 @@ def interrupted(folder: Path, step: int, call: int, act: Callable[[], None]) -> 
     sys.addaudithook(hook)
     code = 1
     try:
-        save(folder, step)
+        save(folder, step, keep)
         code = UNTOUCHED if seen < call else HARMLESS
     except CheckpointError as error:
         code = STOPPED if "\n" not in str(error) and "No space left" in str(error) else 2
@@ -89,15 +89,19 @@ def disk_full() -> None:
 
 
 @pytest.mark.parametrize(("act", "ended"), [(die, -signal.SIGKILL), (disk_full, STOPPED)])
-@pytest.mark.parametrize("step", [3, 2], ids=["a-new-step", "the-same-step-again"])
+@pytest.mark.parametrize(
+    ("step", "keep"),
+    [(3, 2), (2, 2), (3, 1)],
+    ids=["a-new-step", "the-same-step-again", "the-only-one-that-stays"],
+)
 def test_interrupted_before_every_file_system_call(
-    two: Path, tmp_path: Path, step: int, act: Callable[[], None], ended: int
+    two: Path, tmp_path: Path, step: int, keep: int, act: Callable[[], None], ended: int
 ) -> None:
     outcomes = []
     for call in range(1, 200):
         folder = tmp_path / str(call) / "checkpoints"
         shutil.copytree(two, folder)
-        outcome = interrupted(folder, step, call, act)
+        outcome = interrupted(folder, step, call, act, keep)
         reached = loaded_step(folder)
         if outcome == UNTOUCHED:
             assert reached == step

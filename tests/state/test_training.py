@@ -20,7 +20,7 @@ from megacpp.config import Config, DataConfig, ModelConfig, OptimConfig, RunConf
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import BatchSchedule, batch_schedule
-from megacpp.errors import CheckpointError
+from megacpp.errors import CheckpointError, ConfigError
 from megacpp.rules import resolve
 from megacpp.run.health import Health
 from megacpp.state.manifest import hash_file, read_manifest, write_manifest
@@ -109,6 +109,46 @@ def test_the_position_is_saved_in_rows(tmp_path: Path) -> None:
     assert again.loader.microbatches == 0
     for a, b in zip(run.state.model.parameters(), again.state.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_another_length_is_announced_for_the_learning_rate_follows_it(tmp_path: Path) -> None:
+    config = config_of()
+    make(tmp_path, config).state.save(keep=1)
+    longer = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=7))
+    again = make(tmp_path, longer)
+    again.state.resume("auto")
+    before = config.run.steps
+    assert again.state.changed == [
+        f"run.steps changed from {before} to 7 on resume, the learning rate follows it"
+    ]
+
+
+def test_a_folder_that_is_not_there_is_a_mistake_of_the_command_line(tmp_path: Path) -> None:
+    run = make(tmp_path, config_of())
+    legal = "Fix: use auto, never or the folder of a checkpoint"
+    with pytest.raises(ConfigError) as found:
+        run.state.resume("newest")
+    assert str(found.value) == f"checkpoint.resume=newest: no such folder. {legal}."
+    saved = run.state.save(keep=1)
+    with pytest.raises(ConfigError) as found:
+        run.state.resume("newest")
+    assert str(found.value).endswith(f"{legal} such as {saved}.")
+
+
+def test_a_later_folder_that_lost_its_manifest_is_announced(tmp_path: Path) -> None:
+    """Else a run would go on from an older step, or start anew, and nothing would say why."""
+    run = make(tmp_path, config_of())
+    saved = []
+    for _ in range(2):
+        run.steps(1)
+        saved.append(run.state.save(keep=0))
+    for expected, path in ((1, saved[1]), (0, saved[0])):
+        (path / "manifest.json").unlink()
+        again = make(tmp_path, config_of())
+        again.state.resume("auto")
+        lost = [p for p in saved if not (p / "manifest.json").exists()]
+        assert again.state.step == expected
+        assert again.state.changed == [f"{p} is passed over: it has no manifest.json" for p in lost]
 
 
 @pytest.mark.parametrize(("device_batch", "accum"), [(2, 1), (2, 7), (1, 8), (8, 1), (3, 5)])

@@ -18,7 +18,7 @@ from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.choices import circle, columns, null_copies, visited_ranks
 from megacpp.model.pieces import BLOCK
 
-ROWS = 48  # a group is padded to a multiple on a CPU, to one of 16 on a GPU (kernels/grouped_mm.py)
+ROWS, GPU_ROWS = 48, 16  # a group is padded to a multiple (kernels/grouped_mm.py)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def trip_of(own: Share) -> Trip:
     """Sizes of what is sent and computed; dropless: with even choices, or the most there can be."""
     moe, m = own.config.model.moe, own.stream
     E, K, W = moe.num_experts, columns(moe), own.config.mesh.ep
-    N, e = m * moe.top_k, E // W
+    N, e, rows = m * moe.top_k, E // W, GPU_ROWS if own.on_gpu else ROWS
     if moe.capacity_factor is not None:
         slots = E * math.ceil(N / E * moe.capacity_factor)
         return Trip(slots, slots, slots, slots)
@@ -83,13 +83,15 @@ def trip_of(own: Share) -> Trip:
         arriving = W * m if own.config.mesh.ep_dispatch == "per_rank" else copies
         per_rank = own.config.mesh.ep_dispatch == "per_rank"
         leaving = m * (visited_ranks(moe, W) if per_rank else K)
-        return Trip(leaving, arriving, copies, copies + min(e, copies) * (ROWS - 1))
+        return Trip(leaving, arriving, copies, copies + min(e, copies) * (rows - 1))
     order = circle(E, moe.num_groups, moe.top_k_groups) if W > 1 else tuple(range(E - 1, -1, -1))
     counts = [N // E] * E
     for expert in order[: N % E]:
         counts[expert] += 1
     mine = [W * n for n in counts[own.expert * e : (own.expert + 1) * e]]
-    slots, copies = sum(-(-n // ROWS) * ROWS for n in mine), sum(mine)
+    slots, copies = sum(-(-n // rows) * rows for n in mine), sum(mine)
+    if W == 1 and own.on_gpu:  # which doesn't wait for the counts: as many as there can be
+        slots = (m * K + min(E, m * K) * (rows - 1)) // rows * rows
     if own.config.mesh.ep_dispatch == "per_expert" or W == 1:
         return Trip(N, copies, copies, slots)
     sent = _sent(m, moe.top_k, e, order)

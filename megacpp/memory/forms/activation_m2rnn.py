@@ -79,9 +79,15 @@ def _convolved(own: Share, N: int, X: int, Y: int, serial: bool) -> Iterator[Kep
 def _states(own: Share, tokens: int, heads: int) -> Iterator[Kept]:
     """Where chunks start, or of every token, before and after, and its tanh."""
     r = own.config.model.m2rnn
-    every = own.config.recompute.rblock == "none"
-    states = 2 * tokens + 1 if every else -(-tokens // r.chunk_size)
-    yield "states", states * own.rows * heads * r.key_dim * r.value_dim, own.wide
+    numbers = own.rows * heads * r.key_dim * r.value_dim
+    yield "states", num_states(own, tokens) * numbers, own.wide
+
+
+def num_states(own: Share, tokens: int) -> int:
+    """That a recurrence over so many tokens keeps; Triton's has no use for the one behind them."""
+    if own.config.recompute.rblock == "none":
+        return 2 * tokens + (own.by("m2rnn") != "triton")
+    return -(-tokens // own.config.model.m2rnn.chunk_size)
 
 
 def _exchanged(own: Share, N: int) -> Iterator[Kept]:

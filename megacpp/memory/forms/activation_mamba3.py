@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 
+DOCUMENT = 1024  # tokens of one, where only data could say
+
 
 @dataclass(frozen=True)
 class Mamba3Sizes:
@@ -97,12 +99,15 @@ class Mamba3Sizes:
         return name if name in ("mamba_ssm", "tilelang") else None
 
     @property
-    def kernel_chunks(self) -> int:
-        """Chunks of a kernel: documents are cut apart. Not more than twice those of rows.
+    def documents(self) -> int:
+        """Whose number is data: one of so many tokens; at most, one for each chunk."""
+        each = self.chunks if self.own.most else min(self.chunks, -(-self.length // DOCUMENT))
+        return self.segments * each
 
-        That is as many documents as a row has chunks: their number is data.
-        """
-        return 2 * self.segments * self.chunks
+    @property
+    def kernel_chunks(self) -> int:
+        """Chunks of a kernel, which cuts documents apart: a last one of each isn't full."""
+        return self.segments * self.chunks + self.documents
 
 
 def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
@@ -183,9 +188,10 @@ def operands(z: Mamba3Sizes) -> Iterator[Kept]:
 def by_kernel(z: Mamba3Sizes, chunks: int) -> Iterator[Kept]:
     """What the kernels of mamba-ssm keep for their backward, inputs included.
 
-    As their `save_for_backward` lists it (2.3.2.post1; tests/model/test_mamba3_interpreted.py
-    counts it). SISO: q and k of each head as they are rotated, the state in front of every chunk,
-    outputs in front of the gate. MIMO: its inputs, contiguous, and no results.
+    As their `save_for_backward` lists it (2.3.2.post1; tests/model/test_mamba3_interpreted.py and
+    test_mamba3_mimo_interpreted.py count it). SISO: q and k of each head as they are rotated, the
+    state in front of every chunk, outputs in front of the gate. MIMO: its inputs, contiguous, and
+    no results.
     """
     own, m, h, c, wide = z.own, z.own.config.model.mamba3, z.heads, z.own.compute, z.own.wide
     R, N, P, tokens = m.mimo_rank, m.d_state, m.headdim, z.segments * z.length * z.heads
@@ -193,9 +199,10 @@ def by_kernel(z: Mamba3Sizes, chunks: int) -> Iterator[Kept]:
         yield "scan inputs", own.tokens * (z.S // 2 if z.states_travel else z.S), c  # Q, K
     if not (z.again or z.states_travel or z.by_heads):
         yield "scan inputs", tokens * P, c
-        yield "scan inputs", tokens, wide  # the log decay
+        if z.kernel == "mamba_ssm":  # the log decay; MIMO keeps its contiguous copy alone
+            yield "scan inputs", tokens, wide
     if z.states_travel:  # of packed rows, a state in front of every document
-        yield "entering states", chunks // 2 * h * (P * N + R * N + P), wide
+        yield "entering states", z.documents * h * (P * N + R * N + P), wide
     if z.kernel == "mamba_ssm":
         yield "scan inputs", tokens * (2 * N + z.A), c
         yield "scan inputs", tokens * 4 + chunks * h, wide

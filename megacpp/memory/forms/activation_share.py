@@ -77,11 +77,15 @@ class Share:
     def on_gpu(self) -> bool:
         return self.config.train.device == "cuda"
 
+    def by(self, operation: str) -> str:
+        """The backend of an operation; `auto` that nobody settled is torch."""
+        named = getattr(self.config.kernels, operation)
+        return "torch" if named == "auto" else named
+
     @property
     def attends_by(self) -> str:
-        """The backend of attention; `auto` that nobody settled is torch."""
-        named = self.config.kernels.attention
-        return "torch" if named == "auto" else named
+        """The backend of attention."""
+        return self.by("attention")
 
     @property
     def masked(self) -> bool:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from megacpp.memory.forms.activation_blocks import context_kind, expanded
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
-from megacpp.memory.forms.working_frame import copied, given, gradient_bytes, kept_bytes, reads
+from megacpp.memory.forms.working_frame import (
+    copied,
+    given,
+    gradient_bytes,
+    kept_bytes,
+    norm_products,
+    reads,
+)
 
 BLOCK = 128  # query tokens at a time (megacpp/kernels/softcap_attention.py)
 
@@ -168,7 +175,7 @@ def grouped_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("rotated queries", queries, wo, reads=False)
     if a.qk_norm:
         norms = "norm" in pieces  # then the piece waits with its arguments
-        copies = z.q + 3 * z.wide_q + (2 * z.wide_q if z.narrow else 0)
+        copies = z.q + (norm_products(own) + 1) * z.wide_q + (2 * z.wide_q if z.narrow else 0)
         before = z.q + z.kv * (2 if norms else 1) + dv + z.sums * (2 if norms else 3)
         yield Moment("normed queries", before + copies, wo, reads=False)
     yield Moment("keys and values", 3 * x + z.q, wo + 2 * wk)

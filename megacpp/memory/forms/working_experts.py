@@ -29,6 +29,7 @@ class _Sizes:
         leave, arrive, slots: rows in compute; without `ep` nothing leaves or arrives.
         units: gate (and up) of the routed experts; `unit`: one of them.
         here: rows that arrive are weighed and summed on the experts' rank.
+        fused: by kernels that write nothing that is wide, but sums of rows.
         small: scores, places and weights of copies.
         weighed: rows that came back, kept where they are weighed.
         shared: what the shared expert keeps.
@@ -44,6 +45,7 @@ class _Sizes:
     unit: int
     units: int
     here: bool
+    fused: bool
     small: int
     weighed: int
     hidden: int
@@ -73,6 +75,7 @@ class _Sizes:
             unit=unit,
             units=units,
             here=here,
+            fused=own.by("experts") == "triton",
             small=groups["routing"] + groups["rows"] - (0 if whole else arrive + weighed),
             weighed=weighed,
             hidden=hidden,
@@ -83,13 +86,16 @@ class _Sizes:
     def row(self) -> int:
         return self.own.config.model.dim * self.own.compute
 
-    def sum_of(self, rows: int, terms: int) -> int:
+    def sum_of(self, rows: int, terms: int, rounds: bool = True) -> int:
         """Rows added up in fp32, `terms` to each of as many as `rows` bytes of compute numbers.
 
-        The sum, and one term as it came and widened.
+        The sum, and one term as it came and widened; a kernel adds up terms as they come, and then
+        the sum is rounded, if it is (`rounds`).
         """
         s, w = self.own.compute, self.own.wide
         wide = rows // s * w
+        if self.fused:
+            return wide + (rows if rounds and s < w else 0)
         return wide * min(2, terms) + (rows if s < w else 0)
 
 
@@ -105,14 +111,14 @@ def experts(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("out of experts", base + z.units + z.unit + z.slots)
     base += z.hidden
     if not z.arrive:
-        yield Moment("sum of rows", base + z.slots + z.sum_of(z.token, columns(moe)))
+        yield Moment("sum of rows", base + z.slots + z.sum_of(z.token, columns(moe), False))
     elif z.here:
         yield Moment("sum of copies", base + z.slots + z.sum_of(z.arrive, each))
         came = z.slots + z.arrive + z.leave
-        yield Moment("sum of rows", base + came + z.sum_of(z.token, columns(moe)))
+        yield Moment("sum of rows", base + came + z.sum_of(z.token, columns(moe), False))
     else:
         came = z.slots + z.arrive + z.leave
-        yield Moment("weighted rows", base + came + z.sum_of(z.token, 2))
+        yield Moment("weighted rows", base + came + z.sum_of(z.token, 2, False))
     base += z.weighed + z.wide_token
     if moe.num_shared:
         for moment in _shared(z, pieces):
@@ -132,17 +138,18 @@ def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
         shared = ("shared.w1", "shared.w2", "shared.w3", "shared.gate")
         made, dx, reads = gradient_bytes(own, "E", *shared), z.token, own.tp == 1
     base += dx
-    narrowed = z.token if own.compute < own.wide else 0
+    narrowed = z.token if own.compute < own.wide and not z.fused else 0
     if not z.arrive:
         yield Moment("rows out", base + grad + narrowed + z.slots, made, reads)
     elif z.here:
         wide = z.arrive // own.compute * own.wide
         yield Moment("rows out", base + grad + narrowed + z.leave, made, reads)
         yield Moment("rows sent", base + z.leave + z.arrive, made, reads)
-        yield Moment("copies out", base + wide + z.arrive + z.slots, made, reads)
+        copied = z.slots + (0 if z.fused else z.arrive)
+        yield Moment("copies out", base + wide + max(z.arrive, copied), made, reads)
     else:
         wide = z.leave // own.compute * own.wide
-        yield Moment("weighted rows", base + grad + 2 * wide, made, reads)
+        yield Moment("weighted rows", base + grad + (z.leave if z.fused else 2 * wide), made, reads)
         base -= z.weighed
         yield Moment("rows sent", base + z.leave + z.arrive, made, reads)
         yield Moment("copies out", base + z.arrive + z.slots, made, reads)
@@ -176,8 +183,7 @@ def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     found += rows // z.row * each * own.wide if z.here else 0  # gradients of weights
     yield Moment("gradient of rows", found + z.sum_of(rows, each), made, reads)
     if casts:
-        left = into - w1 * (moe.activation != "swiglu")
-        narrowed = base + rows + left // own.wide * narrow
+        narrowed = base + rows + w1 // own.wide * narrow  # of the last
         yield Moment("wide gradient of w1", narrowed, made + into, reads)
         made += into
     base -= z.arrive
@@ -190,6 +196,8 @@ def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 def _blocks(own: Share, z: _Sizes, forward: bool) -> int:
     """What is wide and temporary while some rows at a time are worked on."""
+    if z.fused:
+        return 0
     gated = own.config.model.moe.activation == "swiglu"
     cast = own.compute < own.wide
     if forward:

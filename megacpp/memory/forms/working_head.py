@@ -87,7 +87,7 @@ def head(own: Share) -> Iterator[Moment]:
 
 
 def _loss(own: Share, n: int, learns: bool) -> Iterator[Moment]:
-    """One call for n tokens, by torch's operators; Triton's kernels need less (no fp32 logits)."""
+    """One call for n tokens; Triton's kernels have no logits but the product, which they change."""
     model, s, w = own.config.model, own.compute, own.wide
     v, D = _words(own), model.dim
     rows = chunk_rows(n, D, v)
@@ -95,11 +95,12 @@ def _loss(own: Share, n: int, learns: bool) -> Iterator[Moment]:
     made = _made(own) * learns
     # which tokens are valid, loss and log-sum of each; the weight's gradient
     held = n * (1 + 2 * w) + n * D * s * (2 if own.tp > 1 else 1) + v * D * w * learns
-    logits = rows * v * (w + (s if s < w else 0))
+    fused = own.by("cross_entropy") == "triton"
+    logits = rows * v * (s if fused else w + (s if s < w else 0))
     if own.tp > 1:
         x = n * D * s
         yield Moment("gather", x * (1 + copied(own)))
-    slope = rows * v * w if model.logit_softcap is not None else 0
+    slope = rows * v * w if model.logit_softcap is not None and not fused else 0
     # of each token of a chunk its label in place and where it is, statistics, factors
     yield Moment("logits", held + logits + slope + rows * (2 * INDEX + 6 * w))
     if s < w and learns:  # what the weight's gradient is made of is widened

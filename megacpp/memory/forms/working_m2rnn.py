@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.forms.activation_m2rnn import channels, context_kind, m2rnn
+from megacpp.memory.forms.activation_m2rnn import channels, context_kind, m2rnn, num_states
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_desk import Desk, returned
@@ -32,7 +32,8 @@ class _Walk:
         tokens, heads: of one recurrence.
         state: numbers of one, of all rows and heads.
         chunk: tokens of a chunk.
-        every: all states are kept.
+        every: all states are kept; `kept`: how many.
+        fused: by Triton's kernels, which have a state in registers (kernels/m2rnn_triton.py).
         serial: one chunk of the context axis after another.
     """
 
@@ -48,6 +49,8 @@ class _Walk:
     state: int
     chunk: int
     every: bool
+    kept: int
+    fused: bool
     serial: bool
 
     @staticmethod
@@ -70,6 +73,8 @@ class _Walk:
             state=own.rows * heads * r.key_dim * r.value_dim,
             chunk=min(r.chunk_size, tokens),
             every=own.config.recompute.rblock == "none",
+            kept=num_states(own, tokens),
+            fused=own.by("m2rnn") == "triton",
             serial=kind == "serial",
         )
 
@@ -85,6 +90,14 @@ class _Walk:
     def thin(self) -> int:
         """Channels of the projections that are one product."""
         return self.Y + self.N
+
+    @property
+    def by_head(self) -> int:
+        """Gradients of a chunk's q and k, a head's each, where heads share them."""
+        r = self.own.config.model.m2rnn
+        all_heads = m2rnn_heads(self.own.config.model)
+        shared = (r.num_q_heads < all_heads) + (r.num_k_heads < all_heads)
+        return self.chunk * self.own.rows * self.heads * shared * r.key_dim * self.w
 
     def taken(self, times_key: int, times_value: int) -> int:
         """Bytes of a chunk of inputs in the recurrence's dtype: of all heads."""
@@ -120,10 +133,12 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 def _recurrence(k: _Walk, desk: Desk) -> Iterator[Moment]:
     state = k.state * k.w
-    chunks = -(-k.tokens // k.chunk)
     desk.put(y=k.X * k.c)
     for _ in range(k.segments):
-        desk.put(states=state * ((2 * k.tokens + 1 if k.every else chunks) + k.serial))
+        desk.put(states=state * (k.kept + k.serial))
+        if k.fused:
+            yield desk.moment("recurrence", state)  # zeros that enter, or what leaves
+            continue
         room = 0 if k.every else (2 * k.chunk + 1) * state
         yield desk.moment("recurrence", room, 2 * state, k.taken(2, 2))
 
@@ -163,8 +178,7 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 
 def _states(k: _Walk) -> int:
-    states = 2 * k.tokens + 1 if k.every else -(-k.tokens // k.chunk)
-    return (states + k.serial) * k.segments * k.state * k.w
+    return (k.kept + k.serial) * k.segments * k.state * k.w
 
 
 def _recurrence_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
@@ -178,6 +192,13 @@ def _recurrence_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
     for _ in range(parts):
         made = n * (k.Y * k.c + k.N * w) + k.X * k.c
         desk.put(dinputs=made // parts)
+        if k.fused:
+            # Of a chunk: states in front and tanh again, their gradients; those of inputs by head.
+            again = (1 if k.every else 3) * k.chunk * state
+            states = (1 + 2 * k.serial) * state  # dL/dh; what came for the last, of the first
+            yield desk.moment("recurrence", again, states, k.by_head)
+            desk.put(states=-(_states(k) // parts))
+            continue
         yield desk.moment("recurrence", room, 3 * k.chunk * state, 2 * state, inputs)
         yield desk.moment("state weight", room, 2 * k.chunk * state, 2 * state, inputs, square)
         desk.put(states=-(_states(k) // parts))

@@ -2,7 +2,8 @@
 
 In front of the scan and behind its backward it is working_mamba3.py. Of the kernels' own Python it
 follows what they allocate (2.3.2.post1: mamba3_siso_fwd.py and _bwd.py, mamba3_mimo_bwd.py), not
-what runs inside them; no trace can show these moments on a CPU.
+what runs inside them; tests/model/test_mamba3_interpreted.py and test_mamba3_mimo_interpreted.py
+hold them to that.
 
 Legend: as working_mamba3.py.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.memory.forms.activation_mamba3 import mamba3
+from megacpp.memory.forms.activation_mamba3 import by_kernel, mamba3
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_desk import Desk, returned
@@ -41,9 +42,11 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     if z.states_travel:
         desk.put(carried=carried(k))
     # All that is kept, variables in front of it, and what the kernel makes contiguous.
-    in_front = sum(desk.alive.values()) if z.again else 0
+    variables = ("convolved", "steps", "norms") if z.again else ()
+    in_front = sum(desk.alive.get(name, 0) for name in (*variables, "carried"))
     desk.alive = {"kept": kept_bytes(own, pieces), "in front": in_front}
-    yield desk.moment("kernel", k.T * (2 * w + c), k.angles * c, k.states * w)
+    final = k.states * w if z.kernel == "tilelang" else 0
+    yield desk.moment("kernel", k.T * (2 * w + c), final)
     if own.config.model.mamba3.out_norm or (z.kernel == "tilelang" and z.states_travel):
         ranks = k.W * k.R
         yield desk.moment("gate", k.widened(ranks), 3 * ranks * w)
@@ -57,9 +60,11 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """From the output's gradient to those of the projections."""
     k, desk = Walk.of(own, pieces), Desk(own, given=given(own, "M"))
     z, c, w = k.z, k.c, k.w
-    operands = 2 * k.qk * c if z.kernel == "mamba_ssm" else 0
-    gate = with_gate(k)
-    desk.put(gate=gate, operands=operands, rest=kept_bytes(own, pieces) - gate - operands)
+    gate, scanned = (
+        with_gate(k),
+        sum(count * each for _, count, each in by_kernel(z, z.kernel_chunks)),
+    )
+    desk.put(gate=gate, scanned=scanned, rest=kept_bytes(own, pieces) - gate - scanned)
     desk.put(dy=k.W * c)
     yield desk.moment("output", desk.learn(own.config.model.dim * z.W))
     desk.drop("given")
@@ -70,14 +75,15 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
         ranks = k.W * k.R
         yield desk.moment("gate", 7 * ranks * w + k.widened(ranks))
         desk.drop("dy")
-        desk.put(dy=ranks * c, dz=k.W * c)
+        copies = 2 if z.kernel == "tilelang" else 1  # in the order of ranks that it wrote them in
+        desk.put(dy=copies * ranks * c, dz=k.W * c)
     else:
         desk.put(dz=k.W * c)
     if z.kernel == "mamba_ssm":
         yield from _siso_back(k, desk)
     else:
         yield from _mimo_back(k, desk)
-    desk.drop("operands", "dy", "gate")
+    desk.drop("scanned", "dy", "gate")
     yield from convolution_back(k, desk)
     desk.drop("again", "results")
     yield from projections_back(k, desk)
@@ -89,15 +95,14 @@ def _siso_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     desk.put(scaled=k.W * c)  # the output's gradient times the gate
     desk.put(dheads=2 * k.qk * c, dv=k.W * c, small=2 * k.T * w)
     if k.z.states_travel:
-        desk.put(dentering=k.z.kernel_chunks // 2 * k.first // k.z.segments)
+        desk.put(dentering=k.z.documents * k.first // k.z.segments)
     yield desk.moment("gradients of q and k")
     desk.put(dQ=2 * k.shared * c, dangles=k.angles * c)
     chunks = k.z.segments * k.z.chunks
     biases = 2 * chunks * k.z.heads * k.own.config.model.mamba3.d_state * w
     yield desk.moment("rotation", 4 * k.T * w, biases)
-    desk.drop("dheads", "scaled")
     yield desk.moment("angles", k.angles * c, 3 * k.T * w)
-    desk.drop("dangles", "small", "dentering")
+    desk.drop("dheads", "scaled", "dangles", "small", "dentering")
 
 
 def _mimo_back(k: Walk, desk: Desk) -> Iterator[Moment]:

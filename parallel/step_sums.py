@@ -1,12 +1,10 @@
-"""What a step is made of, what came out of it, and what all ranks know of it."""
+"""What a step is made of, and what its microbatches sum to, over all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from megacpp.run.expert_load import ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class StepSums:
         nll_sum: cross entropy alone, nats.
         totals: see there.
         along: fp64 numbers of this rank that wait to be summed over all ranks together with the
-            gradient norm: values that weren't finite, losses that weren't, auxiliary losses,
-            gradients of routers, loads of experts.
+            gradient norm: values that weren't finite, losses that weren't, whether it was
+            told to stop, auxiliary losses, gradients of routers, loads of experts.
     """
 
     loss_sum: Tensor
@@ -70,48 +68,3 @@ class StepSums:
     @property
     def target_bytes(self) -> int:
         return int(self.totals.target_bytes)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks know of a step, as numbers of the host; the same on every rank.
-
-    Attributes:
-        grad_norm: before clipping, of gradients in which what wasn't finite is zero.
-        loss: cross entropy, nats per valid token; NaN without one.
-        nll_sum, target_bytes: nats of the step, and the bytes that they stand for.
-        nonfinite: gradient values that weren't finite, over all ranks, before ranks summed theirs.
-        finite: the norm and every rank's loss are.
-        healthy: the step may be taken. One without a valid token teaches nothing, and may not.
-        auxiliary: coefficient * mean over tokens of each auxiliary loss that is on, summed over
-            layers.
-        auxiliary_ratio: norm of the gradient of the auxiliary losses over that of the main loss,
-            both of the logits of all routers; None without the one or the other.
-        loads: of the experts of every E layer of the model.
-    """
-
-    grad_norm: float
-    loss: float
-    nll_sum: float
-    valid_tokens: int
-    target_bytes: int
-    nonfinite: int
-    finite: bool
-    healthy: bool
-    auxiliary: dict[str, float]
-    auxiliary_ratio: float | None
-    loads: tuple[ExpertLoad, ...] = ()
-
-    @property
-    def clean(self) -> bool:
-        """Nothing in the step wasn't finite."""
-        return self.finite and not self.nonfinite
-
-    @property
-    def trouble(self) -> str:
-        """What is odd about the step, for a person; empty if nothing is."""
-        if self.nonfinite:
-            return f"{self.nonfinite:,} gradient values are not finite"
-        if not self.finite:
-            return f"gradient norm {self.grad_norm:g}, loss {self.loss:g}"
-        return "" if self.valid_tokens else "no label counts"

@@ -1,0 +1,120 @@
+"""What a run leaves of its steps: lines, metrics, warnings, snapshots and measured memory.
+
+    records = Records(...)
+    for step in ...:
+        records.begin(step)
+        ...                           # the whole step
+        records.end(step, verdict, ...)
+    records.close(sum_over_ranks, ranks)
+
+It watches and changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megacpp.run.expert_load import LoadWatch, load_figures
+from megacpp.run.forensics import Forensics
+from megacpp.run.health import Health
+from megacpp.run.measured import Calibrator
+from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
+from megacpp.run.verdict import Verdict
+
+
+@dataclass
+class Records:
+    """Of one rank; the main one prints.
+
+    Args:
+        log: lines of the screen, metrics.jsonl, TensorBoard.
+        health: gradient norms and losses out of range.
+        balance: experts that get too much or nothing.
+        forensics: where memory goes.
+        calibrator: what the first step took, next to the estimate.
+        mfu: model FLOP utilisation of a number of tokens per second.
+        where: which ranks had values that weren't finite in which part of the model; ranks wait
+            for each other.
+    """
+
+    log: MetricsLog
+    health: Health
+    balance: LoadWatch
+    forensics: Forensics
+    calibrator: Calibrator
+    mfu: Callable[[float], float | None]
+    where: Callable[[], str]
+    _began: float = field(default=0.0, init=False)
+
+    def begin(self, step: int) -> None:
+        """Before anything of a step happens."""
+        self._began = time.perf_counter()
+        self.forensics.begin(step)
+
+    def end(
+        self,
+        step: int,
+        verdict: Verdict,
+        *,
+        tokens: int,
+        grad_accum: int,
+        lr: float,
+        figures: Mapping[str, float],
+    ) -> None:
+        """Once a step was taken or left out; every rank calls it.
+
+        Args:
+            tokens: of the step, over all ranks.
+            grad_accum: microbatches that made it.
+            lr: learning rate of matrices that it was taken with.
+            figures: further ones by name, for metrics.jsonl and TensorBoard.
+        """
+        step_s = time.perf_counter() - self._began
+        say = self.log.warn
+        say(self.forensics.end(step))
+        if verdict.healthy:
+            say(self.health.observe(step, verdict.loss, verdict.grad_norm))
+            say(self.balance.observe(step, verdict.loads))
+        if verdict.trouble:
+            fate = "left out" if not verdict.healthy else "taken with zeros instead"
+            where = self.where() or "nobody's gradients before they were summed"
+            say([f"step {step + 1}: {fate}: {verdict.trouble} ({where})"])
+        record = StepRecord(
+            step=step,
+            loss=verdict.loss,
+            bits_per_byte=bits_per_byte(verdict.nll_sum, verdict.target_bytes),
+            grad_norm=verdict.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            valid_tokens=verdict.valid_tokens,
+            tokens_per_s=tokens / step_s,
+            step_s=step_s,
+            peak_bytes=peak_memory_bytes(self.forensics.device),
+            grad_accum=grad_accum,
+            nonfinite=verdict.nonfinite,
+            skipped=not verdict.healthy,
+            mfu=self.mfu(tokens / step_s),
+            more=self._further(verdict) | dict(figures),
+        )
+        self.log.write(record)
+        say(self.calibrator.after_step(updated=verdict.healthy))
+
+    def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
+        """The end of the run; every rank calls it."""
+        self.forensics.close(sum_over_ranks, ranks)
+        self.log.close()
+
+    def _further(self, verdict: Verdict) -> dict[str, float | Mapping[str, float] | None]:
+        """Figures beside those of every run."""
+        compared = self.health.figures() if verdict.healthy else {}
+        return {
+            **{f"aux_{term}": value for term, value in verdict.auxiliary.items()},
+            **compared,
+            "aux_gradient_ratio": verdict.auxiliary_ratio,
+            "loss_scale": verdict.loss_scale,
+            **load_figures(verdict.loads),
+        }

@@ -1,0 +1,86 @@
+"""A SIGTERM: the run saves after the step that it came in, leaves, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megacpp.run.preemption import StopRequest
+from megacpp.state.checkpoint import latest_checkpoint
+from tests.launch import ROOT, forked
+from tests.ranks import LONG_S
+from tests.test_run import ADAMW, SMALL, records
+
+STEPS = 200  # of the run that is stopped: more than it gets to
+FLAGS = ["tiny", *SMALL, *ADAMW, "--run.eval-rows", "8", "--memory.calibration="]
+FLAGS += ["--optim.schedule", "constant", "--optim.warmup-steps", "1"]  # of any length the same
+
+
+def test_told_twice_is_told_once() -> None:
+    """A scheduler that tells every process tells ranks, and torchrun tells them once more."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop = StopRequest()
+        assert not stop()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "told"), [(1, 0), (2, 0), (2, -1)], ids=["one", "agent", "rank"])
+def test_a_run_that_is_told_to_stop_saves(
+    corpus: Path, tmp_path: Path, ranks: int, told: int
+) -> None:
+    """The process itself; torchrun, which tells its two ranks; or only the second of them."""
+    folder = tmp_path / "run"
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    batch = ["--train.device-batch-size", str(2 // ranks)]
+    flags = [*FLAGS, *paths, *batch, "--run.steps", str(STEPS)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    process = subprocess.Popen(
+        [sys.executable, *(torchrun if ranks > 1 else []), "train.py", *flags],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + LONG_S
+        while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill([process.pid, *children(process.pid)][told], signal.SIGTERM)
+        _, err = process.communicate(timeout=LONG_S)
+    finally:
+        process.kill()
+    assert process.returncode == (75 if ranks == 1 else 1), err  # torchrun's own is 1
+    done = len(records(folder))
+    saved = latest_checkpoint(folder / "checkpoints")
+    assert 2 <= done < STEPS and saved is not None and saved.name == f"step-{done:06}"
+    assert f"stopped by SIGTERM after step {done}: the same command goes on from {saved}" in err
+    assert told == 0 or err.count("exitcode  : 75") >= 1
+
+    more = ["--run.steps", str(done + 2), "--checkpoint.keep", "0"]
+    again = forked(*FLAGS, *paths, *batch, *more, ranks=ranks)
+    assert again.returncode == 0, again.stderr
+    whole = tmp_path / "whole"
+    flags = [*FLAGS, "--data.path", str(corpus), "--run.dir", str(whole), *batch, *more]
+    assert forked(*flags, ranks=ranks).returncode == 0
+    for one, two in zip(records(folder), records(whole), strict=True):
+        assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process started, in order."""
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in found]

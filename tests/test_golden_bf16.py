@@ -1,0 +1,73 @@
+"""Golden data in bf16 by every backend on a CPU; on a GPU tests/gpu/test_golden_data.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp.kernel_choice import OPERATIONS
+from megacpp.kernels.mamba3_library import siso_tuners
+from tests.golden import narrow
+from tests.golden.narrow import Case, cases
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, float]]:
+    """What one run of Triton's interpreter found of each of its cases."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.golden.narrow"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * c.interpreted, id=c.id) for c in cases()],
+)
+def test_golden_data_in_bf16(case: Case, request: pytest.FixtureRequest) -> None:
+    if missing := case.missing(CPU):
+        pytest.skip(f"not installed: {missing}")
+    off = request.getfixturevalue("interpreted")[case.id] if case.interpreted else case.run(CPU)
+    assert off and max(off.values()) <= 1, {name: x for name, x in off.items() if not x <= 1}
+
+
+def test_every_backend_is_there() -> None:
+    found = {(case.operation, case.backend) for case in cases()}
+    assert found == {(name, b.name) for name, op in OPERATIONS.items() for b in op.backends}
+
+
+@pytest.mark.skipif(find_spec("mamba_ssm") is None, reason="not installed: mamba_ssm")
+def test_no_file_tunes_kernels() -> None:
+    """What a GPU would do, which a CPU can't launch; afterwards they are as they were."""
+    for most in (1, 81, 1):
+        with narrow.siso_untuned() if most == 1 else nullcontext():
+            assert max(len(tuner.configs) for tuner in siso_tuners()) == most
+
+
+def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 % too much in one head of an output is more than bf16 explains."""
+    scan = narrow.m2rnn_chunked
+
+    def too_much(*given: Any, **more: Any) -> Any:
+        y_BTNV, final = scan(*given, **more)
+        return torch.cat([y_BTNV[:, :, :1] * 1.03, y_BTNV[:, :, 1:]], 2), final
+
+    monkeypatch.setattr(narrow, "m2rnn_chunked", too_much)
+    assert Case("m2rnn", "torch", "m2rnn_op").run(CPU)["y"] > 1
