@@ -129,7 +129,7 @@ def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
             yield "outputs", n * z.W, s
             yield from _exchanged(z)
         elif own.cp > 1:
-            yield from _carried(z)
+            yield from folded(z)
         return
     if not z.again:
         yield from operands(z)
@@ -140,7 +140,7 @@ def mamba3(own: Share, pieces: Pieces) -> Iterator[Kept]:
     if z.by_heads:
         yield from _exchanged(z)
     elif own.cp > 1:
-        yield from _carried(z)
+        yield from folded(z)
 
 
 def _convolved(z: Mamba3Sizes) -> Iterator[Kept]:
@@ -201,6 +201,8 @@ def by_kernel(z: Mamba3Sizes, chunks: int) -> Iterator[Kept]:
         yield "scan inputs", tokens * P, c
         if z.kernel == "mamba_ssm":  # the log decay; MIMO keeps its contiguous copy alone
             yield "scan inputs", tokens, wide
+    if z.states_travel and z.past and own.chunks == 1 and own.rows > 1:
+        yield "scan inputs", tokens * P, c  # x without the tokens that it borrowed
     if z.states_travel:  # of packed rows, a state in front of every document
         yield "entering states", z.documents * h * (P * N + R * N + P), wide
     if z.kernel == "mamba_ssm":
@@ -216,7 +218,7 @@ def by_kernel(z: Mamba3Sizes, chunks: int) -> Iterator[Kept]:
     yield "outputs", tokens * P, c
 
 
-def _carried(z: Mamba3Sizes) -> Iterator[Kept]:
+def folded(z: Mamba3Sizes) -> Iterator[Kept]:
     """States handed to the right: what chunks tell of themselves, and their fold up to this rank's.
 
     How many chunks come before depends on the rank: the folds.

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.config import (
+    CheckpointingPolicy,
+    Config,
+    KernelsConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import layer_groups
@@ -44,9 +51,9 @@ def forms_of(own: Share, names: tuple[str, ...]) -> Mapping[str, Form]:
     """Forms of parts of a rank, by name."""
     config, mesh = own.config, own.config.mesh
     alike = replace(mesh, pp=1, dp_replicate=1, dp_shard=1, reshard="auto", pp_schedule="1f1b")
-    return _forms(
-        config.model, alike, config.recompute, replace(own, config=SHAPELESS, stage=0), names
-    )
+    by = config.kernels, TrainConfig(device=config.train.device)
+    sizes = replace(own, config=SHAPELESS, stage=0)
+    return _forms(config.model, alike, config.recompute, *by, sizes, names)
 
 
 @lru_cache(maxsize=4096)
@@ -54,10 +61,13 @@ def _forms(
     model: ModelConfig,
     mesh: MeshConfig,
     policy: CheckpointingPolicy,
+    kernels: KernelsConfig,
+    train: TrainConfig,
     sizes: Share,
     names: tuple[str, ...],
 ) -> Mapping[str, Form]:
-    own = replace(sizes, config=Config(model=model, mesh=mesh, recompute=policy))
+    config = Config(model=model, mesh=mesh, recompute=policy, kernels=kernels, train=train)
+    own = replace(sizes, config=config)
     return MappingProxyType({name: _form(own, name) for name in names})
 
 
@@ -77,8 +87,16 @@ def _form(own: Share, name: str) -> Form:
 
 
 def working_sets(own: Share, name: str) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
-    """The fullest moment of a part in the forward and in the backward."""
-    return fullest(working.forward(own, name)), fullest(working.backward(own, name))
+    """The fullest moment of a part in the forward and in the backward.
+
+    Of one process two of the backward: which it is where its gradients are added to others at once
+    may be another one.
+    """
+    forward, backward = working.forward(own, name), working.backward(own, name)
+    most = fullest(backward)
+    if not own.parallel and backward:
+        most += (max(backward, key=lambda m: m.added),)
+    return fullest(forward), tuple(dict.fromkeys(most))
 
 
 def fullest(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:

@@ -227,7 +227,8 @@ class Walk:
             self.gathered += units.experts.gathered * size
         self.flat = ahead
         for m in layer.backward:
-            self.see(name, m.tensors, m.gradients)
+            new = m.added - m.tensors if carried and not self.habits.sharded else m.gradients
+            self.see(name, m.tensors, new)
         for unit in (units.experts, units.block):
             if unit.whole and not self.finishes_late(layer):
                 there = layer.kind not in FUSED

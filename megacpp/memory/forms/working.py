@@ -29,7 +29,7 @@ from megacpp.memory.forms import (
 )
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.fp8 import with_copies
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.moment import Moment, one_at_a_time
 from megacpp.memory.forms.streams import Layered, connected_backward, connected_forward
 from megacpp.memory.forms.weights import COPY
 from megacpp.memory.forms.working_frame import (
@@ -38,6 +38,7 @@ from megacpp.memory.forms.working_frame import (
     framed_inside,
     gradient_bytes,
     kept_of_block,
+    largest_gradient,
 )
 from megacpp.model.pieces import NOTHING, pieces_of
 
@@ -93,6 +94,8 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
     pieces = _pieces(own, layer)
     found = framed_backward(own, _what(kind), pieces, *_mixer(own, kind))
     found = with_copies(own, kind[0], found)
+    if not own.parallel:
+        found = one_at_a_time(found, largest_gradient(own, _what(kind)))
     if own.config.model.mhc.streams > 1:
         made = gradient_bytes(own, _what(kind)) + own.config.model.dim * own.wide
         kept = kept_of_block(own, _what(kind), pieces)

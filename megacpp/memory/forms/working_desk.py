@@ -20,6 +20,7 @@ class Desk:
     def __init__(self, own: Share, **kept: int) -> None:
         self.own, self.alive = own, kept
         self.gradients, self.reads = 0, False
+        self._fresh = 0
 
     def put(self, **made: int) -> None:
         """Makes tensors, or larger ones of the same names."""
@@ -34,12 +35,14 @@ class Desk:
     def moment(self, name: str, *temporaries: int) -> Moment:
         """Now."""
         tensors = sum(self.alive.values()) + sum(temporaries)
-        return Moment(name, tensors, self.gradients, self.reads)
+        fresh, self._fresh = self._fresh, 0
+        return Moment(name, tensors, self.gradients, self.reads, fresh)
 
     def learn(self, numbers: int) -> int:
         """The gradient of a weight is made; bytes of the narrow one where it is then cast."""
         own = self.own
-        self.gradients += numbers * (own.compute if own.parallel else own.wide)
+        self._fresh = numbers * (own.compute if own.parallel else own.wide)
+        self.gradients += self._fresh
         return 0 if own.parallel or own.compute == own.wide else numbers * own.compute
 
 

@@ -8,11 +8,11 @@ hidden units of an expert; s bytes of a number in compute, w of what is never na
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacpp.memory.forms.activation_experts import Trip, trip_of
 from megacpp.memory.forms.activation_share import Pieces, Share
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.moment import Moment, one_at_a_time
 from megacpp.memory.forms.working_blocks import gated_backward, gated_forward
 from megacpp.memory.forms.working_frame import given, gradient_bytes, kept_groups
 from megacpp.model.choices import columns
@@ -128,12 +128,18 @@ def experts(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """The shared expert, rows out, routed experts, rows back."""
+    for moment in _experts_back(own, pieces):  # only where one is made there is a fresh one
+        yield moment if moment.fresh is not None else replace(moment, fresh=0)
+
+
+def _experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     z, moe, mesh = _Sizes.of(own, pieces), own.config.model.moe, own.config.mesh
     base = z.small + z.arrive + z.weighed + z.hidden
     grad = z.wide_token if own.compute < own.wide else given(own, "E")
     made, dx, reads = 0, 0, False
     if moe.num_shared:
-        for moment in _shared_back(z, pieces):
+        largest = gradient_bytes(own, "E", "shared.w1")
+        for moment in one_at_a_time(_shared_back(z, pieces), largest):
             yield moment.more(base + grad)
         shared = ("shared.w1", "shared.w2", "shared.w3", "shared.gate")
         made, dx, reads = gradient_bytes(own, "E", *shared), z.token, own.tp == 1
@@ -165,26 +171,29 @@ def experts_back(own: Share, pieces: Pieces) -> Iterator[Moment]:
     found = base + z.slots + z.unit + z.units
     yield Moment("hidden units", found + _blocks(own, z, forward=False), made, reads)
     w2_made = made if casts else made + w2
-    yield Moment("gradient of w2", found + w2 // own.wide * narrow, w2_made, reads)
+    fresh = 0 if casts else w2
+    yield Moment("gradient of w2", found + w2 // own.wide * narrow, w2_made, reads, fresh)
     made += w2
     base -= z.units
     if casts:
         narrowed = base + z.units + w2 // own.wide * narrow
-        yield Moment("wide gradient of w2", narrowed, made, reads)
+        yield Moment("wide gradient of w2", narrowed, made, reads, w2)
     found = base + z.units + z.slots + into // own.wide * narrow
-    made += 0 if casts else into
-    yield Moment("gradient of w1", found, made, reads)
+    fresh = 0 if casts else into
+    made += fresh
+    yield Moment("gradient of w1", found, made, reads, fresh)
     if moe.activation == "swiglu":
-        yield Moment("gradient of slots", found + z.slots, made, reads)
+        yield Moment("gradient of slots", found + z.slots, made, reads, fresh)
     each = columns(moe) if not z.arrive else min(columns(moe), moe.num_experts // mesh.ep)
     if z.arrive and not z.here:
         each = 1
     rows = z.arrive or z.token
     found += rows // z.row * each * own.wide if z.here else 0  # gradients of weights
-    yield Moment("gradient of rows", found + z.sum_of(rows, each), made, reads)
+    yield Moment("gradient of rows", found + z.sum_of(rows, each), made, reads, fresh)
     if casts:
-        narrowed = base + rows + w1 // own.wide * narrow  # of the last
-        yield Moment("wide gradient of w1", narrowed, made + into, reads)
+        both, last = base + rows + into // own.wide * narrow, base + rows + w1 // own.wide * narrow
+        yield Moment("first wide gradient of w1", both, made + w1, reads, w1)
+        yield Moment("wide gradient of w1", last, made + into, reads, w1)
         made += into
     base -= z.arrive
     if z.arrive:

@@ -99,7 +99,7 @@ def norm_back(own: Share, rms: int) -> Moment:
     D, x = own.config.model.dim, own.stream * own.config.model.dim
     casts = (own.residual < own.wide) + (own.compute < own.wide)
     wide = own.wide * (norm_products(own) + 1 + casts)
-    return Moment("norm", rms + x * (own.compute + wide), D * own.wide)
+    return Moment("norm", rms + x * (own.compute + wide), D * own.wide, fresh=D * own.wide)
 
 
 def norm_products(own: Share) -> int:
@@ -169,9 +169,16 @@ def whole(own: Share, weight: Weight) -> int:
 
 def gradient_bytes(own: Share, letter: str, *names: str) -> int:
     """Gradients of the weights of a mixer, or of some of them, as a backward leaves them."""
+    return sum(size for name, size in _gradients(own, letter) if not names or name in names)
+
+
+def largest_gradient(own: Share, letter: str) -> int:
+    """Of one weight."""
+    return max((size for _, size in _gradients(own, letter)), default=0)
+
+
+def _gradients(own: Share, letter: str) -> Iterator[tuple[str, int]]:
     narrow = own.compute if own.parallel else own.wide
-    total = 0
     for w in weights(own.config.model, letter)[1:]:
-        if (not names or w.name in names) and not w.name.startswith("connection."):
-            total += whole(own, w) * (own.wide if w.wide else narrow)
-    return total
+        if not w.name.startswith("connection."):
+            yield w.name, whole(own, w) * (own.wide if w.wide else narrow)

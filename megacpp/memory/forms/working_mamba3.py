@@ -224,7 +224,10 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     desk.put(dy=k.W * k.c)
     yield desk.moment("output", desk.learn(own.config.model.dim * k.z.W))
     desk.drop("given", "output")
-    yield from _gate_back(k, desk)
+    yield from gate_back(k, desk)
+    if k.v != k.W * k.R:  # the gradient of padding is 0
+        yield desk.moment("padded", k.v * k.w)
+        desk.alive["dy"] = k.v * k.w
     desk.drop("ordered")
     if not (k.z.by_heads and k.z.again):  # x came together with the gate and is asked for again
         desk.drop("gate")
@@ -275,10 +278,10 @@ def _operands_again(k: Walk, desk: Desk, pieces: Pieces) -> Iterator[Moment]:
     desk.put(steps=found - sum(_operands(k).values()))
 
 
-def _gate_back(k: Walk, desk: Desk) -> Iterator[Moment]:
-    """Leaves gradients of what the scan gave and of the gate."""
+def gate_back(k: Walk, desk: Desk) -> Iterator[Moment]:
+    """Leaves gradients of what the scan gave, wide, and of the gate."""
     w, ranks = k.w, k.W * k.R
-    dz, normed = k.W * k.c, 0
+    dz, normed = k.narrow(k.W), 0
     if k.own.config.model.mamba3.out_norm:
         normed = ranks * w + k.T * k.R * w
     if k.R == 1:
@@ -293,10 +296,7 @@ def _gate_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     if normed:
         yield desk.moment("norm", passes, normed, dz, 2 * ranks * w, k.T * k.R * w)
     desk.drop("dy")
-    desk.put(dz=dz, dy=ranks * w)
-    if k.v != ranks:  # the gradient of padding is 0
-        yield desk.moment("padded", k.v * w)
-        desk.put(dy=(k.v - ranks) * w)
+    desk.put(dz=k.W * k.c, dy=ranks * w)
 
 
 def _scan_back(k: Walk, desk: Desk) -> Iterator[Moment]:

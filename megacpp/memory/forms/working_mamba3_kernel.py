@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.memory.forms.activation_mamba3 import by_kernel, mamba3
+from megacpp.memory.forms.activation_mamba3 import by_kernel, folded, mamba3
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_desk import Desk, returned
@@ -21,6 +21,7 @@ from megacpp.memory.forms.working_mamba3 import (
     Walk,
     carried,
     convolution_back,
+    gate_back,
     kept_bytes,
     projections_back,
     summed,
@@ -39,12 +40,15 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
         yield desk.moment("convolution", summed(k, k.convolved[0]))
         desk.put(convolved=sum(k.convolved) * c)
     desk.put(steps=n * z.H * (2 if z.again else 6) * w, norms=n * z.S * c)
-    if z.states_travel:
+    if z.states_travel:  # K of each head, turned; V weighed, and by heads; turns and angles
+        summary = k.qk * w + 2 * k.W * w + 2 * k.angles * w + k.shared * w + 4 * k.T * w
+        borrowed = 0 if z.again or not z.past else k.convolved[1] * c  # B | C with their past, kept
+        yield desk.moment("summary", summary, k.first, borrowed)
         desk.put(carried=carried(k))
     # All that is kept, variables in front of it, and what the kernel makes contiguous.
     variables = ("convolved", "steps", "norms") if z.again else ()
     in_front = sum(desk.alive.get(name, 0) for name in (*variables, "carried"))
-    desk.alive = {"kept": kept_bytes(own, pieces), "in front": in_front}
+    desk.alive = {"kept": kept_bytes(own, pieces) - _entering(k), "in front": in_front}
     final = k.states * w if z.kernel == "tilelang" else 0
     yield desk.moment("kernel", k.T * (2 * w + c), final)
     if own.config.model.mamba3.out_norm or (z.kernel == "tilelang" and z.states_travel):
@@ -59,7 +63,7 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
 def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     """From the output's gradient to those of the projections."""
     k, desk = Walk.of(own, pieces), Desk(own, given=given(own, "M"))
-    z, c, w = k.z, k.c, k.w
+    z, c = k.z, k.c
     gate, scanned = (
         with_gate(k),
         sum(count * each for _, count, each in by_kernel(z, z.kernel_chunks)),
@@ -68,25 +72,46 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     desk.put(dy=k.W * c)
     yield desk.moment("output", desk.learn(own.config.model.dim * z.W))
     desk.drop("given")
-    if z.again:  # what lies in front of the scan runs again
-        found = kept_bytes(own, pieces - {"conv_bc"}) - kept_bytes(own, pieces)
-        desk.put(again=max(0, found), results=own.tokens * z.S * c)
     if own.config.model.mamba3.out_norm or (z.kernel == "tilelang" and z.states_travel):
-        ranks = k.W * k.R
-        yield desk.moment("gate", 7 * ranks * w + k.widened(ranks))
-        desk.drop("dy")
+        read = k.W * c if z.kernel == "mamba_ssm" else 0  # by the projection alone: it is gone
+        desk.put(scanned=-read, outputs=k.widened(k.W * k.R))
+        yield from gate_back(k, desk)
+        desk.drop("outputs")
         copies = 2 if z.kernel == "tilelang" else 1  # in the order of ranks that it wrote them in
-        desk.put(dy=copies * ranks * c, dz=k.W * c)
+        desk.alive["dy"] = copies * k.W * k.R * c
     else:
         desk.put(dz=k.W * c)
+    if z.again:  # what lies in front of the scan runs again
+        found = kept_bytes(own, pieces - {"conv_bc"}) - kept_bytes(own, pieces)
+        found += k.W * c if z.past else 0  # without the piece nobody reads x behind its copy
+        desk.put(again=max(0, found))
     if z.kernel == "mamba_ssm":
         yield from _siso_back(k, desk)
     else:
         yield from _mimo_back(k, desk)
     desk.drop("scanned", "dy", "gate")
+    if z.states_travel:
+        yield _summary_again(k, desk)
     yield from convolution_back(k, desk)
-    desk.drop("again", "results")
+    desk.drop("again")
     yield from projections_back(k, desk)
+
+
+def _summary_again(k: Walk, desk: Desk) -> Moment:
+    """What a chunk tells of itself is made once more (megacpp/kernels/mamba3_segments.py).
+
+    K of each head, turned, and its gradient; V widened, weighed, and its gradient; turns and
+    angles, their cosines and sines; weights of tokens, one of them in fp64.
+    """
+    # What states were folded of is gone by then; gradients of the states are there, twice.
+    desk.put(rest=-_entering(k))
+    values = k.widened(k.W) + 2 * k.W * k.w + 3 * k.first
+    return desk.moment("summary", 3 * k.qk * k.w, values, 4 * k.angles * k.w, 12 * k.T * k.w)
+
+
+def _entering(k: Walk) -> int:
+    """What is kept of the states that enter chunks, beside what the kernel keeps of them."""
+    return sum(numbers * each for _, numbers, each in folded(k.z)) if k.z.states_travel else 0
 
 
 def _siso_back(k: Walk, desk: Desk) -> Iterator[Moment]:
@@ -95,7 +120,7 @@ def _siso_back(k: Walk, desk: Desk) -> Iterator[Moment]:
     desk.put(scaled=k.W * c)  # the output's gradient times the gate
     desk.put(dheads=2 * k.qk * c, dv=k.W * c, small=2 * k.T * w)
     if k.z.states_travel:
-        desk.put(dentering=k.z.documents * k.first // k.z.segments)
+        desk.put(dentering=2 * k.z.documents * k.first // k.z.segments)
     yield desk.moment("gradients of q and k")
     desk.put(dQ=2 * k.shared * c, dangles=k.angles * c)
     chunks = k.z.segments * k.z.chunks
