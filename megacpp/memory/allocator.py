@@ -41,7 +41,8 @@ SHARES = {False: (0.09, 0.12), True: (0.05, 0.10)}  # by whether segments are ex
 SHARES_WITH_BESIDE = {False: (0.16, 0.25), True: (0.11, 0.20)}
 AT_LEAST = {False: 192 * MIB, True: 64 * MIB}  # of a bound: whole segments, however small a model
 # Of one or two layers with large rows a share knows too little: a block that fits no hole gets a
-# segment of its own, and holes are as large as what one layer makes and frees while it runs. Such
+# segment of its own, and holes are as large as what one layer makes and frees while it runs. (The
+# bound takes all that it has alive: a policy that keeps less mustn't have the larger one.) Such
 # models, in GiB:                       tensors  temporaries  default   expandable
 #   dense_110m, F, 128 rows of 1024         4.20     2.19      32.1 %      15.1 %
 #   dense_110m, AF, 128 rows                5.57     2.19      17.9 %      10.3 %
@@ -52,7 +53,7 @@ HOLES = {False: 1.0, True: 0.5}  # of a bound: of the fullest layer, what it kee
 
 
 def allocator_overhead(
-    allocated_bytes: int, expandable: bool, beside: int | None = None, temporary: int = 0
+    allocated_bytes: int, expandable: bool, beside: int | None = None, one_layer: int = 0
 ) -> tuple[int, int]:
     """Bytes that will be reserved beyond what tensors hold: expected, and at most.
 
@@ -60,14 +61,14 @@ def allocator_overhead(
         allocated_bytes: what tensors hold at the fullest moment of a step.
         expandable: with `expandable_segments:True`.
         beside: `beside_bytes` of the step; 0 on one rank. None: nobody knows, so the most.
-        temporary: most that one layer has alive while it runs.
+        one_layer: most that one layer has alive while it runs.
     """
     if beside is None:
         expected, most = (share * allocated_bytes for share in SHARES_WITH_BESIDE[expandable])
     else:
         held = allocated_bytes + beside
         expected, most = (beside + share * held for share in SHARES[expandable])
-    return int(expected), int(most + HOLES[expandable] * temporary) + AT_LEAST[expandable]
+    return int(expected), int(most + HOLES[expandable] * one_layer) + AT_LEAST[expandable]
 
 
 def beside_bytes(stream: Stream) -> int:

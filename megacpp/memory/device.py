@@ -31,17 +31,17 @@ def runtime_bytes(config: Config, size: int) -> int:
 
 
 def overhead_bytes(
-    config: Config, tensors: int, beside: int, temporary: int = 0
+    config: Config, tensors: int, beside: int, one_layer: int = 0
 ) -> tuple[int, int]:
     """What the allocator reserves beyond `tensors` bytes: expected, and at most.
 
     Args:
-        beside: in pools of other streams; `temporary`: of the fullest layer
+        beside: in pools of other streams; `one_layer`: of the fullest layer
             (megacpp/memory/allocator.py).
     """
     if not on_gpu(config):
         return 0, 0
-    return allocator_overhead(tensors, config.memory.expandable_segments, beside, temporary)
+    return allocator_overhead(tensors, config.memory.expandable_segments, beside, one_layer)
 
 
 def communicators(mesh: MeshConfig, size: int) -> int:

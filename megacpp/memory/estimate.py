@@ -109,15 +109,15 @@ def estimate(
     """
     found = step_bytes(config, size, rank)
     most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
-    temporary = found.temporary
+    one_layer = found.one_layer
     if uneven(config) or cut_by_documents(config):
         fullest = step_bytes(config, size, rank, most=True)
-        most, temporary = max(most, fullest.most), max(temporary, fullest.temporary)
+        most, one_layer = max(most, fullest.most), max(one_layer, fullest.one_layer)
     most += margin(config, most)
     runtime = runtime_bytes(config, size)
     overhead, _ = overhead_bytes(config, found.most, found.beside)
     components = {**found.components, "runtime_reserved": runtime, "allocator_overhead": overhead}
-    upper = most + runtime + overhead_bytes(config, most, found.beside, temporary)[1]
+    upper = most + runtime + overhead_bytes(config, most, found.beside, one_layer)[1]
     return MemoryEstimate(
         {name: size for name, size in components.items() if size},
         detail_of(config, size, rank) if detail else {},

@@ -280,7 +280,7 @@ def test_overhead_is_what_is_beside_and_a_share_of_all(expandable: bool) -> None
     more = allocator_overhead(900 * MIB, expandable, 100 * MIB)
     assert more == (expected + 100 * MIB, most + 100 * MIB)
     # A layer's temporaries, or half of them, are the size of holes.
-    holes = allocator_overhead(1000 * MIB, expandable, 0, temporary=100 * MIB)
+    holes = allocator_overhead(1000 * MIB, expandable, 0, one_layer=100 * MIB)
     assert holes == (expected, most + (50 if expandable else 100) * MIB)
     unknown = allocator_overhead(1000 * MIB, expandable)
     assert unknown[0] > expected and unknown[1] > most

@@ -39,7 +39,7 @@ class StepBytes:
         beside: what pools of other streams hold when main's are at their fullest: reduced
             gradients, and units as they arrive (megacpp/memory/allocator.py).
         optimizer: bytes in the optimizer's step, without its temporaries.
-        temporary: most that a layer has alive while it runs.
+        one_layer: most that a layer has alive while it runs.
     """
 
     components: dict[str, int]
@@ -49,7 +49,7 @@ class StepBytes:
     resting: int
     beside: int
     optimizer: int
-    temporary: int
+    one_layer: int
 
 
 def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> StepBytes:
@@ -84,11 +84,11 @@ def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> Step
     optimizer = walk.moments["clip"]
     beside = beside_bytes(stages, walk) if size > 1 else 0
     found = walk.components, walk.moment, walk.moments, walk.most, resting
-    temporary = max(temporary_bytes(layer) for layers in stages for layer in layers)
-    return StepBytes(*found, beside, optimizer, temporary)
+    one_layer = max(fullest_bytes(layer) for layers in stages for layer in layers)
+    return StepBytes(*found, beside, optimizer, one_layer)
 
 
-def temporary_bytes(layer: Layer) -> int:
+def fullest_bytes(layer: Layer) -> int:
     """Of a layer's fullest moment, what it keeps included: without that, a policy that keeps less
     would have a larger bound."""
     return max((moment.tensors for moment in (*layer.forward, *layer.backward)), default=0)
