@@ -58,18 +58,11 @@ from tests.model.small import small, variants
 from tests.parallel.parity import models
 from tests.synthetic import ragged_batch
 
+pytestmark = pytest.mark.usefixtures("no_graphs_of_others")
 CPU = torch.device("cpu")
 ONE = World(0, 1, CPU)
 LETTERS = "AMERFAF"
 B, T = 4, 12
-
-
-@pytest.fixture(autouse=True)
-def _no_graphs_of_others() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def pair(model: ModelConfig, budget: float) -> tuple[HybridLM, HybridLM, Compiled]:

@@ -7,7 +7,6 @@ Legend: B rows, T tokens, D model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,16 +25,9 @@ from parallel.mesh import World
 from tests.model.small import small, variants
 from tests.synthetic import ragged_batch
 
+pytestmark = pytest.mark.usefixtures("no_graphs_of_others")
 ONE = World(0, 1, torch.device("cpu"))
 B = 2
-
-
-@pytest.fixture(autouse=True)
-def _no_graphs_of_others() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

