@@ -24,6 +24,8 @@ from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean
 from megacpp.presets import PRESETS, preset
 from megacpp.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.rules import check, lookup, resolve
+from megacpp.settings import flatten as flatten
+from megacpp.settings import settings_of
 
 Parsed = TypeVar("Parsed")
 FEW = 12  # settings of a section that an error still lists
@@ -259,21 +261,9 @@ def read_value(key: str, kind: Any, text: str) -> Any:
     return number
 
 
-def leaf_types(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Any]:
-    """Dotted key -> type of every setting that a flag may set.
-
-    Plain fields of the outermost class count only with `top` (a run's `preset` is positional).
-    """
-    found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        kind = hints[item.name]
-        inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
-        if dataclasses.is_dataclass(inner):
-            found |= leaf_types(inner, f"{prefix}{item.name}.")
-        elif prefix or top:
-            found[f"{prefix}{item.name}"] = kind
-    return found
+def leaf_types(cls: Any, top: bool = False) -> dict[str, Any]:
+    """Dotted key -> type of every setting that a flag may set (see `settings_of`)."""
+    return {key: one.kind for key, one in settings_of(cls, top=top).items()}
 
 
 def replace_keys(config: Config, values: dict[str, Any]) -> Config:
@@ -281,18 +271,6 @@ def replace_keys(config: Config, values: dict[str, Any]) -> Config:
     for key, value in values.items():
         config = _replace(config, key.split("."), value)
     return config
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of every setting."""
-    found: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            found |= flatten(value, f"{prefix}{item.name}.")
-        else:
-            found[f"{prefix}{item.name}"] = value
-    return found
 
 
 def _replace(node: Any, path: list[str], value: Any) -> Any:

@@ -99,11 +99,7 @@ def row_chunks(mesh: MeshConfig) -> int:
 
 
 def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
-    for axis in AXES:
-        if getattr(mesh, axis) < 1:
-            yield Broken(axis, getattr(mesh, axis), "must be at least 1", otherwise="use 1")
-            return
-    if mesh.dp_shard != -1 and mesh.dp_shard < 1:
+    if mesh.dp_shard == 0:
         rule = "must be -1 (fill) or at least 1"
         yield Broken("dp_shard", mesh.dp_shard, rule, otherwise="use -1")
         return

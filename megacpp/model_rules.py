@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megacpp.config import Config
 from megacpp.engram_rules import engram_rules
 from megacpp.errors import ConfigError, config_error
-from megacpp.hyper_connection_rules import hyper_connection_rules
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import m2rnn_heads
 from megacpp.moe_rules import null_rules
@@ -21,7 +20,6 @@ def model_rules(config: Config) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield error
         return
-    yield from hyper_connection_rules(config)
     yield from engram_rules(config)
     if "A" in letters or config.model.mtp.depths:
         yield from _attention(config)

@@ -1,4 +1,4 @@
-"""Rules of null experts and of what is said of loads; no torch import here."""
+"""Rules of null experts and of groups of experts; no torch import here."""
 
 from __future__ import annotations
 
@@ -9,27 +9,13 @@ from megacpp.errors import ConfigError, config_error
 
 
 def null_rules(moe: MoEConfig) -> Iterator[ConfigError]:
-    """Null experts need a part above 0 and a bias that keeps it; a busiest expert is above mean."""
-    if not 0 < moe.null_rho <= 1:
-        yield config_error(
-            "model.moe.null_rho",
-            moe.null_rho,
-            "must be in (0, 1]: the part of chosen slots that are real experts",
-            "use 0.5, or 1 for no null experts",
-        )
-    elif moe.null_rho < 1 and not moe.bias_update_rate:
+    """Null experts need a bias that keeps their part."""
+    if moe.null_rho < 1 and not moe.bias_update_rate:
         yield config_error(
             "model.moe.bias_update_rate",
             moe.bias_update_rate,
             f"only a bias keeps null experts at their part (null_rho={moe.null_rho:g})",
             "use bias_update_rate=0.001 or null_rho=1",
-        )
-    if moe.load_warning < 1:
-        yield config_error(
-            "model.moe.load_warning",
-            moe.load_warning,
-            "the busiest expert has at least the mean of its layer",
-            "use 1 or more",
         )
 
 

@@ -44,10 +44,3 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
             "is what the compiler goes by, and no block is compiled",
             "use train.compile=inductor, or a policy by block kind such as recompute.ablock=full",
         )
-    if policy.mhc_group_size < -1:
-        yield config_error(
-            "recompute.mhc_group_size",
-            policy.mhc_group_size,
-            "must be -1 (off), 0 (chosen) or a number of layers",
-            "use 0",
-        )

@@ -23,17 +23,6 @@ def sparse_rules(config: Config) -> Iterator[ConfigError]:
     if not sparse.layers.strip():
         yield from _nothing_sparse(config)
         return
-    for name in ("top_k", "num_heads", "share"):
-        value = getattr(sparse, name)
-        if value < 1:
-            yield config_error(f"{KEY}.{name}", value, "must be at least 1", "use 1 or more")
-    if not sparse.loss > 0:
-        yield config_error(
-            f"{KEY}.loss",
-            sparse.loss,
-            "an indexer learns from nothing else, it would choose as it was drawn",
-            "use 0.001",
-        )
     least = a.qk_rope_head_dim if a.kind == "mla" else 2
     if sparse.head_dim < least or sparse.head_dim % 2:
         rotated = f"the {least} rotary dims of MLA" if a.kind == "mla" else "a rotary pair"

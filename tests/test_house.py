@@ -26,6 +26,7 @@ OPTIONAL = {
 }  # fmt: skip
 NO_TORCH = (
     "config.py",
+    "settings.py",
     "model_config.py",
     "kernel_choice.py",
     "kernel_host.py",
@@ -113,7 +114,6 @@ NO_TORCH = (
     "mtp_rules.py",
     "sparse_rules.py",
     "engram_rules.py",
-    "hyper_connection_rules.py",
     "run/features.py",
     "model/pattern.py",
     "model/flops.py",

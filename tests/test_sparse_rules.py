@@ -21,7 +21,7 @@ WRONG: list[tuple[str, str, str, int]] = [
     (f"{SPARSE} {PREFIX}top-k 0", "model.attention.sparse.top_k=0", "at least 1", 1),
     (f"{SPARSE} {PREFIX}share 0", "model.attention.sparse.share=0", "at least 1", 1),
     (f"{SPARSE} {PREFIX}num-heads 0", "model.attention.sparse.num_heads=0", "at least 1", 1),
-    (f"{SPARSE} {PREFIX}loss 0", "model.attention.sparse.loss=0.0", "learns from nothing else", 1),
+    (f"{SPARSE} {PREFIX}loss 0", "model.attention.sparse.loss=0.0", "must be above 0", 1),
     (f"{SPARSE} {PREFIX}head-dim 33", "model.attention.sparse.head_dim=33", "use 34", 1),
     (
         f"{SPARSE} --model.attention.kind mla --model.attention.qk-norm false "

@@ -1,0 +1,171 @@
+"""A setting: default, one sentence, unit and range, as metadata of a dataclass field.
+
+Written once; help, completion, range rules and tables are made from it. No torch import here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from megacpp.errors import ConfigError, config_error
+
+
+@dataclass(frozen=True)
+class Range:
+    """Legal values of a number: bounds that are None are open, `least_itself` and `most_itself`
+    tell whether the bound is legal too."""
+
+    least: float | None = None
+    most: float | None = None
+    least_itself: bool = True
+    most_itself: bool = True
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is legal."""
+        if self.least is not None and not (value > self.least or self._is(value, self.least, True)):
+            return False
+        return self.most is None or value < self.most or self._is(value, self.most, False)
+
+    def _is(self, value: float, bound: float, low: bool) -> bool:
+        return value == bound and (self.least_itself if low else self.most_itself)
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            left, right = "(["[self.least_itself], ")]"[self.most_itself]
+            return f"in {left}{self.least}, {self.most}{right}"
+        if self.most is not None:
+            return f"{'at most' if self.most_itself else 'below'} {self.most}"
+        return f"{'at least' if self.least_itself else 'above'} {self.least}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a dataclass as a flag shows it.
+
+    Attributes:
+        key: dotted name (`optim.lr`).
+        default: MISSING: it must be given.
+        positional: a word without dashes may give it.
+    """
+
+    key: str
+    kind: Any
+    default: Any
+    words: str = ""
+    unit: str = ""
+    range: Range | None = None
+    positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag with its dashes."""
+        return f"--{self.key.replace('_', '-')}"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Legal words of a Literal; none of other kinds."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is typing.Literal else ()
+
+    @property
+    def optional(self) -> bool:
+        """Whether `none` is legal."""
+        return type(None) in typing.get_args(self.kind)
+
+    @property
+    def takes(self) -> str:
+        """What a value looks like in help: `INT`, `FLOAT|none`, `gqa|mla`, nothing of a switch."""
+        if self.kind is bool:
+            return ""
+        if self.choices:
+            return "|".join(self.choices)
+        plain = next(k for k in (*typing.get_args(self.kind), self.kind) if k is not type(None))
+        if typing.get_origin(self.kind) is tuple:
+            return "TEXT ..."
+        name = {int: "INT", float: "FLOAT", str: "TEXT"}[plain]
+        return f"{name}|none" if self.optional else name
+
+    def broken(self, value: Any) -> ConfigError | None:
+        """The error of a value out of range."""
+        if self.range is None or value is None or self.range.holds(value):
+            return None
+        least = self.range.least
+        if least is not None and self.range.most is None and self.range.least_itself:
+            return config_error(
+                self.key, value, f"must be {self.range}", f"use {self.key}={least} or more"
+            )
+        usual = f"use {self.key}={self.default}"
+        return config_error(self.key, value, f"must be {self.range}", usual)
+
+
+def setting(
+    default: Any = MISSING,
+    words: str = "",
+    unit: str = "",
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    positional: bool = False,
+) -> Any:
+    """A dataclass field with a sentence, a unit and a range of legal values.
+
+    Args:
+        words: one sentence; what special values mean stands in it.
+        unit: of a number (`tokens`, `MiB`, `steps`).
+        positional: of a command: a word without dashes gives it.
+    """
+    least, most = (at_least if above is None else above), (at_most if below is None else below)
+    limits = None
+    if least is not None or most is not None:
+        limits = Range(least, most, above is None, below is None)
+    about = {"words": words, "unit": unit, "range": limits, "positional": positional}
+    return dataclasses.field(default=default, metadata=about)
+
+
+def settings_of(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Setting]:
+    """Dotted key -> setting of everything that a flag may set.
+
+    Plain fields of the outermost class count only with `top` (a run's `preset` is positional).
+    """
+    found: dict[str, Setting] = {}
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        kind, key = hints[item.name], f"{prefix}{item.name}"
+        inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
+        if dataclasses.is_dataclass(inner):
+            found |= settings_of(inner, f"{key}.")
+        elif prefix or top:
+            default = item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            found[key] = Setting(key, kind, default, **item.metadata)
+    return found
+
+
+def sections_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted name and first sentence of every nested dataclass, in the order of its settings."""
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
+        if dataclasses.is_dataclass(inner):
+            doc = (inner.__doc__ or "").strip().split("\n\n")[0]
+            yield f"{prefix}{item.name}", " ".join(doc.split())
+            yield from sections_of(inner, f"{prefix}{item.name}.")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of every setting."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            found |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            found[f"{prefix}{item.name}"] = value
+    return found
