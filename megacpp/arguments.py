@@ -1,97 +1,149 @@
-"""From the command line to a checked Config: `PRESET [--section.key value ...]`.
+"""From the command line to a checked Config: `PRESET [--config FILE] [--section.key value ...]`.
 
-tyro parses and writes the help; unknown flags and unreadable values are caught first, so that a
-mistake is one line. Nothing here imports torch.
+Unknown flags and unreadable values are one line. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-import io
-import math
 import os
 import sys
 import time
-import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from megacpp.config import Config, YarnConfig
-from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean
-from megacpp.presets import PRESETS, preset
+from megacpp.config_file import ConfigFile, read_config_file
+from megacpp.errors import ConfigError, MegacppError, config_error
+from megacpp.help import run_help
+from megacpp.presets import preset
 from megacpp.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.rules import check, lookup, resolve
+from megacpp.settings import MISSING, settings_of
 from megacpp.settings import flatten as flatten
-from megacpp.settings import settings_of
+from megacpp.values import read_value as read_value
+from megacpp.values import suggestion
 
 Parsed = TypeVar("Parsed")
-FEW = 12  # settings of a section that an error still lists
-CLOSE = 0.6  # of a setting's short words: below it `fp8` would mean `fp64`
+GIVEN = ("command line", "config file")  # sources of what somebody asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A configuration ready to run and where each value came from."""
+    """A configuration ready to run and where each value came from.
+
+    Attributes:
+        provenance: dotted key -> default, preset, config file, command line, derived or fitted.
+        notes: flags that were read as others.
+    """
 
     config: Config
-    provenance: dict[str, str]  # dotted key -> default | preset | command line | derived | fitted
-    notes: tuple[str, ...] = ()  # flags that were read as others
+    provenance: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> list[str]:
+        """Keys that the command line or a file set."""
+        return [key for key, source in self.provenance.items() if source in GIVEN]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A configuration as it is written, no rule checked.
+
+    Attributes:
+        base: the preset.
+        sources: keys that were given -> `command line` or `config file`.
+        notes: flags that were read as others.
+    """
+
+    config: Config
+    base: Config
+    sources: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Keys that were given and their values."""
+        return {key: lookup(self.config, key) for key in self.sources}
 
 
 def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
-    """Reads `[PRESET] [flags]`, checks every rule and resolves what is derived.
+    """Reads `[PRESET] [--config FILE] [flags]`, checks every rule, resolves what is derived.
 
     Raises:
         ConfigError: unknown preset, flag or value, or a broken rule.
     """
-    config, given, notes = read_run(argv)
-    check(config, world_size)
-    final = resolve(config, world_size)
-    return Resolved(final, _provenance(config, final, given), tuple(notes))
+    written = read_run(argv)
+    check(written.config, world_size)
+    final = resolve(written.config, world_size)
+    return Resolved(final, _provenance(written, final), written.notes)
 
 
-def read_run(argv: Sequence[str]) -> tuple[Config, dict[str, Any], list[str]]:
-    """The configuration as written, no rule checked; the keys that flags set; what was translated.
+def read_run(argv: Sequence[str]) -> Written:
+    """The configuration as written, no rule checked.
 
     Raises:
-        ConfigError: unknown preset, flag or value.
+        ConfigError: unknown preset, flag or value, or a file that can't be read.
     """
     arguments = list(argv)
-    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
-    base = preset(name)
+    path = take_value(arguments, "--config", "")
+    file = read_config_file(Path(path)) if path else None
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
+    base = preset(_preset_name(name, file))
     if fit := take_value(arguments, "--fit", ""):  # a way to start, so it has a short name
         arguments += ["--memory.fit", fit]
-    arguments, notes = translate(arguments, compiles(arguments, base.train.compile != "off"))
+    config, sources = base, {}
+    if file is not None:
+        config = replace_keys(base, file.values)
+        changed = [key for key, value in flatten(config).items() if _other(base, key, value)]
+        sources = dict.fromkeys(changed, "config file")
+    arguments, notes = translate(arguments, compiles(arguments, config.train.compile != "off"))
     given = dict(read_flags(arguments))
-    return replace_keys(base, given), given, notes
+    sources |= dict.fromkeys(given, "command line")
+    return Written(replace_keys(config, given), base, sources, tuple(notes))
+
+
+def _preset_name(name: str, file: ConfigFile | None) -> str:
+    """The preset that the command line or a file names, else `tiny`."""
+    if file is None or not file.preset or name in ("", file.preset):
+        return name or (file.preset if file else "") or "tiny"
+    raise config_error(
+        "preset", name, f"{file.path} is of the preset {file.preset}", "leave one of them out"
+    )
+
+
+def _other(base: Config, key: str, value: Any) -> bool:
+    """Whether the preset has another value there, or (YaRN) none."""
+    try:
+        return lookup(base, key) != value
+    except AttributeError:
+        return True
 
 
 def parse_or_exit(program: str) -> Resolved:
     """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
-    if "--help" in sys.argv[1:] or "-h" in sys.argv[1:]:
-        with contextlib.suppress(BrokenPipeError):  # `--help | head`
-            print_help(program)
-            sys.stdout.flush()
-            raise SystemExit(0)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
+    words = sys.argv[1:]
     try:
-        return parse_run(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+        if flag := next((word for word in words if word in ("--help", "-h")), ""):
+            after = words[words.index(flag) + 1 :]
+            print_and_exit(run_help(program, after[0] if after else ""))
+        return parse_run(words, int(os.environ.get("WORLD_SIZE", "1")))
     except MegacppError as error:
         exit_on_error(error)
 
 
-def _help_of(cls: Any, program: str, default: Any = None) -> str:
-    """What tyro says of a dataclass."""
-    import tyro
-
-    given = {} if default is None else {"default": default}
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        tyro.cli(tyro.conf.AvoidSubcommands[cls], prog=program, args=["--help"], **given)
-    return out.getvalue()
+def print_and_exit(text: str) -> typing.NoReturn:
+    """Prints and ends with 0, also where nobody reads on (`--help | head`)."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text)
+        sys.stdout.flush()
+        raise SystemExit(0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
 
 
 def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
@@ -110,60 +162,57 @@ def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
     raise SystemExit(error.exit_code)
 
 
-def print_help(program: str) -> None:
-    """The full help of a run: presets and every flag with its default."""
-    print(f"usage: {program} [PRESET] [--section.key value ...]\n\npresets:")
-    for key, function in PRESETS.items():
-        headline = (function.__doc__ or "").strip().splitlines()[0]
-        print(f"  {key:16} {headline}")
-    print(
-        "\nflags (defaults of the preset `tiny`; any flag of model.attention.yarn turns YaRN on):\n"
-    )
-    # YaRN is off in `tiny`: with it, its flags are listed like the others.
-    default = replace_keys(preset("tiny"), {"model.attention.yarn": YarnConfig()})
-    text = _help_of(Config, program, default)
-    print(text[text.index(" model options") :])
+def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str]]:
+    """`cls` from its own flags and positional words, and the words that are of something else.
 
-
-def parse_args(cls: type[Parsed], argv: Sequence[str], program: str) -> Parsed:
-    """The flat arguments of a subcommand, `[FIRST] [--name value ...]`, as its dataclass.
-
-    One word without dashes is the first field (`megacpp data inspect PATH`). tyro writes the
-    help; a mistake raises ConfigError with one line.
+    Raises:
+        ConfigError: a value that can't be read or is out of range, or one that is missing.
     """
-    if "--help" in argv or "-h" in argv:
-        print(_help_of(cls, program))
-        raise SystemExit(0)
-    kinds = leaf_types(cls, top=True)
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        words = [f"--{next(iter(kinds))}", *words]
-    given = dict(read_flags(words, kinds))
-    required = [
-        f.name
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    for name in required:
-        if name not in given:
-            raise config_error(name, "", "is needed", f"write --{name.replace('_', '-')} VALUE")
-    return cls(**given)
+    settings = settings_of(cls, top=True)
+    kinds = {key: one.kind for key, one in settings.items()}
+    places = [key for key, one in settings.items() if one.positional]
+    left, values, rest = list(argv), {}, []
+    while left:
+        word = left.pop(0)
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        key = name if name in kinds else name.removeprefix("no_")
+        if not word.startswith("-") and places:
+            values[places[0]] = read_value(places[0], kinds[places[0]], word)
+            del places[0]
+        elif not word.startswith("--") or key not in kinds:
+            rest.append(word)
+        else:
+            own = [word, *(_value_words(kinds[key], left) if "=" not in word else ())]
+            values |= dict(read_flags(own, kinds))
+            places = [place for place in places if place != key]
+    for key, one in settings.items():
+        if key in values and (error := one.broken(values[key])):
+            raise error
+        if key not in values and one.default is MISSING:
+            form = key.upper() if one.positional else f"{one.flag} VALUE"
+            raise config_error(key, "", "is needed", f"write {form}")
+    return cls(**values), rest
 
 
-def wants_help(arguments: list[str], command: Callable[..., int]) -> bool:
-    """Prints the docstring of a subcommand when its arguments ask for help."""
-    if "--help" not in arguments and "-h" not in arguments:
-        return False
-    print(inspect.cleandoc(command.__doc__ or ""))
-    return True
+def _value_words(kind: Any, left: list[str]) -> list[str]:
+    """The words behind a flag that are its value, removed from `left`."""
+    if typing.get_origin(kind) is tuple:
+        return list(_take_words(left))
+    if not left or left[0].startswith("--") or (kind is bool and left[0] not in TRUE + FALSE):
+        return []
+    return [left.pop(0)]
 
 
-def take_flag(arguments: list[str], flag: str) -> bool:
-    """Removes `flag` from the arguments; whether it was there."""
-    found = flag in arguments
-    while flag in arguments:
-        arguments.remove(flag)
-    return found
+def parse_args(cls: type[Parsed], argv: Sequence[str]) -> Parsed:
+    """The arguments of a command that has only its own, `[FIRST] [--name value ...]`.
+
+    Raises:
+        ConfigError: as `split_args`, or a word that is none of them.
+    """
+    args, rest = split_args(cls, argv)
+    for _ in read_flags(rest, {k: one.kind for k, one in settings_of(cls, top=True).items()}):
+        pass  # the first word is refused
+    return args
 
 
 def take_value(arguments: list[str], flag: str, default: str) -> str:
@@ -180,19 +229,8 @@ def take_value(arguments: list[str], flag: str, default: str) -> str:
     return default
 
 
-def refuse_rest(arguments: list[str]) -> None:
-    """ConfigError for words that a subcommand has no use for."""
-    if arguments:
-        raise ConfigError(f"argument={arguments[0]}: is not known here. Fix: see --help.")
-
-
-def take_int(arguments: list[str], flag: str, default: int) -> int:
-    """Removes `flag N` from the arguments and returns N."""
-    return read_value(flag.lstrip("-"), int, take_value(arguments, flag, str(default)))
-
-
 def read_flags(
-    arguments: Sequence[str], kinds: dict[str, Any] | None = None
+    arguments: Sequence[str], kinds: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Pairs of dotted key and value from `--a.b c`, `--a.b=c`, `--a.flag` and `--a.no-flag`."""
     kinds = leaf_types(Config) if kinds is None else kinds
@@ -211,7 +249,7 @@ def read_flags(
             yield positive, False
             continue
         if key not in kinds:
-            raise ConfigError(f"--{text}: no such setting. Fix: {_suggest(key, kinds)}.")
+            raise ConfigError(f"--{text}: no such setting. Fix: {suggestion(key, kinds)}.")
         bare = not equals and (not left or left[0].startswith("--"))
         if kinds[key] is bool and bare:
             yield key, True
@@ -228,37 +266,6 @@ def _take_words(left: list[str]) -> Iterator[str]:
     """The words up to the next flag, removed from `left`."""
     while left and not left[0].startswith("--"):
         yield left.pop(0)
-
-
-def read_value(key: str, kind: Any, text: str) -> Any:
-    """`text` as the type of a setting; ConfigError that names what would be legal."""
-    options = typing.get_args(kind)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        if text.lower() == "none":
-            return None
-        return read_value(key, next(o for o in options if o is not type(None)), text)
-    if typing.get_origin(kind) is Literal:
-        if text not in options:
-            near = did_you_mean(text, options, CLOSE)
-            fix = near if near.startswith("did") else "use one of these"
-            raise config_error(key, text, f"must be one of {', '.join(options)}", fix)
-        return text
-    if kind is bool:
-        if text not in TRUE + FALSE:
-            raise config_error(key, text, "must be true or false", f"write --{key} true")
-        return text in TRUE
-    if kind is str:
-        return text
-    if typing.get_origin(kind) is tuple:
-        return tuple(text.split(","))
-    what = "a whole number" if kind is int else "a finite number"
-    try:
-        number = kind(text.replace("_", "")) if kind is int else kind(text)
-    except ValueError:
-        raise config_error(key, text, f"must be {what}", "write digits") from None
-    if not math.isfinite(number):
-        raise config_error(key, text, f"must be {what}", "write digits")
-    return number
 
 
 def leaf_types(cls: Any, top: bool = False) -> dict[str, Any]:
@@ -282,31 +289,12 @@ def _replace(node: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(node, **{path[0]: _replace(inner, path[1:], value)})
 
 
-def _suggest(key: str, kinds: dict[str, Any]) -> str:
-    """The setting that was meant: of that name, else of that section, else see --help."""
-    shown = [k.replace("_", "-") for k in kinds]
-    section, _, leaf = key.replace("_", "-").rpartition(".")
-    leaf = leaf.removeprefix("no-")
-    same = [k for k in shown if k.rpartition(".")[2] == leaf]
-    if len(same) == 1:
-        return f"did you mean '--{same[0]}'"
-    parts = [k.rpartition(".") for k in shown]
-    if beside := [name for of, _, name in parts if section and of == section]:
-        text = did_you_mean(leaf, beside, CLOSE)
-        if text.startswith("did"):
-            return text.replace("'", f"'--{section}.", 1)
-        few = len(beside) <= FEW
-        return f"of {section}, {text}" if few else f"see '{section} options' in --help"
-    text = did_you_mean(key.replace("_", "-"), shown)
-    return text.replace("'", "'--", 1) if text.startswith("did") else "see --help"
-
-
-def _provenance(config: Config, final: Config, given: dict[str, Any]) -> dict[str, str]:
+def _provenance(written: Written, final: Config) -> dict[str, str]:
     defaults = flatten(Config()) | flatten(YarnConfig(), "model.attention.yarn.")
-    source: dict[str, str] = {}
+    config, source = written.config, {}
     for key, value in flatten(final).items():
-        if key in given and lookup(config, key) == value:
-            source[key] = "command line"
+        if key in written.sources and lookup(config, key) == value:
+            source[key] = written.sources[key]
         elif lookup(config, key) != value:
             source[key] = "derived"
         else:

@@ -356,7 +356,9 @@ class CheckpointConfig:
         500, "Steps from one save to the next (0: only at the end).", "steps", at_least=0
     )
     keep: int = setting(2, "Newest checkpoints that are kept (0: all).", "checkpoints", at_least=0)
-    resume: str = setting("auto", "auto: go on if there is a checkpoint; never; or a folder.")
+    resume: str = setting(
+        "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
+    )
 
 
 @dataclass(frozen=True)

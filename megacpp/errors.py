@@ -5,6 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Exit code -> meaning, for help and launchers. torchrun's own is 1; its table has ours.
+EXIT_CODES = {
+    0: "the work is done",
+    1: "a check failed, or an error that is none of these",
+    2: "configuration: a setting breaks a rule, nothing was started",
+    3: "data: missing, damaged or not for this vocabulary",
+    4: "checkpoint: missing, damaged or of another model",
+    5: "too many non-finite steps in a row",
+    6: "a peer is lost or hangs",
+    75: "preempted: saved, start it again",
+}
+
 
 class MegacppError(Exception):
     """An error whose message is one line for a person; `exit_code` is for the launcher."""

@@ -50,7 +50,7 @@ class AttentionConfig:
     """A blocks: grouped-query attention or DeepSeek's multi-head latent attention."""
 
     kind: Literal["gqa", "mla"] = setting("gqa", "Grouped-query or multi-head latent attention.")
-    num_heads: int = setting(8, "Query heads.", "heads", at_least=1)
+    num_heads: int = setting(8, "Query heads of attention.", "heads", at_least=1)
     num_kv_heads: int = setting(
         2, "Key and value heads of gqa; divides num_heads.", "heads", at_least=1
     )

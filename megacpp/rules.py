@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megacpp.config import Config, TrainConfig
@@ -24,6 +24,7 @@ from megacpp.recompute_rules import recompute_rules
 from megacpp.settings import flatten, settings_of
 from megacpp.sparse_rules import promoted, sparse_rules
 
+Rules = Callable[[Config, int], Iterator[ConfigError]]
 SIZES = (
     "model.",
     "mesh.",
@@ -49,20 +50,8 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
     yield from ranges
     if any(str(error).startswith(SIZES) for error in ranges):
         return
-    yield from model_rules(config)
-    yield from mesh_rules(config, world_size)
-    yield from _batch(config, world_size)
-    if config.mesh.pp > 1 and not any(mesh_rules(config, world_size)):
-        yield from _pipeline(config, world_size)
-    yield from _schedule(config)
-    yield from _precision(config)
-    yield from _optimizer(config)
-    yield from _adamw_state(config)
-    yield from kernel_rules(config)
-    yield from recompute_rules(config)
-    if not any(mesh_rules(config, world_size)):
-        yield from fp8_mesh_rules(resolve(config, world_size), world_size)
-    yield from sparse_rules(config)
+    for rules in RULES.values():
+        yield from rules(config, world_size)
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -94,9 +83,7 @@ def _ranges(config: Config) -> Iterator[ConfigError]:
 
 def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
     train = config.train
-    if any(mesh_rules(config, world_size)) or config.data.seq_len < 1:
-        return
-    if train.device_batch_size < 1:
+    if any(mesh_rules(config, world_size)):
         return
     per_micro = train.device_batch_size * config.data.seq_len * batch_ranks(config.mesh, world_size)
     if train.tokens_per_step and train.tokens_per_step % per_micro:
@@ -122,6 +109,8 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
     """Rules of a pipeline, at every number of microbatches that a step will have."""
+    if config.mesh.pp == 1 or any(mesh_rules(config, world_size)):
+        return
     resolved = resolve(config, world_size)
     yield from pipeline_rules(config, resolved.train.grad_accum)
     if config.train.gradient_sync == "each":
@@ -216,6 +205,33 @@ def _adamw_state(config: Config) -> Iterator[ConfigError]:
             "needs torchao, which isn't installed",
             "pip install torchao, or use optim.adamw_state=fp32",
         )
+
+
+def _fp8(config: Config, world_size: int) -> Iterator[ConfigError]:
+    if not any(mesh_rules(config, world_size)):
+        yield from fp8_mesh_rules(resolve(config, world_size), world_size)
+
+
+def _alone(rules: Callable[[Config], Iterator[ConfigError]]) -> Rules:
+    """Rules that no mesh has a part in."""
+    return lambda config, _: rules(config)
+
+
+# Groups of rules between settings, in the order in which they are reported.
+RULES: dict[str, Rules] = {
+    "model": _alone(model_rules),
+    "mesh": mesh_rules,
+    "batch": _batch,
+    "pipeline": _pipeline,
+    "schedule": _alone(_schedule),
+    "precision": _alone(_precision),
+    "optimizer": _alone(_optimizer),
+    "moments": _alone(_adamw_state),
+    "kernels": _alone(kernel_rules),
+    "recompute": _alone(recompute_rules),
+    "fp8": _fp8,
+    "sparse": _alone(sparse_rules),
+}
 
 
 def tokens_formula(train: TrainConfig, seq_len: int, ranks: int) -> str:

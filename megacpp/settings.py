@@ -66,6 +66,24 @@ class Setting:
         return f"--{self.key.replace('_', '-')}"
 
     @property
+    def required(self) -> bool:
+        """Whether it must be given."""
+        return self.default is MISSING
+
+    @property
+    def place(self) -> str:
+        """How it is written: `--run.steps INT`, or `RUN`."""
+        if self.positional:
+            return self.key.upper()
+        return f"{self.flag} {'NAME' if self.choices else self.takes}".rstrip()
+
+    @property
+    def negative(self) -> str:
+        """The flag that turns a switch off."""
+        section, dot, leaf = self.flag[2:].rpartition(".")
+        return f"--{section}{dot}no-{leaf}"
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """Legal words of a Literal; none of other kinds."""
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is typing.Literal else ()
@@ -94,11 +112,14 @@ class Setting:
             return None
         least = self.range.least
         if least is not None and self.range.most is None and self.range.least_itself:
-            return config_error(
-                self.key, value, f"must be {self.range}", f"use {self.key}={least} or more"
-            )
-        usual = f"use {self.key}={self.default}"
-        return config_error(self.key, value, f"must be {self.range}", usual)
+            fix = f"use {self._as(least)} or more"
+        else:
+            fix = f"use {self._as(self.default)}"
+        return config_error(self.key, value, f"must be {self.range}", fix)
+
+    def _as(self, value: Any) -> str:
+        """The setting with a value; a command's own flag as it is typed."""
+        return f"{self.key}={value}" if "." in self.key else f"{self.flag} {value}"
 
 
 def setting(

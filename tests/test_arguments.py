@@ -19,18 +19,19 @@ from megacpp.arguments import (
     leaf_types,
     parse_args,
     parse_run,
-    print_help,
     read_flags,
     read_value,
     replace_keys,
-    take_flag,
-    take_int,
+    split_args,
     take_value,
 )
+from megacpp.cli.main import COMMANDS
 from megacpp.config import Config, YarnConfig
-from megacpp.errors import ConfigError
+from megacpp.errors import EXIT_CODES, ConfigError, MegacppError
+from megacpp.help import command_help, run_help
 from megacpp.presets import PRESETS, preset, tiny
 from megacpp.rules import lookup
+from megacpp.settings import Setting, setting, settings_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -113,15 +114,15 @@ def test_unreadable_values(kind: Any, text: str, words: str) -> None:
         ("--run.step 5", "did you mean '--run.steps'"),
         ("--steps 5", "did you mean '--run.steps'"),
         ("--train.seq-len 5", "did you mean '--data.seq-len'"),
-        ("--optim.learning-rate 1", "Fix: see 'optim options' in --help"),
+        ("--optim.learning-rate 1", "see train.py --help optim"),
         ("--train.batch-size 1", "did you mean '--train.device-batch-size'"),
         ("--precision.fp8-layer A", "did you mean '--precision.fp8-layers'"),
-        ("--mesh.size 2", "Fix: see 'mesh options' in --help"),
+        ("--mesh.size 2", "see train.py --help mesh"),
         ("--kernels.moe torch", "Fix: of kernels, use one of attention, cross-entropy, experts,"),
         ("--model.attention.num-head 2", "did you mean '--model.attention.num-heads'"),
         ("--model.moe.topk 2", "did you mean '--model.moe.top-k'"),
         ("--optim.no-lr", "did you mean '--optim.lr'"),
-        ("--zzzzzzzz 1", "see --help"),
+        ("--zzzzzzzz 1", "see train.py --help"),
     ],
 )
 def test_unknown_flags_suggest(words: str, suggestion: str) -> None:
@@ -206,11 +207,19 @@ def test_presets_are_frozen_and_fresh() -> None:
 class Toy:
     """What the toy does."""
 
-    path: str
-    rows: int = 2
-    split: Literal["train", "validation"] = "validation"
-    limit: float | None = None
-    verify: bool = False
+    path: str = setting(words="Where it is.", positional=True)
+    rows: int = setting(2, "Rows of it.", "rows", at_least=1)
+    split: Literal["train", "validation"] = setting("validation", "Part of it.")
+    limit: float | None = setting(None, "Most of it.", at_least=0)
+    verify: bool = setting(False, "Look twice.")
+
+
+@dataclass(frozen=True)
+class Own:
+    """Flags beside those of a run."""
+
+    rows: int = setting(2, "Rows of it.")
+    verify: bool = setting(False, "Look twice.")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +233,7 @@ class Toy:
     ],
 )
 def test_arguments_of_a_subcommand(words: str, args: Toy) -> None:
-    assert parse_args(Toy, words.split(), "toy") == args
+    assert parse_args(Toy, words.split()) == args
 
 
 @pytest.mark.parametrize(
@@ -237,27 +246,34 @@ def test_arguments_of_a_subcommand(words: str, args: Toy) -> None:
         ("here --rows x", "rows=x: must be a whole number"),
         ("here --split test", "split=test: must be one of train, validation"),
         ("here --rows", "rows=: needs a value"),
+        ("here --rows 0", "rows=0: must be at least 1. Fix: use --rows 1 or more"),
+        ("here --limit=-1", "limit=-1.0: must be at least 0"),
     ],
 )
 def test_mistakes_of_a_subcommand_are_one_line(words: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_args(Toy, words.split(), "toy")
+        parse_args(Toy, words.split())
     assert str(caught.value).startswith(line) and "Fix: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_help_of_a_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_args(Toy, ["here", "--help"], "megacpp toy")
-    text = capsys.readouterr().out
-    assert ended.value.code == 0 and "megacpp toy" in text and "What the toy does." in text
-    assert all(f"--{f.name}" in text for f in dataclasses.fields(Toy))
+def test_help_of_a_subcommand() -> None:
+    text = command_help("megacpp toy", "What it does.", settings_of(Toy, top=True))
+    assert "usage: megacpp toy PATH [--rows INT]" in text and "What it does." in text
+    assert "--rows INT              Rows of it. (rows, at least 1; default 2)" in text
+    assert "Where it is. (needed)" in text and "Part of it. (train, validation; default" in text
 
 
-def test_taking_single_flags() -> None:
-    words = ["--json", "a", "--n", "3", "--json", "--m=4"]
-    assert take_flag(words, "--json") and not take_flag(words, "--json")
-    assert take_int(words, "--n", 1) == 3 and take_int(words, "--n", 1) == 1
+def test_own_flags_and_those_of_a_run() -> None:
+    words = "tiny --rows 3 --mesh.tp 2 --verify here --run.steps=4".split()
+    args, rest = split_args(Own, words)
+    assert args == Own(rows=3, verify=True)
+    assert rest == "tiny --mesh.tp 2 here --run.steps=4".split()
+
+
+def test_taking_single_values() -> None:
+    words = ["a", "--n", "3", "--m=4"]
+    assert take_value(words, "--n", "1") == "3" and take_value(words, "--n", "1") == "1"
     assert take_value(words, "--m", "9") == "4"
     assert words == ["a"]
     with pytest.raises(ConfigError, match="--n=: needs a value"):
@@ -267,16 +283,46 @@ def test_taking_single_flags() -> None:
 # ---- help ---------------------------------------------------------------------------------------
 
 
-def test_help_names_every_preset_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    print_help("train.py")
-    text = capsys.readouterr().out
+def test_help_names_every_preset_and_setting() -> None:
+    text = run_help("train.py")
     flags = set(re.findall(r"--([a-z][a-z0-9_.-]+)", text))
     settings = {k.replace("_", "-") for k in leaf_types(Config)}
     off = {k for k in flags if ".no-" in k}  # `--run.no-tensorboard`
     # What is listed can be given, YaRN included, which is off unless one of its flags is.
-    assert flags - off == settings | {"section.key"}
-    assert "yarn:" not in text  # no subcommands
+    assert flags - off == settings | {"section.key", "config", "fit", "help"}
     assert all(f"  {name} " in text for name in PRESETS)
+    assert all(f"  {code:2}  {words}" in text for code, words in EXIT_CODES.items())
+
+
+def test_exit_codes_of_errors_are_explained() -> None:
+    codes = {cls.exit_code for cls in MegacppError.__subclasses__()}
+    assert codes <= set(EXIT_CODES) and set(EXIT_CODES) == {0, 1, 2, 3, 4, 5, 6, 75}
+
+
+def test_help_of_a_section() -> None:
+    text = run_help("train.py", "model.moe")
+    flags = set(re.findall(r"^  --([a-z][a-z0-9_.-]+)", text, re.M))
+    assert flags and all(flag.startswith("model.moe.") for flag in flags)
+    with pytest.raises(ConfigError, match="did you mean 'optim'"):
+        run_help("train.py", "optimm")
+
+
+def all_settings() -> list[Setting]:
+    """Settings of a run and flags of every command."""
+    commands = (one for command in COMMANDS.values() for one in command.settings().values())
+    return [*settings_of(Config).values(), *commands]
+
+
+@pytest.mark.parametrize("one", all_settings(), ids=lambda one: one.key)
+def test_a_setting_has_a_sentence_and_a_number_its_unit_or_range(one: Setting) -> None:
+    assert 8 <= len(one.words) <= 100 and len(one.words.split()) >= 3, one.words
+    assert one.words[0].isupper() or one.words.split()[0].rstrip(":") in one.choices
+    assert one.words.endswith(".")
+    numeric = {int, float, int | None, float | None}
+    if one.kind in numeric:
+        assert one.unit or one.range, f"{one.key}: neither unit nor range"
+        if one.range is not None and not one.required and one.default is not None:
+            assert one.range.holds(one.default)
 
 
 @pytest.mark.parametrize("command", ["train.py --help", "-m megacpp --help"])

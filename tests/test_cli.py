@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from megacpp.cli.main import COMMANDS, main
+from megacpp.config import Config
+from megacpp.rules import RULES
+from megacpp.settings import settings_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,7 +90,16 @@ def test_show_says_both_readings_of_nam56r(capsys: pytest.CaptureFixture[str]) -
 
 def test_validate_lists_every_broken_rule(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "validate", "tiny")
-    assert code == 0 and out.rstrip().endswith("ok: tiny on 1 rank(s)")
+    assert code == 0 and out.splitlines()[0] == "ok" and "model.dim" not in out
+    said = " ".join(out.split())
+    assert f"ok tiny on 1 rank(s): {len(settings_of(Config))} settings, " in said
+    assert f"{len(RULES)} groups of rules" in said
+    code, out, _ = run(capsys, "validate", "tiny", "--all", "--world", "4", "--mesh.tp", "2")
+    assert code == 0 and "mesh.tp = 2  (command line)" in out and "(dp_shard 2 x tp 2)" in out
+    content = json.loads(run(capsys, "validate", "tiny", "--json")[1])
+    assert content["ok"] and content["rules"] == list(RULES) and "config" not in content
+    content = json.loads(run(capsys, "validate", "tiny", "--json", "--all")[1])
+    assert content["config"]["model"]["dim"] == 192 and content["provenance"]
     wrong = ["validate", "tiny", "--mesh.tp", "4", "--optim.beta1", "1", "--world", "4"]
     code, out, _ = run(capsys, *wrong)
     assert code == 2 and out.count("error: ") == 2 and "mesh.tp=4" in out

@@ -78,7 +78,7 @@ def reversed_pairs(flags: list[str]) -> list[str]:
         (["--recompute-moe-experts", "maybe"], "must be true or false"),
         (["--recompute-modules", "everything"], "must be of core_attn, mlp, moe, norms"),
         (["--recompute-modules"], "needs a value"),
-        (["--mhc-recompute-group-size", "-2"], "must be -1 (off)"),
+        (["--mhc-recompute-group-size", "-2"], "must be at least -1"),
         (["--activation-memory-budget", "0.5"], "no block is compiled"),
         (["--recompute.activation-memory-budget", "1.5"], "must be in [0, 1]"),
         (["--mla-recompute-q-upproj"], "there is no latent"),

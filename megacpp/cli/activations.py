@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megacpp.arguments import flatten, parse_run, take_flag, take_value, wants_help
-from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
+from megacpp.arguments import flatten, parse_run
+from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config import CheckpointingPolicy, Config
-from megacpp.errors import config_error, did_you_mean
+from megacpp.errors import config_error
 from megacpp.rules import check
+from megacpp.screen import table, wrapped
+from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from checkpointing.activations import Activations, Kept, Part
@@ -56,7 +57,6 @@ NAMES = {
     "head": "head and loss",
     "received": "received",
 }
-WIDTH = 80
 SMALL = 0.02  # of a part's bytes: tensors below are shown together
 
 
@@ -81,40 +81,38 @@ class Report:
         return self.nothing or self.found
 
 
-def activations(argv: Sequence[str]) -> int:
-    """usage: megacpp activations [PRESET] [--policy NAME] [--recompute.key value ...] [--levers]
-                           [--world N] [--rank R] [--section.key value ...] [--all] [--json]
+@dataclass(frozen=True)
+class ActivationsArgs(RankArgs):
+    """A rank of a mesh, a policy, and how much of it."""
 
-    What one microbatch keeps from its forward to its backward on rank R (default 0) of N (default
-    1): bytes by kind of block and by tensor, and the FLOPs that the backward repeats for what isn't
-    kept. A tensor belongs to the block whose forward made it, the residual stream between two
-    blocks to the first of them. The last layer, which is never recomputed, stands apart.
+    policy: Literal["", "none", "selective", "full"] = setting(
+        "", "A whole policy, instead of the preset's and of --recompute flags."
+    )
+    levers: bool = setting(False, "Show each lever of the policy by itself: saved and repeated.")
+    all: bool = setting(False, "Show every tensor, also the small ones.")
 
-      --policy    none, selective or full, instead of the preset's and of --recompute flags
-      --levers    each lever of the policy by itself: what it saves and what it repeats
-      --all       every tensor, also the small ones
 
-    The model of train.py is run without values, so it takes seconds, whatever the model and the
-    mesh. Precision `auto` is bf16 here, as on a GPU, unless --train.device is cpu.
+def activations(args: ActivationsArgs, words: list[str]) -> int:
+    """What one microbatch keeps from its forward to its backward on a rank: bytes by kind of block
+    and by tensor, and the FLOPs that the backward repeats for what isn't kept.
+
+    A tensor belongs to the block whose forward made it, the residual stream between two blocks to
+    the first of them. The last layer, which is never recomputed, stands apart. The model of
+    train.py is run without values, so it takes seconds, whatever the model and the mesh. Precision
+    `auto` is bf16 here, as on a GPU, unless --train.device is cpu.
     """
-    arguments = list(argv)
-    if wants_help(arguments, activations):
-        return 0
-    as_json, every = take_flag(arguments, "--json"), take_flag(arguments, "--all")
-    levers = take_flag(arguments, "--levers")
-    size, rank = take_world(arguments)
-    config = _configured(arguments, size)
-    report = _report(config, size, rank, levers)
-    if as_json:
+    size, rank = args.place
+    config = _configured(args.policy, words, size)
+    report = _report(config, size, rank, args.levers)
+    if args.json:
         print(json.dumps(_content(config, size, rank, report), indent=2))
         return 0
-    print("\n".join(_lines(config, size, rank, report, every)))
+    print("\n".join(_lines(config, size, rank, report, args.all)))
     return 0
 
 
-def _configured(arguments: list[str], size: int) -> Config:
+def _configured(name: str, arguments: list[str], size: int) -> Config:
     """The run, with the policy that is asked for by name."""
-    name = take_value(arguments, "--policy", "")
     config = parse_run(arguments, size).config
     if config.train.compile != "off":
         raise config_error(
@@ -125,9 +123,6 @@ def _configured(arguments: list[str], size: int) -> Config:
         )
     if not name:
         return config
-    if name not in POLICIES:
-        legal = did_you_mean(name, POLICIES)
-        raise config_error("policy", name, "there is no policy of that name", legal)
     if any(word.startswith("--recompute") for word in arguments):
         fix = "use --policy or --recompute flags, not both"
         raise config_error("policy", name, "is a whole policy already", fix)
@@ -193,7 +188,7 @@ def _lines(config: Config, size: int, rank: int, report: Report, every: bool) ->
     words = [name for name in levers_of(config.recompute)] or ["nothing is recomputed"]
     return [
         *mesh_lines(config, size, rank, report.coordinates),
-        *_wrapped("policy: " + ", ".join(words)),
+        *wrapped("policy: " + ", ".join(words)),
         "",
         *_kinds(report),
         "",
@@ -256,7 +251,7 @@ def _besides(report: Report) -> list[str]:
     elif report.in_flight > 1:
         total = readable(report.in_flight * found.bytes)
         lines.append(f"microbatches in flight: {report.in_flight}, {total} together")
-    return [line for text in lines for line in _wrapped(text)]
+    return [line for text in lines for line in wrapped(text)]
 
 
 def _levers(report: Report) -> list[str]:
@@ -308,7 +303,3 @@ def _without_empty(rows: list[list[str]]) -> list[str]:
     """A table without the columns that have nothing below their heading."""
     filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     return table([[row[i] for i in filled] for row in rows])
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")

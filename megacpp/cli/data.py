@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from megacpp.data.prepare import CorpusSpec, Prepared, ensure_corpus
-from megacpp.errors import config_error
+from megacpp.settings import setting
 
 
 @dataclass(frozen=True)
 class PrepareArgs(CorpusSpec):
-    """Make a corpus: read a source, deduplicate, split, learn a tokenizer, write token shards."""
+    """What goes into a corpus, and where it goes."""
 
-    out: str = ""
-    """Folder of the corpus (default: data/ and the name of the source)."""
-    force: bool = False
-    """Rebuild a corpus that is there."""
-    json: bool = False
-    """Print the result as one JSON object."""
+    out: str = setting("", "Folder of the corpus (empty: data/ and the name of the source).")
+    force: bool = setting(False, "Rebuild a corpus that is there.")
+    json: bool = setting(False, "Print the result as one JSON object.")
 
     def folder(self) -> Path:
         """Where the corpus goes."""
@@ -33,26 +30,21 @@ class PrepareArgs(CorpusSpec):
 
 @dataclass(frozen=True)
 class InspectArgs:
-    """Print rows of a corpus as text with document boundaries and ignored labels."""
+    """Which rows."""
 
-    path: str = "data/torch-headers"
-    """Folder of the corpus."""
-    rows: int = 2
-    """How many rows."""
-    split: Literal["train", "validation"] = "validation"
-    """Training rows come in the order of epoch 0."""
-    seq_len: int = 256
-    """Tokens of a row."""
-    seed: int = 42
-    """Seed of the order of training rows (run.seed)."""
-    verify: bool = False
-    """Hash every file first."""
-    json: bool = False
-    """Print one JSON object: the corpus, then ids, labels and documents of each row."""
+    path: str = setting("data/torch-headers", "Folder of the corpus.", positional=True)
+    rows: int = setting(2, "Rows that are shown.", "rows", at_least=1)
+    split: Literal["train", "validation"] = setting(
+        "validation", "Part of the corpus; training rows come in the order of epoch 0."
+    )
+    seq_len: int = setting(256, "Tokens of a row.", "tokens", at_least=1)
+    seed: int = setting(42, "Seed of the order of training rows (run.seed).", at_least=0)
+    verify: bool = setting(False, "Hash every file first.")
+    json: bool = setting(False, "Print one JSON object: corpus, then ids and labels of each row.")
 
 
 def prepare(args: PrepareArgs) -> None:
-    """Runs `megacpp data prepare`."""
+    """Make a corpus: read a source, deduplicate, split, learn a tokenizer, write token shards."""
     prepared = ensure_corpus(args, args.folder(), args.force)
     if args.json:
         print(json.dumps(_prepared_json(prepared)))
@@ -61,10 +53,7 @@ def prepare(args: PrepareArgs) -> None:
 
 
 def inspect(args: InspectArgs) -> None:
-    """Runs `megacpp data inspect`."""
-    for key in ("rows", "seq_len"):
-        if getattr(args, key) < 1:
-            raise config_error(key, getattr(args, key), "must be at least 1", "use 1 or more")
+    """Print rows of a corpus as text with document boundaries and ignored labels."""
     from megacpp.data.batches import Corpus
     from megacpp.data.inspect import as_json, row_headline, row_text, view_rows
 

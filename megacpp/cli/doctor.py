@@ -10,10 +10,10 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megacpp.arguments import refuse_rest, take_flag, wants_help
+from megacpp.screen import labelled
+from megacpp.settings import setting
 
 
 @dataclass(frozen=True)
@@ -56,30 +56,30 @@ dist.barrier(); dist.destroy_process_group()
 """
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """usage: megacpp doctor [--json] [--no-self-test] [--kernels]
+@dataclass(frozen=True)
+class DoctorArgs:
+    """What is looked at."""
 
-    Reports versions, devices, optional kernels with reasons, and runs two gloo ranks against each
-    other. With --kernels every backend of every operation that can run here is compared with its
-    definition, forward and backward. Exit code 1 when something that training needs is broken.
+    kernels: bool = setting(False, "Compare every backend that can run here with its definition.")
+    no_self_test: bool = setting(False, "Leave out the two gloo ranks.")
+    json: bool = setting(False, "Print one JSON list instead of text.")
+
+
+def doctor(args: DoctorArgs) -> int:
+    """Reports versions, devices, optional kernels with reasons, and runs two gloo ranks against
+    each other. Exit code 1 when something that training needs is broken.
     """
-    arguments = list(argv)
-    if wants_help(arguments, doctor):
-        return 0
-    as_json, skip = take_flag(arguments, "--json"), take_flag(arguments, "--no-self-test")
-    compare = take_flag(arguments, "--kernels")
-    refuse_rest(arguments)
     findings = [*_versions(), *_devices(), _fp8(), *_kernels(), *_optional()]
-    if not skip:
+    if not args.no_self_test:
         findings.append(_gloo())
-    if compare:
+    if args.kernels:
         findings += _compared()
-    if as_json:
+    if args.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
         marks = {True: "ok", False: "BROKEN", None: "absent"}
         for f in findings:
-            print(f"{marks[f.ok]:7} {f.name:23} {f.detail}")
+            print("\n".join(labelled(f"{marks[f.ok]:7} {f.name}", f.detail, 32)))
     return 1 if any(f.ok is False for f in findings) else 0
 
 

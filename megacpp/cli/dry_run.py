@@ -3,40 +3,51 @@
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import parse_run, take_flag, take_int, wants_help
+from megacpp.arguments import parse_run
 from megacpp.config import Config
 from megacpp.errors import config_error
 from megacpp.fp8_rules import fp8_line
 from megacpp.rules import tokens_formula
+from megacpp.screen import table, wrapped
+from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from parallel.dry_run import Bytes, DryRun, Rooms
 
 CLASSES = ("dense", "experts", "replicated")
-WIDTH = 100
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def dry_run(argv: Sequence[str]) -> int:
-    """usage: megacpp dry-run [PRESET] --world N [--rank R] [--section.key value ...] [--json]
+@dataclass(frozen=True)
+class RankArgs:
+    """A rank of a mesh."""
 
-    One optimizer step of rank R (default 0) of N ranks, on this machine alone: its parameters,
-    gradients and optimizer state, its collectives by mesh axis, and whether all ranks together
-    hold the model. A collective counts with the bytes of its larger side. Tensors have no values,
-    so it takes seconds and little memory, whatever the model and the mesh. Precision `auto` is
-    bf16 here, as on a GPU, unless --train.device is cpu.
+    world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1)
+    rank: int = setting(0, "Rank that is shown; below the world.", at_least=0)
+    json: bool = setting(False, "Print one JSON object instead of text.")
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """World and rank, once they fit; ConfigError otherwise."""
+        if self.rank >= self.world:
+            rule = f"must be below the world ({self.world} ranks)"
+            raise config_error("rank", self.rank, rule, "use --rank 0")
+        return self.world, self.rank
+
+
+def dry_run(args: RankArgs, words: list[str]) -> int:
+    """One optimizer step of a rank, on this machine alone: its parameters, gradients and optimizer
+    state, its collectives by mesh axis, and whether all ranks together hold the model.
+
+    A collective counts with the bytes of its larger side. Tensors have no values, so it takes
+    seconds and little memory, whatever the model and the mesh. Precision `auto` is bf16 here, as on
+    a GPU, unless --train.device is cpu.
     """
-    arguments = list(argv)
-    if wants_help(arguments, dry_run):
-        return 0
-    as_json = take_flag(arguments, "--json")
-    size, rank = take_world(arguments)
-    config = parse_run(arguments, size).config
+    size, rank = args.place
+    config = parse_run(words, size).config
     if config.optim.adamw_state == "cpu_offload":
         raise config_error(
             "optim.adamw_state",
@@ -47,21 +58,11 @@ def dry_run(argv: Sequence[str]) -> int:
     from parallel import dry_run as step
 
     found = step.dry_run(config, size, rank, rooms())
-    if as_json:
+    if args.json:
         print(json.dumps(content(config, size, rank, found), indent=2))
     else:
         print("\n".join(lines(config, size, rank, found)))
     return 0 if found.complete else 1
-
-
-def take_world(arguments: list[str]) -> tuple[int, int]:
-    """Removes `--world N` and `--rank R` from the arguments; one rank unless N is given."""
-    size, rank = take_int(arguments, "--world", 1), take_int(arguments, "--rank", 0)
-    if size < 1:
-        raise config_error("world", size, "must be at least 1", "use --world 1 or more")
-    if not 0 <= rank < size:
-        raise config_error("rank", rank, f"must be below the world ({size} ranks)", "use --rank 0")
-    return size, rank
 
 
 def rooms() -> Rooms:
@@ -131,11 +132,11 @@ def mesh_lines(config: Config, size: int, rank: int, coordinates: dict[str, int]
     ranks, dtype = mesh.dp_replicate * mesh.dp_shard, config.precision.dtype
     on_a_gpu = dtype == "auto" and config.train.device != "cpu"
     return [
-        f"{config.preset} on {size} rank(s): {axes}",
-        f"rank {rank}" + (f": {at}" if at else ""),
-        tokens_formula(config.train, config.data.seq_len, ranks),
+        *wrapped(f"{config.preset} on {size} rank(s): {axes}"),
+        *wrapped(f"rank {rank}" + (f": {at}" if at else "")),
+        *wrapped(tokens_formula(config.train, config.data.seq_len, ranks)),
         *(["precision: bf16, as on a GPU (--train.device cpu: fp32)"] if on_a_gpu else []),
-        *textwrap.wrap(" ".join(fp8_line(config)), WIDTH, subsequent_indent="  "),
+        *(line for text in fp8_line(config) for line in wrapped(text)),
     ]
 
 
@@ -166,9 +167,13 @@ def _census(found: DryRun) -> list[str]:
     least, most = min(by_rank.values()), max(by_rank.values())
     verdict = "equal" if found.complete else "NOT EQUAL"
     return [
-        f"parameters of {len(by_rank)} rank(s): {readable(least)} to {readable(most)} each",
-        f"all ranks, each element once: {found.census.once:,} bytes; the model: "
-        f"{found.model_bytes:,} bytes: {verdict}",
+        *wrapped(
+            f"parameters of {len(by_rank)} rank(s): {readable(least)} to {readable(most)} each"
+        ),
+        *wrapped(
+            f"all ranks, each element once: {found.census.once:,} bytes; the model: "
+            f"{found.model_bytes:,} bytes: {verdict}"
+        ),
     ]
 
 
@@ -185,18 +190,4 @@ def _collectives(config: Config, found: DryRun) -> list[str]:
     total = ", ".join(f"{axis} {readable(size)}" for axis, size in axes.items())
     ran = " and ".join(map(str, found.traced))
     note = [] if len(found.traced) == 1 else [f"from steps of {ran} microbatches"]
-    by_axis = textwrap.wrap(f"by axis: {total}", WIDTH, subsequent_indent="  ")
-    return [*table(rows, 3), *by_axis, *note]
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned columns, the first `left` of them to the left; a rule under the first row."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    out = [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return [out[0], "-" * max(map(len, out)), *out[1:]]
+    return [*table(rows, 3), *wrapped(f"by axis: {total}"), *note]

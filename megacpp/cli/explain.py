@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import parse_run, take_flag, wants_help
-from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
+from megacpp.arguments import parse_run
+from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config import Config
+from megacpp.screen import table, wrapped
+from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from parallel.drawing import Drawn
@@ -26,39 +27,40 @@ KINDS = {
 }
 
 FOR_ALL = (
-    "Once a step for all blocks together: fp32 parameters (norms, router, ...) are gathered and\n"
+    "Once a step for all blocks together: fp32 parameters (norms, router, ...) are gathered and "
     "their gradients scattered in fp32; gradients of parameters that tp leaves whole are summed."
 )
 
 
-def explain(argv: Sequence[str]) -> int:
-    """usage: megacpp explain [PRESET] [--world N] [--rank R] [--section.key value ...] [--all]
-                       [--json]
+@dataclass(frozen=True)
+class ExplainArgs(RankArgs):
+    """A rank of a mesh, and how much of it."""
 
-    The model on a mesh, seen from rank R (default 0) of N: where each dim of each parameter lies
+    all: bool = setting(False, "Show every block, not one of each kind.")
+
+
+def explain(args: ExplainArgs, words: list[str]) -> int:
+    """The model on a mesh, seen from one rank: where each dim of each parameter lies
     (`[Q_tp·fsdp, D]`: dim Q is cut over tp, then over fsdp), and for each kind of block its
-    collectives in the order in which they happen, with the bytes of the larger side. One block of
-    each kind (of those in FP8 another one), unless --all. Nothing is started: one process answers
-    for any mesh.
+    collectives in the order in which they happen, with the bytes of the larger side.
+
+    One block of each kind is shown (of those in FP8 another one), unless --all. Nothing is started:
+    one process answers for any mesh.
     """
-    arguments = list(argv)
-    if wants_help(arguments, explain):
-        return 0
-    as_json, every = take_flag(arguments, "--json"), take_flag(arguments, "--all")
-    size, rank = take_world(arguments)
-    config = parse_run(arguments, size).config
+    size, rank = args.place
+    config = parse_run(words, size).config
     from parallel.explain import explain as look
 
     found = look(config, size, rank)
-    if as_json:
+    if args.json:
         print(json.dumps(_content(config, size, rank, found), indent=2))
         return 0
     print("\n".join(mesh_lines(config, size, rank, found.coordinates)))
-    print("\n" + "\n".join(_parameters(found, every)))
+    print("\n" + "\n".join(_parameters(found, args.all)))
     for letter, drawn in found.drawn.items():
         print("\n" + "\n".join(_block(letter, found, drawn)))
     if any(found.drawn.values()):
-        print(f"\n{FOR_ALL}")
+        print("\n" + "\n".join(wrapped(FOR_ALL, "")))
     return 0
 
 
@@ -85,12 +87,14 @@ def _parameters(found: Explanation, every: bool) -> list[str]:
     out = table(rows, 4)
     if not every and blocks:
         kinds = ", ".join(f"{len(numbers)} {letter}" for letter, numbers in blocks.items())
-        out.append(f"one block of each kind; this rank has {kinds} (--all shows each)")
+        out += wrapped(f"one block of each kind; this rank has {kinds} (--all shows each)")
     equal = "equal" if found.all_ranks == found.model_bytes else "NOT EQUAL"
     return [
         *out,
-        f"sum here {readable(here)}, all ranks (each element once) {found.all_ranks:,} B, "
-        f"model {found.model_bytes:,} B: {equal}",
+        *wrapped(
+            f"sum here {readable(here)}, all ranks (each element once) {found.all_ranks:,} B, "
+            f"model {found.model_bytes:,} B: {equal}"
+        ),
     ]
 
 
@@ -115,7 +119,7 @@ def _block(letter: str, found: Explanation, drawn: list[Drawn]) -> list[str]:
     if narrow := sum(number in _in_fp8(found) for number in numbers):
         title += f", {narrow} in FP8"
     if not drawn:
-        return [f"{title}: nothing moves"]
+        return wrapped(f"{title}: nothing moves")
     rows = [[title, "", "axis", "dtype", "bytes"]]
     phase = ""
     for move in drawn:

@@ -3,50 +3,100 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import megacpp
-from megacpp.arguments import parse_args
+from megacpp.arguments import parse_args, split_args
 from megacpp.errors import ConfigError, MegacppError, did_you_mean
+from megacpp.help import command_help, exit_code_lines
+from megacpp.screen import labelled, wrapped
+from megacpp.settings import Setting, settings_of
 
 
 @dataclass(frozen=True)
 class Command:
-    """`module.function(argv)` runs a command; with `args`, a dataclass of the module, parsed."""
+    """`module.function(args)` runs a command; `args` is a dataclass of the module, its flags.
+
+    With `runs` it takes preset and settings of a run too, and is called with the words of both.
+    """
 
     module: str
     function: str
+    args: str
     help: str
-    args: str = ""
+    runs: bool = False
+
+    def load(self) -> tuple[Any, Any]:
+        """The function and the dataclass of its flags."""
+        module = importlib.import_module(f"megacpp.cli.{self.module}")
+        return getattr(module, self.function), getattr(module, self.args)
+
+    def settings(self) -> dict[str, Setting]:
+        """The command's own flags."""
+        return settings_of(self.load()[1], top=True)
 
 
 COMMANDS: dict[str, Command] = {
-    "presets": Command("show", "presets", "list the presets with parameter counts"),
-    "show": Command("show", "show", "model table, parameters and resolved settings of a preset"),
-    "validate": Command("validate", "validate", "check a configuration without starting anything"),
-    "explain": Command("explain", "explain", "where every parameter lies on a mesh, what moves"),
-    "dry-run": Command("dry_run", "dry_run", "a step of any mesh: bytes stored, bytes sent"),
-    "activations": Command(
-        "activations", "activations", "what the forward keeps for the backward, by block and tensor"
+    "presets": Command("show", "presets", "PresetsArgs", "list the presets with parameter counts"),
+    "show": Command(
+        "show", "show", "ShowArgs", "model table and resolved settings of a preset", runs=True
     ),
-    "plan": Command("plan", "command", "mesh, batch and policy for a cluster, best first"),
-    "doctor": Command("doctor", "doctor", "what this machine has, what is missing, why it matters"),
+    "validate": Command(
+        "validate", "validate", "ValidateArgs", "check a configuration without starting it", True
+    ),
+    "explain": Command(
+        "explain",
+        "explain",
+        "ExplainArgs",
+        "where every parameter lies on a mesh, what moves",
+        True,
+    ),
+    "dry-run": Command(
+        "dry_run", "dry_run", "RankArgs", "a step of any mesh: bytes stored, bytes sent", runs=True
+    ),
+    "activations": Command(
+        "activations",
+        "activations",
+        "ActivationsArgs",
+        "what the forward keeps for the backward, by block and tensor",
+        runs=True,
+    ),
+    "plan": Command(
+        "plan", "command", "PlanArgs", "mesh, batch and policy for a cluster, best first", runs=True
+    ),
+    "doctor": Command(
+        "doctor", "doctor", "DoctorArgs", "what this machine has, what is missing, why it matters"
+    ),
     "data prepare": Command(
-        "data", "prepare", "make a corpus: deduplicate, split, tokenize, pack", "PrepareArgs"
+        "data", "prepare", "PrepareArgs", "make a corpus: deduplicate, split, tokenize, pack"
     ),
     "data inspect": Command(
-        "data", "inspect", "show rows, document boundaries and masks as text", "InspectArgs"
+        "data", "inspect", "InspectArgs", "show rows, document boundaries and masks as text"
     ),
     "memory trace": Command(
-        "memory", "trace", "most bytes of a step of any mesh: by component, moment and tensor"
+        "memory",
+        "trace",
+        "TraceArgs",
+        "most bytes of a step of any mesh: by component, moment and tensor",
+        runs=True,
     ),
     "memory diff": Command(
-        "memory_diff", "memory_diff", "what grew between two snapshots of a run, and why"
+        "memory_diff",
+        "memory_diff",
+        "DiffArgs",
+        "what grew between two snapshots of a run, and why",
     ),
-    "report": Command("report", "report", "a page about a run: loss, memory, seconds, events"),
-    "sample": Command("sample", "sample", "generate text from a finished run"),
+    "report": Command(
+        "report", "report", "ReportArgs", "a page about a run: loss, memory, seconds, events"
+    ),
+    "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
+    "completion": Command(
+        "completion", "completion", "CompletionArgs", "a script that completes words in your shell"
+    ),
 }
 
 
@@ -54,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code (0 ok, 2 configuration, 3 data, ...)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
+        print("\n".join(_help()))
         return 0
     group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{arguments[0]} ")}
     if group and (len(arguments) < 2 or arguments[1] in ("-h", "--help")):
@@ -64,12 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(megacpp.__version__)
         return 0
     try:
-        command, rest = _find(arguments)
-        module = importlib.import_module(f"megacpp.cli.{command.module}")
-        if command.args:
-            program = f"megacpp {' '.join(arguments[: len(arguments) - len(rest)])}"
-            rest = parse_args(getattr(module, command.args), rest, program)
-        return int(getattr(module, command.function)(rest) or 0)
+        return _run(*find(arguments))
     except MegacppError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -79,27 +124,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _find(arguments: list[str]) -> tuple[Command, list[str]]:
+def _run(name: str, rest: list[str]) -> int:
+    command = COMMANDS[name]
+    function, cls = command.load()
+    if "--help" in rest or "-h" in rest:
+        words = inspect.cleandoc(function.__doc__ or "")
+        settings = settings_of(cls, top=True)
+        print(command_help(f"megacpp {name}", words, settings, command.runs))
+        return 0
+    if command.runs:
+        return int(function(*split_args(cls, rest)) or 0)
+    return int(function(parse_args(cls, rest)) or 0)
+
+
+def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The name of the command that the words start with, and the words behind it.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if name in COMMANDS:
-            return COMMANDS[name], arguments[words:]
+            return name, list(arguments[words:])
     if any(known.startswith(f"{arguments[0]} ") for known in COMMANDS):
         name = " ".join(arguments[:2])
     raise ConfigError(f"command={name}: no such command. Fix: {did_you_mean(name, COMMANDS)}.")
 
 
 def _table(commands: Mapping[str, Command]) -> list[str]:
-    return [f"  {name:14} {command.help}" for name, command in commands.items()]
+    return [
+        line
+        for name, command in commands.items()
+        for line in labelled(f"  {name}", command.help, 18)
+    ]
 
 
-def _help() -> str:
-    return "\n".join(
-        [
-            "usage: megacpp COMMAND [options]      (megacpp COMMAND --help explains each)",
-            "",
-            *_table(COMMANDS),
-            "",
-            "Training itself: torchrun --standalone --nproc-per-node=N train.py PRESET [flags]",
-        ]
-    )
+def _help() -> list[str]:
+    return [
+        *wrapped("usage: megacpp COMMAND [options]   (megacpp COMMAND --help explains each)"),
+        "",
+        *_table(COMMANDS),
+        "",
+        *wrapped("Training: torchrun --standalone --nproc-per-node=N train.py PRESET [flags]"),
+        "",
+        *exit_code_lines(),
+    ]

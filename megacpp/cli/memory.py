@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import parse_run, take_flag, take_value, wants_help
-from megacpp.cli.dry_run import mesh_lines, readable, table, take_world
+from megacpp.arguments import parse_run
+from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config import Config
-from megacpp.errors import config_error
 from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.stream import Stream
+from megacpp.screen import check_writable, table, wrapped
+from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from megacpp.memory.stream import Block
@@ -78,44 +78,39 @@ def moments_of(stream: Stream) -> tuple[Moment, ...]:
     )
 
 
-def trace(argv: Sequence[str]) -> int:
-    """usage: megacpp memory trace [PRESET] [--world N] [--rank R] [--section.key value ...]
-                            [--full] [--timeline FILE] [--json]
+@dataclass(frozen=True)
+class TraceArgs(RankArgs):
+    """A rank of a mesh, and how it is traced."""
 
-    Most bytes that tensors of rank R (default 0) of N (default 1) have at once in an optimizer
-    step, what they are, and the most of every part of the step. What no tensor has (the context of
-    the device, what an allocator keeps) isn't counted.
+    full: bool = setting(False, "Run all layers, not one of each kind from which others follow.")
+    timeline: str = setting(
+        "", "File for PyTorch's memory viewer (https://pytorch.org/memory_viz)."
+    )
 
-      --full      run all layers; else one of each kind, from which the others follow
-      --timeline  a snapshot for PyTorch's memory viewer (https://pytorch.org/memory_viz)
 
-    The model of train.py is run without values, so it takes seconds, whatever the model and the
-    mesh: in bf16 and with the kernels of a GPU, unless --train.device is cpu. Kernels that can't be
-    followed (compiled FlexAttention, TileLang's) are torch's there, and are named. Blocks aren't
-    compiled.
+def trace(args: TraceArgs, words: list[str]) -> int:
+    """Most bytes that tensors of a rank have at once in an optimizer step, what they are, and the
+    most of every part of the step.
+
+    What no tensor has (the context of the device, what an allocator keeps) isn't counted. The model
+    of train.py is run without values, so it takes seconds, whatever the model and the mesh: in bf16
+    and with the kernels of a GPU, unless --train.device is cpu. Kernels that can't be followed
+    (compiled FlexAttention, TileLang's) are torch's there, and are named. Blocks aren't compiled.
     """
-    arguments = list(argv)
-    if wants_help(arguments, trace):
-        return 0
-    as_json, full = take_flag(arguments, "--json"), take_flag(arguments, "--full")
-    timeline = take_value(arguments, "--timeline", "")
-    size, rank = take_world(arguments)
-    config = parse_run(arguments, size).config
+    size, rank = args.place
+    config = parse_run(words, size).config
+    timeline = check_writable("timeline", Path(args.timeline)) if args.timeline else None
     device = "cpu" if config.train.device == "cpu" else "cuda"
     config = as_run(config, device, narrow=device == "cuda")
     from megacpp.cli.trace import trace_step
 
-    stream = trace_step(config, size, rank, full)
+    stream = trace_step(config, size, rank, args.full)
     found = Found.of(stream)
     if timeline:
         from megacpp.memory.timeline import write_snapshot
 
-        try:
-            write_snapshot(stream, Path(timeline))
-        except OSError as error:
-            what = f"is not writable ({error.strerror})"
-            raise config_error("timeline", timeline, what, "give another --timeline") from None
-    if as_json:
+        write_snapshot(stream, timeline)
+    if args.json:
         print(json.dumps(_content(config, size, rank, found), indent=2))
         return 0
     print("\n".join(_lines(config, size, rank, found)))
@@ -154,9 +149,11 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
     largest += [[b.name, b.part, readable(b.bytes)] for b in found.largest]
     return [
         *mesh_lines(config, size, rank, coordinates(config.mesh, size, rank)),
-        f"kernels: {_kernels(config)}",
-        f"most at once: {readable(found.peak)}, in {found.where or 'nothing'}; "
-        f"between steps: {readable(found.resting)}",
+        *wrapped(f"kernels: {_kernels(config)}"),
+        *wrapped(
+            f"most at once: {readable(found.peak)}, in {found.where or 'nothing'}; "
+            f"between steps: {readable(found.resting)}"
+        ),
         "",
         *table(rows),
         "",

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp.arguments import take_flag, wants_help
-from megacpp.errors import ConfigError
 from megacpp.memory.budget import words
 from megacpp.memory.snapshot import STEADY, Difference, compare, read_snapshot
+from megacpp.screen import labelled, wrapped
+from megacpp.settings import setting
 
 
-def memory_diff(argv: Sequence[str]) -> int:
-    """usage: megacpp memory diff RUN/memory/step-A.json RUN/memory/step-B.json [--json]
+@dataclass(frozen=True)
+class DiffArgs:
+    """Two snapshots."""
 
-    Bytes by component before and after, largest growth first, with the most likely cause and what
-    helps. A run writes snapshots every memory.snapshot_every steps and memory.snapshot_gap later.
+    before: str = setting(
+        words="Earlier snapshot of a run (RUN/memory/step-A.json).", positional=True
+    )
+    after: str = setting(words="Later snapshot (RUN/memory/step-B.json).", positional=True)
+    json: bool = setting(False, "Print one JSON object instead of text.")
+
+
+def memory_diff(args: DiffArgs) -> int:
+    """Bytes by component before and after, largest growth first, with the most likely cause and
+    what helps. A run writes snapshots every memory.snapshot_every steps and memory.snapshot_gap
+    later.
     """
-    arguments = list(argv)
-    if wants_help(arguments, memory_diff):
-        return 0
-    as_json = take_flag(arguments, "--json")
-    if len(arguments) != 2 or any(word.startswith("-") for word in arguments):
-        raise ConfigError(
-            f"arguments={' '.join(arguments)}: two snapshots are compared. Fix: megacpp memory "
-            "diff RUN/memory/step-A.json RUN/memory/step-B.json."
-        )
-    found = compare(*(read_snapshot(Path(word)) for word in arguments))
-    if as_json:
+    found = compare(read_snapshot(Path(args.before)), read_snapshot(Path(args.after)))
+    if args.json:
         print(json.dumps(found.as_dict(), indent=2))
         return 0
     print("\n".join(lines(found)))
@@ -53,15 +54,15 @@ def lines(found: Difference) -> list[str]:
         said.append("no tensors of a step were followed: only what rests is compared")
     said.append("")
     if found.cause is STEADY:
-        return [*said, f"{STEADY.name}: {STEADY.words}"]
+        return [*said, *wrapped(f"{STEADY.name}: {STEADY.words}")]
     top, grown = found.largest, next(iter(found.by_cause.values()))
     said += [
-        f"top grower: {top.bucket}, {signed(top.grown)}",
-        f"diagnosis:  {found.cause.name}: {found.cause.words} ({signed(grown)})",
-        f"fix:        {found.cause.fix}",
+        *labelled("top grower:", f"{top.bucket}, {signed(top.grown)}", 12),
+        *labelled("diagnosis:", f"{found.cause.name}: {found.cause.words} ({signed(grown)})", 12),
+        *labelled("fix:", found.cause.fix, 12),
     ]
     others = [f"{name} {signed(more)}" for name, more in list(found.by_cause.items())[1:]]
-    return [*said, *([f"beside it:  {', '.join(others)}"] if others else [])]
+    return [*said, *(labelled("beside it:", ", ".join(others), 12) if others else [])]
 
 
 def signed(n: int) -> str:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import (
-    flatten,
-    read_flags,
-    replace_keys,
-    take_flag,
-    take_int,
-    take_value,
-    wants_help,
-)
+from megacpp.arguments import flatten, read_run
 from megacpp.cli.dry_run import readable
 from megacpp.config import Config, MeshConfig
 from megacpp.errors import config_error
@@ -28,14 +19,14 @@ from megacpp.memory.components import COMPONENTS
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
-from megacpp.presets import preset
-from megacpp.recompute_flags import compiles, translate
 from megacpp.rules import check
+from megacpp.screen import columns, labelled, wrapped
+from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-WIDTH, BAR, GIB = 100, 30, 1 << 30
+BARS, GIB = (10, 40), 1 << 30
 UNITS = {
     "": GIB,
     "GIB": GIB,
@@ -83,68 +74,59 @@ class Asked:
         return int(self.memory * (1 - self.config.memory.headroom))
 
 
-def command(argv: Sequence[str]) -> int:
-    """usage: megacpp plan [PRESET] --world N --memory 141GiB [--tokens-per-step T] [--seq L]
-                    [--top K] [--explain] [--json] [--section.key value ...]
+@dataclass(frozen=True)
+class PlanArgs:
+    """A cluster, and how much is shown."""
 
-    Which mesh, device batch, accumulation and recompute policy N devices of that memory should run,
-    best first: it fits, a larger device batch, nothing runs again, fewer microbatches, less work
-    repeated, more headroom, smaller tp, smaller ep. Settings of mesh, device batch and recompute
-    that are given stay as they are; all others are chosen. Nothing is started: memory, bytes sent
-    and FLOPs are closed forms.
+    world: int = setting(words="Devices of the cluster.", unit="devices", at_least=1)
+    memory: str = setting("", "Memory of a device: 141GiB, 80GB (a bare number: GiB).")
+    tokens_per_step: int = setting(
+        0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
+    )
+    seq: int = setting(0, "Tokens of a row (0: the preset's).", "tokens", at_least=0)
+    top: int = setting(8, "Candidates that are shown.", "candidates", at_least=1)
+    explain: bool = setting(False, "Say why each candidate comes before the next.")
+    json: bool = setting(False, "Print one JSON object instead of text.")
 
-      --memory           of a device: 141GiB, 80GB, or a number of GiB
-      --tokens-per-step  of all ranks together (default: the preset's)
-      --seq              tokens of a row (default: the preset's)
-      --top              so many candidates (default: 8)
-      --explain          why each one comes before the next
+
+def command(args: PlanArgs, words: list[str]) -> int:
+    """Which mesh, device batch, accumulation and recompute policy a cluster should run, best first:
+    it fits, a larger device batch, nothing runs again, fewer microbatches, less work repeated, more
+    headroom, smaller tp, smaller ep.
+
+    Settings of mesh, device batch and recompute that are given stay as they are; all others are
+    chosen. Nothing is started: memory, bytes sent and FLOPs are closed forms.
 
     A bar is the memory of a device, a letter of it what is in use at the fullest moment of a step,
     and | where the headroom begins (--memory.headroom). "repeats" is what recompute adds to the
     FLOPs of forward and backward.
     """
-    arguments = list(argv)
-    if wants_help(arguments, command):
-        return 0
-    as_json, explains = take_flag(arguments, "--json"), take_flag(arguments, "--explain")
-    top = take_int(arguments, "--top", 8)
-    if top < 1:
-        raise config_error("top", top, "must be at least 1", "use --top 8")
-    asked = _asked(arguments)
+    asked = _asked(args, words)
     found = plan(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given))
-    shown = found.candidates[:top]
+    shown = found.candidates[: args.top]
     for one in shown:
         check(one.config, asked.world)
-    if as_json:
+    if args.json:
         print(json.dumps(_content(asked, found, shown), indent=2))
     else:
-        _show(asked, found, shown, explains)
+        _show(asked, found, shown, args.explain)
     return 0 if found.candidates else 1
 
 
-def _asked(arguments: list[str]) -> Asked:
+def _asked(args: PlanArgs, words: list[str]) -> Asked:
     """Reads the command line; every mistake is one line."""
-    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "tiny"
-    base = preset(name)
-    world = take_int(arguments, "--world", 0)
-    if world < 1:
-        raise config_error("world", world, "must be at least 1", "write --world 8")
-    size = take_value(arguments, "--memory", "")
-    tokens, seq = (take_int(arguments, flag, 0) for flag in ("--tokens-per-step", "--seq"))
-    arguments += ["--data.seq-len", str(seq)] if seq else []
-    words, _ = translate(arguments, compiles(arguments, base.train.compile != "off"))
-    given = dict(read_flags(words))
-    config = replace_keys(base, given)
+    written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
+    config = written.config
     check(_alone(config), 1)
-    memory = memory_bytes(size) if size else int(config.memory.device_gib * GIB)
+    memory = memory_bytes(args.memory) if args.memory else int(config.memory.device_gib * GIB)
     if not memory:
-        raise config_error("memory", size, "of a device is needed", "write --memory 141GiB")
-    tokens = tokens or config.train.tokens_per_step
+        raise config_error("memory", args.memory, "of a device is needed", "write --memory 141GiB")
+    tokens = args.tokens_per_step or config.train.tokens_per_step
     if not tokens:
         raise config_error(
             "tokens_per_step", tokens, "the preset has none", "write --tokens-per-step 1048576"
         )
-    return Asked(base, config, given, world, memory, tokens)
+    return Asked(written.base, config, written.given, args.world, memory, tokens)
 
 
 def _alone(config: Config) -> Config:
@@ -231,7 +213,7 @@ def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
 def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool) -> None:
     from rich.console import Console
 
-    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    console = Console(width=columns(), highlight=False, soft_wrap=False)
     for line in _heading(asked, found):
         console.print(line, markup=False)
     if not shown:
@@ -243,7 +225,7 @@ def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool)
     console.print(_legend(shown))
     axes = (f"{axis}\u00a0{readable(size)}" for axis, size in sent[0].by_axis.items())
     words = f"#1 sends a step: {', '.join(axes) or 'nothing'}"
-    for line in textwrap.wrap(words.replace(" GiB", "\u00a0GiB"), WIDTH, subsequent_indent="  "):
+    for line in wrapped(words.replace(" GiB", "\u00a0GiB")):
         console.print(line.replace("\u00a0", " "), markup=False)
     if explains:
         for line in _reasons(shown):
@@ -257,14 +239,19 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
     """What was asked for, and how many configurations were out for which reason."""
     seq = asked.config.data.seq_len
     lines = [
-        f"{asked.config.preset} on {asked.world} device(s) of {readable(asked.memory)}, of which "
-        f"{readable(asked.budget)} may be used",
-        f"{asked.tokens:,} tokens a step in rows of {seq:,}: {found.considered:,} configurations, "
-        f"{len(found.candidates):,} fit; out are",
+        *wrapped(
+            f"{asked.config.preset} on {asked.world} device(s) of {readable(asked.memory)}, of "
+            f"which {readable(asked.budget)} may be used"
+        ),
+        *(line for text in fp8_line(asked.config) for line in wrapped(text)),
+        *wrapped(
+            f"{asked.tokens:,} tokens a step in rows of {seq:,}: {found.considered:,} "
+            f"configurations, {len(found.candidates):,} fit; out are"
+        ),
     ]
-    lines[1:1] = textwrap.wrap(" ".join(fp8_line(asked.config)), WIDTH, subsequent_indent="  ")
     width = max(len(f"{n:,}") for n in found.out.values())
-    lines += [f"  {n:>{width},}  {REASONS[name]}" for name, n in found.out.items() if n]
+    for name, n in found.out.items():
+        lines += labelled(f"  {n:>{width},}", REASONS[name], width + 4) if n else []
     return lines
 
 
@@ -273,34 +260,47 @@ def _nothing_fits(asked: Asked, found: Plan) -> list[str]:
         return ["no configuration is legal: see the reasons above"]
     lacks = found.nearest.estimate.point - asked.budget
     words = _wrapped(launch_words(asked, found.nearest))
-    return [f"nothing fits; nearest, {readable(lacks)} too large:", *(f"  {w}" for w in words)]
+    return [
+        *wrapped(f"nothing fits; nearest, {readable(lacks)} too large:"),
+        *(f"  {w}" for w in words),
+    ]
 
 
 def _table(asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic]) -> Any:
+    """Candidates, with bars as wide as the screen leaves room for."""
     from rich.table import Table
 
+    heading = ["#", "mesh", "rows", "acc", "recompute", "GiB", "sent", "repeats"]
+    rows = [
+        _cells(asked, number, one, moved)
+        for number, (one, moved) in enumerate(zip(shown, sent, strict=True), 1)
+    ]
+    others = sum(max(map(len, column)) + 1 for column in zip(heading, *rows, strict=True))
+    size = max(BARS[0], min(BARS[1], columns() - others - 3))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name, side in (
-        *(("#", "right"), ("mesh", "left"), ("rows", "right"), ("acc", "right")),
-        *(("recompute", "left"), ("memory of the fullest rank", "left"), ("GiB", "right")),
-        *(("sent", "right"), ("repeats", "right")),
-    ):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for number, (one, moved) in enumerate(zip(shown, sent, strict=True), 1):
-        plain, again = _flops(asked, one)
-        risk = " ?" if one.score.misfit else ""
-        table.add_row(
-            str(number),
-            mesh_words(one.config.mesh),
-            str(one.config.train.device_batch_size),
-            str(one.config.train.grad_accum),
-            one.policy.name,
-            bar(one.estimate.components, asked.memory, asked.budget),
-            f"{one.estimate.point / GIB:.1f}{risk}",
-            readable(moved.bytes),
-            f"{again / plain:.1%}" if again else "-",
-        )
+    at = heading.index("GiB")
+    for name in (*heading[:at], "fullest rank"[: size + 2], *heading[at:]):
+        side = "left" if name in ("mesh", "recompute") or name[:4] == "full" else "right"
+        table.add_column(name, justify=side, no_wrap=True)
+    for one, cells in zip(shown, rows, strict=True):
+        drawn = bar(one.estimate.components, asked.memory, asked.budget, size)
+        table.add_row(*cells[:at], drawn, *cells[at:])
     return table
+
+
+def _cells(asked: Asked, number: int, one: Candidate, moved: Traffic) -> list[str]:
+    """A candidate's row without its bar."""
+    plain, again = _flops(asked, one)
+    return [
+        str(number),
+        mesh_words(one.config.mesh),
+        str(one.config.train.device_batch_size),
+        str(one.config.train.grad_accum),
+        one.policy.name,
+        f"{one.estimate.point / GIB:.1f}{' ?' if one.score.misfit else ''}",
+        readable(moved.bytes),
+        f"{again / plain:.1%}" if again else "-",
+    ]
 
 
 def mesh_words(mesh: MeshConfig) -> str:
@@ -310,18 +310,18 @@ def mesh_words(mesh: MeshConfig) -> str:
     return " ".join(f"{name}{n}" for name, n in axes if n > 1) or "one rank"
 
 
-def bar(components: dict[str, int], memory: int, budget: int) -> Text:
-    """A device's memory: a letter for every thirtieth, `|` where the headroom begins."""
+def bar(components: dict[str, int], memory: int, budget: int, size: int = 30) -> Text:
+    """A device's memory in `size` letters, and `|` where the headroom begins."""
     from rich.text import Text
 
     text, total, at = Text(), 0, 0
     for name, (letter, colour) in PAINT.items():
         total += components.get(name, 0)
-        until = min(BAR, round(total / memory * BAR))
+        until = min(size, round(total / memory * size))
         text.append(letter * (until - at), colour)
         at = max(at, until)
-    text.append("." * (BAR - at), "dim")
-    line = min(BAR, round(budget / memory * BAR))
+    text.append("." * (size - at), "dim")
+    line = min(size, round(budget / memory * size))
     return Text("[") + text[:line] + Text("|", "bold") + text[line:] + Text("]")
 
 
@@ -336,7 +336,7 @@ def _legend(shown: Sequence[Candidate]) -> Text:
     text, width = Text("bar:"), len("bar:")
     for letter, name, colour in entries:
         words = name.replace("_", " ")
-        if width + len(words) + 4 > WIDTH:
+        if width + len(words) + 4 > columns():
             text.append("\n    ")
             width = 4
         text.append("  ").append(letter, colour).append(f" {words}")
@@ -350,7 +350,7 @@ def _reasons(shown: Sequence[Candidate]) -> list[str]:
     for number, (one, other) in enumerate(pairwise(shown), 1):
         name = deciding(one.score, other.score)
         a, b = (_value(candidate, name) for candidate in (one, other))
-        lines.append(f"#{number} before #{number + 1}: {CRITERIA[name]} ({a}, not {b})")
+        lines += wrapped(f"#{number} before #{number + 1}: {CRITERIA[name]} ({a}, not {b})")
     return lines
 
 
@@ -372,7 +372,7 @@ def _wrapped(words: Sequence[str]) -> list[str]:
     for i, word in enumerate(words):
         flag = word.startswith("--") and i + 1 < len(words) and not words[i + 1].startswith("--")
         needed = len(line) + 1 + len(word) + (1 + len(words[i + 1]) if flag else 0)
-        if line and needed > WIDTH - 6:
+        if line and needed > columns() - 6:
             lines.append(f"{line} \\")
             line = "  "
         line += f"{' ' if line.strip() else ''}{shlex.quote(word)}"

@@ -6,86 +6,51 @@ import codecs
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from megacpp.arguments import read_value, take_flag, take_value, wants_help
-from megacpp.errors import ConfigError, config_error, did_you_mean
+from megacpp.errors import config_error
+from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from megacpp.data.tokenizer import CodeTokenizer
     from megacpp.model.hybrid import HybridLM
-
-FLAGS = ("prompt", "max-tokens", "temperature", "top-k", "seed", "checkpoint", "device", "json")
 
 
 @dataclass(frozen=True)
 class SampleArgs:
     """What `megacpp sample` was asked for."""
 
-    run: Path
-    prompt: str = ""  # empty: the model starts a document of its own
-    max_tokens: int = 200
-    temperature: float = 0.8  # 0: always the likeliest token
-    top_k: int = 50  # 0: all
-    seed: int = 0
-    checkpoint: str = "final"  # final | latest | a step
-    device: str = "auto"  # auto | cpu | cuda
-    json: bool = False
-
-
-def sample(argv: Sequence[str]) -> int:
-    """usage: megacpp sample RUN [--prompt TEXT] [--max-tokens N] [--temperature X] [--top-k K]
-                             [--seed N] [--checkpoint final|latest|STEP] [--device auto|cpu|cuda]
-                             [--json]
-
-    Continues TEXT (nothing: starts a document) with the weights of the run folder RUN, up to N
-    tokens (200) or the end of the document. Temperature 0 (default 0.8) always takes the likeliest
-    token; --top-k (50) chooses among the K likeliest only, 0 among all. The same seed gives the
-    same text. The speed goes to the error stream.
-    """
-    arguments = list(argv)
-    if wants_help(arguments, sample):
-        return 0
-    return run(parse(arguments))
-
-
-def parse(arguments: list[str]) -> SampleArgs:
-    """SampleArgs of a command line; ConfigError for anything that can't be read."""
-    default = SampleArgs(Path())
-    as_json = take_flag(arguments, "--json")
-    prompt = take_value(arguments, "--prompt", default.prompt)
-    checkpoint = take_value(arguments, "--checkpoint", default.checkpoint)
-    device = take_value(arguments, "--device", default.device)
-
-    def number(kind: type, flag: str, value: float) -> float:
-        return read_value(flag, kind, take_value(arguments, f"--{flag}", str(value)))
-
-    args = SampleArgs(
-        prompt=prompt,
-        max_tokens=int(number(int, "max-tokens", default.max_tokens)),
-        temperature=number(float, "temperature", default.temperature),
-        top_k=int(number(int, "top-k", default.top_k)),
-        seed=int(number(int, "seed", default.seed)),
-        checkpoint=checkpoint,
-        device=device,
-        json=as_json,
-        run=Path(_the_run(arguments)),
+    run: str = setting(words="Folder of the run.", positional=True)
+    prompt: str = setting("", "Text to continue (empty: the model starts a document).")
+    max_tokens: int = setting(200, "Most tokens of the text.", "tokens", at_least=0)
+    temperature: float = setting(
+        0.8, "Flattens the choice of tokens (0: always the likeliest).", at_least=0
     )
-    if device not in ("auto", "cpu", "cuda"):
-        raise config_error("device", device, "must be auto, cpu or cuda", "write --device auto")
-    return args
+    top_k: int = setting(50, "Likeliest tokens to choose among (0: all).", "tokens", at_least=0)
+    seed: int = setting(0, "Seed of the choice; the same one gives the same text.", at_least=0)
+    checkpoint: str = setting("final", "Weights: final, latest or the step of a checkpoint.")
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Device of the model (auto: a GPU if there is one)."
+    )
+    json: bool = setting(False, "Print one JSON object instead of text.")
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run)
 
 
-def run(args: SampleArgs) -> int:
-    """Loads the weights, prints the prompt and its continuation; 0, or raises a MegacppError."""
+def sample(args: SampleArgs) -> int:
+    """Continues a text with the weights of a run, up to --max-tokens or the end of the document.
+    The speed goes to the error stream.
+    """
     from megacpp.data.tokenizer import BOS, EOS
     from megacpp.run.sample import generate
 
     folder = find_weights(args)
-    tokenizer = find_tokenizer(args.run)
+    tokenizer = find_tokenizer(args.folder)
     model = load_model(args, folder)
     prompt_ids = [BOS, *(int(i) for i in tokenizer.encode(args.prompt))]
     printer = Printer(tokenizer)
@@ -125,11 +90,11 @@ def run(args: SampleArgs) -> int:
 
 def find_weights(args: SampleArgs) -> Path:
     """The folder of the wanted weights; ConfigError that names what the run has."""
-    if not args.run.is_dir():
+    if not args.folder.is_dir():
         raise config_error("run", args.run, "no such run folder", "give the folder of a run")
-    saved = args.run / "checkpoints"
+    saved = args.folder / "checkpoints"
     if args.checkpoint == "final":
-        folder = args.run / "final"
+        folder = args.folder / "final"
     elif args.checkpoint == "latest":
         from megacpp.state.checkpoint import latest_checkpoint
 
@@ -171,7 +136,7 @@ def load_model(args: SampleArgs, folder: Path) -> HybridLM:
         raise config_error("device", device, "there is no GPU here", "write --device auto")
     if args.checkpoint == "final":
         return load_exported(folder, device)
-    return load_trained(folder, read_model_config(_config(args.run)["model"]), device)
+    return load_trained(folder, read_model_config(_config(args.folder)["model"]), device)
 
 
 def _config(run_folder: Path) -> dict:
@@ -195,14 +160,3 @@ class Printer:
 
     def end(self) -> None:
         print(self.decoder.decode(b"", final=True))
-
-
-def _the_run(arguments: list[str]) -> str:
-    """What is left of the command line: one folder."""
-    known = [f"--{flag}" for flag in FLAGS]
-    unknown = next((word for word in arguments if word.startswith("-")), None)
-    if unknown is not None:
-        raise ConfigError(f"{unknown}=: no such flag. Fix: {did_you_mean(unknown, known)}.")
-    if len(arguments) != 1:
-        raise config_error("run", " ".join(arguments), "must be one folder", "write RUN once")
-    return arguments[0]

@@ -1,35 +1,28 @@
-"""`megacpp presets` and `megacpp show`: what a configuration is, counted on the meta device."""
+"""`megacpp presets` and `megacpp show`: what a configuration is; no torch import here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megacpp.arguments import (
-    Resolved,
-    flatten,
-    parse_run,
-    refuse_rest,
-    take_flag,
-    take_int,
-    wants_help,
-)
+from megacpp.arguments import Resolved, flatten, parse_run
+from megacpp.help import headline
+from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.presets import PRESETS
+from megacpp.screen import columns, labelled, wrapped
+from megacpp.settings import setting
 
 
-def presets(argv: Sequence[str]) -> int:
-    """usage: megacpp presets [--json]
+@dataclass(frozen=True)
+class PresetsArgs:
+    """How presets are listed."""
 
-    Lists every preset with total and active parameters.
-    """
-    arguments = list(argv)
-    if wants_help(arguments, presets):
-        return 0
-    as_json = take_flag(arguments, "--json")
-    refuse_rest(arguments)
-    from megacpp.model.count import count_parameters, short
+    json: bool = setting(False, "Print one JSON list instead of text.")
 
+
+def presets(args: PresetsArgs) -> int:
+    """Lists every preset with total and active parameters."""
     rows = []
     for name, make in PRESETS.items():
         config = make()
@@ -42,37 +35,35 @@ def presets(argv: Sequence[str]) -> int:
                 "pattern": config.model.pattern,
                 "depth": config.model.depth,
                 "dim": config.model.dim,
-                "about": (make.__doc__ or "").strip().splitlines()[0],
+                "about": headline(name),
             }
         )
-    if as_json:
+    if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    print(f"{'preset':16}{'total':>8}{'active':>8}  {'pattern x depth, width':32}about")
+    print(f"{'preset':16}{'total':>7}{'active':>8}  pattern x depth, width")
     for row in rows:
         shape = f"{row['pattern']} x {row['depth']}, {row['dim']}"
-        print(
-            f"{row['preset']:16}{short(row['total']):>8}{short(row['active']):>8}  "
-            f"{shape:32}{row['about'].split('; ', 1)[1]}"
-        )
+        left = f"{row['preset']:16}{short(row['total']):>7}{short(row['active']):>8}  {shape:26}  "
+        about = row["about"].split("; ", 1)[1]
+        print("\n".join(labelled(left, about, len(left) if columns() >= 110 else 6)))
     return 0
 
 
-def show(argv: Sequence[str]) -> int:
-    """usage: megacpp show [PRESET] [--section.key value ...] [--world N] [--json]
+@dataclass(frozen=True)
+class ShowArgs:
+    """On how many ranks, and how it is shown."""
 
-    The model table, parameter counts and every resolved setting with where it came from.
-    """
-    arguments = list(argv)
-    if wants_help(arguments, show):
-        return 0
-    as_json = take_flag(arguments, "--json")
-    resolved = parse_run(arguments, take_int(arguments, "--world", 1))
-    from megacpp.model.count import count_parameters, published_reading, table_lines
+    world: int = setting(1, "Ranks that derived settings are worked out for.", "ranks", at_least=1)
+    json: bool = setting(False, "Print one JSON object instead of text.")
 
+
+def show(args: ShowArgs, words: list[str]) -> int:
+    """The model table, parameter counts and every resolved setting with where it came from."""
+    resolved = parse_run(words, args.world)
     model = resolved.config.model
     count, published = count_parameters(model), published_reading(model)
-    if as_json:
+    if args.json:
         content = {
             "parameters": dataclasses.asdict(count),
             "config": dataclasses.asdict(resolved.config),
@@ -80,13 +71,15 @@ def show(argv: Sequence[str]) -> int:
         }
         print(json.dumps(content, indent=2))
         return 0
-    print("\n".join(table_lines(model)))
+    heading, *kinds = table_lines(model)
+    print("\n".join([*wrapped(heading), *kinds]))
     if resolved.config.preset == "nam56r_base":
-        print(
+        reading = (
             f"with M and R both read as Mamba-2 style mixers: {published} (published: 4.73B and "
             f"3.03B active; {published.total / 4.73e9 - 1:+.2%} and "
             f"{published.active / 3.03e9 - 1:+.2%})"
         )
+        print("\n".join(wrapped(reading)))
     print("\n" + "\n".join(setting_lines(resolved)))
     return 0
 

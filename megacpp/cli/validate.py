@@ -3,56 +3,100 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megacpp.arguments import parse_run, read_run, take_flag, take_int, wants_help
+from megacpp.arguments import Resolved, parse_run, read_run
 from megacpp.cli.show import setting_lines
-from megacpp.errors import MegacppError, config_error
+from megacpp.config import Config
+from megacpp.errors import MegacppError
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
 from megacpp.memory.fixes import refusal
-from megacpp.rules import broken
+from megacpp.rules import RULES, broken
+from megacpp.screen import wrapped
+from megacpp.settings import setting, settings_of
+
+ALL_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
-def validate(argv: Sequence[str]) -> int:
-    """usage: megacpp validate [PRESET] [--section.key value ...] [--world N] [--data] [--json]
+@dataclass(frozen=True)
+class ValidateArgs:
+    """On how many ranks, and what else is looked at."""
 
-    Lists every broken rule, or prints the resolved settings. --data also opens the corpus and
-    checks its hashes, vocabulary and length against the configuration. --memory.device-gib also
-    holds the estimated memory against a device of that size, as the gate of a launch does.
+    world: int = setting(1, "Ranks of the launch.", "ranks", at_least=1)
+    data: bool = setting(False, "Open the corpus too: hashes, vocabulary, length of rows.")
+    all: bool = setting(False, "Print every resolved setting and where it came from.")
+    json: bool = setting(False, "Print one JSON object instead of text.")
+
+
+def validate(args: ValidateArgs, words: list[str]) -> int:
+    """Checks every rule of a launch without starting anything, and lists those that are broken.
+
+    With --memory.device-gib the estimated memory is held against a device of that size too, as the
+    gate of a launch does.
     """
-    arguments = list(argv)
-    if wants_help(arguments, validate):
-        return 0
-    as_json, data = take_flag(arguments, "--json"), take_flag(arguments, "--data")
-    world_size = take_int(arguments, "--world", 1)
-    if world_size < 1:
-        raise config_error("world", world_size, "must be at least 1", "use --world 1 or more")
-    problems = _problems(arguments, world_size)
-    if data and not problems:
-        problems += _data_problems(arguments, world_size)
+    problems = _problems(words, args.world)
+    if args.data and not problems:
+        problems += _data_problems(words, args.world)
     memory: dict[str, Any] | None = None
+    resolved: Resolved | None = None
     if not problems:
-        memory, refused = _memory(arguments, world_size)
+        resolved = parse_run(words, args.world)
+        memory, refused = _memory(resolved.config, args.world)
         problems += refused
-    if as_json:
-        errors = [str(error) for error in problems]
-        print(json.dumps({"ok": not problems, "errors": errors, "memory": memory}))
-    elif problems:
+    if args.json:
+        print(json.dumps(_content(args, resolved, problems, memory)))
+    elif problems or resolved is None:
         print("\n".join(f"error: {error}" for error in problems))
     else:
-        resolved = parse_run(arguments, world_size)
-        print("\n".join(setting_lines(resolved)))
-        if memory:
-            print(_memory_line(memory))
-        print(f"ok: {resolved.config.preset} on {world_size} rank(s)")
+        print("\n".join(_lines(args, resolved, memory)))
     return problems[0].exit_code if problems else 0
+
+
+def _lines(args: ValidateArgs, resolved: Resolved, memory: dict[str, Any] | None) -> list[str]:
+    """`ok` and what was checked."""
+    mesh = asdict(resolved.config.mesh)
+    axes = " x ".join(f"{axis} {mesh[axis]}" for axis in ALL_AXES if mesh[axis] > 1)
+    settings = settings_of(Config).values()
+    ranges = sum(one.range is not None for one in settings)
+    said = (
+        f"{resolved.config.preset} on {args.world} rank(s){f' ({axes})' if axes else ''}: "
+        f"{len(settings)} settings, "
+        f"{ranges} ranges, {len(RULES)} groups of rules ({', '.join(RULES)})"
+    )
+    return [
+        *(setting_lines(resolved) if args.all else []),
+        "ok",
+        *wrapped(said + (f"; the corpus {resolved.config.data.path}" if args.data else "")),
+        *(wrapped(_memory_line(memory)) if memory else []),
+    ]
+
+
+def _content(
+    args: ValidateArgs,
+    resolved: Resolved | None,
+    problems: list[MegacppError],
+    memory: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """For machines; `config` and `provenance` only with --all."""
+    content = {
+        "ok": not problems,
+        "errors": [str(error) for error in problems],
+        "memory": memory,
+        "world": args.world,
+        "rules": list(RULES),
+    }
+    if resolved is not None:
+        content |= {"preset": resolved.config.preset, "mesh": asdict(resolved.config.mesh)}
+        if args.all:
+            content |= {"config": asdict(resolved.config), "provenance": resolved.provenance}
+    return content
 
 
 def _problems(arguments: list[str], world_size: int) -> list[MegacppError]:
     """All broken rules at once; a flag that can't be read stops the list."""
     try:
-        config, _, _ = read_run(arguments)
+        config = read_run(arguments).config
     except MegacppError as error:
         return [error]
     return list(broken(config, world_size))
@@ -71,15 +115,12 @@ def _data_problems(arguments: list[str], world_size: int) -> list[MegacppError]:
     return []
 
 
-def _memory(
-    arguments: list[str], world_size: int
-) -> tuple[dict[str, Any] | None, list[MegacppError]]:
+def _memory(config: Config, world_size: int) -> tuple[dict[str, Any] | None, list[MegacppError]]:
     """The estimate against `memory.device_gib`, if that is given, and what the gate says to it.
 
     A device is taken for a GPU that computes in bf16, unless train.device is cpu. What other
     launches were measured to take is not known here.
     """
-    config = parse_run(arguments, world_size).config
     given = config.memory
     if not given.device_gib:
         return None, []

@@ -36,6 +36,7 @@ from megacpp.data.sources import DEFAULT_GLOBS, TORCH_HEADERS, Source, find_sour
 from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import BOS, EOS, MAX_VOCAB, MIN_VOCAB, SPECIALS, CodeTokenizer
 from megacpp.errors import ConfigError, DataError, config_error
+from megacpp.settings import setting, settings_of
 
 BATCH_BYTES = 1 << 20
 
@@ -44,38 +45,35 @@ BATCH_BYTES = 1 << 20
 class CorpusSpec:
     """What goes into a corpus: the same spec on the same source gives the same bytes."""
 
-    source: str = TORCH_HEADERS
-    """torch-headers, a folder, or a .jsonl, .jsonl.zst or .parquet file."""
-    globs: tuple[str, ...] = DEFAULT_GLOBS
-    """Which files of a folder; record files that match are read record by record."""
-    field: str = "text"
-    """Text field of .jsonl records, text column of .parquet files."""
-    vocab_size: int = 4096
-    """Ids of the tokenizer, special ids included."""
-    validation_fraction: float = 0.02
-    """Share of documents that is held out."""
-    fim_rate: float = 0.0
-    """Share of training documents told as fill-in-the-middle."""
-    seed: int = 42
-    """Of the order of documents and of fill-in-the-middle."""
-    tokenizer_bytes: int = 8_000_000
-    """The tokenizer learns from the first training documents up to this many bytes."""
-    shard_tokens: int = 1 << 26
-    """A shard ends with the document that reaches this many tokens."""
+    source: str = setting(
+        TORCH_HEADERS,
+        "A folder, a .jsonl, .jsonl.zst or .parquet file, or torch-headers.",
+        positional=True,
+    )
+    globs: tuple[str, ...] = setting(DEFAULT_GLOBS, "Patterns of the files of a folder.")
+    field: str = setting("text", "Text field of .jsonl records, text column of .parquet files.")
+    vocab_size: int = setting(
+        4096, "Ids of the tokenizer, special ids included.", at_least=MIN_VOCAB, at_most=MAX_VOCAB
+    )
+    validation_fraction: float = setting(
+        0.02, "Share of documents that is held out.", above=0, below=1
+    )
+    fim_rate: float = setting(
+        0.0, "Share of training documents told as fill-in-the-middle.", at_least=0, at_most=1
+    )
+    seed: int = setting(42, "Seed of the order of documents and of fill-in-the-middle.", at_least=0)
+    tokenizer_bytes: int = setting(
+        8_000_000, "First training documents that the tokenizer learns from.", "bytes", at_least=1
+    )
+    shard_tokens: int = setting(
+        1 << 26, "Tokens that end a shard with the document that reaches them.", at_least=1
+    )
 
     def check(self) -> None:
         """Raises ConfigError for the first broken rule."""
-        if not MIN_VOCAB <= self.vocab_size <= MAX_VOCAB:
-            rule = f"must be {MIN_VOCAB} (256 bytes + {len(SPECIALS)} specials) to {MAX_VOCAB}"
-            raise config_error("vocab_size", self.vocab_size, rule, "use 4096 or 65536")
-        if not 0 < self.validation_fraction < 1:
-            rule = "must be above 0 and below 1"
-            raise config_error("validation_fraction", self.validation_fraction, rule, "use 0.02")
-        if not 0 <= self.fim_rate <= 1:
-            raise config_error("fim_rate", self.fim_rate, "must be in [0, 1]", "use 0.5")
-        for key in ("tokenizer_bytes", "shard_tokens"):
-            if getattr(self, key) < 1:
-                raise config_error(key, getattr(self, key), "must be at least 1", "leave it out")
+        for one in settings_of(CorpusSpec, top=True).values():
+            if error := one.broken(getattr(self, one.key)):
+                raise error
         if not self.globs or not all(self.globs):
             raise config_error("globs", self.globs, "must name a pattern", "use *.h *.cpp")
 

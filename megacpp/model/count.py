@@ -1,14 +1,24 @@
-"""Parameter counts, total and active per token, from a model on the meta device."""
+"""Parameter counts, total and active per token, from the configuration; no torch import here.
+
+tests/model/test_stages.py holds them together with the model on the meta device.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from megacpp.config import ModelConfig
-from megacpp.model.hybrid import HybridLM
-from megacpp.model.pattern import LETTERS
+from megacpp.model.pattern import LETTERS, block_letters
+from megacpp.model.sizes import (
+    embedding_parameters,
+    idle_parameters,
+    layer_parameters,
+    mtp_parameters,
+)
+
+if TYPE_CHECKING:
+    from megacpp.model.hybrid import HybridLM
 
 
 @dataclass(frozen=True)
@@ -25,25 +35,31 @@ class ParameterCount:
 
 def meta_model(config: ModelConfig) -> HybridLM:
     """The model without storage: shapes and names only, in milliseconds at any size."""
+    import torch
+
+    from megacpp.model.hybrid import HybridLM
+
     with torch.device("meta"):
         return HybridLM(config)
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Counts a configuration without allocating it."""
-    model = meta_model(config)
-    by_kind: dict[str, int] = {}
-    idle = 0
-    share_idle = 1 - config.moe.top_k / config.moe.num_experts
-    for name, parameter in model.named_parameters():
-        kind = name.split(".")[0]
-        if kind == "blocks":
-            kind = model.letters[int(name.split(".")[1])]
-        by_kind[kind] = by_kind.get(kind, 0) + parameter.numel()
-        if ".experts." in name:
-            idle += round(parameter.numel() * share_idle)
+    """Counts a configuration without a model."""
+    vocabulary = config.vocab_size * config.dim
+    ngram = embedding_parameters(config) - vocabulary
+    by_kind = {"embed": vocabulary, **({"ngram": ngram} if ngram else {})}
+    letters = block_letters(config.pattern, config.depth)
+    for letter, number in zip(letters, layer_parameters(config), strict=True):
+        by_kind[letter] = by_kind.get(letter, 0) + number
+    behind = {
+        "norm": config.dim,
+        "top": vocabulary if config.top.loss else 0,
+        "mtp": mtp_parameters(config),
+        "head": 0 if config.tie_embeddings else vocabulary,
+    }
+    by_kind |= {name: number for name, number in behind.items() if number}
     total = sum(by_kind.values())
-    return ParameterCount(total, total - idle, by_kind)
+    return ParameterCount(total, total - idle_parameters(config), by_kind)
 
 
 def published_reading(config: ModelConfig) -> ParameterCount:
@@ -55,7 +71,7 @@ def published_reading(config: ModelConfig) -> ParameterCount:
     conv with bias over x, B, C, three numbers per head and a gated norm; layer norms as here.
     """
     ours = count_parameters(config)
-    letters = meta_model(config).letters
+    letters = block_letters(config.pattern, config.depth)
     m = config.mamba3
     inner, groups = m.expand * config.dim, m.ngroups * m.d_state
     heads, conv_width = inner // m.headdim, inner + 2 * groups
@@ -75,7 +91,7 @@ def published_reading(config: ModelConfig) -> ParameterCount:
 
 def table_lines(config: ModelConfig) -> list[str]:
     """The model table: layers and parameters of each block kind."""
-    count, letters = count_parameters(config), meta_model(config).letters
+    count, letters = count_parameters(config), block_letters(config.pattern, config.depth)
     lines = [f"{count}; pattern {config.pattern} x depth {config.depth}, width {config.dim}"]
     for kind, number in count.by_kind.items():
         layers = f"{letters.count(kind):3} x {LETTERS[kind]}" if kind in LETTERS else kind

@@ -125,6 +125,13 @@ def _moe(config: ModelConfig) -> int:
     return d * e.num_experts + routed + shared
 
 
+def idle_parameters(config: ModelConfig) -> int:
+    """Parameters of experts that a token doesn't visit, of all layers."""
+    e, layers = config.moe, sum(kind[0] == "E" for kind in layer_kinds(config))
+    each = (3 if e.activation == "swiglu" else 2) * config.dim * e.hidden_dim
+    return layers * (e.num_experts - e.top_k) * each
+
+
 def _m2rnn(config: ModelConfig) -> int:
     r, d = config.m2rnn, config.dim
     heads = m2rnn_heads(config)

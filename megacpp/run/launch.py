@@ -200,7 +200,7 @@ def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> di
 def _given(resolved: Resolved) -> dict[str, object]:
 
     values = flatten(resolved.config)
-    return {k: values[k] for k, source in resolved.provenance.items() if source == "command line"}
+    return {key: values[key] for key in resolved.given}
 
 
 def _whose(mesh: Mapping[str, int]) -> str:

@@ -51,11 +51,10 @@ def settle(resolved: Resolved, size: int, device: torch.device) -> tuple[Resolve
 
 def planned(assessor: Assessor, resolved: Resolved) -> Plan:
     """The plan of a run; what its command line says stays as it is."""
-    given = [key for key, source in resolved.provenance.items() if source == "command line"]
     budget = assessor.room.budget_bytes
     assert budget is not None
     settled = assessor.settled(resolved.config)
-    found = plan(settled, assessor.size, budget, settled.train.tokens_per_step, given)
+    found = plan(settled, assessor.size, budget, settled.train.tokens_per_step, resolved.given)
     return replace(
         found, candidates=tuple(_unsettled(c, resolved.config) for c in found.candidates)
     )

@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-import tyro
 
+from megacpp.arguments import parse_args
 from megacpp.cli.data import InspectArgs, PrepareArgs, inspect, prepare
 from megacpp.data.batches import IGNORED, Corpus
 from megacpp.data.inspect import row_headline, row_text, view_rows
@@ -82,7 +82,7 @@ def test_inspect_json(
     assert found["fingerprint"] == corpus.fingerprint and len(found["rows"]) == 3
     assert found["rows"][1]["ids"] == corpus.row("validation", 1).ids_T.tolist()
     with pytest.raises(ConfigError, match="rows=0: must be at least 1"):
-        inspect(InspectArgs(str(corpus_path), rows=0))
+        parse_args(InspectArgs, [str(corpus_path), "--rows", "0"])
 
 
 def test_prepare_prints_what_it_made(
@@ -90,14 +90,14 @@ def test_prepare_prints_what_it_made(
 ) -> None:
     out = tmp_path / "out"
     flags = ["--source", str(source), "--out", str(out), "--vocab-size", "300", "--fim-rate", "0.5"]
-    args = tyro.cli(PrepareArgs, args=flags)
+    args = parse_args(PrepareArgs, flags)
     prepare(args)
     first = capsys.readouterr().out
     assert "60 documents read from 60 files: 60 kept, 0 duplicates" in first
     assert "tokenizer: 300 ids" in first and "bits per byte" in first
     prepare(args)
     assert capsys.readouterr().out.startswith(f"{out} is there [")
-    prepare(tyro.cli(PrepareArgs, args=[*flags, "--json"]))
+    prepare(parse_args(PrepareArgs, [*flags, "--json"]))
     found = json.loads(capsys.readouterr().out)
     assert found["made"] is False and found["path"] == str(out)
     assert found["fingerprint"] == Corpus(out, 8).fingerprint

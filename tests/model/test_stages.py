@@ -11,7 +11,7 @@ import pytest
 
 from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError
-from megacpp.model.count import meta_model
+from megacpp.model.count import count_parameters, meta_model
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
 from megacpp.model.stages import (
@@ -40,6 +40,21 @@ def test_sizes_are_those_of_the_model(name: str) -> None:
     ahead, behind = (sum(p.numel() for x in names for p in ends.get(x, ())) for names in ENDS)
     assert embedding_parameters(model.config) == ahead
     assert head_parameters(model.config) == behind
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_are_those_of_the_model(name: str) -> None:
+    """By kind, in the model's order; a tied head is counted with the embedding."""
+    model, count = meta_model(MODELS[name]), count_parameters(MODELS[name])
+    moe, by_kind, experts = model.config.moe, {}, 0
+    for parameter_name, parameter in model.named_parameters():
+        kind, *rest = parameter_name.split(".")
+        kind = model.letters[int(rest[0])] if kind == "blocks" else kind
+        by_kind[kind] = by_kind.get(kind, 0) + parameter.numel()
+        experts += parameter.numel() if ".experts." in parameter_name else 0
+    assert list(count.by_kind.items()) == list(by_kind.items())
+    assert count.total == sum(by_kind.values())
+    assert (count.total - count.active) * moe.num_experts == experts * (moe.num_experts - moe.top_k)
 
 
 def test_no_torch_is_needed() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megacpp.arguments import parse_run
-from megacpp.cli.validate import validate
+from megacpp.cli.main import main
 from megacpp.config import Config
 from megacpp.errors import ConfigError
 from megacpp.memory.budget import host_available_bytes, resident_bytes, words
@@ -156,13 +156,13 @@ def test_what_was_measured_widens_the_margin(tmp_path: Path, measured: float, ve
 
 def test_validate_shows_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["nam56r_base", "--world", "8", "--memory.device-gib"]
-    assert validate([*flags, "1000000"]) == 0
+    assert main(["validate", *flags, "1000000"]) == 0
     assert "may be used: fits" in capsys.readouterr().out
-    assert validate([*flags, "1", "--json"]) == 2
+    assert main(["validate", *flags, "1", "--json"]) == 2
     said = json.loads(capsys.readouterr().out)
     assert said["errors"][0].startswith("memory.gate=on: rank 0 of 8 needs ")
     assert said["memory"]["estimate"]["verdict"] == "does_not_fit"
-    assert validate([*flags, "1", "--memory.gate", "off"]) == 0
+    assert main(["validate", *flags, "1", "--memory.gate", "off"]) == 0
     assert "does not fit (memory.gate=off)" in capsys.readouterr().out
 
 

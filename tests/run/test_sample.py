@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.arguments import parse_args
 from megacpp.cli.main import main
-from megacpp.cli.sample import parse
+from megacpp.cli.sample import SampleArgs
 from megacpp.config import Config, DataConfig, ModelConfig
 from megacpp.data.tokenizer import BOS, EOS, CodeTokenizer
 from megacpp.errors import ConfigError
@@ -259,7 +260,7 @@ def test_damaged_weights_are_refused(
 
 
 def test_defaults() -> None:
-    args = parse(["runs/tiny"])
+    args = parse_args(SampleArgs, ["runs/tiny"])
     assert (args.run, args.prompt, args.checkpoint) == (Path("runs/tiny"), "", "final")
     assert (args.max_tokens, args.temperature, args.top_k, args.seed) == (200, 0.8, 50, 0)
     assert args.device == "auto" and not args.json

@@ -1,0 +1,111 @@
+"""Text that fits the screen: its width, wrapped lines, tables; no torch import here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacpp.errors import config_error
+
+PLAIN = 80  # columns of a file, a pipe and a terminal that doesn't tell
+NARROWEST = 40
+
+
+def columns() -> int:
+    """Columns of the output: COLUMNS if it is set, else the terminal's, else 80."""
+    return max(NARROWEST, shutil.get_terminal_size((PLAIN, 24)).columns)
+
+
+def wrapped(text: str, indent: str = "  ", first: str = "") -> list[str]:
+    """A line as lines that fit the screen; words such as paths and flags stay whole.
+
+    Args:
+        indent: in front of every line but the first.
+        first: in front of the first.
+    """
+    return textwrap.wrap(
+        text,
+        columns(),
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def labelled(label: str, text: str, width: int) -> list[str]:
+    """`label` in a column of so many characters and a wrapped text beside it."""
+    lines = wrapped(text, " " * width, " " * width)
+    if len(label) + 1 < width:
+        return [label.ljust(width) + lines[0][width:], *lines[1:]]
+    return [label.rstrip(), *lines]
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Aligned columns, the first `left` of them to the left; a rule under the first row.
+
+    Where the table is wider than the screen, the widest columns on the left are wrapped.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    least = [max(map(len, re.split(r"[\s./]+", rows[0][i]))) for i in range(left)]
+    while sum(widths) + 2 * (len(widths) - 1) > columns():
+        widest = max(range(left), key=lambda i: widths[i])
+        if widths[widest] <= max(12, least[widest]):
+            break
+        widths[widest] -= 1
+    out = [line for row in rows for line in _row(row, widths, left)]
+    rule = "-" * max(map(len, out))
+    heading = len(_row(rows[0], widths, left))
+    return [*out[:heading], rule, *out[heading:]]
+
+
+def _row(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
+    """A row of a table; its right-hand cells stand beside the last line of the wrapped ones."""
+    cells = [_folded(cell, width) for cell, width in zip(row[:left], widths, strict=False)]
+    height = max(map(len, cells), default=1)
+    lines = []
+    for n in range(height):
+        parts = [
+            (cell[n] if n < len(cell) else "").ljust(w)
+            for cell, w in zip(cells, widths, strict=False)
+        ]
+        here = row[left:] if n == 0 else [""] * (len(row) - left)
+        parts += [cell.rjust(w) for cell, w in zip(here, widths[left:], strict=True)]
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    """A cell in lines of at most `width`, cut behind a space, a point, a comma or a slash."""
+    indent = " " * (len(cell) - len(cell.lstrip()))
+    lines, line = [], ""
+    for part in re.findall(r"\s*[^\s.,/_]*[\s.,/_]?", cell.rstrip()):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = indent + "  "
+            part = part.lstrip()
+        line += part
+    return [*lines, line.rstrip()]
+
+
+def check_writable(key: str, path: Path) -> Path:
+    """`path`, once a file there can be opened for writing; leaves what is there as it is.
+
+    Called before any work, so that nothing is computed for a file that can't be written.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise config_error(
+            key, path, f"is not writable ({error.strerror})", f"give another --{key}"
+        ) from None
+    if not there:
+        path.unlink()
+    return path

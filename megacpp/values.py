@@ -1,0 +1,69 @@
+"""Text of a command line or a file as the value of a setting; no torch import here."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from megacpp.errors import config_error, did_you_mean
+from megacpp.recompute_flags import FALSE, TRUE
+
+CLOSE = 0.6  # of a word to a choice: below it `fp8` would mean `fp64`
+FEW = 12  # settings of a section that an error still lists
+
+
+def read_value(key: str, kind: Any, text: str) -> Any:
+    """`text` as the type of a setting; ConfigError that names what would be legal."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        return read_value(key, next(o for o in options if o is not type(None)), text)
+    if typing.get_origin(kind) is Literal:
+        if text not in options:
+            near = did_you_mean(text, options, CLOSE)
+            fix = near if near.startswith("did") else "use one of these"
+            raise config_error(key, text, f"must be one of {', '.join(options)}", fix)
+        return text
+    if kind is bool:
+        if text not in TRUE + FALSE:
+            raise config_error(key, text, "must be true or false", f"write --{key} true")
+        return text in TRUE
+    if kind is str:
+        return text
+    if typing.get_origin(kind) is tuple:
+        return tuple(text.split(","))
+    what = "a whole number" if kind is int else "a finite number"
+    try:
+        number = kind(text.replace("_", "")) if kind is int else kind(text)
+    except ValueError:
+        raise config_error(key, text, f"must be {what}", "write digits") from None
+    if not math.isfinite(number):
+        raise config_error(key, text, f"must be {what}", "write digits")
+    return number
+
+
+def suggestion(key: str, known: Iterable[str], flags: bool = True) -> str:
+    """The setting that was meant: of that name, else of that section, else see --help.
+
+    Args:
+        flags: as it is written on a command line, not in a file.
+    """
+    dashes, spelled = ("--", "-") if flags else ("", "_")
+    shown = [k.replace("_", spelled) for k in known]
+    section, _, leaf = key.replace("_", spelled).rpartition(".")
+    leaf = leaf.removeprefix(f"no{spelled}")
+    same = [k for k in shown if k.rpartition(".")[2] == leaf]
+    if len(same) == 1:
+        return f"did you mean '{dashes}{same[0]}'"
+    parts = [k.rpartition(".") for k in shown]
+    if beside := [name for of, _, name in parts if section and of == section]:
+        text = did_you_mean(leaf, beside, CLOSE)
+        if text.startswith("did"):
+            return text.replace("'", f"'{dashes}{section}.", 1)
+        return f"of {section}, {text}" if len(beside) <= FEW else f"see train.py --help {section}"
+    text = did_you_mean(key.replace("_", spelled), shown)
+    return text.replace("'", f"'{dashes}", 1) if text.startswith("did") else "see train.py --help"
