@@ -131,13 +131,15 @@ def main(resolved: Resolved) -> None:
             raise PreemptedError(f"stopped by SIGTERM after step {step + 1}")
         if due(config.run.eval_every, step) and not last:
             with clock.span("evaluation"):
-                log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus))
+                log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus, world.is_main))
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()
     if not smoke:
         with clock.span("evaluation"):
-            log.evaluation(state.step - 1, evaluate(boundary.evaluate, held_out, corpus))
+            log.evaluation(
+                state.step - 1, evaluate(boundary.evaluate, held_out, corpus, world.is_main)
+            )
         export_final(model, corpus, config, folder)
         if world.is_main:
             print(f"---- sample ----\n{write_sample(corpus, config, folder, device)}\n----")

@@ -91,6 +91,13 @@ def _folded(cell: str, width: int) -> list[str]:
     return [*lines, line.rstrip()]
 
 
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34` or `3:04:05`."""
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def check_writable(key: str, path: Path) -> Path:
     """`path`, once a file there can be opened for writing; leaves what is there as it is.
 

@@ -215,16 +215,24 @@ class AccumulationBoundary:
         return shortened(parts, "; ")
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> StepSums:
-        """The same sums without gradients; every rank must bring as many batches."""
+    def evaluate(
+        self,
+        batches: Sequence[Batch],
+        watch: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
+    ) -> StepSums:
+        """The same sums without gradients; every rank must bring as many batches.
+
+        Args:
+            watch: sees each batch when it is its turn.
+        """
         training = self.model.training
         self.model.eval()
         totals = self._totals(batches)
         if self.pipeline is not None:
-            sums = torch.stack(self.pipeline.evaluate(batches))
+            sums = torch.stack(self.pipeline.evaluate(watch(batches)))
         else:
             sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-            for batch in batches:
+            for batch in watch(batches):
                 out = self._forward(batch)
                 sums += torch.stack([out.loss_sum, out.nll_sum]).double()
         self.world.sum(sums, "loss")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,7 +107,7 @@ class Pipeline:
         return self._sums()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
         """The same sums, forward only; any number of batches, the same on every rank of `pp`.
 
         One batch after the other goes through the stages: with two stages a rank waits for a

@@ -132,20 +132,23 @@ def _configured(name: str, arguments: list[str], size: int) -> Config:
 
 
 def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
+    from checkpointing.activations import one_of_each
+    from megacpp.cli.follow import following
     from megacpp.cli.measure import coordinates, measure, microbatches_in_flight
 
     def under(policy: CheckpointingPolicy) -> Activations:
         return measure(dataclasses.replace(config, recompute=policy), size, rank)
 
     chosen = levers_of(config.recompute)
-    found = under(config.recompute)
-    return Report(
-        found,
-        under(NOTHING) if chosen else None,
-        {name: under(policy) for name, policy in chosen.items()} if levers else {},
-        coordinates(config.mesh, size, rank),
-        microbatches_in_flight(config, size, rank),
-    )
+    runs = 1 + bool(chosen) + len(chosen) * levers
+    with following("activations", runs * one_of_each(config.model).depth * (1 + (size > 1))):
+        return Report(
+            under(config.recompute),
+            under(NOTHING) if chosen else None,
+            {name: under(policy) for name, policy in chosen.items()} if levers else {},
+            coordinates(config.mesh, size, rank),
+            microbatches_in_flight(config, size, rank),
+        )
 
 
 def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:

@@ -55,9 +55,12 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
             "a dry run knows one memory only, not a device and its host",
             "use optim.adamw_state=fp32: the host would hold what is then shown as adamw state",
         )
+    from megacpp.cli.follow import following
     from parallel import dry_run as step
 
-    found = step.dry_run(config, size, rank, rooms())
+    layers = config.model.depth // config.mesh.pp
+    with following("dry-run", layers * sum(step.few_microbatches(config))):
+        found = step.dry_run(config, size, rank, rooms())
     if args.json:
         print(json.dumps(content(config, size, rank, found), indent=2))
     else:

@@ -102,9 +102,11 @@ def trace(args: TraceArgs, words: list[str]) -> int:
     timeline = check_writable("timeline", Path(args.timeline)) if args.timeline else None
     device = "cpu" if config.train.device == "cpu" else "cuda"
     config = as_run(config, device, narrow=device == "cuda")
-    from megacpp.cli.trace import trace_step
+    from megacpp.cli.follow import following
+    from megacpp.cli.trace import trace_step, traced_blocks
 
-    stream = trace_step(config, size, rank, args.full)
+    with following("memory trace", traced_blocks(config, size, rank, args.full)):
+        stream = trace_step(config, size, rank, args.full)
     found = Found.of(stream)
     if timeline:
         from megacpp.memory.timeline import write_snapshot

@@ -19,6 +19,7 @@ from megacpp.memory.components import COMPONENTS
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
+from megacpp.progress import counted
 from megacpp.rules import check
 from megacpp.screen import columns, labelled, wrapped
 from megacpp.settings import setting
@@ -102,7 +103,10 @@ def command(args: PlanArgs, words: list[str]) -> int:
     FLOPs of forward and backward.
     """
     asked = _asked(args, words)
-    found = plan(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given))
+    found = plan(
+        *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
+        watch=lambda meshes: counted(meshes, "plan", len(meshes)),
+    )
     shown = found.candidates[: args.top]
     for one in shown:
         check(one.config, asked.world)

@@ -132,6 +132,13 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
     return compose(stream, Whole(few.parts, root, needed, frozenset(recorder.first_alone)))
 
 
+def traced_blocks(config: Config, size: int, rank: int, full: bool) -> int:
+    """Blocks that `trace_step` runs forward, about: recompute runs some of them again."""
+    few = None if full or not _composes(config) else shallow(config, size, rank)
+    model = config.model if few is None else few.model
+    return model.depth // config.mesh.pp * microbatches(config)
+
+
 def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Stream:
     """Every allocation of a rank from the weights on, for so many steps, of all layers.
 

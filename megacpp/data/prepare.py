@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from megacpp.data import fim
-from megacpp.data.progress import Advance, Stage, progress_bars
 from megacpp.data.shards import (
     FORMAT_VERSION,
     INDEX,
@@ -36,6 +35,7 @@ from megacpp.data.sources import DEFAULT_GLOBS, TORCH_HEADERS, Source, find_sour
 from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import BOS, EOS, MAX_VOCAB, MIN_VOCAB, SPECIALS, CodeTokenizer
 from megacpp.errors import ConfigError, DataError, config_error
+from megacpp.progress import Advance, Stage, progress_bars
 from megacpp.settings import setting, settings_of
 
 BATCH_BYTES = 1 << 20
@@ -141,7 +141,7 @@ def in_validation(digest: bytes, fraction: float) -> bool:
 def _build(spec: CorpusSpec, folder: Path) -> None:
     """Writes every file of the corpus into `folder`, index last."""
     source = find_source(spec.source, spec.globs)
-    with progress_bars() as stage, Spool(folder / "spool") as spool:
+    with progress_bars(keep=True) as stage, Spool(folder / "spool") as spool:
         counts = _read(spec, source, spool, stage("reading", source.total_bytes))
         train, held_out = _split(spec, spool)
         tokenizer, learned = _learn(spec, spool, train, stage)

@@ -17,7 +17,7 @@ candidates are decided without an estimate of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -151,6 +151,7 @@ def plan(
     tokens_per_step: int,
     fixed: Collection[str] = (),
     estimator: Estimator = estimate,
+    watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
 ) -> Plan:
     """Ranks what `world` ranks of `budget_bytes` each can run.
 
@@ -158,6 +159,7 @@ def plan(
         config: the run; what isn't of its mesh, batch or recompute policy stays as it is.
         budget_bytes: memory of a device less the headroom.
         fixed: dotted settings that aren't varied (`mesh.tp`, `train.device_batch_size`, ...).
+        watch: sees each mesh when it is its turn.
 
     Raises:
         ConfigError: the tokens are no rows.
@@ -167,7 +169,7 @@ def plan(
     if tokens_per_step < 1 or tokens_per_step % seq_len:
         raise _no_rows(tokens_per_step, seq_len, world)
     search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
-    for mesh in meshes(config, world, fixed):
+    for mesh in watch(tuple(meshes(config, world, fixed))):
         search.look_at(mesh)
     found = tuple(sorted(search.found, key=lambda c: c.score))
     out = {reason: search.out[reason] for reason in REASONS}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megacpp.config import Config
 from megacpp.data.batches import Batch, Corpus
+from megacpp.progress import counted
 from megacpp.run.metrics import bits_per_byte
 
 
@@ -25,10 +27,14 @@ def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> li
 
 
 def evaluate(
-    run: Callable[[Sequence[Batch]], Any], batches: Sequence[Batch], corpus: Corpus
+    run: Callable[..., Any], batches: Sequence[Batch], corpus: Corpus, shows: bool = False
 ) -> dict[str, float]:
-    """Loss, bits per byte and the gzip figure; `run` is the accumulation boundary's `evaluate`."""
-    sums = run(batches)
+    """Loss, bits per byte and the gzip figure; `run` is the accumulation boundary's `evaluate`.
+
+    Args:
+        shows: this rank shows the progress.
+    """
+    sums = run(batches, partial(counted, name="evaluation", total=len(batches)) if shows else iter)
     nll = sums.nll_sum.item()
     return {
         "loss": nll / max(1, sums.valid_tokens),

@@ -16,9 +16,13 @@ from typing import Any, TextIO
 import torch
 
 from megacpp.config import RunConfig
+from megacpp.screen import columns
+from megacpp.screen import duration as duration
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
+
+DROPPED = ("seconds", "lr", "memory", "bpb")  # by a line that is wider than the screen
 
 
 @dataclass(frozen=True)
@@ -109,14 +113,24 @@ class MetricsLog:
         done = record.step + 1 - self.first_step
         left_s = (time.perf_counter() - self.began) / max(1, done) * (self.steps - record.step - 1)
         width = len(str(self.steps))
-        mfu = f"  mfu {record.mfu:.1%}" if record.mfu is not None else ""
-        note = "  SKIPPED" if record.skipped else "  SANITIZED" if record.nonfinite else ""
-        return (
-            f"step {record.step + 1:{width}}/{self.steps}  loss {record.loss:.4f}  "
-            f"bpb {record.bits_per_byte:.4f}  gnorm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
-            f"{record.tokens_per_s:,.0f} tok/s  {record.step_s:.2f} s  "
-            f"{record.peak_bytes / 2**20:,.0f} MiB{mfu}  eta {duration(left_s)}{note}"
-        )
+        note = ["SKIPPED"] if record.skipped else ["SANITIZED"] if record.nonfinite else []
+        fields = {
+            "step": f"step {record.step + 1:{width}}/{self.steps}",
+            "loss": f"loss {record.loss:.4f}",
+            "bpb": f"bpb {record.bits_per_byte:.4f}",
+            "gnorm": f"gnorm {record.grad_norm:.3f}",
+            "lr": f"lr {record.lr:.2e}",
+            "rate": f"{record.tokens_per_s:,.0f} tok/s",
+            "seconds": f"{record.step_s:.2f} s",
+            "memory": f"{record.peak_bytes / 2**20:,.0f} MiB",
+            **({"mfu": f"mfu {record.mfu:.1%}"} if record.mfu is not None else {}),
+            "eta": f"eta {duration(left_s)}",
+        }
+        for name in DROPPED:
+            if len("  ".join([*fields.values(), *note])) <= columns():
+                break
+            del fields[name]
+        return "  ".join([*fields.values(), *note])
 
     def close(self) -> None:
         if self._file is not None:
@@ -166,13 +180,6 @@ def device_peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for key, peak in reversed(PEAK_FLOPS.items()) if key in name), None)
-
-
-def duration(seconds: float) -> str:
-    """`0:07`, `12:34` or `3:04:05`."""
-    whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -19,6 +19,7 @@ import torch
 from megacpp.config import Config
 from megacpp.memory.calibration import fingerprint
 from megacpp.model.count import ParameterCount
+from megacpp.screen import columns, wrapped
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "tyro", "rich")
 
@@ -94,14 +95,17 @@ def git_commit() -> str | None:
 
 
 def print_header(sections: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """The header of a run: named groups of lines."""
+    """The header of a run: named groups of lines, wrapped to the screen."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     for title, lines in sections:
         console.print(f"[bold]{title}[/bold]")
-        for line in lines:
-            console.print(f"  {line}", markup=False)
+        for text in lines:
+            # Spaces inside a line align the columns of a table, which is narrow as it is.
+            fits = len(text) + 2 <= columns()
+            for line in [f"  {text}"] if fits else wrapped(text, "    ", "  "):
+                console.print(line, markup=False)
 
 
 def _git(root: Path, *arguments: str) -> str | None:

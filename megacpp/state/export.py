@@ -28,6 +28,7 @@ from megacpp.config import ModelConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
+from megacpp.progress import counted
 from megacpp.state.agreement import agreed, this_rank
 from megacpp.state.catalogue import Catalogue, catalogue, check_parts, whole_on_main
 from megacpp.state.checkpoint import load_checkpoint
@@ -96,7 +97,10 @@ def export_weights(
                 pending_folder(folder)
         saved: dict[str, Tensor] = {}
         for name, members in groups.items():
-            some = dict(_whole_tensors(model, whole, members, dtype))
+            tensors = _whole_tensors(model, whole, members, dtype)
+            if rank == 0:
+                tensors = counted(tensors, f"export {name}", len(members))
+            some = dict(tensors)
             with agreed(what, fix):
                 if rank == 0:
                     save_file(some, pending / name, metadata={"format": "pt"})

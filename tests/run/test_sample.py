@@ -216,7 +216,7 @@ def test_a_checkpoint_instead_of_the_final_weights(
     ("words", "code", "message"),
     [
         (["nowhere"], 2, "run=nowhere: no such run folder. Fix: give the folder of a run."),
-        ([], 2, "run=: must be one folder. Fix: write RUN once."),
+        ([], 2, "run=: is needed. Fix: write RUN."),
         (["{run}", "{run}"], 2, "must be one folder"),
         (["{run}", "--tempersture", "1"], 2, "--tempersture=: no such flag. Fix: did you mean"),
         (["{run}", "--max-tokens", "many"], 2, "max-tokens=many: must be a whole number"),
