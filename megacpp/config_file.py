@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config import Config
-from megacpp.errors import ConfigError, config_error
+from megacpp.errors import ConfigError, config_error, did_you_mean
 from megacpp.presets import PRESETS
 from megacpp.settings import Setting, settings_of
 from megacpp.values import read_value, suggestion
@@ -45,8 +45,9 @@ def read_config_file(path: Path) -> ConfigFile:
         sources = dict(content.get("provenance") or {})
         content = dict(content["config"])
     name = content.pop("preset", "")
-    wrong = [] if name in ("", *PRESETS) else [f"preset={name}: no such preset"]
-    settings, values = settings_of(Config), {}
+    settings, values, wrong = settings_of(Config), {}, []
+    if name and name not in PRESETS:
+        wrong.append(f"preset={name}: no such preset. Fix: {did_you_mean(str(name), PRESETS)}.")
     for key, value in _leaves(content):
         try:
             values[key] = _value(settings, key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import textwrap
@@ -116,3 +117,16 @@ def check_writable(key: str, path: Path) -> Path:
     if not there:
         path.unlink()
     return path
+
+
+def check_folder(key: str, path: Path) -> None:
+    """Finds a folder that can't be made or written to, without making it.
+
+    Raises:
+        ConfigError: the nearest folder that exists may not be written, or is none.
+    """
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise config_error(
+            key, path, f"can't be made below {there}", "choose a folder you may write"
+        )

@@ -32,6 +32,7 @@ from megacpp.run.recompute_table import layer_rows
 from megacpp.run.recompute_table import table_lines as recompute_lines
 from megacpp.run.record import device_name, print_header, write_config, write_launch
 from megacpp.run.settle import settle
+from megacpp.screen import check_folder
 
 
 def check_corpus(config: Config, corpus: Corpus) -> None:
@@ -76,6 +77,7 @@ def prepare(resolved: Resolved, corpus: Corpus, ranks: int, device: torch.device
     Raises:
         ConfigError: corpus, device, kernels or memory don't go with the configuration.
     """
+    check_folder("run.dir", Path(resolved.config.run.dir))
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
     kernels = choices(resolved.config, device)

@@ -22,7 +22,7 @@ from megacpp.screen import duration as duration
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
-DROPPED = ("seconds", "lr", "memory", "bpb")  # by a line that is wider than the screen
+DROPPED = ("seconds", "lr", "memory", "bpb", "mfu")  # by a line that is wider than the screen
 
 
 @dataclass(frozen=True)
