@@ -34,15 +34,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing.operators import (
-    ALLOCATORS,
-    Kind,
-    formula_of,
-    kind_of,
-    storages_of,
-    tensors_in,
-    wraps,
-)
+from checkpointing.operators import ALLOCATORS, Kind, kind_of, storages_of, tensors_in, wraps
 from megacpp.model.documents import Documents
 
 Phase = Literal["forward", "backward", "replayed"]
@@ -94,8 +86,11 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, host: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        from checkpointing.flops import formula_of  # imports Triton where it is installed
+
         super().__init__()
         self.model, self.host = model, host
+        self._formula_of = formula_of
         self.lives: list[Life] = []
         self.kept: list[Life] = []
         self.flops: Counter[tuple[str, Phase]] = Counter()
@@ -186,7 +181,7 @@ class Meter(TorchDispatchMode):
             self._end_forward()
         out = func(*args, **kwargs)
         self.count += 1
-        formula = formula_of(func)
+        formula = self._formula_of(func)
         if formula is not None:
             phase = "forward" if not back else "replayed" if self._replaying else "backward"
             part = self._back if back else self._where()[0]

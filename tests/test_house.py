@@ -172,6 +172,20 @@ def test_help_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_training_imports_torch_and_our_own_files() -> None:
+    """Nothing of torch that `import torch` leaves out: Dynamo alone doubles the time to start.
+
+    FSDP2, DTensor, pipelines, DCP, TensorBoard, Triton, compilers: imported by what uses them.
+    """
+    code = "import torch, sys; a = set(sys.modules); import train; print(*set(sys.modules) - a)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    tops = {name.partition(".")[0] for name in done.stdout.split()}
+    ours = {"train", "megacpp", *ROOMS}
+    assert ours <= tops
+    assert tops - ours - sys.stdlib_module_names <= {"numpy", "tokenizers", "safetensors"}
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_generic_names_are_ours(room: str) -> None:
     module = importlib.import_module(room)

@@ -16,19 +16,18 @@ P tokens of all rows (B * T), X the larger of H and V.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.documents import Documents
 
 # From 2.12 torch wants to be told of grouped heads; 2.11 has no such argument and takes them as
 # they are: the kernel is the same. Deleted with the support of 2.11.
-TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+TOLD_OF_GROUPS = torch.__version__ >= "2.12"
 
 
 def varlen_attention(
@@ -40,6 +39,8 @@ def varlen_attention(
     for MLA of 192 and 128 the kernel's products grow from 320 to 384 numbers per query and key (1.2
     times), and value and output are kept with 192 numbers a head.
     """
+    from torch.nn.attention import varlen  # imports Dynamo, which takes two seconds
+
     assert docs.row is None, "flash kernels take whole rows"
     B, T, value_dim = *q_BTNH.shape[:2], v_BTKV.shape[-1]
     widest = max(q_BTNH.shape[-1], value_dim)

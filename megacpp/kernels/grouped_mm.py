@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.transfer import listed
@@ -155,14 +154,3 @@ def _(x_SD: Tensor, weight_EDF: Tensor, *_: Any) -> Tensor:
 @_outer_loop.register_fake
 def _(left_SF: Tensor, right_SD: Tensor, _1: Any, _2: Any, experts: int) -> Tensor:
     return right_SD.new_empty(experts, left_SF.shape[1], right_SD.shape[1])
-
-
-@register_flop_formula(torch.ops.megacpp.expert_products)
-def _loop_flops(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: Any) -> int:
-    """As of one product of all rows: FlopCounterMode doesn't see what an operator does inside."""
-    return 2 * x_SD[0] * weight_EDF[1] * weight_EDF[2]
-
-
-@register_flop_formula(torch.ops.megacpp.expert_outer_products)
-def _outer_loop_flops(left_SF: torch.Size, right_SD: torch.Size, *_: Any, **__: Any) -> int:
-    return 2 * left_SF[0] * left_SF[1] * right_SD[1]

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megacpp.kernels.m2rnn_chunks import Chunked, Plan, StateClip, no_autocast, repeat_heads
-from megacpp.kernels.m2rnn_triton import TritonChunked
 from megacpp.kernels.restarts import Sequences, sequences_of
 
 if TYPE_CHECKING:
@@ -184,7 +183,12 @@ class _RowStates(Sequences):
 
 def _chunks_by(backend: str) -> type[Function]:
     """What goes over chunks forward and backward; all take the arguments of `Chunked`."""
-    return {"torch": Chunked, "triton": TritonChunked}[backend]
+    if backend == "triton":
+        from megacpp.kernels.m2rnn_triton import TritonChunked
+
+        return TritonChunked
+    assert backend == "torch", backend
+    return Chunked
 
 
 def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:

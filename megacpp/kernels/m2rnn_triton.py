@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
 
 from megacpp.kernels.m2rnn_chunks import Plan, no_autocast
 from megacpp.kernels.m2rnn_triton_launch import Launch, Span
@@ -278,27 +277,3 @@ def _gradients_of(
     if initial_SNKV is None:
         return [*grads, w_NVV.new_empty(0, dtype=torch.float32)]
     return [*grads, torch.empty_like(initial_SNKV)]
-
-
-def _products(k: torch.Size, v: torch.Size, num_heads: int) -> int:
-    """h W and q h of every token and head; k v^T is element-wise."""
-    return 2 * v[0] * v[1] * num_heads * k[3] * v[3] * (v[3] + 1)
-
-
-@register_flop_formula(torch.ops.megacpp.m2rnn_forward)
-def _forward_flops(
-    q: torch.Size, k: torch.Size, v: torch.Size, _f: Any, _w: Any, _initial: Any, _starts: Any,
-    _index: Any, num_heads: int, *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    """FlopCounterMode doesn't see what an operator does inside."""
-    return _products(k, v, num_heads)
-
-
-@register_flop_formula(torch.ops.megacpp.m2rnn_backward)
-def _backward_flops(
-    _dy: Any, _dfinal: Any, _q: Any, k: torch.Size, v: torch.Size, _f: Any, _w: Any, _initial: Any,
-    _starts: Any, _index: Any, kept: Sequence[torch.Size], num_heads: int, *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    """Twice forward's, the states again if they weren't kept, and q h is not made again."""
-    states = 2 * v[0] * v[1] * num_heads * k[3] * v[3]
-    return 2 * _products(k, v, num_heads) + states * (1 + (v[3] if len(kept) == 1 else 0))

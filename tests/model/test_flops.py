@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import megacpp.kernels.flop_formulas
 import megacpp.model.moe
 from megacpp.config import (
     AttentionConfig,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from megacpp.config import Config, KernelsConfig
 from megacpp.errors import ConfigError
 from megacpp.kernel_choice import choose

@@ -1,0 +1,49 @@
+"""FLOPs of our own operators, registered for `torch.utils.flop_counter.FlopCounterMode`.
+
+FlopCounterMode doesn't see what an operator does inside. Whoever counts imports this file; training
+doesn't, because `torch.utils.flop_counter` imports Triton where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from megacpp.kernels import grouped_mm, m2rnn_triton  # noqa: F401 - define the operators
+
+
+@register_flop_formula(torch.ops.megacpp.expert_products)
+def _expert_products(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: Any) -> int:
+    """FLOPs of one product of all rows."""
+    return 2 * x_SD[0] * weight_EDF[1] * weight_EDF[2]
+
+
+@register_flop_formula(torch.ops.megacpp.expert_outer_products)
+def _expert_outer_products(left_SF: torch.Size, right_SD: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * left_SF[0] * left_SF[1] * right_SD[1]
+
+
+def _m2rnn_products(k: torch.Size, v: torch.Size, num_heads: int) -> int:
+    """FLOPs of h W and q h of every token and head; k v^T is element-wise."""
+    return 2 * v[0] * v[1] * num_heads * k[3] * v[3] * (v[3] + 1)
+
+
+@register_flop_formula(torch.ops.megacpp.m2rnn_forward)
+def _m2rnn_forward(
+    q: torch.Size, k: torch.Size, v: torch.Size, _f: Any, _w: Any, _initial: Any, _starts: Any,
+    _index: Any, num_heads: int, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return _m2rnn_products(k, v, num_heads)
+
+
+@register_flop_formula(torch.ops.megacpp.m2rnn_backward)
+def _m2rnn_backward(
+    _dy: Any, _dfinal: Any, _q: Any, k: torch.Size, v: torch.Size, _f: Any, _w: Any, _initial: Any,
+    _starts: Any, _index: Any, kept: Sequence[torch.Size], num_heads: int, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Twice forward's, the states again if they weren't kept, and q h is not made again."""
+    states = 2 * v[0] * v[1] * num_heads * k[3] * v[3]
+    return 2 * _m2rnn_products(k, v, num_heads) + states * (1 + (v[3] if len(kept) == 1 else 0))
