@@ -6,6 +6,11 @@ STAMP := $(VENV)/.installed
 RUN := OMP_NUM_THREADS=1
 # glibc keeps freed memory instead of giving it back to the system between operations.
 KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
+# CPU=default|avx2|avx512: another machine's rounding. MKL on AMD heeds MKL_CBWR=COMPATIBLE alone.
+MKL_default := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2
+MKL_avx2 := MKL_ENABLE_INSTRUCTIONS=AVX2
+MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
+AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)))
 
 .PHONY: help setup kernels train test lint docs gpu
 
@@ -29,8 +34,8 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 	@$(BIN)/megacpp data prepare
 	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
-test: setup  ## the whole CPU test suite
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup  ## the whole CPU test suite (CPU=default: rounding of a CPU without vector units)
+	$(RUN) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup  ## format check, lint, types
 	$(BIN)/ruff format --check .
