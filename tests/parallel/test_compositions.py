@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megacpp.config import MeshConfig
-from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.parallel.parity import AdamW, Run, Slices, Trace, adamw_bound, check, traces_of
 
+ADAMW = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
@@ -78,8 +82,7 @@ RUNS = [
     Run("options", mesh(dp_shard=2, tp=2, ep=4), optimizer="muon_adamw"),
     Run("plain", mesh(dp_replicate=2, cp=2), optimizer="muon_adamw"),
     Run("tied", mesh(pp=2, tp=2), accum=2, optimizer="muon_adamw"),
-    # null experts and groups of experts, on every axis; an expert of few tokens has gradients so
-    # small that AdamW makes 1e-12 of their last bit, Muon doesn't
+    # null experts and groups of experts, on every axis
     Run("nulls", mesh(tp=2)),
     Run("nulls", mesh(cp=2), optimizer="muon_adamw"),
     Run("nulls", mesh(dp_shard=2, ep=2, ep_dispatch="per_expert"), optimizer="muon_adamw"),
@@ -158,13 +161,55 @@ def test_every_pair_of_axes_is_among_them() -> None:
     assert proven == set(combinations(AXES, 2))
 
 
-def test_a_broken_mesh_would_show() -> None:
-    """The comparison itself: another seed's gradients are far away."""
-    run = RUNS[0]
+@pytest.mark.parametrize("what", ["gradients", "clipped", "parameters"])
+@pytest.mark.parametrize("run", [RUNS[0], Run("nulls", mesh(tp=2))], ids=str)
+def test_a_broken_mesh_would_show(run: Run, what: str) -> None:
+    """The comparison itself: one tensor that is 1e-9 off, whichever it is, is found."""
     expected = results()[run.reference][0]
-    moved = {
-        k: dataclasses.replace(v, local=v.local * (1 + 1e-9)) for k, v in expected.gradients.items()
-    }
-    other = dataclasses.replace(expected, gradients=moved)
-    with pytest.raises(AssertionError):
-        check(results()[run], other, run.dtype)
+
+    def off(slices: Slices, name: str) -> Slices:
+        part = slices[name]
+        return slices | {name: dataclasses.replace(part, local=part.local * (1 + 1e-9))}
+
+    for name, part in expected.gradients.items():
+        if not part.local.any():
+            continue
+        if what == "clipped":  # in the last step only
+            first, last = expected.clipped[:-1], expected.clipped[-1]
+            moved: Any = [*first, off(last, name)]
+        else:
+            moved = off(getattr(expected, what), name)
+        with pytest.raises(AssertionError):
+            check(results()[run], dataclasses.replace(expected, **{what: moved}), run.dtype)
+
+
+def adamw(gradients: Sequence[Tensor], start: Tensor, correct: bool = True) -> Tensor:
+    """Weights after torch's AdamW, or after one without bias correction."""
+    weight = start.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([weight], ADAMW.lr, ADAMW.betas, ADAMW.eps, fused=True)
+    for g in gradients:
+        weight.grad = g.clone()
+        optimizer.step()
+        if not correct:
+            optimizer.state[weight]["step"] += 1
+    return weight.detach()
+
+
+def test_the_bound_of_adamw() -> None:
+    """Holds from gradients of 1 to gradients that are rounding, is tight, and knows a formula."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> Tensor:
+        return torch.randn(40, 50, generator=generator, dtype=torch.float64)
+
+    size = torch.logspace(0, -16, 40, dtype=torch.float64)[:, None]
+    gradients = [noise() * size for _ in range(3)]
+    others = [g + 1e-15 * noise() for g in gradients]
+    start = noise()
+    weight = adamw(gradients, start)
+    bound = adamw_bound(gradients, others, weight, ADAMW)
+    difference = (adamw(others, start) - weight).abs()
+    assert (difference <= bound).all()
+    assert ((difference / bound).amax(1) > 0.02).all()
+    assert bound[0].max() < 1e-13 and 1e-9 < bound[-1].max() < 1e-6
+    assert ((adamw(gradients, start, correct=False) - weight).abs() > bound)[:-10].any(1).all()

@@ -1,14 +1,12 @@
 """Several residual streams on every axis: the same run as one process.
 
-Forked gloo ranks in fp64, tests/parallel/parity.py. Losses, norms and gradients agree to 1e-12. So
-do parameters but those of the connections: logits of `res` have directions without a gradient (what
-is added to a row or a column cancels), and in those AdamW takes steps of lr / eps times whatever
-rounding left, a millionfold; they agree to 1e-10.
+Forked gloo ranks in fp64, tests/parallel/parity.py. Logits of `res` have directions without a
+gradient (what is added to a row or a column cancels): in those AdamW takes steps of lr / eps times
+whatever rounding left, a millionfold, which its bound there knows.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 
 from megacpp.config import CheckpointingPolicy, MeshConfig
 from parallel.pipeline import APART
-from tests.parallel.parity import Run, Slices, Trace, check, error, traces_of
+from tests.parallel.parity import Run, Trace, check, traces_of
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -42,21 +40,10 @@ def traces() -> dict[Run, list[Trace]]:
     return traces_of([*RUNS, *dict.fromkeys(run.reference for run in RUNS)])
 
 
-def connections(slices: Slices, inside: bool) -> Slices:
-    return {name: x for name, x in slices.items() if (".connection." in name) == inside}
-
-
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_the_same_run(run: Run) -> None:
     found, (expected,) = traces()[run], traces()[run.reference]
-    others = [
-        dataclasses.replace(t, parameters=connections(t.parameters, inside=False))
-        for t in (*found, expected)
-    ]
-    check(others[:-1], others[-1], run.dtype)
-    for trace in found:
-        own, whole = (connections(t.parameters, inside=True) for t in (trace, expected))
-        assert own and error(own, whole)[0] <= 1e-10
+    check(found, expected, run.dtype)
 
 
 def test_streams_ran_again() -> None:
