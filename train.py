@@ -15,10 +15,10 @@ from pathlib import Path
 from checkpointing.apply import Keeper
 from checkpointing.fp8 import check_fp8_device
 from checkpointing.watch import StepWatch
-from megacpp.data.batches import Corpus
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
+from megacpp.run.corpus import open_corpus
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.expert_load import LoadWatch
 from megacpp.run.failure import guarded
@@ -45,8 +45,7 @@ def main(resolved: Resolved) -> None:
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
     device = pick_device(resolved.config.train.device)
     check_fp8_device(resolved.config, device)
-    data, seed = resolved.config.data, resolved.config.run.seed
-    corpus = Corpus(data.path, data.seq_len, seed)
+    corpus = open_corpus(resolved.config)
     launch = prepare(resolved, corpus, world_size(), device)
     config, folder = launch.config, Path(launch.config.run.dir)
     stop = StopRequest()  # SIGTERM: save after this step and leave
@@ -131,15 +130,15 @@ def main(resolved: Resolved) -> None:
             raise PreemptedError(f"stopped by SIGTERM after step {step + 1}")
         if due(config.run.eval_every, step) and not last:
             with clock.span("evaluation"):
-                log.evaluation(step, evaluate(boundary.evaluate, held_out, corpus, world.is_main))
+                values = evaluate(boundary.evaluate, held_out, corpus, world.is_main)
+                log.evaluation(step, values, corpus.no_verdict)
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()
     if not smoke:
         with clock.span("evaluation"):
-            log.evaluation(
-                state.step - 1, evaluate(boundary.evaluate, held_out, corpus, world.is_main)
-            )
+            values = evaluate(boundary.evaluate, held_out, corpus, world.is_main)
+            log.evaluation(state.step - 1, values, corpus.no_verdict)
         export_final(model, corpus, config, folder)
         if world.is_main:
             print(f"---- sample ----\n{write_sample(corpus, config, folder, device)}\n----")

@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def draw(run: Path, image: Path) -> None:
-    """Bits per byte of each training step, their running mean, held-out text and gzip -9."""
+    """Bits per byte of each training step, their running mean, held-out text, gzip and xz."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -38,7 +38,10 @@ def draw(run: Path, image: Path) -> None:
     axes.plot(x, smooth, color="tab:blue", label="mean of ten steps")
     last = held_out[-1]
     axes.plot(last["step"] + 1, last["bits_per_byte"], "o", color="tab:red", label="held out")
-    axes.axhline(last["gzip_bits_per_byte"], color="tab:green", linestyle="--", label="gzip -9")
+    bars = (("gzip", "-9, each document alone", "--"), ("xz", "-9, one stream", ":"))
+    for program, how, style in bars:
+        if bar := last.get(f"{program}_bits_per_byte"):
+            axes.axhline(bar, color="tab:green", linestyle=style, label=f"{program} {how}")
     axes.set(xlabel="optimizer step", ylabel="bits per byte", ylim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(image, metadata={"Date": None} if image.suffix == ".svg" else None)

@@ -72,7 +72,7 @@ class RunConfig:
         120, "Tokens of the sample at the end (0: no sample).", "tokens", at_least=0
     )
     sample_prompt: str = setting(
-        "#pragma once\n\n#include <ATen/", "Text that the sample continues."
+        "", "Text that the sample continues (empty: first words of a held-out document)."
     )
     tensorboard: bool = setting(True, "Write TensorBoard events into the run folder.")
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data import topics
 
 import pytest
+
+from megacpp.cli.main import main
+from tests.launch import forked
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 # A block of commands, and the block right after it that shows what the last one prints.
 BLOCKS = re.findall(r"```bash\n(.*?)```\n(?:\n```text\n(.*?)```)?", README, re.S)
 LONG = ("make ", "torchrun ", "git clone")
+# Seconds instead of minutes.
+SMALL = (
+    "--model.dim 32 --model.depth 2 --model.pattern AF --model.vocab-size 5000"
+    " --model.attention.num-heads 2 --model.attention.num-kv-heads 1"
+    " --model.attention.head-dim 16 --model.mlp.hidden-dim 64 --data.seq-len 64 --run.steps 2"
+    " --run.sample-tokens 8"
+).split()
 
 
 def commands() -> list[tuple[str, str]]:
@@ -25,7 +38,12 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-SHORT = [(c, shown) for c, shown in commands() if not c.startswith(LONG) and "runs/" not in c]
+OWN = [c for c, _ in commands() if c.split()[-1].startswith("texts") or "/texts" in c]
+SHORT = [
+    (c, shown)
+    for c, shown in commands()
+    if not c.startswith(LONG) and "runs/" not in c and c not in OWN
+]
 
 
 def test_at_most_120_lines() -> None:
@@ -42,6 +60,36 @@ def test_short_commands_print_what_is_shown(command: str, shown: str) -> None:
     assert done.returncode in (0, 2)
     if shown:
         assert shown.strip() == (done.stdout + done.stderr).strip()
+
+
+def test_own_text_to_a_sample_in_three_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """80 files of Python's reference manual; the model is made small, the commands are as shown."""
+    prepare, train, sample = (shlex.split(command) for command in OWN)
+    (tmp_path / "texts").mkdir()
+    parts = dict.fromkeys(text[i : i + 3000] for text in topics.topics.values() for i in (0, 3000))
+    for number, text in enumerate([part for part in parts if len(part) > 500][:80]):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    (tmp_path / "texts" / "cover.png").write_bytes(b"\x89PNG\0")
+    monkeypatch.chdir(tmp_path)
+    assert main(prepare[1:]) == 0
+    said = capfd.readouterr().out
+    assert "(80 .txt files)" in said and "skipped 1 .png: not text" in said
+    assert "text kind: prose (" in said and "xz -9" in said
+    assert "few held-out documents: 8 of 80 with " in said
+    assert train[:4] == ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
+    folder = str(tmp_path)  # ranks of the test start in the repository
+    here = [f"{folder}/{w}" if w.startswith(("data/", "runs/")) else w for w in train[4:]]
+    done = forked(*here, *SMALL, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "ids, the model 5,000: " in done.stdout and "rows unused" in done.stdout
+    assert "no verdict: 8 held-out documents are too few, 64 are needed" in done.stdout
+    assert "below gzip" not in done.stdout
+    prompt = json.loads((tmp_path / "data/texts/index.json").read_text())["sample_prompt"]
+    assert f"---- sample ----\n{prompt}" in done.stdout
+    assert main(sample[1:]) == 0
+    assert capfd.readouterr().out.startswith("The")
 
 
 def test_long_commands_still_exist() -> None:

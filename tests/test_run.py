@@ -8,6 +8,7 @@ one rank and one on two are started as a person would; those that are compared w
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,9 @@ def test_the_screen_says_what_runs(single: tuple[Path, str]) -> None:
     for words in (
         "parameters,", "attention", "Mamba-3", "one process, no process group", "tokens a step",
         "adamw", "corpus ", "fresh start, 20 steps", "step  1/20", "step 20/20", "eta ",
-        "bits per byte", "gzip -9", "---- sample ----", "#pragma once", "backward runs again",
+        "bits per byte", "---- sample ----", "backward runs again",
+        "  no verdict: 6 held-out documents are too few, 64 are needed\n  gzip -9 ",
+        ", each document compressed alone\n  xz -9 ", ", all documents as one stream\n",
         "rows and hidden units of experts", "keeps all, its backward comes at once",
     ):  # fmt: skip
         assert words in out, words
@@ -111,11 +114,11 @@ def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> N
     assert launch["parameters"]["total"] > launch["parameters"]["active"] > 0
     assert {"git_commit", "mesh", "flops_per_token", "data_fingerprint"} <= launch.keys()
     assert list((folder / "tensorboard").iterdir())
-    assert (folder / "samples/step-000020.txt").read_text().startswith("#pragma once")
+    prompt = json.loads((corpus / "index.json").read_text())["sample_prompt"]
+    assert prompt and (folder / "samples/step-000020.txt").read_text().startswith(prompt)
     assert {p.name for p in (folder / "checkpoints").iterdir()} >= {"step-000010", "step-000020"}
-    assert (folder / "final/tokenizer.json").read_bytes() == (
-        corpus / "tokenizer.json"
-    ).read_bytes()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (folder / "final" / name).read_bytes() == (corpus / name).read_bytes()
     result = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])
     assert result["gzip_bits_per_byte"] > 0 and result["bits_per_byte"] > 0
 
@@ -196,6 +199,25 @@ def test_wrong_data_or_checkpoint_is_one_line(
     assert done.returncode == code and len(lines) == 1, done.stderr
     assert lines[0].startswith("error: ") and words in lines[0] and "Fix: " in lines[0]
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_corpus_does_not_train(ranks: int, corpus: Path, tmp_path: Path) -> None:
+    """Two inverted bytes of 200,000, of the right size and inside the vocabulary."""
+    damaged = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    shard = damaged / "train-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    for at in (1000, len(raw) // 2):
+        raw[at & ~1] ^= 0xFF  # low bytes: 400 ids have one bit in the high one
+    shard.write_bytes(raw)
+    paths = ["--data.path", str(damaged), "--run.dir", str(tmp_path / "run")]
+    done = forked("tiny", *SMALL, *paths, "--train.device-batch-size", "2", ranks=ranks)
+    assert done.returncode == 3, done.stderr
+    lines = done.stderr.strip().splitlines()
+    found = r"train-00000\.bin block \d \(bytes [\d,]+ to [\d,]+, documents \d+ to \d+ of train\): "
+    for line in lines:
+        assert re.search(found + r"its CRC-32 differs .* Fix: run `megacpp data prepare ", line)
+    assert 1 <= len(lines) <= ranks and f"--out {damaged} --force`" in lines[0]
 
 
 def test_a_finished_run_refuses_fewer_steps_and_says_when_nothing_is_left(

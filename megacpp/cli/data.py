@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from megacpp.data.prepare import CorpusSpec, Prepared, ensure_corpus
+from megacpp.data.held_out import compressor_lines, shortfall
+from megacpp.data.prepare import Prepared, ensure_corpus
+from megacpp.data.spec import CorpusSpec
 from megacpp.settings import setting
 
 
@@ -23,7 +28,7 @@ class PrepareArgs(CorpusSpec):
     def folder(self) -> Path:
         """Where the corpus goes."""
         name = Path(self.source).name
-        for suffix in (".zst", ".jsonl", ".parquet"):
+        for suffix in (".zst", ".gz", ".jsonl", ".parquet", ".txt", ".md"):
             name = name.removesuffix(suffix)
         return Path(self.out) if self.out else Path("data", name or "corpus")
 
@@ -45,7 +50,8 @@ class InspectArgs:
 
 def prepare(args: PrepareArgs) -> None:
     """Make a corpus: read a source, deduplicate, split, learn a tokenizer, write token shards."""
-    prepared = ensure_corpus(args, args.folder(), args.force)
+    with _ends_cleanly():
+        prepared = ensure_corpus(args, args.folder(), args.force)
     if args.json:
         print(json.dumps(_prepared_json(prepared)))
     else:
@@ -89,28 +95,73 @@ def _prepared_json(prepared: Prepared) -> dict[str, object]:
 def _prepared_lines(prepared: Prepared) -> list[str]:
     from megacpp.data.shards import fingerprint
 
-    index = prepared.index
-    counts, splits, print_ = index["documents"], index["splits"], fingerprint(index)
+    index, name = prepared.index, fingerprint(prepared.index)
+    source, splits = index["source"], index["splits"]
     if not prepared.made:
-        return [f"{prepared.path} is there [{print_}]: {index['source']['description']}"]
-    cuts = index["fill_in_the_middle"]
+        return [f"{prepared.path} is there [{name}]: {source['description']}", *_warnings(index)]
+    counts, cuts = index["documents"], index["fill_in_the_middle"]
     lines = [
-        f"{prepared.path} [{print_}]: {index['source']['description']}",
-        f"  {counts['read']:,} documents read from {index['source']['files']:,} files: "
+        f"{prepared.path} [{name}]: {source['description']}",
+        *(f"  {note}" for note in source["notes"]),
+        f"  {counts['read']:,} documents read from {source['files']:,} files: "
         f"{counts['kept']:,} kept, {counts['duplicates']:,} duplicates, {counts['empty']:,} empty, "
         f"{counts['invalid_utf8']:,} not UTF-8",
     ]
-    for name, split in splits.items():
+    for split, entry in splits.items():
         lines.append(
-            f"  {name}: {split['documents']:,} documents, {split['tokens']:,} tokens, "
-            f"{split['text_bytes'] / split['tokens']:.3f} bytes a token"
+            f"  {split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, "
+            f"{entry['text_bytes'] / entry['tokens']:.3f} bytes a token"
         )
-    lines.append(
-        f"  tokenizer: {index['vocab_size']:,} ids, learned from "
-        f"{index['tokenizer']['learned_bytes']:,} bytes; fill-in-the-middle: "
-        f"{cuts['psm']:,} PSM, {cuts['spm']:,} SPM"
-    )
-    figure = splits["validation"]["gzip_bits_per_byte"]
-    lines.append(f"  gzip -9 of held-out documents: {figure:.3f} bits per byte")
+    lines += [f"  {line}" for line in _tokenizer_lines(index)]
+    if index["arguments"]["fim_rate"]:
+        lines.append(f"  fill-in-the-middle: {cuts['psm']:,} PSM, {cuts['spm']:,} SPM")
+    lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
     lines.append(f"  {prepared.seconds:.1f} s")
-    return lines
+    if source["description"].startswith(("folder", "file")):
+        lines.append(
+            f"  train on it: train.py PRESET --data.path {prepared.path} "
+            f"--model.vocab-size {index['vocab_size']}"
+        )
+    return [*lines, *_warnings(index)]
+
+
+def _tokenizer_lines(index: dict[str, Any]) -> list[str]:
+    """Where the tokenizer is from, for which kind of text, and what stands around documents."""
+    facts = index["tokenizer"]
+    if "given" in facts:
+        return [f"tokenizer: {index['vocab_size']:,} ids of {facts['given']}, {facts['marks']}"]
+    return [
+        f"tokenizer: {index['vocab_size']:,} ids, learned from {facts['learned_bytes']:,} bytes",
+        f"text kind: {facts['text_kind']} ({facts['reason']})",
+    ]
+
+
+def _warnings(index: dict[str, Any]) -> list[str]:
+    splits, facts = index["splits"], index["tokenizer"]
+    held_out, train = splits["validation"], splits["train"]
+    documents, size = (held_out[k] + train[k] for k in ("documents", "text_bytes"))
+    lines = [shortfall(held_out["documents"], held_out["text_bytes"], documents, size)]
+    broken = index["documents"]["invalid_utf8"]
+    if broken:
+        lines.append(f"{broken:,} documents are not UTF-8. Fix: convert them, iconv -t UTF-8.")
+    if facts["changed"]:
+        lines.append(
+            f"the tokenizer changes {facts['changed']:,} of {held_out['documents']:,} held-out "
+            "documents (case, blanks or letters are lost): no verdict against gzip. "
+            "Fix: a byte-level tokenizer without a normalizer."
+        )
+    return [f"warning: {line}" for line in lines if line]
+
+
+@contextlib.contextmanager
+def _ends_cleanly() -> Iterator[None]:
+    """Lets SIGTERM unwind as Ctrl-C does, so that unfinished files are removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

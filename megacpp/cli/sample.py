@@ -14,7 +14,7 @@ from megacpp.errors import config_error
 from megacpp.settings import setting
 
 if TYPE_CHECKING:
-    from megacpp.data.tokenizer import CodeTokenizer
+    from megacpp.data.tokenizer import CorpusTokenizer
     from megacpp.model.hybrid import HybridLM
 
 
@@ -46,13 +46,13 @@ def sample(args: SampleArgs) -> int:
     """Continues a text with the weights of a run, up to --max-tokens or the end of the document.
     The speed goes to the error stream.
     """
-    from megacpp.data.tokenizer import BOS, EOS
     from megacpp.run.sample import generate
 
     folder = find_weights(args)
     tokenizer = find_tokenizer(args.folder)
     model = load_model(args, folder)
-    prompt_ids = [BOS, *(int(i) for i in tokenizer.encode(args.prompt))]
+    marks = tokenizer.specials
+    prompt_ids = [marks.bos, *(int(i) for i in tokenizer.encode(args.prompt))]
     printer = Printer(tokenizer)
     if not args.json:
         print(args.prompt, end="", flush=True)
@@ -64,7 +64,7 @@ def sample(args: SampleArgs) -> int:
         args.temperature,
         args.top_k,
         args.seed,
-        stop_id=EOS,
+        stop_id=marks.eos,
         num_ids=tokenizer.vocab_size,
         stream=None if args.json else printer.show,
     )
@@ -113,14 +113,14 @@ def find_weights(args: SampleArgs) -> Path:
     return folder
 
 
-def find_tokenizer(run_folder: Path) -> CodeTokenizer:
+def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
     """The tokenizer beside the final weights, else that of the corpus the run was trained on."""
-    from megacpp.data.tokenizer import CodeTokenizer
+    from megacpp.data.tokenizer import CorpusTokenizer
 
     path = run_folder / "final" / "tokenizer.json"
     if not path.is_file():
         path = Path(_config(run_folder)["data"]["path"]) / "tokenizer.json"
-    return CodeTokenizer.load(path)
+    return CorpusTokenizer.load(path)
 
 
 def load_model(args: SampleArgs, folder: Path) -> HybridLM:
@@ -151,7 +151,7 @@ def _config(run_folder: Path) -> dict:
 class Printer:
     """Prints ids as text as they come; bytes of a cut character wait for the rest of it."""
 
-    def __init__(self, tokenizer: CodeTokenizer) -> None:
+    def __init__(self, tokenizer: CorpusTokenizer) -> None:
         self.pieces = tokenizer.id_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -103,13 +103,11 @@ def _problems(arguments: list[str], world_size: int) -> list[MegacppError]:
 
 
 def _data_problems(arguments: list[str], world_size: int) -> list[MegacppError]:
-    from megacpp.data.batches import Corpus
-    from megacpp.run.launch import check_corpus
+    from megacpp.run.corpus import check_corpus, open_corpus
 
     config = parse_run(arguments, world_size).config
     try:
-        corpus = Corpus(config.data.path, config.data.seq_len, config.run.seed, verify=True)
-        check_corpus(config, corpus)
+        check_corpus(config, open_corpus(config, verify=True))
     except MegacppError as error:
         return [error]
     return []

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megacpp.data.held_out import MIN_DOCUMENTS, compressor_lines
 from megacpp.data.order import shuffled
 from megacpp.data.shards import TOKENIZER, SplitReader, fingerprint, read_index
-from megacpp.data.tokenizer import PAD, CodeTokenizer
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import DataError
 from megacpp.model.documents import Documents, beside
 from megacpp.model.transfer import to_device
@@ -108,9 +109,9 @@ class Corpus:
             )
 
     @functools.cached_property
-    def tokenizer(self) -> CodeTokenizer:
+    def tokenizer(self) -> CorpusTokenizer:
         """The tokenizer that the corpus was written with."""
-        return CodeTokenizer.load(self.path / TOKENIZER)
+        return CorpusTokenizer.load(self.path / TOKENIZER)
 
     @functools.cached_property
     def token_bytes_V(self) -> Tensor:
@@ -160,16 +161,40 @@ class Corpus:
         """UTF-8 bytes of all held-out documents."""
         return self.index["splits"]["validation"]["text_bytes"]
 
+    @property
+    def validation_targets(self) -> int:
+        """Labels of all held-out documents: every token but the first of each."""
+        return self.validation.tokens - self.validation.documents
+
     def gzip_bits_per_byte(self) -> float:
         """Bits per byte of `gzip -9` over each held-out document alone, found at preparation."""
         return self.index["splits"]["validation"]["gzip_bits_per_byte"]
+
+    def xz_bits_per_byte(self) -> float | None:
+        """Bits per byte of `xz -9` over the held-out documents end to end, found at preparation."""
+        return self.index["splits"]["validation"]["xz_bits_per_byte"]
+
+    @property
+    def no_verdict(self) -> str:
+        """Why the loss can't be held against compressors; empty if it can."""
+        documents, changed = self.validation.documents, self.index["tokenizer"]["changed"]
+        if documents < MIN_DOCUMENTS:
+            return f"{documents} held-out documents are too few, {MIN_DOCUMENTS} are needed"
+        if changed:
+            return f"the tokenizer changes {changed} of {documents} held-out documents"
+        return ""
+
+    @property
+    def sample_prompt(self) -> str:
+        """How a sample begins if nothing else is asked for: first words of a held-out document."""
+        return self.index["sample_prompt"]
 
     def row(self, split: str, number: int) -> Row:
         """Row `number` of a split; beyond the last token it is padding of a document of its own."""
         reader = self.train if split == "train" else self.validation
         start = min(number * self.seq_len, reader.tokens)
         stop = min(start + self.seq_len + 1, reader.tokens)
-        tokens = np.full(self.seq_len + 1, PAD, np.int64)
+        tokens = np.full(self.seq_len + 1, self.tokenizer.specials.pad, np.int64)
         documents = np.full(self.seq_len + 1, reader.documents, np.int64)
         if start < stop:
             tokens[: stop - start] = reader.read(start, stop, f"row {number}")
@@ -194,9 +219,9 @@ class Corpus:
         )
         lines.append(
             f"  rows of {self.seq_len}: {self.rows_per_epoch:,} an epoch, "
-            f"{self.num_validation_rows:,} held out; "
-            f"gzip -9 {self.gzip_bits_per_byte():.3f} bits per byte"
+            f"{self.num_validation_rows:,} held out"
         )
+        lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
         return lines
 
     def _batch(self, numbers: Sequence[int], rows: Sequence[Row]) -> Batch:

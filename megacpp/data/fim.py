@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacpp.data.tokenizer import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
+from megacpp.data.specials import OURS, FimIds
+
+assert OURS.fim is not None
+SENTINELS = OURS.fim  # of a learned tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,28 +47,32 @@ def cut(text: str, digest: bytes, seed: int, rate: float) -> Cut | None:
     return Cut(text[:first], text[first:second], text[second:], bool(order & 1))
 
 
-def arrange(parts: Cut, encode: Callable[[str], np.ndarray]) -> np.ndarray:
+def arrange(
+    parts: Cut, encode: Callable[[str], np.ndarray], sentinels: FimIds = SENTINELS
+) -> np.ndarray:
     """Ids of a cut document with its sentinels.
 
     Each part is encoded alone, as it is when a user's prompt ends at the cut.
     """
     prefix, middle, suffix = (encode(p) for p in (parts.prefix, parts.middle, parts.suffix))
+    first, between, last = [sentinels.prefix], [sentinels.suffix], [sentinels.middle]
     if parts.suffix_first:
-        pieces = ([FIM_PREFIX, FIM_SUFFIX], suffix, [FIM_MIDDLE], prefix, middle)
+        pieces = (first, between, suffix, last, prefix, middle)
     else:
-        pieces = ([FIM_PREFIX], prefix, [FIM_SUFFIX], suffix, [FIM_MIDDLE], middle)
+        pieces = (first, prefix, between, suffix, last, middle)
     return np.concatenate([np.asarray(p, np.uint32) for p in pieces])
 
 
-def restore(ids: np.ndarray) -> np.ndarray:
+def restore(ids: np.ndarray, sentinels: FimIds = SENTINELS) -> np.ndarray:
     """Ids in reading order: the inverse of `arrange`, and the identity on an uncut document.
 
     SPM is PSM whose prefix is empty and whose middle starts with the prefix, so one rule does both.
     """
-    if not (ids == FIM_PREFIX).any():
+    if not (ids == sentinels.prefix).any():
         return ids
     start, suffix, middle = (
-        int(np.flatnonzero(ids == i)[0]) for i in (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE)
+        int(np.flatnonzero(ids == i)[0])
+        for i in (sentinels.prefix, sentinels.suffix, sentinels.middle)
     )
     assert start == 0 and start < suffix < middle, "sentinels out of order"
     return np.concatenate([ids[1:suffix], ids[middle + 1 :], ids[suffix + 1 : middle]])

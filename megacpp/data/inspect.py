@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from megacpp.data.batches import IGNORED, Corpus
-from megacpp.data.tokenizer import BOS, SPECIALS
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -62,6 +61,7 @@ def row_text(view: RowView, corpus: Corpus) -> Text:
 
     text = Text()
     plain: list[int] = []
+    names, begin = corpus.tokenizer.special_names, corpus.tokenizer.specials.bos
 
     def flush() -> None:
         text.append(CONTROL.sub(_picture, corpus.tokenizer.decode(plain)))
@@ -73,10 +73,10 @@ def row_text(view: RowView, corpus: Corpus) -> Text:
             flush()
             text.append("\n" if i else "")
             text.append(f"── document {document}", "dim")
-            text.append("\n" if token == BOS else " continued\n", "dim")
-        if token < len(SPECIALS):
+            text.append("\n" if token == begin else " continued\n", "dim")
+        if token in names:
             flush()
-            text.append(SPECIALS[token], "bold cyan")
+            text.append(names[token], "bold cyan")
         else:
             plain.append(token)
         if view.labels[i] == IGNORED:

@@ -7,20 +7,24 @@ end, so a folder with an index is always whole.
 
 from __future__ import annotations
 
-import dataclasses
-import gzip
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megacpp.data import fim
+from megacpp.data import fim, specials
+from megacpp.data.held_out import (
+    choose_held_out,
+    gzip_bits_per_byte,
+    sample_prompt,
+    xz_bits_per_byte,
+)
 from megacpp.data.shards import (
     FORMAT_VERSION,
     INDEX,
@@ -31,56 +35,15 @@ from megacpp.data.shards import (
     token_dtype,
     write_index,
 )
-from megacpp.data.sources import DEFAULT_GLOBS, TORCH_HEADERS, Source, find_source, read_items
+from megacpp.data.sources import Source, find_source, read_items
+from megacpp.data.spec import VOCAB_SIZE, CorpusSpec
 from megacpp.data.spool import Spool
-from megacpp.data.tokenizer import BOS, EOS, MAX_VOCAB, MIN_VOCAB, SPECIALS, CodeTokenizer
+from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.data.words import text_kind
 from megacpp.errors import ConfigError, DataError, config_error
 from megacpp.progress import Advance, Stage, progress_bars
-from megacpp.settings import setting, settings_of
 
 BATCH_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class CorpusSpec:
-    """What goes into a corpus: the same spec on the same source gives the same bytes."""
-
-    source: str = setting(
-        TORCH_HEADERS,
-        "A folder, a .jsonl, .jsonl.zst or .parquet file, or torch-headers.",
-        positional=True,
-    )
-    globs: tuple[str, ...] = setting(DEFAULT_GLOBS, "Patterns of the files of a folder.")
-    field: str = setting("text", "Text field of .jsonl records, text column of .parquet files.")
-    vocab_size: int = setting(
-        4096, "Ids of the tokenizer, special ids included.", at_least=MIN_VOCAB, at_most=MAX_VOCAB
-    )
-    validation_fraction: float = setting(
-        0.02, "Share of documents that is held out.", above=0, below=1
-    )
-    fim_rate: float = setting(
-        0.0, "Share of training documents told as fill-in-the-middle.", at_least=0, at_most=1
-    )
-    seed: int = setting(42, "Seed of the order of documents and of fill-in-the-middle.", at_least=0)
-    tokenizer_bytes: int = setting(
-        8_000_000, "First training documents that the tokenizer learns from.", "bytes", at_least=1
-    )
-    shard_tokens: int = setting(
-        1 << 26, "Tokens that end a shard with the document that reaches them.", at_least=1
-    )
-
-    def check(self) -> None:
-        """Raises ConfigError for the first broken rule."""
-        for one in settings_of(CorpusSpec, top=True).values():
-            if error := one.broken(getattr(self, one.key)):
-                raise error
-        if not self.globs or not all(self.globs):
-            raise config_error("globs", self.globs, "must name a pattern", "use *.h *.cpp")
-
-    def arguments(self) -> dict[str, Any]:
-        """The spec as the index keeps it."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(CorpusSpec)}
-        return values | {"source": os.path.normpath(self.source), "globs": list(self.globs)}
 
 
 @dataclass(frozen=True)
@@ -124,57 +87,65 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
     return Prepared(out, read_index(out), made, time.perf_counter() - start)
 
 
-def gzip_bits_per_byte(documents: Iterable[bytes]) -> float:
-    """Bits per byte of `gzip -9` over each document alone: what a plain compressor reaches."""
-    packed = total = 0
-    for document in documents:
-        packed += len(gzip.compress(document, 9, mtime=0))
-        total += len(document)
-    return 8 * packed / total
-
-
-def in_validation(digest: bytes, fraction: float) -> bool:
-    """Whether a document is held out: a pure function of its SHA-256."""
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
 def _build(spec: CorpusSpec, folder: Path) -> None:
     """Writes every file of the corpus into `folder`, index last."""
-    source = find_source(spec.source, spec.globs)
+    given = _given(spec)
+    source = find_source(spec.source, spec.globs, spec.document_bytes)
     with progress_bars(keep=True) as stage, Spool(folder / "spool") as spool:
         counts = _read(spec, source, spool, stage("reading", source.total_bytes))
         train, held_out = _split(spec, spool)
-        tokenizer, learned = _learn(spec, spool, train, stage)
+        tokenizer, facts = given or _learn(spec, spool, train, stage)
         tokenizer.save(folder / TOKENIZER)
         advance = stage("encoding", spool.total_bytes)
         dtype = token_dtype(tokenizer.vocab_size)
         splits, cuts = {}, {"psm": 0, "spm": 0}
         for name, members, rate in (("train", train, spec.fim_rate), ("validation", held_out, 0.0)):
             writer = SplitWriter(folder, name, dtype, spec.shard_tokens)
-            for member in members:
-                ids, kind = _encode(spool, member, tokenizer, spec.seed, rate)
+            for member, ids, cut in _encoded(spool, members, tokenizer, spec.seed, rate):
                 writer.add(ids)
                 advance(spool.sizes[member])
-                if kind:
-                    cuts[kind] += 1
+                if cut:
+                    cuts[cut] += 1
             text_bytes = sum(spool.sizes[member] for member in members)
             splits[name] = writer.close() | {"text_bytes": text_bytes}
-        advance = stage("gzip -9 of held-out documents", splits["validation"]["text_bytes"])
-        figure = gzip_bits_per_byte(_advancing(map(spool.read, held_out), advance))
-        splits["validation"]["gzip_bits_per_byte"] = figure
+        facts["changed"] = _changed(spool, held_out, tokenizer)
+        splits["validation"] |= _compressors(spool, held_out, stage)
+        prompt = sample_prompt(spool.read, held_out)
     index = {
         "format_version": FORMAT_VERSION,
+        "command": spec.command(),
         "arguments": spec.arguments(),
-        "source": {"description": source.description, "files": len(source.files)},
+        "source": {
+            "description": source.description,
+            "files": len(source.files),
+            "notes": list(source.notes),
+        },
         "documents": counts | {"kept": len(train) + len(held_out)},
         "dtype": dtype,
         "vocab_size": tokenizer.vocab_size,
-        "special_ids": {name: i for i, name in enumerate(SPECIALS)},
-        "tokenizer": file_entry(folder / TOKENIZER) | learned,
+        "special_ids": {name: i for i, name in sorted(tokenizer.special_names.items())},
+        "tokenizer": file_entry(folder / TOKENIZER) | facts,
         "fill_in_the_middle": cuts,
+        "sample_prompt": prompt,
         "splits": splits,
     }
     write_index(folder, index)
+
+
+def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
+    """The tokenizer that the spec names and where it is from; None if one is to be learned."""
+    if not spec.tokenizer:
+        return None
+    path = Path(spec.tokenizer)
+    path = path / TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"tokenizer={path}: no such file. Fix: give a tokenizer.json or a corpus.")
+    tokenizer = CorpusTokenizer.load(path, spec.eos)
+    if spec.fim_rate and tokenizer.specials.fim is None:
+        rule = f"{path} has no special tokens {' '.join(specials.FIM_NAMES[0])}"
+        raise config_error("fim_rate", spec.fim_rate, rule, "use --fim-rate 0")
+    marks = specials.words(tokenizer.inner, tokenizer.specials)
+    return tokenizer, {"given": str(path), "marks": marks}
 
 
 def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> dict[str, int]:
@@ -189,62 +160,104 @@ def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> d
         elif not spool.add(text.encode()):
             counts["duplicates"] += 1
         advance(read_bytes)
+    if len(spool.digests) < 2:
+        found = f"{len(spool.digests)} different documents with text"
+        broken = counts["invalid_utf8"]
+        latin = f", {broken} are not UTF-8 (iconv -t UTF-8 converts)" if broken else ""
+        raise DataError(
+            f"source={spec.source}: {found}{latin}, a corpus needs 2 (one is held out). "
+            "Fix: give more files, check --globs and --field, or cut files (--document-bytes 4096)."
+        )
     return counts
 
 
 def _split(spec: CorpusSpec, spool: Spool) -> tuple[list[int], list[int]]:
     """Numbers of the training and of the held-out documents, each shuffled by (seed, hash)."""
     digests = spool.digests
-    if len(digests) < 2:
-        raise DataError(
-            f"source={spec.source}: {len(digests)} different documents with text, a corpus needs 2 "
-            "(one is held out). Fix: give more files, or check --globs and --field."
-        )
-    held_out = {i for i, d in enumerate(digests) if in_validation(d, spec.validation_fraction)}
-    by_hash = sorted(range(len(digests)), key=digests.__getitem__)
-    if not held_out:  # a small corpus holds out the document that comes next by the same rule
-        held_out = {by_hash[0]}
-    if len(held_out) == len(digests):
-        held_out.remove(by_hash[-1])
+    held_out = choose_held_out(digests, spool.sizes, spec.validation_fraction)
 
     def place(i: int) -> bytes:
         return hashlib.sha256(b"order\0%d\0" % spec.seed + digests[i]).digest()
 
-    order = sorted(by_hash, key=place)
+    order = sorted(range(len(digests)), key=place)
     return [i for i in order if i not in held_out], [i for i in order if i in held_out]
 
 
 def _learn(
     spec: CorpusSpec, spool: Spool, train: list[int], stage: Stage
-) -> tuple[CodeTokenizer, dict[str, int]]:
-    """A tokenizer of the first training documents, and how many documents and bytes those are."""
+) -> tuple[CorpusTokenizer, dict[str, Any]]:
+    """A tokenizer of the first training documents, and from how much of which kind of text."""
     ends = np.cumsum([spool.sizes[i] for i in train])
     count = min(len(train), int(np.searchsorted(ends, spec.tokenizer_bytes)) + 1)
-    learned = {"learned_documents": count, "learned_bytes": int(ends[count - 1])}
-    advance = stage("learning the tokenizer", learned["learned_bytes"])
+    kind, why = spec.text_kind, "given"
+    if kind == "auto":
+        kind, why = text_kind(spool.read(i).decode() for i in train[:count])
+    facts: dict[str, Any] = {"learned_documents": count, "learned_bytes": int(ends[count - 1])}
+    advance = stage("learning the tokenizer", facts["learned_bytes"])
 
     def batches() -> Iterator[list[str]]:
-        batch, size = [], 0
-        for raw in _advancing(map(spool.read, train[:count]), advance):
-            batch.append(raw.decode())
-            size += len(raw)
-            if size >= BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
+        for batch in _batches(spool, train[:count]):
+            yield [spool.read(i).decode() for i in batch]
+            advance(sum(spool.sizes[i] for i in batch))
+
+    tokenizer = CorpusTokenizer.train(batches(), spec.vocab_size or VOCAB_SIZE, kind)
+    return tokenizer, facts | {"text_kind": kind, "reason": why}
+
+
+def _encoded(
+    spool: Spool, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
+) -> Iterator[tuple[int, np.ndarray, str]]:
+    """Each document as `BOS tokens EOS`, and psm or spm if it was cut; whole ones go together."""
+    marks = tokenizer.specials
+    begin, end = (np.array([i], np.uint32) for i in (marks.bos, marks.eos))
+    for batch in _batches(spool, members):
+        texts = [spool.read(i).decode() for i in batch]
+        digests = [spool.digests[i] for i in batch]
+        cuts = [fim.cut(t, d, seed, rate) for t, d in zip(texts, digests, strict=True)]
+        uncut = [text for text, parts in zip(texts, cuts, strict=True) if parts is None]
+        whole = iter(tokenizer.encode_many(uncut))
+        for member, parts in zip(batch, cuts, strict=True):
+            if parts is None:
+                ids, kind = next(whole), ""
+            else:
+                assert marks.fim is not None, "checked before the source was read"
+                ids = fim.arrange(parts, tokenizer.encode, marks.fim)
+                kind = "spm" if parts.suffix_first else "psm"
+            yield member, np.concatenate([begin, ids, end]), kind
+
+
+def _changed(spool: Spool, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
+    """How many held-out documents the tokenizer doesn't give back exactly."""
+    count = 0
+    for batch in _batches(spool, held_out):
+        texts = [spool.read(i).decode() for i in batch]
+        ids = tokenizer.encode_many(texts)
+        count += sum(tokenizer.decode(i.tolist()) != t for i, t in zip(ids, texts, strict=True))
+    return count
+
+
+def _compressors(spool: Spool, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
+    """What gzip and xz make of the held-out documents."""
+    total = sum(spool.sizes[i] for i in held_out)
+    advance = stage("gzip -9 of held-out documents", total)
+    alone = gzip_bits_per_byte(_advancing(map(spool.read, held_out), advance))
+    advance = stage("xz -9 of held-out documents", total)
+    stream, taken = xz_bits_per_byte(_advancing(map(spool.read, held_out), advance), total)
+    return {"gzip_bits_per_byte": alone, "xz_bits_per_byte": stream, "xz_bytes": taken}
+
+
+def _batches(spool: Spool, members: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of documents of about BATCH_BYTES."""
+    batch: list[int] = []
+    size = 0
+    for member in members:
+        batch.append(member)
+        size += spool.sizes[member]
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch
-
-    return CodeTokenizer.train(batches(), spec.vocab_size), learned
-
-
-def _encode(
-    spool: Spool, member: int, tokenizer: CodeTokenizer, seed: int, rate: float
-) -> tuple[np.ndarray, str]:
-    """`BOS tokens EOS` of a document, and psm or spm if it was cut."""
-    text = spool.read(member).decode()
-    parts = fim.cut(text, spool.digests[member], seed, rate)
-    ids = tokenizer.encode(text) if parts is None else fim.arrange(parts, tokenizer.encode)
-    kind = "" if parts is None else "spm" if parts.suffix_first else "psm"
-    return np.concatenate([np.array([BOS], np.uint32), ids, np.array([EOS], np.uint32)]), kind
 
 
 def _existing(spec: CorpusSpec, out: Path) -> dict[str, Any] | None:

@@ -1,12 +1,14 @@
 """A corpus on disk: token shards, document offsets, tokenizer, and an index that vouches for all.
 
-    index.json            counts, hashes and arguments (`read_index` checks its own hash)
-    tokenizer.json        byte-level BPE (CodeTokenizer.token_bytes_V: UTF-8 bytes of each id)
-    train-00000.bin ...   token ids, uint16 or uint32, little-endian; a shard ends with a document
-    train-documents.bin   uint64: where each document starts in the split, and the end
-    validation-...        the same for the held-out documents
+    index.json              counts, hashes and arguments (`read_index` checks its own hash)
+    tokenizer.json          CorpusTokenizer.token_bytes_V: UTF-8 bytes of each id
+    tokenizer_config.json   which special tokens stand around documents
+    train-00000.bin ...     token ids, uint16 or uint32, little-endian; a shard ends with a document
+    train-documents.bin     uint64: where each document starts in the split, and the end
+    validation-...          the same for the held-out documents
 
-A split is one stream of documents, `BOS tokens... EOS` each, in index order.
+A split is one stream of documents, `BOS tokens... EOS` each, in index order. The index holds a
+CRC-32 of every 256 KiB of a shard; a reader checks a block when it first reads from it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from array import array
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,10 +26,11 @@ import numpy as np
 from megacpp.data.tokenizer import file_sha256
 from megacpp.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no sums of blocks
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
+BLOCK_BYTES = 1 << 18
 AGAIN = "Fix: run `megacpp data prepare --force` with the --source and --out of this corpus"
 
 
@@ -50,6 +54,7 @@ class SplitWriter:
         self.shards: list[dict[str, Any]] = []
         self.file: BinaryIO | None = None
         self.hash = hashlib.sha256()
+        self.blocks = BlockSums()
 
     def add(self, ids: np.ndarray) -> None:
         """Appends one document, whole; a shard closes once it holds `shard_tokens` or more."""
@@ -57,9 +62,11 @@ class SplitWriter:
             name = f"{self.split}-{len(self.shards):05d}.bin"
             self.shards.append({"file": name, "tokens": 0, "documents": 0})
             self.file, self.hash = (self.folder / name).open("wb"), hashlib.sha256()
+            self.blocks = BlockSums()
         raw = ids.astype(self.dtype).tobytes()
         self.file.write(raw)
         self.hash.update(raw)
+        self.blocks.update(raw)
         self.offsets.append(self.offsets[-1] + len(ids))
         self.shards[-1]["tokens"] += len(ids)
         self.shards[-1]["documents"] += 1
@@ -84,41 +91,101 @@ class SplitWriter:
             os.fsync(self.file.fileno())
             size = self.file.tell()
             self.file.close()
-            self.shards[-1] |= {"bytes": size, "sha256": self.hash.hexdigest()}
+            sums = {"sha256": self.hash.hexdigest(), "blocks": self.blocks.hexdigests()}
+            self.shards[-1] |= {"bytes": size, **sums}
             self.file = None
 
 
+class BlockSums:
+    """CRC-32 of each BLOCK_BYTES of a file that is written in pieces."""
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._room = 0  # bytes that the last block still takes
+
+    def update(self, raw: bytes) -> None:
+        """Adds bytes at the end."""
+        view = memoryview(raw)
+        while view:
+            if not self._room:
+                self._sums.append(0)
+                self._room = BLOCK_BYTES
+            piece, view = view[: self._room], view[self._room :]
+            self._sums[-1] = zlib.crc32(piece, self._sums[-1])
+            self._room -= len(piece)
+
+    def hexdigests(self) -> str:
+        """Eight hexadecimal digits a block, end to end."""
+        return "".join(f"{value:08x}" for value in self._sums)
+
+
 class SplitReader:
-    """One split as a stream of tokens over memory-mapped shards."""
+    """One split as a stream of tokens over memory-mapped shards.
+
+    Attributes:
+        checked: blocks that were compared with the index so far.
+    """
 
     def __init__(self, folder: Path, split: str, index: dict[str, Any]) -> None:
         entry = index["splits"][split]
         dtype = little_endian(index["dtype"])
         self.split, self.vocab_size = split, index["vocab_size"]
         self.tokens, self.documents = entry["tokens"], entry["documents"]
+        self.fix = again(index, folder)
         self.names = [shard["file"] for shard in entry["shards"]]
+        self.sums = [bytes.fromhex(shard["blocks"]) for shard in entry["shards"]]
+        self.sound = [bytearray(len(sums) // 4) for sums in self.sums]
+        self.checked = 0
         self.shards = [np.memmap(folder / name, dtype, "r") for name in self.names]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
         self.offsets = np.memmap(folder / entry["offsets"]["file"], "<u8", "r")
         if self.starts[-1] != self.tokens or len(self.offsets) != self.documents + 1:
-            raise DataError(f"{folder}: {split} shards and index disagree on counts. {AGAIN}.")
+            raise DataError(f"{folder}: {split} shards and index disagree on counts. {self.fix}.")
 
     def read(self, start: int, stop: int, place: str) -> np.ndarray:
-        """int64 tokens `[start, stop)`; DataError that names shard and `place` for a foreign id."""
+        """int64 tokens `[start, stop)`.
+
+        Raises:
+            DataError: a block differs from the index (names shard, block and documents), or an id
+                is outside the vocabulary (names shard and `place`).
+        """
         first = int(np.searchsorted(self.starts, start, "right")) - 1
         last = int(np.searchsorted(self.starts, stop, "left"))
         pieces = []
         for i in range(first, last):
             low = int(self.starts[i])
-            piece = self.shards[i][max(start - low, 0) : stop - low].astype(np.int64)
+            begin, end = max(start - low, 0), min(stop - low, len(self.shards[i]))
+            self._check_blocks(i, begin, end)
+            piece = self.shards[i][begin:end].astype(np.int64)
             if len(piece) and piece.max() >= self.vocab_size:
                 at = int(np.argmax(piece >= self.vocab_size))
                 raise DataError(
                     f"{self.names[i]} {place}: token {max(start, low) + at} of the split has id "
-                    f"{piece[at]}, not below vocab_size {self.vocab_size}. {AGAIN}."
+                    f"{piece[at]}, not below vocab_size {self.vocab_size}. {self.fix}."
                 )
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _check_blocks(self, i: int, begin: int, end: int) -> None:
+        """Compare the blocks of shard `i` that hold its tokens `[begin, end)`, each once."""
+        raw, sound = self.shards[i].view(np.uint8), self.sound[i]
+        width = self.shards[i].itemsize
+        for block in range(begin * width // BLOCK_BYTES, -(-end * width // BLOCK_BYTES)):
+            if sound[block]:
+                continue
+            first = block * BLOCK_BYTES
+            found = zlib.crc32(raw[first : first + BLOCK_BYTES].tobytes())
+            if found != int.from_bytes(self.sums[i][4 * block : 4 * block + 4], "big"):
+                last = min(first + BLOCK_BYTES, len(raw))
+                tokens = (int(self.starts[i]) + at // width for at in (first, last - 1))
+                one, two = (int(np.searchsorted(self.offsets, t, "right")) - 1 for t in tokens)
+                raise DataError(
+                    f"{self.names[i]} block {block} (bytes {first:,} to {last:,}, documents "
+                    f"{one} to {two} of {self.split}): its CRC-32 differs from the index "
+                    f"(corrupt). {self.fix}."
+                )
+            sound[block] = 1
+            self.checked += 1
 
     def document_ids(self, start: int, stop: int) -> np.ndarray:
         """int64: which document of the split each token of `[start, stop)` belongs to."""
@@ -156,12 +223,20 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
             f"data.path={folder}: holds no {INDEX}, so it is no corpus. "
             f"Fix: run `megacpp data prepare` with another --out, or check the path."
         )
-    index = _parse_index(folder / INDEX)
-    entries = [e for s in SPLITS for e in (*index["splits"][s]["shards"], _offsets(index, s))]
-    for entry in entries:
-        _check_file(folder, entry, verify)
-    _check_file(folder, index["tokenizer"], verify=True)  # small, and every figure rests on it
+    index = _parse_index(folder)
+    fix = again(index, folder)
+    for split in SPLITS:
+        for entry in index["splits"][split]["shards"]:
+            _check_file(folder, entry, verify, fix)
+        # Every row is cut where these say; eight bytes a document.
+        _check_file(folder, _offsets(index, split), True, fix)
+    _check_file(folder, index["tokenizer"], True, fix)  # small, and every figure rests on it
     return index
+
+
+def again(index: dict[str, Any], folder: Path) -> str:
+    """The command that makes a corpus again, as a fix."""
+    return f"Fix: run `{index['command']} --out {folder} --force`"
 
 
 def fingerprint(index: dict[str, Any]) -> str:
@@ -178,7 +253,8 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def _parse_index(path: Path) -> dict[str, Any]:
+def _parse_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version, own_hash = index["format_version"], index.pop("sha256")
@@ -186,26 +262,29 @@ def _parse_index(path: Path) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: cannot be read as an index ({reason}). {AGAIN}.") from None
     if version != FORMAT_VERSION:
+        source = index.get("arguments", {}).get("source", "FOLDER")
         raise DataError(
-            f"{path}: format_version {version}, this megacpp reads {FORMAT_VERSION}. {AGAIN}."
+            f"{path}: made by another edition of megacpp (format {version}, this one reads "
+            f"{FORMAT_VERSION}). "
+            f"Fix: run `megacpp data prepare {source} --out {folder} --force`, same settings."
         )
     if own_hash != _index_sha256(index):
         raise DataError(f"{path}: its content does not match its own hash (changed). {AGAIN}.")
     return index
 
 
-def _check_file(folder: Path, entry: dict[str, Any], verify: bool) -> None:
+def _check_file(folder: Path, entry: dict[str, Any], verify: bool, fix: str) -> None:
     path = folder / entry["file"]
     if path.parent != folder:
-        raise DataError(f"{folder}: the index points outside ({entry['file']}). {AGAIN}.")
+        raise DataError(f"{folder}: the index points outside ({entry['file']}). {fix}.")
     if not path.is_file():
-        raise DataError(f"{path}: missing, the index lists it. {AGAIN}.")
+        raise DataError(f"{path}: missing, the index lists it. {fix}.")
     size = path.stat().st_size
     if size != entry["bytes"]:
         what = "truncated" if size < entry["bytes"] else "too long"
-        raise DataError(f"{path}: {what} ({size} bytes, index says {entry['bytes']}). {AGAIN}.")
+        raise DataError(f"{path}: {what} ({size} bytes, index says {entry['bytes']}). {fix}.")
     if verify and file_sha256(path) != entry["sha256"]:
-        raise DataError(f"{path}: SHA-256 differs from the index (corrupt). {AGAIN}.")
+        raise DataError(f"{path}: SHA-256 differs from the index (corrupt). {fix}.")
 
 
 def _offsets(index: dict[str, Any], split: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where documents come from: torch's headers, a folder, .jsonl[.zst] or .parquet files.
+"""Where documents come from: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files.
 
 Every reader yields `Item`s; a text that is no valid UTF-8 comes as None, so that the caller can
 count and skip it. Nothing here imports torch, and optional libraries load inside functions.
@@ -6,24 +6,26 @@ count and skip it. Nothing here imports torch, and optional libraries load insid
 
 from __future__ import annotations
 
-import fnmatch
+import gzip
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from megacpp.errors import DataError, config_error, did_you_mean
+from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
+from megacpp.errors import DataError, did_you_mean
 
 TORCH_HEADERS = "torch-headers"
-DEFAULT_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
-RECORD_SUFFIXES = (".jsonl", ".jsonl.zst", ".parquet")
+FIELDS = ("text", "content")  # looked for, in this order, where none is given
 PIECE_BYTES = 1 << 20
+LONGEST = 1 << 24  # bytes of a document of a text file
+LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a lone text file: about so many, and how short
 
 
 class Item(NamedTuple):
@@ -35,42 +37,60 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Files to read, in a fixed order, and one line that says what they are."""
+    """Files to read, in a fixed order.
+
+    Attributes:
+        description: one line that says what they are.
+        notes: lines about what was left out or cut.
+        document_bytes: longer text files are cut.
+    """
 
     description: str
     files: tuple[Path, ...]
     total_bytes: int
+    notes: tuple[str, ...] = ()
+    document_bytes: int = LONGEST
 
 
-def find_source(source: str, globs: Sequence[str]) -> Source:
-    """Resolves `torch-headers`, a folder, or one record file to the files to read.
+def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0) -> Source:
+    """Resolves `torch-headers`, a folder, or one file to the files to read.
+
+    Args:
+        globs: which files of a folder (none: every text and record file).
+        document_bytes: longer text files are cut at blank lines (0: 16 MiB; a lone text file into
+            about 1,024 documents).
 
     Raises:
-        ConfigError: a file of unknown kind.
-        DataError: nothing there, or no file matches the globs.
+        DataError: nothing there, or no file to take.
     """
     if source == TORCH_HEADERS:
-        folder, kind = torch_headers(), f"torch {_torch_version()} headers"
+        folder, globs = torch_headers(), globs or CPP_GLOBS
+        kind = f"torch {_torch_version()} headers"
     else:
         folder, kind = Path(source), f"folder {source}"
     if folder.is_file():
-        if not folder.name.endswith(RECORD_SUFFIXES):
-            kinds = ", ".join(RECORD_SUFFIXES)
-            raise config_error(
-                "source", source, f"must be a folder or a {kinds} file", "give its folder instead"
-            )
-        return _source(f"file {source}", [folder])
+        return _one_file(folder, document_bytes)
     if not folder.is_dir():
         raise DataError(f"source={source}: no such folder or file. Fix: check the path.")
-    try:
-        files = list(_matching(folder, globs))
-    except OSError as error:
-        raise DataError(f"source={source}: {error}. Fix: check the rights of the folder.") from None
-    if not files:
-        raise DataError(
-            f"source={source}: no file matches {' '.join(globs)}. Fix: give other --globs."
-        )
-    return _source(f"{kind} ({' '.join(globs)})", files)
+    chosen = choose_files(folder, globs)
+    notes = chosen.skipped
+    longest = document_bytes or LONGEST
+    sizes = [f.stat().st_size for f in chosen.files]
+    long = sum(size > longest for f, size in zip(chosen.files, sizes, strict=True) if _plain(f))
+    if long:
+        notes = [*notes, f"{long:,} files above {longest:,} bytes are cut at blank lines"]
+    name = f"{kind} ({chosen.taken})"
+    return Source(name, tuple(chosen.files), sum(sizes), tuple(notes), longest)
+
+
+def _one_file(path: Path, document_bytes: int) -> Source:
+    """A record file as it is; a text file cut into documents, because some must be held out."""
+    size = path.stat().st_size
+    if not _plain(path):
+        return Source(f"file {path}", (path,), size)
+    longest = document_bytes or min(LONGEST, max(LONE_SHORTEST, size // LONE_DOCUMENTS))
+    note = f"one text file: cut at blank lines into documents of up to {longest:,} bytes"
+    return Source(f"file {path}", (path,), size, (note,), longest)
 
 
 def torch_headers() -> Path:
@@ -86,8 +106,11 @@ def torch_headers() -> Path:
     return folder
 
 
-def read_items(source: Source, field: str) -> Iterator[Item]:
-    """Every document of a source; record files give one per record, other files one each.
+def read_items(source: Source, field: str = "") -> Iterator[Item]:
+    """Every document of a source; record files give one per record, text files one or more.
+
+    Args:
+        field: of the text in records (empty: text or content).
 
     Raises:
         DataError: unreadable file, broken record, missing or non-text field.
@@ -99,36 +122,46 @@ def read_items(source: Source, field: str) -> Iterator[Item]:
             elif path.name.endswith(RECORD_SUFFIXES):
                 yield from _json_lines(path, field)
             else:
-                raw = path.read_bytes()
-                yield Item(_utf8(raw), len(raw))
+                yield from _text_file(path, source.document_bytes)
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror or error}). Fix: check the file."
             ) from None
 
 
-def _source(description: str, files: Sequence[Path]) -> Source:
-    return Source(description, tuple(files), sum(f.stat().st_size for f in files))
+def _plain(path: Path) -> bool:
+    return not path.name.endswith(RECORD_SUFFIXES)
 
 
-def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
-    """Files whose name (or path below `folder`, for a glob with a slash) matches, sorted."""
+def _text_file(path: Path, longest: int) -> Iterator[Item]:
+    """A text file as one document, or cut into several of at most `longest` bytes."""
+    rest = b""
+    with path.open("rb") as file:
+        while piece := file.read(max(longest, PIECE_BYTES)):
+            rest += piece
+            while len(rest) > longest:
+                end = _cut(rest, longest)
+                yield Item(_utf8(rest[:end]), end)
+                rest = rest[end:]
+    yield Item(_utf8(rest), len(rest))
 
-    def unreadable(error: OSError) -> None:  # os.walk would leave the folder out without a word
-        raise error
 
-    for parent, folders, names in os.walk(folder, onerror=unreadable):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(parent, name)
-            below = path.relative_to(folder).as_posix()
-            wanted = any(fnmatch.fnmatchcase(below if "/" in g else name, g) for g in globs)
-            if wanted and path.is_file():  # no dead link, no pipe
-                yield path
+def _cut(raw: bytes, longest: int) -> int:
+    """Where a document of at most `longest` bytes ends: a blank line, a line, a word, a character.
+
+    A cut that leaves less than half is not taken.
+    """
+    for mark in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
+        end = raw.rfind(mark, longest // 2, longest)
+        if end >= 0:
+            return end + len(mark)
+    inside = (i for i in range(4) if longest > i and raw[longest - i] & 0xC0 != 0x80)
+    return longest - next(inside, 0)  # a character has four bytes at most
 
 
 def _json_lines(path: Path, field: str) -> Iterator[Item]:
-    lines = _zst_lines(path) if path.name.endswith(".zst") else _plain_lines(path)
+    readers = {".zst": _zst_lines, ".gz": _gz_lines}
+    lines = readers.get(path.suffix, _plain_lines)(path)
     for number, (raw, read_bytes) in enumerate(lines, start=1):
         if not raw.strip():
             continue
@@ -144,11 +177,8 @@ def _field(line: str, field: str, path: Path, number: int) -> str | None:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: no valid JSON ({error}). Fix: repair or drop it.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: is no JSON object. Fix: write {{{field!r}: text}} a line.")
-    if field not in record:
-        raise DataError(
-            f"{where}: has no field {field!r}. Fix: choose --field ({_hint(field, record)})."
-        )
+        raise DataError(f"{where}: is no JSON object. Fix: write {{'text': ...}} a line.")
+    field = _present(field, record, where, "field")
     text = record[field]
     if not isinstance(text, str):
         kind = type(text).__name__
@@ -160,6 +190,22 @@ def _plain_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     with path.open("rb") as file:
         for line in file:
             yield line, len(line)
+
+
+def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Lines of a gzip file; compressed bytes count for the line that needed them."""
+    with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
+        consumed = 0
+        try:
+            for line in file:
+                yield line, raw.tell() - consumed
+                consumed = raw.tell()
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path}: corrupt gzip data ({error}). Fix: copy it again.") from None
+        except EOFError:
+            raise DataError(
+                f"{path}: the gzip data ends early (truncated). Fix: copy it again."
+            ) from None
 
 
 def _zst_lines(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -203,10 +249,7 @@ def _parquet(path: Path, field: str) -> Iterator[Item]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if field not in names:
-                raise DataError(
-                    f"{path}: has no column {field!r}. Fix: choose --field ({_hint(field, names)})."
-                )
+            field = _present(field, names, str(path), "column")
             share = path.stat().st_size / max(1, file.metadata.num_rows)
             done = 0
             for batch in file.iter_batches(batch_size=256, columns=[field]):
@@ -250,8 +293,15 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _hint(field: str, names: object) -> str:
-    return did_you_mean(field, [str(n) for n in names])  # type: ignore[union-attr]
+def _present(field: str, names: Iterable[object], where: str, what: str) -> str:
+    """The given field, or the first of FIELDS that a record has."""
+    known = [str(name) for name in names]
+    found = next((f for f in ([field] if field else FIELDS) if f in known), None)
+    if found is None:
+        wanted = repr(field) if field else " or ".join(map(repr, FIELDS))
+        hint = did_you_mean(field or FIELDS[0], known)
+        raise DataError(f"{where}: has no {what} {wanted}. Fix: choose --field ({hint}).")
+    return found
 
 
 def _torch_version() -> str:

@@ -1,4 +1,7 @@
-"""A byte-level BPE tokenizer for code: exact round trip for any text, fixed special ids.
+"""Text to ids and back: a byte-level BPE learned from the corpus, or any `tokenizer.json`.
+
+A learned tokenizer gives every text back exactly and has fixed special ids. A given one may not
+(some fold case or blanks); the corpus then says so.
 
 Legend: V ids of the vocabulary.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,47 +19,53 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megacpp.data.specials import (
+    ADDED,
+    FIM_NAMES,
+    SPECIALS,
+    Specials,
+    choose_specials,
+    named_tokens,
+    special_ids,
+    write_named_tokens,
+)
+from megacpp.data.words import CODE, PATTERNS, Kind
 from megacpp.errors import DataError
 
-# Ids of the NAM56R tokenizer line. Byte-level BPE knows every byte, so <unk> is never produced; it
-# only keeps the ids that follow in their place.
-SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>")
-PAD, UNK, BOS, EOS, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = range(len(SPECIALS))
 MIN_VOCAB = 256 + len(SPECIALS)
 MAX_VOCAB = 131_072
-
-# BPE merges inside a word and never across words. ASCII classes and no look-around: Python's `re`
-# and the tokenizer's own engine then agree on every text, and a word cut out of its text is still
-# the same word, which is what makes caching words exact.
-WORD = (
-    r"\r?\n[ \t]*"  # a line break with the indentation after it
-    r"| ?[A-Za-z_][A-Za-z0-9_]*"
-    r"| ?[0-9]{1,3}"
-    r"| ?[!-/:-@\[-\^`{-~]+"  # punctuation without the underscore
-    r"| ?[^\x00-\x7F]+"
-    r"| +"
-    r"|[\x00-\x1F\x7F]"
-)
 CACHED_WORDS = 1 << 20
-PREPARE = "prepare the corpus again, with --force"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token that stands for a byte of no letter
 
 
-class CodeTokenizer:
-    """Text to ids and back; encoding looks every distinct word up once."""
+class CorpusTokenizer:
+    """Text to ids and back.
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    Attributes:
+        specials: ids around documents.
+        vocab_size: the largest id and one.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, specials: Specials) -> None:
         inner.encode_special_tokens = True  # "<eos>" inside a text is text
-        self.inner = inner
-        self.vocab_size = inner.get_vocab_size()
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner, self.specials = inner, specials
+        self.vocab_size = max(inner.get_vocab().values()) + 1
+        self._state = json.loads(inner.to_str())
+        # Words of code are looked up; all other text goes through the library as a whole.
+        self._cached = CODE in _values(self._state["pre_tokenizer"])
         self._word_ids: dict[str, bytes] = {}
 
     @staticmethod
-    def train(texts: Iterable[Sequence[str]], vocab_size: int) -> CodeTokenizer:
+    def train(
+        texts: Iterable[Sequence[str]], vocab_size: int, kind: Kind = "code"
+    ) -> CorpusTokenizer:
         """Learns merges from batches of texts; small texts may give fewer than `vocab_size` ids."""
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
             [
-                pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated"),
+                pre_tokenizers.Split(tokenizers.Regex(PATTERNS[kind]), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -68,38 +78,51 @@ class CodeTokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        return CodeTokenizer(inner)
+        return CorpusTokenizer(inner, choose_specials(inner, {}, "", "the learned tokenizer"))
 
     @staticmethod
-    def load(path: Path) -> CodeTokenizer:
-        """From a `tokenizer.json`; DataError if it cannot be read or has other special ids."""
+    def load(path: Path, eos: str = "") -> CorpusTokenizer:
+        """Reads a `tokenizer.json`, and the `tokenizer_config.json` beside it if there is one.
+
+        Args:
+            eos: name of the special token that ends a document (empty: decide).
+
+        Raises:
+            DataError: it cannot be read, or no special token is known to end a document.
+        """
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path}: is no tokenizer ({error}). Fix: {PREPARE}.") from None
-        wrong = [name for i, name in enumerate(SPECIALS) if inner.token_to_id(name) != i]
-        if wrong:
+            first = (str(error).splitlines() or [""])[0]
             raise DataError(
-                f"{path}: special ids {' '.join(wrong)} are not in their place. Fix: {PREPARE}."
-            )
-        return CodeTokenizer(inner)
+                f"tokenizer={path}: is no tokenizer ({first}). "
+                "Fix: give a Hugging Face tokenizer.json or the folder of a corpus."
+            ) from None
+        vocab = inner.get_vocab()
+        if not vocab:
+            raise DataError(f"tokenizer={path}: has no vocabulary. Fix: give a trained one.")
+        for names in FIM_NAMES:  # some publish these as ordinary tokens, which a text could spell
+            if vocab.keys() >= set(names):
+                inner.add_special_tokens(list(names))
+        if not special_ids(inner):
+            inner.add_special_tokens([ADDED])
+        return CorpusTokenizer(inner, choose_specials(inner, named_tokens(path), eos, str(path)))
 
     def save(self, path: Path) -> None:
-        """Writes `tokenizer.json`, which the `tokenizers` library reads on its own."""
+        """Writes `tokenizer.json` and, beside it, which special tokens mark documents."""
         self.inner.save(str(path), pretty=False)
+        write_named_tokens(self.inner, self.specials, path)
 
     def encode(self, text: str) -> np.ndarray:
         """uint32 ids of a text, without any special id."""
-        words = re.findall(WORD, text)
-        cached = self._word_ids
-        new = list(set(words).difference(cached))
-        if new:
-            if len(cached) + len(new) > CACHED_WORDS:
-                cached.clear()
-                new = list(set(words))
-            for word, encoding in zip(new, self.inner.encode_batch_fast(new), strict=True):
-                cached[word] = np.asarray(encoding.ids, "<u4").tobytes()
-        return np.frombuffer(b"".join(map(cached.__getitem__, words)), "<u4")
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same for several texts, on all cores."""
+        if self._cached:
+            return [self._by_words(text) for text in texts]
+        encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The UTF-8 bytes of ids; special ids have none."""
@@ -108,22 +131,63 @@ class CodeTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; a character that the ids cut in half becomes U+FFFD."""
-        return self.decode_bytes(ids).decode(errors="replace")
+        if self._byte_level:
+            return self.decode_bytes(ids).decode(errors="replace")
+        return self.inner.decode(list(ids), skip_special_tokens=True)
+
+    @functools.cached_property
+    def special_names(self) -> dict[int, str]:
+        """Names of the special ids."""
+        marks = self.specials
+        return special_ids(self.inner, (marks.bos, marks.eos, marks.pad))
 
     @functools.cached_property
     def id_bytes(self) -> list[bytes]:
-        """UTF-8 bytes of each id, empty for special ids."""
-        byte_of = byte_letters()
+        """UTF-8 bytes of each id, empty for special ids.
+
+        Of a tokenizer that isn't byte-level: what the id adds to the text of an id before it.
+        """
         pieces = [b""] * self.vocab_size
-        for token, i in self.inner.get_vocab().items():
-            if i >= len(SPECIALS):
-                pieces[i] = bytes(byte_of[letter] for letter in token)
+        vocab = {t: i for t, i in self.inner.get_vocab().items() if i not in self.special_names}
+        if self._byte_level:
+            byte_of = byte_letters()
+            for token, i in vocab.items():
+                known = all(letter in byte_of for letter in token)
+                pieces[i] = bytes(byte_of[x] for x in token) if known else token.encode()
+            return pieces
+        anchor = next((i for t, i in vocab.items() if t.isascii() and t.isalpha()), 0)
+        alone = self.inner.decode([anchor])
+        both = self.inner.decode_batch([[anchor, i] for i in vocab.values()])
+        unknown = self._state["model"].get("unk_token")
+        for (token, i), text in zip(vocab.items(), both, strict=True):
+            byte = BYTE.fullmatch(token)
+            if byte:
+                pieces[i] = bytes([int(byte[1], 16)])
+            elif text.startswith(alone) and token != unknown:
+                pieces[i] = text[len(alone) :].encode()
         return pieces
 
     @functools.cached_property
     def token_bytes_V(self) -> np.ndarray:
         """int64: how many UTF-8 bytes each id stands for, 0 for special ids."""
         return np.array([len(piece) for piece in self.id_bytes], np.int64)
+
+    @functools.cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in _values(self._state["decoder"])
+
+    def _by_words(self, text: str) -> np.ndarray:
+        """Ids of code: every distinct word is looked up once."""
+        found = re.findall(CODE, text)
+        cached = self._word_ids
+        new = list(set(found).difference(cached))
+        if new:
+            if len(cached) + len(new) > CACHED_WORDS:
+                cached.clear()
+                new = list(set(found))
+            for word, encoding in zip(new, self.inner.encode_batch_fast(new), strict=True):
+                cached[word] = np.asarray(encoding.ids, "<u4").tobytes()
+        return np.frombuffer(b"".join(map(cached.__getitem__, found)), "<u4")
 
 
 def byte_letters() -> dict[str, int]:
@@ -141,3 +205,12 @@ def file_sha256(path: Path) -> str:
     """SHA-256 of a file as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _values(state: object) -> set[str]:
+    """All strings in the description of a part of a tokenizer."""
+    if isinstance(state, dict):
+        return set().union(*map(_values, state.values()))
+    if isinstance(state, list):
+        return set().union(*map(_values, state))
+    return {state} if isinstance(state, str) else set()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacpp.model.transfer import listed
 
-PAD = 0  # stands in front of a document: <pad> of megacpp/data/tokenizer.py
+PAD = 0  # stands in front of a document: <pad> of megacpp/data/specials.py
 
 _MAX_INT64 = 2**63 - 1
 _LAYER_STEP = 10_007  # between the seeds of neighbouring layers, as in the source

@@ -10,7 +10,7 @@ from torch import nn
 from megacpp.config import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.shards import TOKENIZER
-from megacpp.data.tokenizer import BOS, EOS
+from megacpp.data.specials import CONFIG
 from megacpp.run.sample import generate
 from megacpp.state.export import export_weights, load_exported
 
@@ -20,31 +20,34 @@ TEMPERATURE, TOP_K = 0.7, 50
 def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path) -> Path:
     """`folder/final`: weights, model configuration, tokenizer; every rank calls it."""
     extra = {"preset": config.preset, "data_fingerprint": corpus.fingerprint}
-    beside = (corpus.path / TOKENIZER,)
+    beside = (corpus.path / TOKENIZER, corpus.path / CONFIG)
     export_weights(model, folder / "final", config.model, extra, beside=beside)
     return folder / "final"
 
 
 def write_sample(corpus: Corpus, config: Config, folder: Path, device: torch.device) -> str:
-    """Continues `run.sample_prompt` with the exported weights and stores it in `samples/`.
+    """Continues the prompt with the exported weights and stores the text in `samples/`.
+
+    The prompt is `run.sample_prompt`, or that of the corpus.
 
     Main rank only: the exported model is whole and unsharded, and decoding keeps recurrent state.
     """
     if not config.run.sample_tokens:
         return ""
     model = load_exported(folder / "final", device)
+    prompt, marks = config.run.sample_prompt or corpus.sample_prompt, corpus.tokenizer.specials
     ids = generate(
         model,
-        [BOS, *(int(i) for i in corpus.tokenizer.encode(config.run.sample_prompt))],
+        [marks.bos, *(int(i) for i in corpus.tokenizer.encode(prompt))],
         config.run.sample_tokens,
         TEMPERATURE,
         TOP_K,
         config.run.seed,
-        stop_id=EOS,
+        stop_id=marks.eos,
         num_ids=corpus.vocab_size,
     )
-    text = config.run.sample_prompt + corpus.tokenizer.decode(ids)
+    text = prompt + corpus.tokenizer.decode(ids)
     path = folder / "samples" / f"step-{config.run.steps:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return text

@@ -22,6 +22,7 @@ from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
+from megacpp.run.corpus import check_corpus, vocabulary_lines
 from megacpp.run.features import feature_lines
 from megacpp.run.gate import Admission, set_allocator
 from megacpp.run.kernel_check import verify_kernels
@@ -33,21 +34,6 @@ from megacpp.run.recompute_table import table_lines as recompute_lines
 from megacpp.run.record import device_name, print_header, write_config, write_launch
 from megacpp.run.settle import settle
 from megacpp.screen import check_folder
-
-
-def check_corpus(config: Config, corpus: Corpus) -> None:
-    """Rules between the configuration and the corpus that it names.
-
-    Raises:
-        ConfigError: the vocabulary doesn't fit.
-    """
-    if corpus.vocab_size > config.model.vocab_size:
-        raise config_error(
-            "model.vocab_size",
-            config.model.vocab_size,
-            f"the corpus {config.data.path} has {corpus.vocab_size} ids",
-            f"use model.vocab_size={corpus.vocab_size} or prepare the corpus with fewer",
-        )
 
 
 def set_aside(config: Config) -> None:
@@ -186,7 +172,7 @@ def announce(
                 ("memory", admission.lines()),
                 ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
                 ("optimizer" + _whose(mesh), optimizer),
-                ("data", corpus.describe()),
+                ("data", [*corpus.describe(), *vocabulary_lines(config, corpus)]),
                 ("start", [_start_line(config, first_step), *changed]),
             ]
         )

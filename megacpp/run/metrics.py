@@ -95,10 +95,11 @@ class MetricsLog:
         for line in lines if self.active else ():
             print(line, flush=True)
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Stores validation figures in TensorBoard and evaluations.jsonl beside the metrics."""
+    def evaluation(self, step: int, values: Mapping[str, float], no_verdict: str = "") -> None:
+        """Prints validation figures and stores them in TensorBoard and evaluations.jsonl."""
         if self.active:
-            print(f"step {step + 1}: " + evaluation_line(values), flush=True)
+            lines = evaluation_lines(values, no_verdict)
+            print(f"step {step + 1}: " + "\n".join(lines), flush=True)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"validation/{name}", value, step)
@@ -139,14 +140,28 @@ class MetricsLog:
             self._board.close()
 
 
-def evaluation_line(values: dict[str, float]) -> str:
-    """The figures as a person reads them."""
-    start = f"validation: loss {values['loss']:.4f}, {values['bits_per_byte']:.4f} bits per byte"
-    over, gzip = f"{values['target_bytes']:,.0f} bytes", values["gzip_bits_per_byte"]
-    if not values["complete"]:
-        return f"{start} of the first {over} (gzip -9 of all held-out text: {gzip:.4f})"
-    won = "below" if values["bits_per_byte"] < gzip else "NOT below"
-    return f"{start}, {won} gzip -9 at {gzip:.4f} on the same {over}"
+def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
+    """The figures as a person reads them.
+
+    Args:
+        no_verdict: why the figures of compressors are no bar (`Corpus.no_verdict`).
+    """
+    over, bits = f"{values['target_bytes']:,.0f}", values["bits_per_byte"]
+    part = f"all {over} held-out bytes" if values["complete"] else f"the first {over} bytes"
+    bars = [("gzip -9", values["gzip_bits_per_byte"], "each document compressed alone")]
+    if "xz_bits_per_byte" in values:
+        bars.append(("xz -9", values["xz_bits_per_byte"], "all documents as one stream"))
+    lines = [f"validation: loss {values['loss']:.4f}, {bits:.4f} bits per byte of {part}"]
+    if no_verdict or not values["complete"]:
+        why = no_verdict or "only a part was evaluated"
+        return [
+            *lines,
+            f"  no verdict: {why}",
+            *(f"  {n} {bar:.4f}, {how}" for n, bar, how in bars),
+        ]
+    for name, bar, how in bars:
+        lines.append(f"  {'below' if bits < bar else 'NOT below'} {name} at {bar:.4f}, {how}")
+    return lines
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:

@@ -1,4 +1,6 @@
+import re
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +9,9 @@ import torch
 
 from megacpp.data.batches import IGNORED, Batch, Corpus
 from megacpp.data.order import shuffled
-from megacpp.data.shards import read_index, write_index
-from megacpp.data.tokenizer import BOS, EOS, PAD, file_sha256
+from megacpp.data.shards import BlockSums, read_index, write_index
+from megacpp.data.specials import BOS, EOS, PAD
+from megacpp.data.tokenizer import file_sha256
 from megacpp.errors import DataError
 
 SEQ_LEN = 37  # divides nothing here, so that rows start anywhere
@@ -189,7 +192,7 @@ def test_rows_past_the_end_are_empty(corpus: Corpus) -> None:
 
 
 def test_validation_documents_and_gzip(corpus: Corpus, documents: list[str]) -> None:
-    from megacpp.data.prepare import gzip_bits_per_byte
+    from megacpp.data.held_out import gzip_bits_per_byte
 
     texts = list(corpus.validation_documents())
     assert len(texts) == corpus.validation.documents and set(texts) < set(documents)
@@ -239,13 +242,86 @@ def test_truncated_and_missing_shards(damaged: Path) -> None:
     refused(damaged, r"train-00001\.bin: missing, the index lists it")
 
 
-@pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.bin", "train-documents.bin"])
-def test_one_flipped_bit_is_found_by_verify(name: str, damaged: Path) -> None:
-    raw = bytearray((damaged / name).read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (damaged / name).write_bytes(raw)
+def flip(path: Path, at: int) -> None:
+    """Inverts one byte."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0xFF
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.bin"])
+def test_one_inverted_byte_is_found_by_verify(name: str, damaged: Path) -> None:
+    flip(damaged / name, (damaged / name).stat().st_size // 2)
     Corpus(damaged, SEQ_LEN)  # sizes are right
     refused(damaged, rf"{name}: SHA-256 differs from the index \(corrupt\)", verify=True)
+
+
+def test_damaged_boundaries_are_found_at_once(damaged: Path) -> None:
+    flip(damaged / "train-documents.bin", 99)
+    refused(damaged, r"train-documents\.bin: SHA-256 differs from the index \(corrupt\)")
+
+
+@pytest.mark.parametrize("at", [0, 2 * 800 + 1, -1])
+def test_a_damaged_block_is_found_when_it_is_first_read(
+    at: int, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of the block is refused, every other row is what it was."""
+    sound = Corpus(damaged, SEQ_LEN)
+    shard = read_index(damaged)["splits"]["train"]["shards"][1]
+    before = [sound.row("train", r) for r in range(sound.rows_per_epoch)]
+    flip(damaged / shard["file"], at % shard["bytes"])
+    corpus = Corpus(damaged, SEQ_LEN)
+    first = int(corpus.train.starts[1])
+    last = first + shard["tokens"]
+    line = (
+        rf"train-00001\.bin block 0 \(bytes 0 to {shard['bytes']:,}, "
+        r"documents \d+ to \d+ of train\): its CRC-32 differs from the index "
+        r"\(corrupt\)\. Fix: run `megacpp data prepare "
+    )
+    for number, row in enumerate(before):
+        if number * SEQ_LEN + SEQ_LEN + 1 <= first or number * SEQ_LEN >= last:
+            assert (corpus.row("train", number).ids_T == row.ids_T).all()
+            continue
+        with pytest.raises(DataError, match=line) as caught:
+            corpus.row("train", number)
+        assert caught.value.exit_code == 3
+
+
+def test_each_block_is_summed_once(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of 100 bytes: a row sums the blocks that it lies in, an epoch each block once."""
+    monkeypatch.setattr("megacpp.data.shards.BLOCK_BYTES", 100)
+    index = read_index(damaged)
+    for split in ("train", "validation"):
+        for shard in index["splits"][split]["shards"]:
+            sums = BlockSums()
+            raw = (damaged / shard["file"]).read_bytes()
+            for start in range(0, len(raw), 7):  # pieces end anywhere in a block
+                sums.update(raw[start : start + 7])
+            whole = [raw[i : i + 100] for i in range(0, len(raw), 100)]
+            assert sums.hexdigests() == "".join(f"{zlib.crc32(b):08x}" for b in whole)
+            shard["blocks"] = sums.hexdigests()
+    write_index(damaged, index)
+    corpus = Corpus(damaged, SEQ_LEN)
+    corpus.row("train", 5)
+    begin, end = 2 * 5 * SEQ_LEN, 2 * (6 * SEQ_LEN + 1)  # bytes: two a token, and the last label
+    assert corpus.train.checked == -(-end // 100) - begin // 100
+    for _ in range(2):
+        for number in range(corpus.rows_per_epoch):
+            corpus.row("train", number)
+    read = corpus.rows_per_epoch * SEQ_LEN + 1
+    shards = index["splits"]["train"]["shards"]
+    left = sum(s["tokens"] for s in shards) - read  # tokens that no row needs
+    total = [-(-s["bytes"] // 100) for s in shards]
+    total[-1] = -(-(shards[-1]["bytes"] - 2 * left) // 100)
+    assert corpus.train.checked == sum(total)
+    flip(damaged / "train-00001.bin", 250)
+    broken = Corpus(damaged, SEQ_LEN)
+    with pytest.raises(DataError, match=r"block 2 \(bytes 200 to 300, documents") as caught:
+        broken.train.read(int(broken.train.starts[1]), int(broken.train.starts[2]), "all")
+    one, two = map(int, re.findall(r"documents (\d+) to (\d+)", str(caught.value))[0])
+    tokens = range(int(broken.train.starts[1]) + 100, int(broken.train.starts[1]) + 150)
+    ids = broken.train.document_ids(tokens[0], tokens[-1] + 1)
+    assert (one, two) == (ids[0], ids[-1])
 
 
 def test_foreign_tokenizer(damaged: Path) -> None:
@@ -260,8 +336,12 @@ def test_index_damage(damaged: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace('"vocab_size": 400', '"vocab_size": 401', 2))
     refused(damaged, r"index\.json: its content does not match its own hash")
-    path.write_text(text.replace('"format_version": 1', '"format_version": 2'))
-    refused(damaged, r"index\.json: format_version 2, this megacpp reads 1")
+    path.write_text(text.replace('"format_version": 2', '"format_version": 1'))
+    refused(
+        damaged,
+        r"index\.json: made by another edition of megacpp \(format 1, this one reads 2\)\. "
+        rf"Fix: run `megacpp data prepare \S+ --out {damaged} --force`",
+    )
     for broken in (text[:100], "[]", "{}", "[" * 100_000):
         path.write_text(broken)
         refused(damaged, r"index\.json: cannot be read as an index")
@@ -286,6 +366,11 @@ def test_an_id_outside_the_vocabulary_names_shard_and_row(damaged: Path) -> None
     ids = np.fromfile(damaged / "train-00001.bin", "<u2")
     ids[3] = 60_000
     ids.tofile(damaged / "train-00001.bin")
+    sums = BlockSums()
+    sums.update(ids.tobytes())  # written like that, not damaged
+    index = read_index(damaged)
+    index["splits"]["train"]["shards"][1]["blocks"] = sums.hexdigests()
+    write_index(damaged, index)
     corpus = Corpus(damaged, SEQ_LEN)
     row = (first + 3) // SEQ_LEN
     global_row = next(g for g in range(corpus.rows_per_epoch) if corpus.split_row(g) == row)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megacpp.data import fim
-from megacpp.data.tokenizer import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, CodeTokenizer
+from megacpp.data.specials import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
+from megacpp.data.tokenizer import CorpusTokenizer
 
 
 def sha256(text: str) -> bytes:
@@ -12,11 +13,11 @@ def sha256(text: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(documents: list[str]) -> CodeTokenizer:
-    return CodeTokenizer.train([documents], 400)
+def tokenizer(documents: list[str]) -> CorpusTokenizer:
+    return CorpusTokenizer.train([documents], 400)
 
 
-def test_every_cut_restores_the_document(tokenizer: CodeTokenizer, documents: list[str]) -> None:
+def test_every_cut_restores_the_document(tokenizer: CorpusTokenizer, documents: list[str]) -> None:
     orders = set()
     for text in [*documents, "x", "🙂", "🙂ß"]:
         for seed in range(4):

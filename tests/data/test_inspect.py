@@ -8,7 +8,7 @@ from megacpp.cli.data import InspectArgs, PrepareArgs, inspect, prepare
 from megacpp.data.batches import IGNORED, Corpus
 from megacpp.data.inspect import row_headline, row_text, view_rows
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
-from megacpp.data.tokenizer import BOS, EOS
+from megacpp.data.specials import BOS, EOS
 from megacpp.errors import ConfigError
 from tests.data.conftest import write_folder
 

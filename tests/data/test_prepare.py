@@ -2,20 +2,29 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megacpp.cli.data import PrepareArgs
+from megacpp.cli.data import prepare as prepare_command
+from megacpp.cli.main import main
 from megacpp.data import fim, prepare
-from megacpp.data.prepare import CorpusSpec, ensure_corpus, gzip_bits_per_byte
+from megacpp.data.held_out import gzip_bits_per_byte
+from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import SPLITS, SplitReader, SplitWriter, fingerprint, token_dtype
+from megacpp.data.specials import BOS, EOS, FIM_PREFIX
 from megacpp.data.spool import Spool
-from megacpp.data.tokenizer import BOS, EOS, FIM_PREFIX, CodeTokenizer
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
 from tests.data.conftest import write_folder
 
@@ -38,7 +47,7 @@ def split_ids(path: Path, split: str) -> list[list[int]]:
 
 
 def split_texts(path: Path, split: str) -> list[str]:
-    tokenizer = CodeTokenizer.load(path / "tokenizer.json")
+    tokenizer = CorpusTokenizer.load(path / "tokenizer.json")
     return [tokenizer.decode(ids) for ids in split_ids(path, split)]
 
 
@@ -75,7 +84,7 @@ def test_index_counts_and_hashes(corpus_path: Path) -> None:
         assert offsets.tolist() == np.cumsum([0, *lengths]).tolist()
     assert set(index["special_ids"]) >= {"<bos>", "<eos>", "<fim_middle>"}
     assert sorted(f.name for f in corpus_path.iterdir()) == sorted(
-        ["index.json", "tokenizer.json"]
+        ["index.json", "tokenizer.json", "tokenizer_config.json"]
         + [f"{s}-documents.bin" for s in SPLITS]
         + [e["file"] for s in SPLITS for e in index["splits"][s]["shards"]]
     )
@@ -140,14 +149,14 @@ def test_tokenizer_learns_from_training_documents_only(
     spec: CorpusSpec, corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    real = CodeTokenizer.train
+    real = CorpusTokenizer.train
 
-    def spy(batches, vocab_size):
+    def spy(batches, vocab_size, kind):
         batches = list(batches)
         seen.extend(text for batch in batches for text in batch)
-        return real(batches, vocab_size)
+        return real(batches, vocab_size, kind)
 
-    monkeypatch.setattr(CodeTokenizer, "train", staticmethod(spy))
+    monkeypatch.setattr(CorpusTokenizer, "train", staticmethod(spy))
     ensure_corpus(spec, tmp_path / "all")
     train = split_texts(corpus_path, "train")
     assert seen == train
@@ -172,7 +181,7 @@ def test_fill_in_the_middle_spares_validation(
     counts = made.index["fill_in_the_middle"]
     assert counts["psm"] > 0 and counts["spm"] > 0
     assert counts["psm"] + counts["spm"] == len(cut) < len(train)
-    tokenizer = CodeTokenizer.load(made.path / "tokenizer.json")
+    tokenizer = CorpusTokenizer.load(made.path / "tokenizer.json")
     restored = [tokenizer.decode(fim.restore(np.array(ids)).tolist()) for ids in train]
     assert restored == split_texts(corpus_path, "train")
 
@@ -211,6 +220,16 @@ def test_other_arguments_need_force(spec: CorpusSpec, tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
+def test_the_index_has_the_command_that_makes_it_again(spec: CorpusSpec, tmp_path: Path) -> None:
+    odd = dataclasses.replace(spec, globs=("*.h", "a b/*.x"), fim_rate=0.25, text_kind="prose")
+    first = ensure_corpus(odd, tmp_path / "out").index
+    words = [*shlex.split(first["command"]), "--out", str(tmp_path / "out"), "--force"]
+    assert words[:3] == ["megacpp", "data", "prepare"]
+    assert main(words[1:]) == 0
+    assert load(tmp_path / "out")["arguments"] == first["arguments"]
+    assert fingerprint(load(tmp_path / "out")) == fingerprint(first)
+
+
 def test_a_foreign_folder_is_never_replaced(spec: CorpusSpec, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear")
@@ -240,6 +259,22 @@ def test_an_interrupted_call_leaves_nothing_behind(
     assert sorted(str(f) for f in tmp_path.rglob("*")) == before
 
 
+def test_a_terminated_command_leaves_nothing_behind(
+    spec: CorpusSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminated(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(prepare, "write_index", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    args = PrepareArgs(spec.source, vocab_size=300, out=str(tmp_path / "out"))
+    with pytest.raises(SystemExit) as caught:
+        prepare_command(args)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) == before
+
+
 def test_two_processes_at_once(
     spec: CorpusSpec, corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,14 +295,21 @@ def test_two_processes_at_once(
     [
         ({"vocab_size": 262}, r"vocab_size=262: must be 263 \(256 bytes \+ 7 specials\) to 131072"),
         ({"vocab_size": 131_073}, r"vocab_size=131073: must be 263"),
-        ({"validation_fraction": 0.0}, r"validation_fraction=0\.0: must be above 0 and below 1"),
-        ({"validation_fraction": 1.0}, r"validation_fraction=1\.0: must be above 0"),
-        ({"validation_fraction": float("nan")}, r"validation_fraction=nan: must be above 0"),
+        ({"validation_fraction": 0.0}, r"validation_fraction=0\.0: must be in \(0, 1\)"),
+        ({"validation_fraction": 1.0}, r"validation_fraction=1\.0: must be in \(0, 1\)"),
+        ({"validation_fraction": float("nan")}, r"validation_fraction=nan: must be in \(0, 1\)"),
         ({"fim_rate": 1.1}, r"fim_rate=1\.1: must be in \[0, 1\]"),
         ({"fim_rate": -0.1}, r"fim_rate=-0\.1: must be in \[0, 1\]"),
         ({"tokenizer_bytes": 0}, r"tokenizer_bytes=0: must be at least 1"),
         ({"shard_tokens": 0}, r"shard_tokens=0: must be at least 1"),
-        ({"globs": ()}, r"globs=\(\): must name a pattern"),
+        ({"globs": ("",)}, r"globs=\('',\): must name a pattern"),
+        ({"document_bytes": -1}, r"document_bytes=-1: must be at least 0"),
+        ({"eos": "<x>"}, r"eos=<x>: a learned tokenizer has its own"),
+        ({"tokenizer": "t"}, r"vocab_size=400: --tokenizer t brings its own"),
+        (
+            {"tokenizer": "t", "vocab_size": 0, "text_kind": "prose"},
+            r"text_kind=prose: --tokenizer t brings its own",
+        ),
     ],
 )
 def test_bad_arguments(change: dict, message: str, spec: CorpusSpec, tmp_path: Path) -> None:
@@ -304,7 +346,8 @@ def test_wide_ids_survive_the_shards(tmp_path: Path) -> None:
     writer = SplitWriter(tmp_path, "train", "uint32", shard_tokens=8)
     for ids in written:
         writer.add(ids)
-    index = {"dtype": "uint32", "vocab_size": 131_072, "splits": {"train": writer.close()}}
+    splits = {"train": writer.close()}
+    index = {"dtype": "uint32", "vocab_size": 131_072, "splits": splits, "command": "again"}
     reader, stream = SplitReader(tmp_path, "train", index), np.concatenate(written)
     assert [len(shard) for shard in reader.shards] == [5 + 2 + 9, 1 + 30, 3]
     owners = np.repeat(np.arange(6), [len(ids) for ids in written])

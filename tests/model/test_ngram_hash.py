@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacpp.data import tokenizer
+from megacpp.data import specials
 from megacpp.model.documents import Documents
 from megacpp.model.ngram_hash import PAD, hashed, hashed_orders, odd_multipliers
 from megacpp.model.primes import is_prime, primes_from
@@ -80,4 +80,4 @@ def test_a_multiplier_for_every_token() -> None:
 
 
 def test_what_stands_in_front_of_a_document_is_the_pad_of_the_tokenizer() -> None:
-    assert PAD == tokenizer.PAD
+    assert PAD == specials.PAD

@@ -15,7 +15,8 @@ from megacpp.arguments import parse_args
 from megacpp.cli.main import main
 from megacpp.cli.sample import SampleArgs
 from megacpp.config import Config, DataConfig, ModelConfig
-from megacpp.data.tokenizer import BOS, EOS, CodeTokenizer
+from megacpp.data.specials import BOS, EOS
+from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.record import write_config
@@ -152,7 +153,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "small"
     corpus = folder.parent / "corpus"
     corpus.mkdir()
-    tokenizer = CodeTokenizer.train([["int main() { return 0; }\n" * 3]], 280)
+    tokenizer = CorpusTokenizer.train([["int main() { return 0; }\n" * 3]], 280)
     tokenizer.save(corpus / "tokenizer.json")
     model_config = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size + 3)
     config = Config(model=model_config, data=DataConfig(path=str(corpus)))
@@ -195,7 +196,7 @@ def test_the_prompt_begins_a_document(run_folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("megacpp.run.sample.generate", spy)
     assert main(["sample", str(run_folder), "--prompt", "int"]) == 0
-    tokenizer = CodeTokenizer.load(run_folder / "final" / "tokenizer.json")
+    tokenizer = CorpusTokenizer.load(run_folder / "final" / "tokenizer.json")
     assert seen["prompt"] == [BOS, *tokenizer.encode("int")]
     assert seen["stop_id"] == EOS and seen["num_ids"] == tokenizer.vocab_size
 

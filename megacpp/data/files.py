@@ -1,0 +1,116 @@
+"""Which files of a folder hold text, by suffix and by their first bytes."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megacpp.errors import DataError
+
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+CPP_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
+# Text that is seldom meant to be learned; --globs takes it.
+DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipynb"}
+SNIFFED = 4096  # bytes of a file that decide whether it is text
+SHOWN = 4  # suffixes that are named one by one
+
+
+class Chosen(NamedTuple):
+    """Files of a folder, and lines that say which were taken and which were not."""
+
+    files: list[Path]
+    taken: str
+    skipped: list[str]
+
+
+def choose_files(folder: Path, globs: Sequence[str]) -> Chosen:
+    """Files that match the globs; without globs every text and record file that isn't hidden.
+
+    Raises:
+        DataError: an unreadable folder, or nothing to take.
+    """
+    try:
+        files = list(_matching(folder, globs)) if globs else None
+        chosen = _by_content(folder) if files is None else Chosen(files, " ".join(globs), [])
+    except OSError as error:
+        raise DataError(f"source={folder}: {error}. Fix: check the rights of the folder.") from None
+    if chosen.files:
+        return chosen
+    if globs:
+        raise DataError(
+            f"source={folder}: no file matches {' '.join(globs)}. Fix: give other --globs."
+        )
+    why = f" ({'; '.join(chosen.skipped)})" if chosen.skipped else ""
+    raise DataError(
+        f"source={folder}: holds no text file{why}. "
+        "Fix: give a folder with .txt, .jsonl or .parquet files, or name yours with --globs '*.x'."
+    )
+
+
+def suffix(path: Path) -> str:
+    """`.txt`; of a record file all of `.jsonl.gz`; a name without a suffix as a whole."""
+    whole = next((s for s in RECORD_SUFFIXES if path.name.endswith(s)), path.suffix.lower())
+    return whole or path.name
+
+
+def _by_content(folder: Path) -> Chosen:
+    files: list[Path] = []
+    taken: Counter[str] = Counter()
+    skipped: dict[str, Counter[str]] = {"data": Counter(), "not text": Counter()}
+    hidden = 0
+    for path in _walk(folder):
+        kind = suffix(path)
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            hidden += 1
+        elif kind in DATA_SUFFIXES:
+            skipped["data"][kind] += 1
+        elif kind in RECORD_SUFFIXES or _is_text(path):
+            files.append(path)
+            taken[kind] += 1
+        else:
+            skipped["not text"][kind] += 1
+    reasons = {"data": f"data, --globs '*{next(iter(skipped['data']), '')}' takes it"}
+    lines = [
+        f"skipped {_counted(kinds)}: {reasons.get(why, why)}"
+        for why, kinds in skipped.items()
+        if kinds
+    ]
+    if hidden:
+        lines.append(f"skipped {hidden:,} hidden")
+    return Chosen(files, f"{_counted(taken)} file{'s' * (taken.total() != 1)}", lines)
+
+
+def _counted(kinds: Counter[str]) -> str:
+    """`80 .txt, 5 .md`, most first."""
+    shown = [f"{n:,} {kind}" for kind, n in kinds.most_common(SHOWN)]
+    rest = kinds.total() - sum(n for _, n in kinds.most_common(SHOWN))
+    return ", ".join(shown) + (f" and {rest:,} other" if rest else "")
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file begins without a NUL; that it is UTF-8 is checked when it is read."""
+    with path.open("rb") as file:
+        return b"\0" not in file.read(SNIFFED)
+
+
+def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
+    """Files whose name (or path below `folder`, for a glob with a slash) matches, sorted."""
+    for path in _walk(folder):
+        below = path.relative_to(folder).as_posix()
+        if any(fnmatch.fnmatchcase(below if "/" in g else path.name, g) for g in globs):
+            yield path
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder, sorted; no dead link, no pipe."""
+
+    def unreadable(error: OSError) -> None:  # os.walk would leave the folder out without a word
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        folders.sort()
+        yield from (path for name in sorted(names) if (path := Path(parent, name)).is_file())

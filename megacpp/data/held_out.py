@@ -1,0 +1,123 @@
+"""Which documents are held out, what compressors make of them, and how a sample begins.
+
+held out    hash below `validation_fraction`, then more by hash until there are 64 documents
+            and 1 % of the bytes, but no more than a tenth of either
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+MIN_DOCUMENTS = 64  # fewer carry no verdict against a compressor
+MIN_SHARE = 0.01  # of the bytes
+MOST = 0.10  # of documents and of bytes, unless a larger fraction is asked for
+STREAM_BYTES = 1 << 25  # xz -9 takes about a second a MiB
+PROMPT = 40  # characters of a sample prompt, at most
+
+
+def in_validation(digest: bytes, fraction: float) -> bool:
+    """Whether a hash alone decides that a document is held out."""
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: float) -> set[int]:
+    """Numbers of the held-out documents; neither they nor the others are ever none.
+
+    Args:
+        digests: SHA-256 of each document, which also orders them.
+        sizes: bytes of each document.
+    """
+    order = sorted(range(len(digests)), key=digests.__getitem__)
+    chosen = {i for i in order if in_validation(digests[i], fraction)}
+    total, held = int(np.sum(sizes)), sum(sizes[i] for i in chosen)
+    most_documents, most_bytes = max(len(chosen), MOST * len(order)), max(held, MOST * total)
+    for i in order[len(chosen) :]:
+        if len(chosen) >= MIN_DOCUMENTS and held >= MIN_SHARE * total:
+            break
+        if len(chosen) + 1 <= most_documents and held + sizes[i] <= most_bytes:
+            chosen.add(i)
+            held += sizes[i]
+    if not chosen:
+        chosen = {order[0]}
+    return chosen - {order[-1]} if len(chosen) == len(order) else chosen
+
+
+def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: int) -> str:
+    """What the held-out documents lack, with numbers and a fix; empty if nothing."""
+    share = text_bytes / all_bytes
+    if documents >= MIN_DOCUMENTS and share >= MIN_SHARE:
+        return ""
+    fraction = -(-100 * MIN_DOCUMENTS // all_documents) / 100 + 0.02
+    more = f", or --validation-fraction {fraction:g}" if fraction <= 0.5 else ""
+    size = all_bytes // all_documents
+    cut = f", or cut long ones: --document-bytes {size // 16}" if size >= 1 << 16 else ""
+    verdict = ": no verdict against gzip" if documents < MIN_DOCUMENTS else ""
+    return (
+        f"few held-out documents: {documents} of {all_documents:,} with {share:.1%} of the bytes "
+        f"({MIN_DOCUMENTS} and {MIN_SHARE:.0%} are wanted){verdict}. "
+        f"Fix: prepare more documents{more}{cut}."
+    )
+
+
+def gzip_bits_per_byte(documents: Iterable[bytes]) -> float:
+    """Bits per byte of `gzip -9` over each document alone: what a plain compressor reaches."""
+    packed = total = 0
+    for document in documents:
+        packed += len(gzip.compress(document, 9, mtime=0))
+        total += len(document)
+    return 8 * packed / total
+
+
+def xz_bits_per_byte(documents: Iterable[bytes], total: int) -> tuple[float | None, int]:
+    """Bits per byte of `xz -9` over documents end to end, and how many bytes were packed.
+
+    At most STREAM_BYTES. None with a Python that was built without liblzma.
+
+    Args:
+        total: bytes of the documents: xz needs ten times its window, and here no wider one.
+    """
+    try:
+        lzma = importlib.import_module("lzma")
+    except ImportError:
+        return None, 0
+    window = 1 << max(12, min(total, STREAM_BYTES).bit_length())
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": min(window, 1 << 26)}]
+    packer = lzma.LZMACompressor(filters=filters)
+    packed = taken = 0
+    for document in documents:
+        document = document[: STREAM_BYTES - taken]
+        if not document:
+            break
+        packed += len(packer.compress(document))
+        taken += len(document)
+    return 8 * (packed + len(packer.flush())) / taken, taken
+
+
+def compressor_lines(entry: Mapping[str, Any]) -> list[str]:
+    """What compressors make of the held-out text, from its entry in the index, in bits per byte."""
+    line = (
+        f"gzip -9 {entry['gzip_bits_per_byte']:.3f} bits per byte, each document compressed alone"
+    )
+    if entry["xz_bits_per_byte"] is None:
+        return [line]
+    part = (
+        "" if entry["xz_bytes"] == entry["text_bytes"] else f", first {entry['xz_bytes']:,} bytes"
+    )
+    return [line, f"xz -9 {entry['xz_bits_per_byte']:.3f}, all documents as one stream{part}"]
+
+
+def sample_prompt(read: Callable[[int], bytes], held_out: Sequence[int]) -> str:
+    """The first words of a held-out document that begins as no other does (else of the first)."""
+    starts = [read(i)[: 4 * PROMPT].decode(errors="ignore")[:PROMPT] for i in held_out[:256]]
+    alike = Counter(start[: PROMPT // 2] for start in starts)
+    own = (s for s in starts if alike[s[: PROMPT // 2]] == 1 and s.strip())
+    text = next(own, starts[0])
+    cut = len(text.rstrip()) if len(text) < PROMPT else max(text.rfind(x) for x in " \n")
+    # Scripts without blanks: half of the characters.
+    return text[:cut].rstrip() if cut > PROMPT // 4 else text[: PROMPT // 2].rstrip()

@@ -1,0 +1,67 @@
+"""The corpus of a run: opened, held against the model, and the command that makes it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from megacpp.config import Config
+from megacpp.data.batches import Corpus
+from megacpp.data.shards import INDEX
+from megacpp.data.sources import TORCH_HEADERS
+from megacpp.errors import DataError, config_error
+
+
+def open_corpus(config: Config, verify: bool = False) -> Corpus:
+    """Opens `data.path`; a missing one names the command that makes it for this preset.
+
+    Args:
+        verify: hash every file now.
+
+    Raises:
+        DataError: there is no corpus, or it is damaged.
+    """
+    path = Path(config.data.path)
+    if not (path / INDEX).is_file():
+        found = f"holds no {INDEX}, so it is no corpus" if path.is_dir() else "no such folder"
+        raise DataError(f"data.path={path}: {found}. Fix: run `{prepare_command(config)}`.")
+    return Corpus(path, config.data.seq_len, config.run.seed, verify)
+
+
+def prepare_command(config: Config) -> str:
+    """The command that makes the corpus at `data.path`, of headers or of one's own texts."""
+    path = Path(config.data.path)
+    if path.name == TORCH_HEADERS:
+        default = path == Path("data", TORCH_HEADERS)
+        return "megacpp data prepare" + ("" if default else f" --out {path}")
+    return f"megacpp data prepare YOUR_TEXTS --out {path} --vocab-size {config.model.vocab_size}"
+
+
+def check_corpus(config: Config, corpus: Corpus) -> None:
+    """Rules between the configuration and the corpus that it names.
+
+    Raises:
+        ConfigError: the vocabulary doesn't fit.
+    """
+    if corpus.vocab_size > config.model.vocab_size:
+        raise config_error(
+            "model.vocab_size",
+            config.model.vocab_size,
+            f"the corpus {config.data.path} has {corpus.vocab_size} ids",
+            f"use model.vocab_size={_rows(config, corpus)} or prepare the corpus with fewer",
+        )
+
+
+def vocabulary_lines(config: Config, corpus: Corpus) -> list[str]:
+    """A line about rows of the model's table that no id of the corpus uses, if there are any."""
+    ids, rows = corpus.vocab_size, config.model.vocab_size
+    if ids >= rows:
+        return []
+    fewer = _rows(config, corpus)
+    hint = f" (--model.vocab-size {fewer})" if fewer < rows else ""
+    return [f"  the corpus has {ids:,} ids, the model {rows:,}: {rows - ids:,} rows unused{hint}"]
+
+
+def _rows(config: Config, corpus: Corpus) -> int:
+    """The fewest rows that hold all ids and divide over tensor-parallel ranks."""
+    return math.ceil(corpus.vocab_size / config.mesh.tp) * config.mesh.tp

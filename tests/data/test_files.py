@@ -1,0 +1,112 @@
+"""Which files of a folder are taken, and what is said about the others."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from megacpp.data.files import choose_files
+from megacpp.data.sources import find_source, read_items
+from megacpp.errors import DataError
+
+
+def write(folder: Path, names: dict[str, bytes]) -> Path:
+    for name, raw in names.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(raw)
+    return folder
+
+
+def test_a_folder_of_texts_with_pictures(tmp_path: Path) -> None:
+    names = {f"{i}.txt": b"text %d" % i for i in range(80)}
+    names |= {f"{i}.png": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" for i in range(3)}
+    chosen = choose_files(write(tmp_path, names), ())
+    assert len(chosen.files) == 80 and {f.suffix for f in chosen.files} == {".txt"}
+    assert chosen.taken == "80 .txt files"
+    assert chosen.skipped == ["skipped 3 .png: not text"]
+
+
+def test_everything_that_is_text_is_taken(tmp_path: Path) -> None:
+    names = {"a.md": b"#", "b.txt": b"b", "LICENSE": b"mit", "c.h": b"int c;", "deep/d.md": b"d"}
+    names |= {"t.jsonl": b'{"text": "t"}\n', "t.jsonl.gz": gzip.compress(b'{"text": "u"}\n')}
+    names |= {".git/HEAD": b"ref", ".hidden.txt": b"h", "x.json": b"{}", "y.csv": b"1,2"}
+    names |= {"z.csv": b"1,2", "empty.txt": b"", "latin.txt": b"gr\xfc\xdfe"}
+    folder = write(tmp_path, names)
+    source = find_source(str(folder))
+    assert [i.text for i in read_items(source)] == [
+        "mit", "#", "b", "int c;", "", None, "t", "u", "d"
+    ]  # fmt: skip
+    assert "(3 .txt, 2 .md, 1 LICENSE, 1 .h and 2 other files)" in source.description
+    assert source.notes == (
+        "skipped 2 .csv, 1 .json: data, --globs '*.json' takes it",
+        "skipped 2 hidden",
+    )
+    assert [f.name for f in find_source(str(folder), ("*.json",)).files] == ["x.json"]
+
+
+def test_a_folder_without_text(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a.png": b"\0", "b.json": b"{}"})
+    with pytest.raises(DataError) as caught:
+        choose_files(folder, ())
+    assert str(caught.value) == (
+        f"source={folder}: holds no text file (skipped 1 .json: data, --globs '*.json' takes it; "
+        "skipped 1 .png: not text). Fix: give a folder with .txt, .jsonl or .parquet files, "
+        "or name yours with --globs '*.x'."
+    )
+
+
+def test_a_lone_text_file_is_cut_at_blank_lines(tmp_path: Path) -> None:
+    paragraphs = [f"Paragraph {i}. " + "Größe und Maß. " * (i % 30) for i in range(4000)]
+    text = "\n\n".join(paragraphs)
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+    source = find_source(str(path))
+    size = path.stat().st_size
+    longest = max(2048, size // 1024)
+    assert source.notes == (
+        f"one text file: cut at blank lines into documents of up to {longest:,} bytes",
+    )
+    items = list(read_items(source))
+    texts = [item.text or "" for item in items]
+    assert "".join(texts) == text and sum(item.read_bytes for item in items) == size
+    assert all(t.endswith("\n\n") for t in texts[:-1])
+    assert all(longest // 2 <= len(t.encode()) <= longest for t in texts[:-1])
+
+
+@pytest.mark.parametrize("text", ["语言模型" * 500, "word " * 900, "line\r\n" * 700, "é" * 3000])
+@pytest.mark.parametrize("longest", [7, 100, 1001])
+def test_a_cut_never_splits_a_character(text: str, longest: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    texts = [i.text for i in read_items(find_source(str(tmp_path), (), longest))]
+    assert None not in texts and "".join(map(str, texts)) == text
+    assert all(0 < len(str(t).encode()) <= longest for t in texts)
+
+
+def test_long_files_of_a_folder_are_cut_and_counted(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a.txt": b"a\n\n" * 100, "b.txt": b"b"})
+    source = find_source(str(folder), (), 200)
+    assert source.notes == ("1 files above 200 bytes are cut at blank lines",)
+    assert [len(str(i.text)) for i in read_items(source)] == [198, 102, 1]
+
+
+@pytest.mark.parametrize("field", ["text", "content"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_the_field_is_found(field: str, name: str, tmp_path: Path) -> None:
+    raw = b"".join(json.dumps({"id": i, field: f"t{i}"}).encode() + b"\n" for i in range(300))
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    source = find_source(str(tmp_path / name))
+    items = list(read_items(source))
+    assert [i.text for i in items] == [f"t{i}" for i in range(300)]
+    assert sum(i.read_bytes for i in items) <= source.total_bytes
+    with pytest.raises(DataError, match=r"line 1: has no field 'body'\. Fix: choose --field"):
+        list(read_items(source, "body"))
+
+
+def test_damaged_gzip_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000)))
+    for raw, words in ((whole[:-20], "ends early"), (b"not gzip", "corrupt gzip data")):
+        path.write_bytes(raw)
+        with pytest.raises(DataError, match=rf"a\.jsonl\.gz: .*{words}.*Fix: copy it again\.$"):
+            list(read_items(find_source(str(path))))

@@ -1,0 +1,108 @@
+"""What a run says of its corpus: which command makes it, unused ids, the verdict on its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from megacpp import presets
+from megacpp.arguments import parse_run
+from megacpp.config import Config
+from megacpp.data.batches import Corpus
+from megacpp.errors import ConfigError, DataError
+from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
+from megacpp.run.metrics import evaluation_lines
+
+VALUES = {
+    "loss": 3.30849, "bits_per_byte": 1.43541, "gzip_bits_per_byte": 2.33539,
+    "xz_bits_per_byte": 1.08764, "target_bytes": 574716.0, "complete": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS))
+def test_a_missing_corpus_names_the_command_for_this_preset(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = presets.PRESETS[name]()
+    with pytest.raises(DataError) as caught:
+        open_corpus(config)
+    path, size = config.data.path, config.model.vocab_size
+    own = f"megacpp data prepare YOUR_TEXTS --out {path} --vocab-size {size}"
+    command = "megacpp data prepare" if name.startswith("tiny") else own
+    assert str(caught.value) == f"data.path={path}: no such folder. Fix: run `{command}`."
+    assert ("YOUR_TEXTS" in command) == (path == "data/corpus")
+
+
+def test_a_folder_that_is_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "torch-headers").mkdir()
+    config = parse_run(["tiny", "--data.path", str(tmp_path / "torch-headers")], 1).config
+    with pytest.raises(
+        DataError, match=r"holds no index\.json.*prepare --out \S+torch-headers`\.$"
+    ):
+        open_corpus(config)
+
+
+class Ids:
+    """A corpus, as far as its vocabulary goes."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+
+def lines(ids: int, *flags: str, world: int = 1) -> list[str]:
+    config = parse_run(["tiny", *flags], world).config
+    return vocabulary_lines(config, cast(Corpus, Ids(ids)))
+
+
+def test_unused_rows_of_the_table_are_said() -> None:
+    assert lines(4096) == []
+    assert lines(1024) == [
+        "  the corpus has 1,024 ids, the model 4,096: 3,072 rows unused (--model.vocab-size 1024)"
+    ]
+    assert lines(1023, "--mesh.tp", "2", world=2)[0].endswith("(--model.vocab-size 1024)")
+    assert lines(4095, "--mesh.tp", "2", world=2) == [
+        "  the corpus has 4,095 ids, the model 4,096: 1 rows unused"
+    ]
+
+
+def test_too_many_ids_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_corpus(Config(), cast(Any, Ids(5001)))
+    assert str(caught.value) == (
+        "model.vocab_size=4096: the corpus data/torch-headers has 5001 ids. "
+        "Fix: use model.vocab_size=5001 or prepare the corpus with fewer."
+    )
+    parallel = dataclasses.replace(Config(), mesh=dataclasses.replace(Config().mesh, tp=2))
+    with pytest.raises(ConfigError, match=r"Fix: use model\.vocab_size=5002 "):
+        check_corpus(parallel, cast(Any, Ids(5001)))
+
+
+def test_each_compressor_gets_its_verdict_and_says_how_it_was_used() -> None:
+    assert evaluation_lines(VALUES, "") == [
+        "validation: loss 3.3085, 1.4354 bits per byte of all 574,716 held-out bytes",
+        "  below gzip -9 at 2.3354, each document compressed alone",
+        "  NOT below xz -9 at 1.0876, all documents as one stream",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "why", "words"),
+    [
+        ({}, "8 are too few", "8 are too few"),
+        ({"complete": 0.0}, "", "only a part was evaluated"),
+    ],
+)
+def test_no_verdict_without_enough_text(change: dict, why: str, words: str) -> None:
+    shown = evaluation_lines(VALUES | change, why)
+    assert not any("below" in line for line in shown)
+    assert shown[1:] == [
+        f"  no verdict: {words}",
+        "  gzip -9 2.3354, each document compressed alone",
+        "  xz -9 1.0876, all documents as one stream",
+    ]
+    part = "the first 574,716 bytes" if change else "all 574,716 held-out bytes"
+    assert shown[0].endswith(f"of {part}")
