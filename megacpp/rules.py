@@ -22,7 +22,7 @@ from megacpp.model.stages import enough_microbatches, pipeline_rules
 from megacpp.model_rules import model_rules
 from megacpp.recompute_rules import recompute_rules
 from megacpp.settings import flatten, settings_of
-from megacpp.sparse_rules import promoted, sparse_rules
+from megacpp.sparse_rules import sparse_rules
 
 Rules = Callable[[Config, int], Iterator[ConfigError]]
 SIZES = (
@@ -62,7 +62,7 @@ def resolve(config: Config, world_size: int) -> Config:
     train = dataclasses.replace(config.train, grad_accum=accum, tokens_per_step=per_micro * accum)
     mesh = resolve_mesh(config.mesh, world_size)
     run = dataclasses.replace(config.run, dir=config.run.dir.replace("{preset}", config.preset))
-    return promoted(dataclasses.replace(config, train=train, mesh=mesh, run=run))
+    return dataclasses.replace(config, train=train, mesh=mesh, run=run)
 
 
 def lookup(config: Config, key: str) -> Any:

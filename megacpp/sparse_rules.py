@@ -1,14 +1,12 @@
-"""Rules of sparse attention, and what a pipeline changes of it; no torch import here."""
+"""Rules of sparse attention; no torch import here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megacpp.config import Config, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters, layer_kinds, named_ranks
-from megacpp.model.stages import split_layers, stages_per_rank
 
 KEY = "model.attention.sparse"
 
@@ -45,28 +43,6 @@ def sparse_rules(config: Config) -> Iterator[ConfigError]:
         yield from _warm_up(config)
 
 
-def promoted(config: Config) -> Config:
-    """With `own` such that every pipeline stage's first sparse layer chooses for itself.
-
-    A choice doesn't travel between stages. An indexer more makes a layer heavier, which may move
-    the cuts: what it was given it keeps, until no stage begins with a layer that shares. Layers
-    that can't be split into so many stages stay as they are; the rules of a pipeline say so.
-    """
-    model, mesh = config.model, config.mesh
-    if mesh.pp <= 1 or not model.attention.sparse.layers.strip():
-        return config
-    num_stages = mesh.pp * stages_per_rank(mesh.pp_schedule)
-    try:
-        while missing := _without_choice(model, num_stages):
-            sparse = model.attention.sparse
-            own = sorted({*_ranks(model, "own"), *missing})
-            sparse = replace(sparse, own=",".join(map(str, own)))
-            model = replace(model, attention=replace(model.attention, sparse=sparse))
-    except ConfigError:
-        return config
-    return replace(config, model=model)
-
-
 def sparse_lines(config: Config) -> list[str]:
     """Which layers choose keys and which take a choice over, for the header of a run."""
     kinds, sparse = layer_kinds(config.model), config.model.attention.sparse
@@ -80,10 +56,7 @@ def sparse_lines(config: Config) -> list[str]:
             f"{_listed(chooses)} are trained"
         ]
     taken = f", taken over by {_listed(shares)}" if shares else ""
-    lines = [f"sparse attention: {sparse.top_k} keys chosen in layers {_listed(chooses)}{taken}"]
-    if sparse.own.strip():
-        lines.append(f"A blocks of ranks {sparse.own} choose for themselves ({KEY}.own)")
-    return lines
+    return [f"sparse attention: {sparse.top_k} keys chosen in layers {_listed(chooses)}{taken}"]
 
 
 def _nothing_sparse(config: Config) -> Iterator[ConfigError]:
@@ -121,16 +94,6 @@ def _warm_up(config: Config) -> Iterator[ConfigError]:
             yield config_error(
                 name, value, f"{why} ({KEY}.stage=dense)", f"use {name}={off} for the warm-up"
             )
-
-
-def _without_choice(model: ModelConfig, num_stages: int) -> list[int]:
-    """Ranks of A blocks that share, with no block before them in their stage that chooses."""
-    kinds, found = layer_kinds(model), []
-    for layers in split_layers(model, num_stages):
-        sparse = [i for i in layers if kinds[i].startswith("A.")]
-        if sparse and "A.share" in kinds[sparse[0]]:
-            found.append(sum(kind[0] == "A" for kind in kinds[: sparse[0]]))
-    return found
 
 
 def _ranks(model: ModelConfig, name: str) -> list[int]:

@@ -18,6 +18,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
 from megacpp.run.precision import compute_dtype
 from parallel.context_layout import ContextLayout, share
+from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
 from parallel.stages import Stage
 
@@ -70,6 +73,12 @@ class Pipeline:
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
+        self.choices = ChoiceHandoff(config.model, world)
+        for stage in self.stages:
+            stage.choices = self.choices
+        for before, after in pairwise(self.stages):
+            if after.part.index == before.part.index + 1:  # the bottom of a V: nothing is sent
+                after.taken = before.handed
         self._built: tuple[tuple[int, ...], Any] | None = None
         if self.mesh.pp_schedule in SPLIT_BACKWARD:
             for unit in self.units():
@@ -131,18 +140,17 @@ class Pipeline:
         built = [
             _Stage(
                 stage,
-                stage.part.index,
                 len(self.owners),
                 self.world.device,
                 input_args=self._example(stage.part.first, False, rows, tokens),
                 output_args=self._example(False, stage.part.last, rows, tokens),
                 group=self.world.group("pp"),
                 dw_builder=_nothing_left if split and (stage.part.last or not APART) else None,
+                buffer=partial(self.choices.buffer, rows, tokens),
+                greets=not self.dry,
             )
             for stage in self.stages
         ]
-        for stage in built:
-            stage.greets = not self.dry
         looped = stages_per_rank(self.mesh.pp_schedule) > 1
         schedule = SCHEDULES[self.mesh.pp_schedule](
             built if looped else built[0],  # type: ignore[arg-type]
@@ -188,16 +196,18 @@ class Pipeline:
     def _forward(self, batch: Batch) -> None:
         """One batch through this rank's stages."""
         x = self._bring([batch])
-        group = self.world.group("pp")
+        group, shape = self.world.group("pp"), batch.ids_BT.shape
         for stage in self.stages:
             part = stage.part
             if not part.first and (source := self.owners[part.index - 1]) != self.rank:
-                shape = self._hidden_shape(*batch.ids_BT.shape)
-                x = torch.empty(shape, dtype=self.dtype, device=self.world.device)
-                dist.recv(x, group=group, group_src=source)
+                hidden = self._hidden_shape(*shape)
+                x = torch.empty(hidden, dtype=self.dtype, device=self.world.device)
+                for t in (x, *stage.arriving(partial(self.choices.buffer, *shape))):
+                    dist.recv(t, group=group, group_src=source)
             x = stage(x)
             if not part.last and (target := self.owners[part.index + 1]) != self.rank:
-                dist.send(x.contiguous(), group=group, group_dst=target)
+                for t in (x.contiguous(), *stage.leaving()):
+                    dist.send(t, group=group, group_dst=target)
 
     def _sums(self) -> tuple[Tensor, Tensor]:
         """What the last stage collected since the last call, on every rank of `pp`."""
@@ -236,18 +246,42 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """Greets neighbours before the first step, but not itself (torch 2.11; later ones vote).
+    """A stage of torch around one of ours, with what goes beside hidden states (handoff.py).
 
-    Both stages at the bottom of a V are of one rank, and gloo can't send to itself: the greeting
-    of pytorch#160210 would never end. NCCL can.
+    It greets neighbours before the first step, but not itself (torch 2.11; later ones vote): both
+    stages at the bottom of a V are of one rank, and gloo can't send to itself, so the greeting of
+    pytorch#160210 would never end. NCCL can.
+
+    Args:
+        buffer: makes room for a choice that arrives.
+        greets: neighbours are there.
     """
 
-    greets = True
+    submod: Stage
+
+    def __init__(
+        self, stage: Stage, *args: Any, buffer: Callable[[], Tensor], greets: bool, **kwargs: Any
+    ) -> None:
+        super().__init__(stage, stage.part.index, *args, **kwargs)
+        self.buffer, self.greets = buffer, greets
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        return ops + _beside(ops, self.submod.arriving(self.buffer))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        return ops + _beside(ops, self.submod.leaving())
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         if not self.greets:
             return []
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
+def _beside(ops: list[dist.P2POp], tensors: list[Tensor]) -> list[dist.P2POp]:
+    """Sends or receives of further tensors, to or from the rank of the hidden states."""
+    return [dist.P2POp(ops[0].op, t, ops[0].peer, ops[0].group) for t in tensors]
 
 
 def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:

@@ -10,17 +10,19 @@ Legend: B rows, t tokens of this rank, D model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megacpp.data.batches import Batch
+from megacpp.model.documents import Documents
 from megacpp.model.engram import look_ahead
 from megacpp.model.hybrid import HybridLM, begin, finish, has_embedding_copy
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart
+from parallel.handoff import ChoiceHandoff
 
 
 class Stage(nn.Module):
@@ -33,6 +35,8 @@ class Stage(nn.Module):
         coming: this rank's tokens of the microbatches to come, in the order of the schedule: every
             schedule of torch brings those of one stage forward in the order of the batch.
         hands_on: shape and dtype of what the next stage expects, once they are known.
+        choices: the form in which a choice of keys comes from or goes to another stage.
+        taken, handed: choices of microbatches that wait for their forward, or to be sent.
         sums: of a last stage, loss sum and cross entropy sum of each forward, for who clears it.
     """
 
@@ -47,10 +51,15 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
         self.coming: deque[Batch] = deque()
         self.hands_on: tuple[torch.Size, torch.dtype] | None = None
+        self.choices: ChoiceHandoff | None = None
+        self.taken: deque[Tensor] = deque()
+        self.handed: deque[Tensor] = deque()
         self.sums: list[Tensor] = []
 
     def expect(self, batches: Sequence[Batch]) -> None:
         """Microbatches of which one after the other will go forward."""
+        self.taken.clear()
+        self.handed.clear()
         # With documents of its own: what is remembered of them goes with the stage's own graph.
         self.coming = deque(
             replace(batch, docs=batch.docs.to(batch.ids_BT.device)) for batch in batches
@@ -65,16 +74,47 @@ class Stage(nn.Module):
         batch = self.coming.popleft()
         docs = batch.docs
         look_ahead(self.blocks.values(), docs)
+        choice = self._take(docs)
         if self.part.first:
             x = begin(self, x, docs)
         for block in self.blocks.values():
             x = block(x, docs)
         if not self.part.last:
             assert self.hands_on in (None, (x.shape, x.dtype)), (self.hands_on, x.shape, x.dtype)
+            self._hand(choice, docs)
             return x
         out = finish(self, x, batch.labels_BT, docs)
         self.sums.append(torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double())
         return out.loss_sum
+
+    def arriving(self, buffer: Callable[[], Tensor]) -> list[Tensor]:
+        """Room for what comes beside the hidden states of the next microbatch, to be filled."""
+        if self.part.takes is None:
+            return []
+        self.taken.append(buffer())
+        return [self.taken[-1]]
+
+    def leaving(self) -> list[Tensor]:
+        """What goes to the next stage beside the hidden states of the microbatch that ran first."""
+        return [] if self.part.hands is None else [self.handed.popleft()]
+
+    def _take(self, docs: Documents) -> Tensor | None:
+        """The choice that came with a microbatch, if it goes on; layers here find it in `docs`."""
+        if self.part.takes is None:
+            return None
+        choice = self.taken.popleft()
+        if self.part.reads:
+            assert self.choices is not None
+            self.choices.unpack(choice, docs, self.part.takes)
+        return choice if self.part.hands == self.part.takes else None
+
+    def _hand(self, passed_on: Tensor | None, docs: Documents) -> None:
+        """Keeps the choice for the next stage: as it came, or that of a layer of this stage."""
+        if self.part.hands is None:
+            return
+        assert self.choices is not None
+        made = passed_on is None
+        self.handed.append(self.choices.packed(docs, self.part.hands) if made else passed_on)
 
 
 def keep_parts(model: HybridLM, parts: Sequence[StagePart]) -> None:

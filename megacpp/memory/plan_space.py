@@ -13,7 +13,6 @@ from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.mesh_rules import first_broken
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.stages import pipeline_rules
-from megacpp.sparse_rules import promoted
 
 # Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
 LADDER: dict[str, dict[str, Any]] = {
@@ -147,7 +146,7 @@ def with_knobs(
         tokens_per_step=tokens_per_step,
         grad_accum=tokens_per_step // per_micro,
     )
-    return promoted(replace(config, mesh=mesh, train=train, recompute=policy.recompute))
+    return replace(config, mesh=mesh, train=train, recompute=policy.recompute)
 
 
 def mesh_is_legal(config: Config, mesh: MeshConfig, world: int) -> bool:

@@ -77,6 +77,24 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     return kinds
 
 
+def choosing_layer(kinds: Sequence[str], layer: int) -> int:
+    """The layer whose choice of keys a sparse layer attends to: the last indexer up to it."""
+    return next(i for i in range(layer, -1, -1) if "A.index" in kinds[i])
+
+
+def choice_across(model: ModelConfig, layer: int) -> int | None:
+    """The layer before `layer` whose choice of keys layers from `layer` on attend to, if any.
+
+    There is one at most: a layer that shares takes the last choice before it.
+    """
+    if model.attention.sparse.stage == "dense":
+        return None  # nothing is chosen
+    kinds = layer_kinds(model)
+    following = [i for i in range(layer, len(kinds)) if kinds[i].startswith("A.")]
+    source = choosing_layer(kinds, following[0]) if following else layer
+    return source if source < layer else None
+
+
 ENTRANCE = ("embed", "ngram", "spread")  # modules in front of the first block, in order
 EXIT = ("collapse", "norm", "top", "mtp", "head")  # and behind the last
 

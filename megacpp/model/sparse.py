@@ -28,7 +28,7 @@ from megacpp.model.documents import Documents, documents_of
 from megacpp.model.indexer import Index, Indexer
 from megacpp.model.init import Rule
 from megacpp.model.mla import LatentCache, MultiHeadLatentAttention
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import choosing_layer, layer_kinds
 from megacpp.model.rope import rotary_table
 
 Gather = Callable[[Sequence[Tensor], Documents], tuple[tuple[Tensor, ...], Documents]]
@@ -82,12 +82,11 @@ class SparseCore(CoreAttention):
 
         What runs again attends to the same ones.
         """
-        name = ("choice", self.source)
         if index is None:
-            return queries.noted(name)
+            return noted_choice(queries, self.source)
         top_k = self.sparse.top_k
         chosen = self.seam.keep(choose_keys, *index.detached(), queries, keys, top_k)
-        queries.note(name, chosen)
+        note_choice(queries, self.source, chosen)
         return chosen
 
     def _attend(
@@ -132,7 +131,8 @@ class SparseLatentAttention(MultiHeadLatentAttention):
     def __init__(self, config: ModelConfig, kind: str, layer: int) -> None:
         super().__init__(config)
         a = config.attention
-        self.inner = SparseCore(self.query_dim, a, chooser(config, layer))
+        source = choosing_layer(layer_kinds(config), layer)
+        self.inner = SparseCore(self.query_dim, a, source)
         self.indexer = Indexer(config, a.q_lora_rank or config.dim) if chooses(kind) else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
@@ -179,7 +179,8 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
 
     def __init__(self, config: ModelConfig, kind: str, layer: int) -> None:
         super().__init__(config)
-        self.inner = SparseCore(self.head_dim, config.attention, chooser(config, layer))
+        source = choosing_layer(layer_kinds(config), layer)
+        self.inner = SparseCore(self.head_dim, config.attention, source)
         self.indexer = Indexer(config, config.dim) if chooses(kind) else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
@@ -218,10 +219,14 @@ def chooses(kind: str) -> bool:
     return "A.index" in kind
 
 
-def chooser(config: ModelConfig, layer: int) -> int:
-    """The layer whose choice a sparse layer attends to: the last with an indexer up to it."""
-    kinds = layer_kinds(config)
-    return next(i for i in range(layer, -1, -1) if chooses(kinds[i]))
+def note_choice(docs: Documents, layer: int, chosen_BTC: Tensor) -> None:
+    """Leave the keys that `layer` chose with the documents of its queries."""
+    docs.note(("choice", layer), chosen_BTC)
+
+
+def noted_choice(docs: Documents, layer: int) -> Tensor:
+    """Return the keys that `layer` chose, int32 `[B, T, C]`."""
+    return docs.noted(("choice", layer))
 
 
 def all_here(parts: Sequence[Tensor], docs: Documents) -> tuple[tuple[Tensor, ...], Documents]:

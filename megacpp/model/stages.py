@@ -19,7 +19,7 @@ from operator import add
 
 from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.model.pattern import expand_pattern
+from megacpp.model.pattern import choice_across, expand_pattern, layer_kinds
 from megacpp.model.sizes import (
     copied_parameters,
     embedding_parameters,
@@ -42,12 +42,18 @@ class StagePart:
         layers: its blocks.
         first: it looks tokens up.
         last: it has the last norm, the head and the loss.
+        takes: layer of an earlier stage whose choice of keys the stage before hands to it.
+        reads: layers of its own attend to that choice; else it only passes it on.
+        hands: layer, of this stage or an earlier one, whose choice it hands to the next.
     """
 
     index: int
     layers: range
     first: bool
     last: bool
+    takes: int | None = None
+    reads: bool = False
+    hands: int | None = None
 
 
 def stages_per_rank(schedule: str) -> int:
@@ -76,8 +82,23 @@ def stage_parts(model: ModelConfig, mesh: MeshConfig, rank: int) -> list[StagePa
     """
     ranges = split_layers(model, mesh.pp * stages_per_rank(mesh.pp_schedule))
     last = len(ranges) - 1
-    ids = stage_ids(mesh.pp_schedule, mesh.pp, rank)
-    return [StagePart(i, ranges[i], i == 0, i == last) for i in ids]
+    kinds, parts = layer_kinds(model), []
+    for i in stage_ids(mesh.pp_schedule, mesh.pp, rank):
+        takes, hands = (choice_across(model, at) for at in (ranges[i].start, ranges[i].stop))
+        sparse = any(kinds[layer].startswith("A.") for layer in ranges[i])
+        reads = takes is not None and sparse
+        parts.append(StagePart(i, ranges[i], i == 0, i == last, takes, reads, hands))
+    return parts
+
+
+def key_bytes(row: int) -> int:
+    """Bytes of the number of a key, or of -1, in which it travels between stages."""
+    return 2 if row <= 2**15 else 4
+
+
+def choice_bytes(model: ModelConfig, row: int) -> int:
+    """Bytes in which the choice of one token of a row travels between stages."""
+    return min(model.attention.sparse.top_k, row) * key_bytes(row)
 
 
 def split_layers(config: ModelConfig, num_stages: int) -> list[range]:

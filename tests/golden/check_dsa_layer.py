@@ -13,7 +13,7 @@ from megacpp.kernels.lightning_indexer import index_scores
 from megacpp.kernels.sparse_attention import chosen_mask
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, initialise
-from megacpp.model.sparse import SparseLatentAttention
+from megacpp.model.sparse import SparseLatentAttention, noted_choice
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("dsa_mla_attention*.safetensors",)
@@ -78,7 +78,7 @@ def check(golden: GoldenFile) -> None:
             golden.expect(f"grad.{stored_name(name)}", parameter.grad)
         elif parameter.grad is not None:
             assert not parameter.grad.any(), name
-    chosen: Tensor = docs.noted(("choice", 0))
+    chosen: Tensor = noted_choice(docs, 0)
     golden.expect("topk_mask", chosen_mask(chosen, x.shape[1]))
     with torch.no_grad():
         assert mixer.indexer is not None

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from megacpp.config import (
-    Config,
     EngramConfig,
     HyperConnectionConfig,
-    MeshConfig,
     ModelConfig,
     MTPConfig,
     NgramConfig,
     SparseAttentionConfig,
     TOPConfig,
 )
-from megacpp.sparse_rules import promoted
-from tests.model.small import small, variants
+from tests.model.small import shrunk, small, variants
 
 SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)
 
@@ -69,14 +66,12 @@ def models() -> dict[str, ModelConfig]:
                 mla, yarn=None, sparse=replace(SPARSE, layers="1,2,3", share=2, own="3")
             ),
         ),
-        # in two or four stages, of which some begin with a layer that shared and now chooses
-        "sparse_stages": staged(
-            replace(
-                plain,
-                depth=6,
-                pattern="AAEAAA",
-                attention=replace(mla, yarn=None, sparse=replace(SPARSE, layers="all", share=6)),
-            )
+        # one choice for all, which goes through every stage of a pipeline
+        "sparse_stages": replace(
+            plain,
+            depth=6,
+            pattern="AAEAAA",
+            attention=replace(mla, yarn=None, sparse=replace(SPARSE, layers="all", share=6)),
         ),
         "sparse_gqa": replace(
             plain,
@@ -123,6 +118,15 @@ def models() -> dict[str, ModelConfig]:
     found["everything_mla"] = everything(
         replace(plain, pattern="AEMA", depth=4, attention=replace(mla, yarn=None))
     )
+    # As it ships, layer 8 with the choice of layer 4; streams differ, so that `res` learns.
+    full = shrunk("tiny_full")
+    found["everything_tiny"] = replace(
+        full,
+        vocab_size=48,
+        m2rnn=replace(full.m2rnn, num_heads=4),
+        moe=replace(full.moe, num_experts=8),
+        mhc=replace(full.mhc, iterations=5, init="published"),
+    )
     # One stream: with several, gradients of `scale` are sums that cancel to 1e-4 of their terms.
     found["one_stream"] = replace(found["everything"], mhc=HyperConnectionConfig())
     for name, model in list(found.items()):
@@ -140,13 +144,6 @@ def models() -> dict[str, ModelConfig]:
         )
         for name, m in found.items()
     }
-
-
-def staged(model: ModelConfig) -> ModelConfig:
-    """As pipelines of two and of four stages have it."""
-    for mesh in (MeshConfig(pp=2, pp_schedule="zbv"), MeshConfig(pp=2)):
-        model = promoted(Config(model=model, mesh=mesh)).model
-    return model
 
 
 def everything(model: ModelConfig) -> ModelConfig:

@@ -32,12 +32,15 @@ RUNS = [
     Run("everything_mla", mesh(cp=2, tp=2), recompute=PER_BLOCK),
     Run("everything_mla", mesh(dp_shard=2, tp=2, ep=4)),
     Run("everything", mesh(pp=2, tp=2, dp_shard=2, ep=2), accum=2, recompute=PER_BLOCK),
+    # the preset with every feature, of whose two sparse layers the second is a stage later
+    Run("everything_tiny", mesh(pp=2), accum=2, evaluate=True),
+    Run("everything_tiny", mesh(pp=2, tp=2, ep=2), accum=2, recompute=PER_BLOCK),
 ]
 
 
 @functools.cache
 def results() -> dict[Run, list[Trace]]:
-    return traces_of([*RUNS, *(run.reference for run in RUNS)])
+    return traces_of([*RUNS, *dict.fromkeys(run.reference for run in RUNS)])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,18 @@ import torch
 from megacpp.cli.explain import KINDS
 from megacpp.config import CheckpointingPolicy, Config, DataConfig, MeshConfig, TrainConfig
 from megacpp.kernels.lightning_indexer import QUERIES
+from megacpp.model.documents import Documents
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.stages import split_layers
+from megacpp.model.sparse import note_choice, noted_choice
+from megacpp.model.stages import V_SHAPED, choice_bytes, stage_parts, stages_per_rank
 from megacpp.presets import preset
 from megacpp.rules import check as check_rules
 from megacpp.rules import resolve
-from megacpp.sparse_rules import promoted, sparse_lines
 from parallel.context_layout import ContextLayout
 from parallel.drawing import Drawn, draw
 from parallel.fake import as_trained
+from parallel.handoff import ChoiceHandoff
+from parallel.mesh import World
 from parallel.sparse import in_order_of_row
 from tests.parallel.parity import Run, Trace, check, models, traces_of
 
@@ -42,6 +46,9 @@ RUNS = [
     Run("sparse_gqa", mesh(dp_shard=2, ep=2)),
     Run("sparse_stages", mesh(pp=2, tp=2), accum=2),
     Run("sparse_stages", mesh(pp=2, pp_schedule="zbv"), accum=2, recompute=FULL),
+    Run("sparse_stages", mesh(pp=2, pp_schedule="dualpipev"), accum=4, evaluate=True),
+    Run("sparse_stages", mesh(pp=2, pp_schedule="interleaved"), accum=2, recompute=FULL),
+    Run("sparse_stages", mesh(pp=4, pp_schedule="gpipe"), accum=4),
     Run("sparse_mla_warmup", mesh(dp_shard=2), accum=2),
     Run("sparse_mla_warmup", mesh(cp=2, tp=2)),
     Run("sparse_mla", mesh(dp_shard=2, tp=2), accum=2, optimizer="muon_adamw"),
@@ -64,6 +71,15 @@ def test_the_same_run(run: Run) -> None:
     assert expected.auxiliary[0]["indexer"] > 0
     if run.recompute.ablock != "none":
         assert sum(found[0].again.values()) > 0
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.evaluate], ids=str)
+def test_the_same_evaluation(run: Run) -> None:
+    """Forward only, by a loop of our own; in a V through both stages of a rank."""
+    expected = results()[run.reference][0].evaluations
+    for trace in results()[run]:
+        for found, other in zip(trace.evaluations, expected, strict=True):
+            assert abs(found / other - 1) <= 1e-12
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if "warmup" in run.model], ids=str)
@@ -138,40 +154,78 @@ def test_over_cp_keys_travel_together(model: str, numbers: int) -> None:
 # --- pipelines -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_no_stage_begins_with_a_layer_that_shares(pp: int, schedule: str) -> None:
-    """The cuts may move when an indexer is added; what is left was settled with it."""
-    base = preset("nam56r")
-    attention = replace(
-        base.model.attention,
-        sparse=replace(base.model.attention.sparse, layers="1,2,3,5,6,7,9,10,11", share=3),
-    )
-    model = replace(base.model, attention=attention)
-    config = promoted(replace(base, model=model, mesh=MeshConfig(pp=pp, pp_schedule=schedule)))
-    kinds = layer_kinds(config.model)
-    stages = split_layers(config.model, pp * (1 if schedule == "1f1b" else 2))
-    for layers in stages:
-        sparse = [kinds[i] for i in layers if kinds[i].startswith("A.")]
-        assert not sparse or sparse[0] == "A.index", (layers, kinds)
-    assert promoted(config) == config, "settled"
-    fewer = [kind for kind in layer_kinds(model) if kind == "A.index"]
-    assert kinds.count("A.index") >= len(fewer) == 3
-    ranks = config.model.attention.sparse.own
-    assert bool(ranks) == (kinds.count("A.index") > 3)
-    assert not ranks or any(ranks in line for line in sparse_lines(config))
+HANDED = [run for run in RUNS if run.model == "sparse_stages"]
 
 
-def test_what_a_pipeline_adds_is_in_the_resolved_configuration() -> None:
-    base = preset("tiny")
-    sparse = replace(base.model.attention.sparse, layers="all", share=9)
-    attention = replace(base.model.attention, sparse=sparse)
-    config = replace(base, model=replace(base.model, attention=attention), mesh=MeshConfig(pp=2))
-    config = replace(config, train=replace(config.train, grad_accum=2))
-    check_rules(config, 2)
-    assert resolve(config, 2).model.attention.sparse.own not in ("", "all")
-    one = replace(config, mesh=MeshConfig())
-    assert resolve(one, 2).model.attention.sparse.own == ""
+@pytest.mark.parametrize("run", HANDED, ids=str)
+def test_ranks_send_a_choice_once_for_each_border(run: Run) -> None:
+    """By hand: B x t tokens, 3 keys of int16, one way, beside the hidden states.
+
+    Every border of the model is crossed. At the bottom of a V both stages are of one rank.
+    """
+    mesh, bottom = run.mesh, int(run.mesh.pp_schedule in V_SHAPED)
+    stages = mesh.pp * stages_per_rank(mesh.pp_schedule)
+    tokens = run.device_batch * 16 // (mesh.cp * mesh.tp)
+    groups = run.world // mesh.pp
+    calls = [c for trace in results()[run] for c in trace.collectives if c.axis == "pp"]
+    for kind in ("send", "recv"):
+        found = [c for c in calls if c.kind == kind and c.dtype == torch.uint8]
+        assert {c.bytes for c in found} == {tokens * 3 * 2}
+        assert len(found) == groups * run.accum * (stages - 1 - bottom)
+        hidden = [c for c in calls if c.kind == kind and c.numel == tokens * 16]
+        assert len(hidden) == 2 * len(found), "hidden states and their gradients"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sparse", "expected"),
+    [
+        # one choice for all; a stage without attention passes it on
+        ("A|A|E|A", {"share": 4}, [(None, 0), (0, 0), (0, 0), (0, None)]),
+        ("A|A|E|E", {"share": 4}, [(None, 0), (0, None), (None, None), (None, None)]),
+        ("A|A|A|A", {"share": 2}, [(None, 0), (0, None), (None, 2), (2, None)]),
+        ("A|A|A|A", {"share": 4, "own": "1"}, [(None, None), (None, 1), (1, 1), (1, None)]),
+        ("A|A|A|A", {"share": 1}, [(None, None)] * 4),
+        ("A|A|A|A", {"share": 4, "stage": "dense"}, [(None, None)] * 4),
+        ("A|A|A|A", {"layers": "0,3", "share": 2}, [(None, 0), (0, 0), (0, 0), (0, None)]),
+    ],
+)
+def test_a_choice_goes_as_far_as_layers_share_it(
+    pattern: str, sparse: dict[str, Any], expected: list[tuple[int | None, int | None]]
+) -> None:
+    base = models()["sparse_stages"]
+    chosen = replace(base.attention.sparse, **{"layers": "all", **sparse})
+    attention = replace(base.attention, sparse=chosen)
+    model = replace(base, pattern=pattern, depth=4, attention=attention)
+    parts = [stage_parts(model, MeshConfig(pp=4), rank)[0] for rank in range(4)]
+    assert [(part.takes, part.hands) for part in parts] == expected
+    kinds = layer_kinds(model)
+    for part in parts:
+        assert part.reads == (part.takes is not None and "A.share" in kinds[part.layers[0]])
+
+
+@pytest.mark.parametrize(("row", "dtype"), [(2**15, torch.int16), (2**15 + 1, torch.int32)])
+def test_numbers_of_keys_travel_exactly(row: int, dtype: torch.dtype) -> None:
+    """The last key of a row, and the -1 of an unused slot, in the fewest bytes that hold both."""
+    model, docs = models()["sparse_stages"], Documents.rows(1, row)
+    chosen = torch.tensor([[[0, row - 1, -1]]], dtype=torch.int32).expand(1, row, 3)
+    note_choice(docs, 2, chosen)
+    handoff = ChoiceHandoff(model, World(0, 1, torch.device("cpu")))
+    packed = handoff.packed(docs, 2)
+    assert packed.nbytes == row * choice_bytes(model, row) == row * 3 * dtype.itemsize
+    assert packed.shape == handoff.buffer(1, row).shape
+    arrived = Documents.rows(1, row)
+    handoff.unpack(packed, arrived, 2)
+    assert torch.equal(noted_choice(arrived, 2), chosen)
+
+
+def test_a_model_is_the_same_on_every_pipeline() -> None:
+    """Resolving changes nothing of the model, whatever the cuts."""
+    base = preset("tiny_full")
+    for pp, schedule in ((2, "1f1b"), (3, "interleaved"), (6, "gpipe")):
+        mesh = MeshConfig(pp=pp, pp_schedule=schedule)  # type: ignore[arg-type]
+        config = replace(base, mesh=mesh, train=replace(base.train, grad_accum=6))
+        check_rules(config, pp)
+        assert resolve(config, pp).model == base.model
 
 
 def test_explain_has_words_for_every_kind() -> None:

@@ -28,12 +28,23 @@ MESHES = {
 }
 
 
-def train(corpus: Path, folder: Path, ranks: int, rows: int, flags: str) -> str:
+# Every feature; AdamW's eps as in tests/parallel/parity.py, since several streams are mixed.
+FULL = (
+    "--model.pattern AEAEAR --model.depth 6 --model.attention.sparse.top-k 6"
+    " --model.moe.num-experts 8 --model.ngram.table-size 100"
+    " --model.engram.table-size 100 --model.engram.dim 16"
+    " --model.mtp.hidden-dim 32 --optim.eps 1e-5 --optim.schedule constant"
+)
+
+
+def train(
+    corpus: Path, folder: Path, ranks: int, rows: int, flags: str, preset: str = "tiny"
+) -> str:
     """A run that ends well; returns the screen."""
     batch = ["--train.device-batch-size", str(rows), "--train.grad-accum", "2"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
     flags_of_all = [*MODEL, *SHORT, *ADAMW, *batch, *paths]
-    done = forked("tiny", *flags_of_all, *flags.split(), ranks=ranks)
+    done = forked(preset, *flags_of_all, *flags.split(), ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,6 +77,22 @@ def test_a_run_moves_to_another_mesh(corpus: Path, single: Path, tmp_path: Path)
     assert "resumed at step 3 of 6" in screen
     train(corpus, tmp_path / "one", 1, 4, "--optim.schedule constant")
     assert_close(tmp_path / "one", folder)
+
+
+def test_shared_choices_of_keys_are_one_run_on_any_pipeline(corpus: Path, tmp_path: Path) -> None:
+    """`tiny_full` on two stages, resumed on one process and again on two: the run of one process.
+
+    Layer 2 chooses keys and layer 4, of the second stage, takes its choice over.
+    """
+    one, moved = tmp_path / "one", tmp_path / "moved"
+    train(corpus, one, 1, 4, FULL, "tiny_full")
+    for stop, ranks in ((2, 2), (4, 1), (6, 2)):
+        mesh = "--mesh.pp 2" if ranks == 2 else ""
+        flags = f"{FULL} {mesh} --run.steps {stop}"
+        screen = train(corpus, moved, ranks, 4, flags, "tiny_full")
+        assert "keys chosen in layers 2, taken over by 4" in screen
+    assert "resumed at step 4 of 6" in screen
+    assert_close(one, moved)
 
 
 def assert_close(expected: Path, found: Path) -> None:
