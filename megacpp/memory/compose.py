@@ -7,7 +7,8 @@ a traced layer are played again for every layer that it stands for, and those am
 to a neighbour are the neighbour's own, as the layer traced for it had them.
 
 The first layer and the last stand for themselves alone (`shallow`). A stage of a pipeline is traced
-as one of as many stages, each of these few layers. Pure data, no torch.
+as one of as many stages, each of these few layers, or one that a choice of keys comes from or goes
+to. Pure data, no torch.
 """
 
 from __future__ import annotations
@@ -54,25 +55,31 @@ def shallow(config: Config, size: int, rank: int) -> Shallow | None:
         return None  # layers of a kind differ by their place in one
     kinds = layer_kinds(model)
     layers, first, last, stage = range(len(kinds)), True, True, 0
+    takes = hands = None
     if mesh.pp > 1:
         if stages_per_rank(mesh.pp_schedule) > 1:
             return None
         stage = rank // (size // mesh.pp)
         part = stage_parts(model, mesh, stage)[0]
         layers, first, last = part.layers, part.first, part.last
+        takes, hands = part.takes, part.hands
     own = kinds[layers.start : layers.stop]
     between = list(dict.fromkeys(own[1:-1]))
     few = [own[0], *between, own[-1]]
     if len(few) >= len(own):
         return None
     standing = [0, *(1 + between.index(kind) for kind in own[1:-1]), len(few) - 1]
-    ahead = stage * len(few)
+    stages = [few] * mesh.pp
+    if takes is not None or hands is not None:  # a choice of keys comes or goes, as in the model
+        after = ["A.index" if hands is None else "A.share"]
+        stages = [["A.index"]] * stage + [few] + [after] * (mesh.pp - stage - 1)
+    ahead = sum(map(len, stages[:stage]))
     parts = [(name, name) for name in entrance(model)] if first else []
     parts += [(f"blocks.{i}", f"blocks.{ahead + j}") for i, j in zip(layers, standing, strict=True)]
     parts += [(name, name) for name in exit_parts(model)] if last else []
-    letters = "".join(kind[0] for kind in few)
-    traced = with_kinds(model, few * mesh.pp)
-    cut = dataclasses.replace(traced, pattern="|".join([letters] * mesh.pp))
+    traced = with_kinds(model, [kind for few_kinds in stages for kind in few_kinds])
+    pattern = "|".join("".join(kind[0] for kind in layers_of) for layers_of in stages)
+    cut = dataclasses.replace(traced, pattern=pattern)
     return Shallow(cut, tuple(parts))
 
 

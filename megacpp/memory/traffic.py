@@ -24,7 +24,7 @@ from megacpp.model.choices import columns
 from megacpp.model.engram_sizes import memory_width
 from megacpp.model.pieces import BLOCK, pieces_of
 from megacpp.model.sizes import m2rnn_heads, ngram_width
-from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
+from megacpp.model.stages import SPLIT_BACKWARD, choice_bytes, stage_parts
 from megacpp.model.stream_groups import stream_groups
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
@@ -332,13 +332,25 @@ def _m2rnn_context(own: Share) -> Iterator[tuple[str, int]]:
 
 
 def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
-    """The residual stream from stage to stage, and its gradient back; a tied weight's too."""
-    config, mesh = own.config, own.config.mesh
+    """The residual stream from stage to stage, and its gradient back; a tied weight's too.
+
+    A shared choice of keys goes one way, of the tokens that a rank holds between blocks; a stage
+    that reads it gathers it over `tp`.
+    """
+    config, mesh, micro = own.config, own.config.mesh, own.config.train.grad_accum
     if mesh.pp == 1:
         return
+    parts = stage_parts(config.model, mesh, own.stage)
+    here = {part.index for part in parts}  # the two at the bottom of a V send each other nothing
+    left = [part for part in parts if part.index - 1 not in here and not part.first]
+    right = [part for part in parts if part.index + 1 not in here and not part.last]
     stream = own.stream * config.model.mhc.streams * config.model.dim * own.compute
-    doors = sum(("embed" not in stage) + ("head" not in stage) for stage in stages)
-    yield "pp", "activations", config.train.grad_accum * 2 * doors * stream
+    yield "pp", "activations", micro * 2 * (len(left) + len(right)) * stream
+    of_token = choice_bytes(config.model, own.row)
+    moved = sum(p.takes is not None for p in left) + sum(p.hands is not None for p in right)
+    yield "pp", "choices", micro * moved * own.stream * of_token
+    if own.tp > 1:
+        yield "tp", "choices", micro * sum(p.reads for p in parts) * own.tokens * of_token
     ends = sum(part in stage for stage in stages for part in ("embed", "head"))
     if ends == 1 and (config.model.tie_embeddings or config.model.mtp.depths):
         (weight,) = weights(config.model, "embed")  # two copies, whose gradients are summed

@@ -20,6 +20,7 @@ from tests.memory.test_trace import ADAMW, FULL, NONE, SELECTIVE, TWICE, config_
 
 SCALARS = 64  # bytes of a layer; where little is alive they are more than in the peak
 ALWAYS, NEVER = "--mesh.reshard always", "--mesh.reshard never"
+SHARED = "--model.attention.sparse.layers all --model.attention.sparse.share 9"
 CASES = [
     (1, "AEMEAEMRFA", ""),
     (1, "MMAERREAFF", f"{FULL} {TWICE}"),
@@ -28,6 +29,8 @@ CASES = [
     (8, "AEMEAEMRFA", f"{NEVER} {ADAMW}"),
     (8, "EEMMAAEEFMFA", f"--mesh.tp 2 --mesh.ep 4 {ALWAYS} {TWICE} {SELECTIVE}"),
     (4, "AEMEAEMRAEMF", f"--mesh.pp 2 --train.grad_accum 4 {ALWAYS}"),
+    # keys that layer 0 chose for all
+    (3, "AEEEFAEEEFFFAEEEF", f"--mesh.pp 3 --train.grad_accum 4 {NEVER} {SHARED}"),
     (4, "AEMEAEMEFFFF", "--mesh.pp 2 --mesh.ep 2 --train.grad_accum 4 --mesh.pp_schedule gpipe"),
 ]
 

@@ -14,6 +14,7 @@ from megacpp.kernels import lightning_indexer, softcap_attention, sparse_attenti
 from megacpp.memory.forms import working_sparse
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
+from megacpp.memory.traffic import traffic
 from megacpp.model.sizes import layer_parameters
 from parallel import stand_ins
 from parallel.fake import as_trained
@@ -21,6 +22,7 @@ from tests.memory.test_activations import NONE, SELECTIVE, agree, config_of
 from tests.memory.test_parameters import SMALL, in_the_model
 from tests.memory.test_replayed import LEVERS, MLA, NOTHING, run_of
 from tests.memory.test_traffic import AGAIN, KEPT, counted, foretold
+from tests.memory.test_traffic import SMALL as SMALL_RUN
 from tests.memory.test_traffic import run_of as small_run
 from tests.memory.working_cases import WIDE, misses
 from tests.memory.working_sets import working_sets
@@ -133,6 +135,45 @@ def test_every_byte_that_travels(policy: str) -> None:
     flags = f"--mesh.cp 2 --mesh.tp 2 --model.pattern AAF --model.depth 3 {policy}"
     config = small_run(4, f"{flags} {SPARSE}")
     assert foretold(config, 4, 0)[0] == counted(config, 4, 0)[0]
+
+
+# One choice for all layers. Ranks, flags, and of each stage: choices that it sends and receives,
+# and those that it reads.
+HANDED_ON: dict[str, tuple[int, str, list[tuple[int, int]]]] = {
+    "tp": (4, "--mesh.pp 2 --mesh.tp 2", [(1, 0), (1, 1)]),
+    "cp, passed on": (
+        *(8, "--mesh.pp 4 --mesh.cp 2 --model.pattern A|A|F|A --train.grad-accum 4"),
+        [(1, 0), (2, 1), (2, 0), (1, 1)],
+    ),
+    "nobody shares": (4, "--mesh.pp 2 --mesh.tp 2 --model.pattern A|F", [(0, 0), (0, 0)]),
+    "the bottom of a V": (
+        *(4, "--mesh.pp 2 --mesh.pp-schedule zbv --model.pattern A|A|A|F --mesh.tp 2"),
+        [(1, 0), (1, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_a_choice_crosses_only_the_borders_that_it_must(name: str) -> None:
+    """By hand: C = 8 keys of 2 bytes for each token that a rank holds between blocks, one way."""
+    size, flags, stages = HANDED_ON[name]
+    if "pattern" not in flags:
+        flags += " --model.pattern AF|AF"
+    depth = len(flags.split("pattern ")[1].split()[0].replace("|", ""))
+    shared = SPARSE.replace("share 2", "share 9")
+    words = f"--train.device-batch-size 2 --train.grad-accum 2 {flags} {KEPT} {shared}"
+    words = f"tiny {SMALL_RUN} {words} --model.depth {depth}"
+    config = as_trained(parse_run(words.split(), size).config)
+    mesh, micro = config.mesh, config.train.grad_accum
+    for stage, (crossings, reads) in enumerate(stages):
+        rank = stage * (size // mesh.pp)
+        tokens = 2 * 32 // mesh.cp  # of a microbatch, on a rank of cp
+        parts = traffic(config, size, rank).parts
+        moved = micro * crossings * tokens // mesh.tp * 8 * 2
+        assert parts.get(("pp", "choices"), 0) == moved
+        gathered = micro * reads * tokens * 8 * 2 if mesh.tp > 1 else 0
+        assert parts.get(("tp", "choices"), 0) == gathered
+        assert foretold(config, size, rank)[0] == counted(config, size, rank)[0]
 
 
 def test_an_indexer_is_part_of_its_layer_alone() -> None:

@@ -8,6 +8,7 @@ from megacpp.memory.forms.activation_engram import rows_bytes
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.layers import stage_layers
 from megacpp.model.pattern import layer_kinds
+from megacpp.model.stages import stage_parts
 
 
 def ids_bytes(own: Share) -> int:
@@ -58,8 +59,12 @@ def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
 
 
 def _choices(own: Share, kinds: Collection[str]) -> int:
-    """Layers of this rank that leave the keys they chose with the documents."""
-    if not any("A.index" in kind for kind in kinds):
+    """Choices of keys that stay with the documents: of layers here, and from the stage before."""
+    config = own.config
+    if not any(kind.startswith("A.") for kind in kinds):
         return 0
-    all_kinds = layer_kinds(own.config.model)
-    return sum("A.index" in all_kinds[layer] for layer in stage_layers(own))
+    all_kinds = layer_kinds(config.model)
+    made = sum("A.index" in all_kinds[layer] for layer in stage_layers(own))
+    if config.mesh.pp == 1:
+        return made
+    return made + sum(p.reads for p in stage_parts(config.model, config.mesh, own.stage))
