@@ -19,17 +19,30 @@ from megacpp.kernels.lightning_indexer import QUERIES
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.sparse import note_choice, noted_choice
-from megacpp.model.stages import V_SHAPED, choice_bytes, stage_parts, stages_per_rank
+from megacpp.model.stages import choice_bytes, stage_parts
 from megacpp.presets import preset
 from megacpp.rules import check as check_rules
 from megacpp.rules import resolve
+from parallel.boundary import AccumulationBoundary
+from parallel.build import build_model
+from parallel.collective_log import POINT_TO_POINT, Collective, CollectiveLog
 from parallel.context_layout import ContextLayout
 from parallel.drawing import Drawn, draw
 from parallel.fake import as_trained
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
 from parallel.sparse import in_order_of_row
-from tests.parallel.parity import Run, Trace, check, models, traces_of
+from tests.parallel.parity import (
+    Run,
+    Trace,
+    batches_of,
+    check,
+    config_of,
+    models,
+    traces_of,
+    world_of,
+)
+from tests.ranks import on_worlds
 
 FULL = CheckpointingPolicy(ablock="full")
 
@@ -154,26 +167,34 @@ def test_over_cp_keys_travel_together(model: str, numbers: int) -> None:
 # --- pipelines -----------------------------------------------------------------------------------
 
 
-HANDED = [run for run in RUNS if run.model == "sparse_stages"]
+def point_to_point(rank: int, run: Run) -> list[Collective]:
+    """Sends and receives of one step."""
+    world, config = world_of(rank, run), config_of(run)
+    boundary = AccumulationBoundary(build_model(config, world), world, config)
+    with CollectiveLog(world.meshes) as log:
+        boundary.accumulate(batches_of(0, world, run))
+    return [c for c in log.calls if c.kind in POINT_TO_POINT]
 
 
-@pytest.mark.parametrize("run", HANDED, ids=str)
-def test_ranks_send_a_choice_once_for_each_border(run: Run) -> None:
-    """By hand: B x t tokens, 3 keys of int16, one way, beside the hidden states.
+def test_ranks_send_a_choice_once_for_each_border() -> None:
+    """By hand: of every token 3 keys of int16, one way, beside 16 numbers that go both ways.
 
-    Every border of the model is crossed. At the bottom of a V both stages are of one rank.
+    The choice crosses every border; at the bottom of a V both stages are of one rank.
     """
-    mesh, bottom = run.mesh, int(run.mesh.pp_schedule in V_SHAPED)
-    stages = mesh.pp * stages_per_rank(mesh.pp_schedule)
-    tokens = run.device_batch * 16 // (mesh.cp * mesh.tp)
-    groups = run.world // mesh.pp
-    calls = [c for trace in results()[run] for c in trace.collectives if c.axis == "pp"]
-    for kind in ("send", "recv"):
-        found = [c for c in calls if c.kind == kind and c.dtype == torch.uint8]
-        assert {c.bytes for c in found} == {tokens * 3 * 2}
-        assert len(found) == groups * run.accum * (stages - 1 - bottom)
-        hidden = [c for c in calls if c.kind == kind and c.numel == tokens * 16]
-        assert len(hidden) == 2 * len(found), "hidden states and their gradients"
+    borders = {"1f1b": 1, "interleaved": 3, "zbv": 2}
+    runs = {
+        schedule: Run("sparse_stages", mesh(pp=2, pp_schedule=schedule), accum=2)
+        for schedule in borders
+    }
+    calls = on_worlds(point_to_point, {run: 2 for run in runs.values()})
+    for schedule, run in runs.items():
+        tokens = run.device_batch * 16
+        for kind in POINT_TO_POINT:
+            found = [c for of_rank in calls[run] for c in of_rank if c.kind == kind]
+            choices = [c.bytes for c in found if c.dtype == torch.uint8]
+            hidden = [c.numel for c in found if c.dtype == torch.float64]
+            assert choices == [tokens * 3 * 2] * run.accum * borders[schedule], schedule
+            assert hidden == [tokens * 16] * 2 * len(choices)
 
 
 @pytest.mark.parametrize(
