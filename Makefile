@@ -1,8 +1,10 @@
-# make setup | kernels | train | test | lint | docs
+# make setup | kernels | train | test | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
-VENV := .venv
+# Another torch than megacpp/versions.py's has a .venv of its own.
+VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PINS := $(VENV)/constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 RUN := OMP_NUM_THREADS=1
 # glibc keeps freed memory instead of giving it back to the system between operations.
 KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
@@ -17,32 +19,37 @@ AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)))
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-setup: $(STAMP)  ## make .venv and install the project, pinned by constraints.txt
+setup: $(VENV)/.core  ## make .venv and install what training needs, pinned
 
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.core: pyproject.toml constraints.txt megacpp/versions.py
+	@$(PYTHON) megacpp/versions.py $(TORCH) > /dev/null
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@{ cat constraints.txt; $(PYTHON) megacpp/versions.py $(TORCH); } > $(PINS)
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.core
+	$(INSTALL) -e '.[$*]'
 	@touch $@
 
 # The kernels are Triton and TileLang: no nvcc. Their package's build wants to see torch.
 kernels: setup  ## add the library kernels: Mamba-3 by mamba-ssm (a GPU runs them, a CPU tests them)
-	$(BIN)/python -m pip install --quiet -c constraints.txt 'setuptools>=77' wheel packaging ninja
-	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip install --quiet \
-		--no-build-isolation -c constraints.txt -e '.[kernels]'
+	$(INSTALL) 'setuptools>=77' wheel packaging ninja
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(INSTALL) --no-build-isolation -e '.[kernels]'
 
 train: setup  ## prepare the default corpus once, then train the tiny hybrid on two ranks
 	@$(BIN)/megacpp data prepare
 	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
-test: setup  ## the whole CPU test suite (CPU=default: rounding of a CPU without vector units)
+test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units)
 	$(RUN) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: setup  ## format check, lint, types
+lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-docs: setup  ## rewrite the printed figures of the chapters
+docs: $(VENV)/.test  ## rewrite the printed figures of the chapters
 	$(RUN) $(BIN)/python -m pytest tests/docs --update-docs
 
 gpu:  ## what only a GPU can show, with the python that is there: tests, then docs/gpu.json

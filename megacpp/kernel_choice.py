@@ -26,9 +26,10 @@ from megacpp.kernel_refusals_attention import flex, varlen, varlen_padded
 from megacpp.kernel_refusals_m2rnn import m2rnn_triton
 from megacpp.kernel_refusals_mamba3 import mamba3_mimo, mamba3_siso
 from megacpp.model.pattern import block_letters
+from megacpp.versions import TORCH, TRITON
 
 # What torch's builds for GPUs come with.
-BROUGHT = {"torch": "2.13.0", "triton": "3.6.0"}
+BROUGHT = {"torch": TORCH, "triton": TRITON[TORCH]}
 
 # Why a backend can't do its operation for a configuration on a host; None: it can.
 Refusal = Callable[[Config, Host], str | None]

@@ -15,6 +15,7 @@ from megacpp.cli.main import COMMANDS, main
 from megacpp.config import Config
 from megacpp.rules import RULES
 from megacpp.settings import settings_of
+from megacpp.versions import TESTED_PYTHON, TESTED_TORCH
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,6 +139,9 @@ def test_doctor_reports_and_two_ranks_meet() -> None:
     assert done.returncode == 0, done.stdout
     assert findings["gloo self-test"]["ok"] is True
     assert findings["torch"]["ok"] is True
+    assert all(version in findings["torch"]["detail"] for version in TESTED_TORCH)
+    assert all(version in findings["python"]["detail"] for version in TESTED_PYTHON)
+    assert "requires" in findings["triton"]["detail"]
     for name in ("mamba_ssm", "tilelang", "torchao", "transformer_engine"):
         assert findings[name]["ok"] in (True, None) and findings[name]["detail"]
 

@@ -35,6 +35,7 @@ NO_TORCH = (
     "kernel_refusals_attention.py",
     "kernel_refusals_m2rnn.py",
     "errors.py",
+    "versions.py",
     "presets.py",
     "rules.py",
     "model_rules.py",

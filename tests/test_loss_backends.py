@@ -17,7 +17,7 @@ from megacpp.presets import tiny
 from megacpp.run import kernels
 from megacpp.run.kernels import choices, chosen_kernels, kernel_lines
 
-WITH_TRITON = {"torch": "2.13.0", "triton": "3.6.0"}
+WITH_TRITON = {"torch": "2.13.0", "triton": "3.7.1"}
 CPU = Host("cpu", "fp32", name="cpu", packages=WITH_TRITON)
 
 

@@ -12,8 +12,10 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 
+from megacpp.kernel_host import installed
 from megacpp.screen import labelled
 from megacpp.settings import setting
+from megacpp.versions import PYTHON, TESTED_PYTHON, TESTED_TORCH, TRITON, minor, remark
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,29 @@ def doctor(args: DoctorArgs) -> int:
 def _versions() -> list[Finding]:
     from megacpp.run.record import versions
 
-    python_ok = sys.version_info >= (3, 11)
-    found = [Finding("python", python_ok, f"{platform.python_version()} on {platform.platform()}")]
+    oldest, newest = PYTHON
+    python_ok = oldest <= sys.version_info[:2] <= newest
+    tested = f"tested: {', '.join(TESTED_PYTHON)}"
+    where = f"{platform.python_version()} on {platform.platform()}; {tested}"
+    found = [Finding("python", python_ok, where)]
     for name, version in versions().items():
+        ok, words = True, version
         if name == "torch":
-            numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-            need = "" if numbers >= (2, 11) else "; needs 2.11 or newer"
-            found.append(Finding(name, numbers >= (2, 11), version + need))
-        else:
-            found.append(Finding(name, True, version))
-    return found
+            ok, words = minor(version) >= minor(TESTED_TORCH[0]), f"{version}; {remark(version)}"
+        found.append(Finding(name, ok, words))
+    return [*found, _triton()]
+
+
+def _triton() -> Finding:
+    """Triton beside the one that CUDA builds of this torch require."""
+    here = installed()
+    wanted = next(
+        (triton for torch, triton in TRITON.items() if minor(torch) == minor(here["torch"])), None
+    )
+    words = f"torch {here['torch']} for GPUs requires {wanted}" if wanted else "not tested"
+    if "triton" not in here:
+        return Finding("triton", None, f"for kernels on a GPU; {words}")
+    return Finding("triton", True, f"{here['triton']}; {words}")
 
 
 def _devices() -> list[Finding]:

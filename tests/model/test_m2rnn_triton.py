@@ -30,7 +30,7 @@ from tests.model.test_flops import in_place_baddbmm
 
 ROOT = Path(__file__).parents[2]
 CASES = "tests/model/m2rnn_triton_cases.py"
-GPU = Host("cuda", "bf16", (9, 0), "a GPU", {"triton": "3.6.0"})
+GPU = Host("cuda", "bf16", (9, 0), "a GPU", {"triton": "3.7.1"})
 
 
 def run(config: pytest.Config, **more: str) -> None:

@@ -266,7 +266,7 @@ def test_tuners_read_what_an_earlier_run_measured(
 
 @installed
 def test_the_doctor_says_what_the_first_call_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"triton": "3.6.0", "mamba-ssm": "2.3.2.post1", "einops": "0.8.2"}
+    versions = {"triton": "3.7.1", "mamba-ssm": "2.3.2.post1", "einops": "0.8.2"}
     host = Host("cuda", "bf16", (9, 0), "a GPU", versions)
     monkeypatch.setattr(run_kernels, "host_of", lambda *given: host)
     found = {f.name: f for f in doctor._kernels()}["kernels.mamba3"]

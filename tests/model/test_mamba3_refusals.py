@@ -17,7 +17,7 @@ from megacpp.kernel_refusals_mamba3 import mamba3_mimo, mamba3_siso
 from megacpp.presets import nam56r, nam56r_quarter, tiny
 
 INSTALLED = {
-    "triton": "3.6.0",
+    "triton": "3.7.1",
     "mamba-ssm": "2.3.2.post1",
     "einops": "0.8.2",
     "tilelang": "0.1.8",
@@ -54,7 +54,7 @@ def test_large_presets_have_shapes_that_the_kernel_takes(preset: Any) -> None:
     ("host", "why"),
     [
         (Host("cpu", "fp32", packages=INSTALLED), "needs a GPU"),
-        (replace(H200, packages={"triton": "3.6.0"}), "mamba-ssm is not installed (make kernels)"),
+        (replace(H200, packages={"triton": "3.7.1"}), "mamba-ssm is not installed (make kernels)"),
         (replace(H200, packages={"mamba-ssm": "2.3.2"}), "einops is not installed"),
         (replace(H200, packages=INSTALLED | {"mamba-ssm": "2.3.1"}), "needs mamba-ssm 2.3.2"),
         (
