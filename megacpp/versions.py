@@ -18,9 +18,9 @@ TRITON = {
 }
 TORCH = "2.13.0"  # `make` without TORCH=
 
-# The whole test suite ran with these, and its fast part with these versions of Python.
-TESTED_TORCH = ("2.11.0", "2.13.0", "2.15.0")
-TESTED_PYTHON = ("3.11", "3.12", "3.13")
+# The whole test suite ran with these, on these versions of Python; docs/install.md has the rest.
+TESTED_TORCH = ("2.13.0",)
+TESTED_PYTHON = ("3.11",)
 
 
 def constraints(torch, python=sys.version_info):
@@ -34,7 +34,7 @@ def constraints(torch, python=sys.version_info):
         here, first, last = (".".join(map(str, v[:2])) for v in (python, oldest, newest))
         raise ValueError(
             f"PYTHON={sys.executable}: must be Python {first} to {last} (it is {here}). "
-            f"Fix: use PYTHON=python{TESTED_PYTHON[-1]}."
+            f"Fix: use PYTHON=python{TESTED_PYTHON[0]}."
         )
     if torch not in TRITON:
         raise ValueError(
@@ -49,13 +49,14 @@ def minor(version):
 
 
 def remark(torch):
-    """What was tested, after what speaks against the torch that is installed."""
-    tested = "tested: " + ", ".join(TESTED_TORCH)
-    if minor(torch) < minor(TESTED_TORCH[0]):
-        return "needs {}.{} or newer; ".format(*minor(TESTED_TORCH[0])) + tested
-    if minor(torch) > minor(TESTED_TORCH[-1]):
-        return "newer than what was tested; " + tested
-    return tested
+    """Supported and tested torch, after what speaks against the one that is installed."""
+    first, *_, last = TRITON
+    words = f"supported: {first} to {last}; tested: {', '.join(TESTED_TORCH)}"
+    if minor(torch) < minor(first):
+        return "too old; " + words
+    if minor(torch) > minor(last):
+        return "newer than supported; " + words
+    return words
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from megacpp.kernel_host import installed
 from megacpp.screen import labelled
 from megacpp.settings import setting
-from megacpp.versions import PYTHON, TESTED_PYTHON, TESTED_TORCH, TRITON, minor, remark
+from megacpp.versions import PYTHON, TESTED_PYTHON, TRITON, minor, remark
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,14 @@ def _versions() -> list[Finding]:
 
     oldest, newest = PYTHON
     python_ok = oldest <= sys.version_info[:2] <= newest
-    tested = f"tested: {', '.join(TESTED_PYTHON)}"
-    where = f"{platform.python_version()} on {platform.platform()}; {tested}"
+    bounds = " to ".join(".".join(map(str, bound)) for bound in PYTHON)
+    words = f"supported: {bounds}; tested: {', '.join(TESTED_PYTHON)}"
+    where = f"{platform.python_version()} on {platform.platform()}; {words}"
     found = [Finding("python", python_ok, where)]
     for name, version in versions().items():
         ok, words = True, version
         if name == "torch":
-            ok, words = minor(version) >= minor(TESTED_TORCH[0]), f"{version}; {remark(version)}"
+            ok, words = minor(version) >= minor(next(iter(TRITON))), f"{version}; {remark(version)}"
         found.append(Finding(name, ok, words))
     return [*found, _triton()]
 

@@ -238,10 +238,12 @@ def test_a_followed_step_is_what_the_trace_foretold_and_changes_no_bit(
     flags = [*FLAGS, "--train.device-batch-size", "2"]
     stream = trace_step(parse_run(["tiny", *flags], 1).config, 1)
     foretold = most_by_bucket(stream, "AMERF")
+    # Before torch 2.13 a trace has attention's sums in fp32, a step in fp64 (pytorch#185539).
+    steady = [n for n in STEADY if n != "activations/A" or torch.__version__ >= "2.13"]
     for one in taken:
         assert sum(one.at_peak.values()) == one.peak_bytes
         # What documents and routers decide is left out: a trace has rows of one document each.
-        for name in STEADY:
+        for name in steady:
             assert one.most[name] == foretold[name], name
     assert (followed / "memory/summary.json").exists()
 
