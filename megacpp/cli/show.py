@@ -13,6 +13,8 @@ from megacpp.presets import PRESETS
 from megacpp.screen import columns, labelled, wrapped
 from megacpp.settings import setting
 
+WIDE = 110  # columns from which presets say how long they take and what comes out
+
 
 @dataclass(frozen=True)
 class PresetsArgs:
@@ -22,7 +24,9 @@ class PresetsArgs:
 
 
 def presets(args: PresetsArgs) -> int:
-    """Lists every preset with total and active parameters."""
+    """Lists every preset with total and active parameters, and on a wide screen with the time that
+    it takes and what to expect.
+    """
     rows = []
     for name, make in PRESETS.items():
         config = make()
@@ -41,12 +45,14 @@ def presets(args: PresetsArgs) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    print(f"{'preset':16}{'total':>7}{'active':>8}  pattern x depth, width")
+    wide = columns() >= WIDE
+    print(f"{'preset':16}{'total':>6}{'active':>7}  {'pattern x depth, width':25}machine")
     for row in rows:
         shape = f"{row['pattern']} x {row['depth']}, {row['dim']}"
-        left = f"{row['preset']:16}{short(row['total']):>7}{short(row['active']):>8}  {shape:26}  "
-        about = row["about"].split("; ", 1)[1]
-        print("\n".join(labelled(left, about, len(left) if columns() >= 110 else 6)))
+        left = f"{row['preset']:16}{short(row['total']):>6}{short(row['active']):>7}  {shape:23}"
+        _, *result, time, machine = row["about"].split("; ")
+        said = "; ".join([machine.rstrip("."), time, *result]) if wide else machine.rstrip(".")
+        print("\n".join(labelled(left, said, 56)))
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from megacpp.config import RunConfig
-from megacpp.screen import columns
+from megacpp.screen import columns, wrapped
 from megacpp.screen import duration as duration
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
@@ -98,8 +98,10 @@ class MetricsLog:
     def evaluation(self, step: int, values: Mapping[str, float], no_verdict: str = "") -> None:
         """Prints validation figures and stores them in TensorBoard and evaluations.jsonl."""
         if self.active:
-            lines = evaluation_lines(values, no_verdict)
-            print(f"step {step + 1}: " + "\n".join(lines), flush=True)
+            first, *others = evaluation_lines(values, no_verdict)
+            for text in (f"step {step + 1}: {first}", *others):
+                indent = text[: len(text) - len(text.lstrip())]
+                print("\n".join(wrapped(text.strip(), f"{indent}  ", indent)), flush=True)
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"validation/{name}", value, step)
