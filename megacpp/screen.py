@@ -40,7 +40,7 @@ def wrapped(text: str, indent: str = "  ", first: str = "") -> list[str]:
 def labelled(label: str, text: str, width: int) -> list[str]:
     """`label` in a column of so many characters and a wrapped text beside it."""
     lines = wrapped(text, " " * width, " " * width)
-    if len(label) + 1 < width:
+    if len(label) + 1 <= width:
         return [label.ljust(width) + lines[0][width:], *lines[1:]]
     return [label.rstrip(), *lines]
 

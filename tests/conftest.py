@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["COLUMNS"] = "80"  # what is printed doesn't depend on whose terminal runs the tests
 
 import pytest
 import torch

@@ -76,7 +76,8 @@ def test_what_is_wider_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[1][0] in text
     assert wrapped("a " * 100, "")[0].strip() and len(labelled("x", "a " * 100, 20)) == 2
     monkeypatch.delenv("COLUMNS")
-    assert columns() == 80  # nobody's terminal
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+    assert columns() == 80  # a file
 
 
 # ---- a run --------------------------------------------------------------------------------------

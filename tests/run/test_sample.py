@@ -218,13 +218,13 @@ def test_a_checkpoint_instead_of_the_final_weights(
     [
         (["nowhere"], 2, "run=nowhere: no such run folder. Fix: give the folder of a run."),
         ([], 2, "run=: is needed. Fix: write RUN."),
-        (["{run}", "{run}"], 2, "must be one folder"),
-        (["{run}", "--tempersture", "1"], 2, "--tempersture=: no such flag. Fix: did you mean"),
-        (["{run}", "--max-tokens", "many"], 2, "max-tokens=many: must be a whole number"),
+        (["{run}", "{run}"], 2, "is no flag. Fix: "),
+        (["{run}", "--tempersture", "1"], 2, "--tempersture: no such setting. Fix: did you mean"),
+        (["{run}", "--max-tokens", "many"], 2, "max_tokens=many: must be a whole number"),
         (["{run}", "--checkpoint", "7"], 2, "has no such weights. Fix: write --checkpoint 30."),
         (["{run}", "--checkpoint", "best"], 2, "checkpoint=best: must be final, latest or a step"),
-        (["{run}", "--device", "tpu"], 2, "device=tpu: must be auto, cpu or cuda"),
-        (["{run}", "--temperature", "-1"], 2, "temperature=-1.0: must be 0 or more"),
+        (["{run}", "--device", "tpu"], 2, "device=tpu: must be one of auto, cpu, cuda"),
+        (["{run}", "--temperature", "-1"], 2, "temperature=-1.0: must be at least 0"),
     ],
 )
 def test_mistakes_on_the_command_line(
@@ -262,6 +262,6 @@ def test_damaged_weights_are_refused(
 
 def test_defaults() -> None:
     args = parse_args(SampleArgs, ["runs/tiny"])
-    assert (args.run, args.prompt, args.checkpoint) == (Path("runs/tiny"), "", "final")
+    assert (args.folder, args.prompt, args.checkpoint) == (Path("runs/tiny"), "", "final")
     assert (args.max_tokens, args.temperature, args.top_k, args.seed) == (200, 0.8, 50, 0)
     assert args.device == "auto" and not args.json
