@@ -67,7 +67,7 @@ def test_a_subset_and_flags_over_it(name: str, text: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "words",
     [
-        "tiny --optim.lr 1e-3 --mesh.tp 2 --run.sample-prompt=",
+        "tiny --optim.lr 1e-3 --mesh.tp 2 --run.sample-prompt=x",
         "tiny --train.grad-accum 4",
         "nam56r_base --train.device-batch-size 1 --model.logit-softcap 30",
         "tiny --model.attention.kind mla --model.attention.no-qk-norm"
