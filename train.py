@@ -90,7 +90,7 @@ def main(resolved: Resolved) -> None:
     log = MetricsLog(folder, config.run, state.step, world.is_main)
     watch = partial(StepWatch, model, optimizer)
     forensics = Forensics(folder, config, world.rank, device, watch, state.step)
-    calibrator = Calibrator(launch.admission, model, optimizer, device, of_all, world.is_main)
+    calibrator = Calibrator(launch.admission, device, of_all, world.rank, folder)
     balance = LoadWatch(config.model.moe.load_warning)
     records = Records(log, health, balance, forensics, calibrator, mfu, boundary.where)
 

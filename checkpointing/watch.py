@@ -8,6 +8,7 @@
 (Activation memory, and all the rest.) The recorder starts with an empty model; this one is for the
 middle of a run. It takes in what rests (parameters, gradients, state, and the storages that FSDP2
 empties and fills), and finds the optimizer's part of the step by its hooks. It changes no value.
+It counts the memory of the model's device: beside a GPU what waits on the host isn't counted.
 Cost: one Python call an operator, about half a step of a small model on a CPU.
 """
 
@@ -34,6 +35,7 @@ class StepWatch(Recorder):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model)
         self.optimizer = optimizer
+        self._device = next((local_part(p).device.type for p in model.parameters()), "cpu")
         self._ends: list[ref[UntypedStorage]] = []
 
     def __enter__(self) -> StepWatch:
@@ -59,6 +61,8 @@ class StepWatch(Recorder):
         seen: set[int] = set()
         for component, _, t in resting(self.model, self.optimizer):
             storage = t.untyped_storage()
+            if t.device.type != self._device:
+                continue
             if storage.data_ptr() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 found[component] += storage.nbytes()
@@ -67,7 +71,7 @@ class StepWatch(Recorder):
     def _adopt(self, component: str, part: str, t: Tensor) -> None:
         """A storage that is older than the watch."""
         storage = t.untyped_storage()
-        if id(storage) in self._alive:
+        if id(storage) in self._alive or t.device.type != self._device:
             return
         weight = component in ("parameters", "communication")
         life = Life(part, "", "", tuple(t.shape), t.dtype, storage.nbytes(), 0, False, weight)
@@ -77,6 +81,10 @@ class StepWatch(Recorder):
         # Not `finalize`: parameters live on, and would keep every watch for ever.
         self._ends.append(ref(storage, partial(self._end, id(storage), life)))
         self._name(id(storage), component)
+
+    def _bear(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+        if t.device.type == self._device:
+            super()._bear(storage, t, *rest)
 
     def _end(self, key: int, life: Life, _: object) -> None:
         self._bury(key, life)

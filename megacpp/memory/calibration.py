@@ -119,7 +119,7 @@ def situation(
         versions: of what decides about memory: torch and this package.
     """
     about = {
-        "hardware": {"device": device, "count": size},
+        "hardware": {"device": device, "count": size, "measures": measures(device)},
         "versions": dict(versions),
         "model": asdict(config.model),
         "mesh": asdict(config.mesh),
@@ -135,6 +135,11 @@ def situation(
     return Situation(
         fingerprint(whole)[:20], fingerprint(about)[:20], config.train.device_batch_size, whole
     )
+
+
+def measures(device: str) -> str:
+    """The part of a device's memory that estimates and measurements are compared in."""
+    return "tensors" if device == "cpu" else "device"
 
 
 def fingerprint(content: Any) -> str:

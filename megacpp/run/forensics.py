@@ -8,7 +8,8 @@
     forensics.close(sum_over_ranks)
 
 Every `memory.snapshot_every` steps one step is followed, and again `memory.snapshot_gap` steps
-later; the two are compared. All other steps cost one comparison of integers. A followed step runs
+later; the two are compared. The first step is followed as well, for the record beside the estimate
+(measured.py), and not stored. All other steps cost one comparison of integers. A followed step runs
 each operator through Python: it takes about half as long again on a CPU with small matrices.
 
 A compiled block hides its tensors, and Transformer Engine allocates past torch's dispatcher: there
@@ -77,7 +78,8 @@ class Forensics:
         first_step: of this start; snapshots of steps that it does again are dropped.
 
     Attributes:
-        first, last: snapshots of this start.
+        first, last: stored snapshots of this start.
+        seen: the step that ended last, where it was due or asked for.
     """
 
     def __init__(
@@ -92,11 +94,15 @@ class Forensics:
         self.config = config
         self.folder, self.rank, self.device, self.watch = folder / "memory", rank, device, watch
         self.every, self.gap = config.memory.snapshot_every, config.memory.snapshot_gap
-        self.follows = config.train.compile == "off" and config.precision.fp8 != "te"
+        # The compiler runs FlexAttention op by op, with whole scores, while operators are followed.
+        hidden = config.precision.fp8 == "te" or config.kernels.attention == "flex"
+        self.follows = config.train.compile == "off" and not hidden
         self.letters = block_letters(config.model.pattern, config.model.depth)
         self.tokens = config.train.device_batch_size * config.data.seq_len
         self.first: Snapshot | None = None
         self.last: Snapshot | None = None
+        self.seen: Snapshot | None = None
+        self._asked = False
         self._before: dict[int, Snapshot] = {}  # those that wait for their second
         self._running: Watch | None = None
         for old in snapshots_of(self.folder, rank):
@@ -110,9 +116,14 @@ class Forensics:
             return False
         return done % self.every == 0 or self._second(done)
 
-    def begin(self, step: int) -> None:
-        """Before anything of a step is allocated."""
-        if self.due(step) and self.follows:
+    def begin(self, step: int, asked: bool = False) -> None:
+        """Before anything of a step is allocated.
+
+        Args:
+            asked: somebody wants to see this step, due or not.
+        """
+        self._asked, self.seen = asked, None
+        if (asked or self.due(step)) and self.follows:
             self._running = self.watch()
             self._running.__enter__()
 
@@ -122,13 +133,15 @@ class Forensics:
         Returns:
             A line for people if memory grew since the snapshot that this one is compared with.
         """
-        if not self.due(step):
+        if not (self._asked or self.due(step)):
             return []
         stream = None
         if self._running is not None:
             self._running.__exit__(None, None, None)
             stream, self._running = self._running.stream(), None
-        found = self._snapshot(step + 1, stream)
+        found = self.seen = self._snapshot(step + 1, stream)
+        if not self.due(step):
+            return []
         self.first, self.last = self.first or found, found
         self._store(found)
         before = self._before.pop(found.step - self.gap, None)

@@ -53,7 +53,7 @@ class Records:
     def begin(self, step: int) -> None:
         """Before anything of a step happens."""
         self._began = time.perf_counter()
-        self.forensics.begin(step)
+        self.forensics.begin(step, asked=self.calibrator.waiting)
 
     def end(
         self,
@@ -101,7 +101,7 @@ class Records:
             more=self._further(verdict) | dict(figures),
         )
         self.log.write(record)
-        say(self.calibrator.after_step(updated=verdict.healthy))
+        say(self.calibrator.after_step(verdict.healthy, self.forensics.seen))
 
     def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
         """The end of the run; every rank calls it."""

@@ -207,11 +207,17 @@ def test_runs_are_measured_and_the_next_one_knows(corpus: Path, tmp_path: Path) 
     measured = {name: pair["measured"] for name, pair in kept["components"].items()}
     shard = measured["parameters"]  # the larger of two: half, and what doesn't divide evenly
     assert weights / 2 <= shard < weights * 0.52
-    assert kept["peaks"]["gradients"] == shard, "one for each weight, by the time of the step"
     assert 0 < measured["optimizer_state"] <= 2 * shard + 8 * 100
-    assert measured["activations"] is None and measured["workspace"] is None
+    assert measured["activations"] > 0 and measured["communication"] > 0
+    assert measured["runtime_reserved"] is None, "not measured is not nothing"
     assert kept["measured_bytes"] > shard + measured["optimizer_state"]
-    assert kept["predicted_bytes"] > 0 and kept["ranks"] == 2
+    assert kept["measures"] == "tensors" and kept["ranks"] == 2
+    # Buffers of a collective live until a thread of gloo lets them go: up to two gathered layers.
+    gathered = measured["communication"]
+    assert -0.03 * kept["predicted_bytes"] < kept["measured_bytes"] - kept["predicted_bytes"]
+    assert (
+        kept["measured_bytes"] - kept["predicted_bytes"] < 0.03 * kept["predicted_bytes"] + gathered
+    )
 
     again = run(corpus, tmp_path, *flags, "--checkpoint.resume", "never", ranks=2)
     assert again.returncode == 0, again.stderr
