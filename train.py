@@ -30,9 +30,10 @@ from megacpp.run.launch import announce, prepare, set_aside
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
+from megacpp.run.profiling import StepProfile
 from megacpp.run.records import Records
 from megacpp.state.training import TrainingState
-from optim.build import build_optimizer, describe
+from optim.build import build_optimizer, describe, learning_rates
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
@@ -87,19 +88,20 @@ def main(resolved: Resolved) -> None:
         first_step=state.step,
         changed=state.changed,
     )
-    log = MetricsLog(folder, config.run, state.step, world.is_main)
+    log = MetricsLog(folder, config, state.step, world.is_main)
     watch = partial(StepWatch, model, optimizer)
     forensics = Forensics(folder, config, world.rank, device, watch, state.step)
     calibrator = Calibrator(launch.admission, device, of_all, world.rank, folder)
     balance = LoadWatch(config.model.moe.load_warning)
-    records = Records(log, health, balance, forensics, calibrator, mfu, boundary.where)
+    profile = StepProfile(config.run.profile, folder, world.rank, device)
+    records = Records(log, health, balance, forensics, calibrator, mfu, boundary.where, profile)
 
     # ---- the loop --------------------------------------------------------------------------------
     for step in range(state.step, config.run.steps):
         clock.step(step)
         records.begin(step)
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
-        grad_accum = batches.accum(step)
+        rates, grad_accum = learning_rates(optimizer), batches.accum(step)
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         norm = clip_gradients(
             model,
@@ -116,7 +118,8 @@ def main(resolved: Resolved) -> None:
         logits = qk_clip.after_step(verdict.healthy) if qk_clip else {}
         boundary.conclude(verdict)
         state.advance(verdict.healthy, good=verdict.healthy and verdict.clean)
-        records.end(step, verdict, tokens=sums.tokens, grad_accum=grad_accum, lr=lr, figures=logits)
+        read = {"tokens": sums.tokens, "grad_accum": grad_accum}
+        records.end(step, verdict, **read, lr=lr, rates=rates, figures=logits)
 
         if state.bad_steps >= config.train.max_skips:
             raise budget_spent(config, state.saved)
@@ -141,7 +144,7 @@ def main(resolved: Resolved) -> None:
             log.evaluation(state.step - 1, values, corpus.no_verdict)
         export_final(model, corpus, config, folder)
         if world.is_main:
-            print(f"---- sample ----\n{write_sample(corpus, config, folder, device)}\n----")
+            log.sample(state.step - 1, write_sample(corpus, config, folder, device))
             print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
     records.close(of_sum, world.size)
     clock.close()

@@ -177,7 +177,12 @@ def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         key = name if name in kinds else name.removeprefix("no_")
         if not word.startswith("-") and places:
-            values[places[0]] = read_value(places[0], kinds[places[0]], word)
+            place = places[0]
+            if typing.get_origin(kinds[place]) is tuple:  # all further words
+                kind = typing.get_args(kinds[place])[0]
+                values[place] = (*values.get(place, ()), read_value(place, kind, word))
+                continue
+            values[place] = read_value(place, kinds[place], word)
             del places[0]
         elif not word.startswith("--") or key not in kinds:
             rest.append(word)

@@ -75,6 +75,12 @@ class RunConfig:
         "", "Text that the sample continues (empty: first words of a held-out document)."
     )
     tensorboard: bool = setting(True, "Write TensorBoard events into the run folder.")
+    wandb: str = setting(
+        "", "Project of Weights & Biases (empty: none; WANDB_MODE=offline stays here)."
+    )
+    profile: str = setting(
+        "", "Steps to trace for Perfetto, counted from 1: 10, or 10:12 for three (empty: none)."
+    )
 
 
 @dataclass(frozen=True)

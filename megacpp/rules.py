@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,6 +136,29 @@ def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
             return
 
 
+def profiled_steps(steps: str) -> tuple[int, int]:
+    """First and last step, counted from 1, that `run.profile` names; (0, -1): unreadable."""
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", steps)
+    if found is None:
+        return 0, -1
+    first = int(found[1])
+    return first, int(found[2] or first)
+
+
+def _profile(config: Config) -> Iterator[ConfigError]:
+    steps = config.run.profile
+    if not steps:
+        return
+    first, last = profiled_steps(steps)
+    if not 1 <= first <= last:
+        rule = "must be a step from 1 on, or two of them as FIRST:LAST"
+        yield config_error("run.profile", steps, rule, "use run.profile=10:12")
+    elif last > config.run.steps:
+        rule = f"the run has {config.run.steps} steps"
+        fix = f"use run.profile={config.run.steps}" if config.run.steps else "leave it empty"
+        yield config_error("run.profile", steps, rule, fix)
+
+
 def _schedule(config: Config) -> Iterator[ConfigError]:
     if config.run.seed >= 2**63:
         yield config_error("run.seed", config.run.seed, "must be below 2**63", "use a smaller one")
@@ -224,6 +248,7 @@ RULES: dict[str, Rules] = {
     "batch": _batch,
     "pipeline": _pipeline,
     "schedule": _alone(_schedule),
+    "profile": _alone(_profile),
     "precision": _alone(_precision),
     "optimizer": _alone(_optimizer),
     "moments": _alone(_adamw_state),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megacpp.config import Config, OptimConfig
@@ -50,12 +52,18 @@ def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[
         if key not in found:
             found[key] = {"params": [], "lr": lr, "weight_decay": decay, "algorithm": a.algorithm}
             found[key] |= _settings(a, config)
+            found[key]["name"] = _name(a, {group.get("name") for group in found.values()})
         found[key]["params"].append((a.name, a.parameter))
         if a.algorithm == "muon":
             found[key].setdefault("views", []).append(a.view)
         if a.fold is not None:
             found[key].setdefault("folds", []).append(a.fold)
     return list(found.values())
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Learning rate of every parameter group of this rank, by the group's name."""
+    return {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
 
 
 def describe(model: HybridLM, config: Config) -> list[str]:
@@ -72,6 +80,18 @@ def describe(model: HybridLM, config: Config) -> list[str]:
         f"weight decay {c.weight_decay:g}, moments {c.adamw_state}"
     )
     return lines + table_lines(assignments, c)
+
+
+def _name(a: Assignment, taken: Container[str | None]) -> str:
+    """`muon`, `adamw_embed`, `adamw_matrix`, ...; a number tells apart equal ones."""
+    words = [a.algorithm]
+    if a.algorithm == "adamw":
+        words.append("matrix" if a.row.rate == "lr" else a.row.rate.removesuffix("_lr"))
+    if a.fold is not None:
+        words.append("latent")
+    name = "_".join(words)
+    more = (f"{name}_{n}" for n in itertools.count(2))
+    return name if name not in taken else next(other for other in more if other not in taken)
 
 
 def _settings(a: Assignment, config: OptimConfig) -> dict[str, Any]:

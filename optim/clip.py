@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacpp.dtensor import is_dtensor
+from megacpp.run.profiling import region
 from optim.local import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@region("clip")
 @torch.no_grad()
 def clip_gradients(
     model: nn.Module,

@@ -100,7 +100,7 @@ class MuonAdamW(torch.optim.Optimizer):
         views = param_group.pop("views", None)
         view = param_group.pop("view", MatrixView())
         folds: list[Fold] = param_group.pop("folds", [])
-        known = {"params", "algorithm", "param_names", "initial_lr"}
+        known = {"params", "algorithm", "param_names", "initial_lr", "name"}
         defaults = MUON if algorithm == "muon" else ADAMW
         strange = param_group.keys() - defaults.keys() - known
         assert not strange, f"{algorithm} has no {sorted(strange)}"

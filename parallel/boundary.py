@@ -30,6 +30,7 @@ from megacpp.model.m2rnn import M2RNN
 from megacpp.model.mtp import MultiTokenPrediction
 from megacpp.model.router import Router
 from megacpp.model.transfer import to_device
+from megacpp.run.profiling import region
 from megacpp.run.verdict import Verdict
 from parallel.build import autocast_dtype, stages_of
 from parallel.context_layout import ContextLayout, share
@@ -93,6 +94,7 @@ class AccumulationBoundary:
         self.loads = LoadTable(model, config.model, world.degree("stage"))
         self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNN) and m.clip]
 
+    @region("accumulate")
     def accumulate(self, microbatches: Iterable[Batch], step: int = 0) -> StepSums:
         """Forward and backward over all microbatches, with one gradient reduction per unit.
 
@@ -117,8 +119,10 @@ class AccumulationBoundary:
             for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True)):
                 self._sync_gradients(last=number == len(batches) - 1)
                 mine = share(batch, self.layout, self.looks_around, self.world.device)
-                out = self._run(mine)
-                (out.loss_sum / divisor.to(out.loss_sum.dtype)).backward()
+                with region("forward"):
+                    out = self._run(mine)
+                with region("backward"):
+                    (out.loss_sum / divisor.to(out.loss_sum.dtype)).backward()
                 mine.docs.forget()
                 sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
                 del out  # what its graph still holds, before the next one is made
@@ -129,6 +133,7 @@ class AccumulationBoundary:
         self.world.sum(sums, "loss")
         return StepSums(sums[0], sums[1], totals, self._numbers_along(sums))
 
+    @region("judge")
     def judge(self, sums: StepSums, norm: Tensor) -> Verdict:
         """What becomes of a step whose gradient norm is known; the one wait for the device.
 

@@ -1,4 +1,4 @@
-"""`megacpp report`: a run folder as one page of HTML, or as JSON."""
+"""`megacpp report`: one run, or several side by side, as a page of HTML or as JSON."""
 
 from __future__ import annotations
 
@@ -7,35 +7,41 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacpp.run.report_data import gather
-from megacpp.run.report_page import page
+from megacpp.report.compare import comparison, differences
+from megacpp.report.data import gather
+from megacpp.report.page import page
 from megacpp.screen import check_writable
 from megacpp.settings import setting
 
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """A run and where its page goes."""
+    """Runs and where their page goes."""
 
-    run: str = setting(words="Folder of the run.", positional=True)
-    out: str = setting("", "File of the page (empty: RUN/report.html).")
+    run: tuple[str, ...] = setting(words="Folders of runs.", positional=True)
+    out: str = setting("", "File of the page (empty: RUN/report.html; of several: compare.html).")
     json: bool = setting(False, "Print the page's data as JSON, write nothing.")
 
 
 def report(args: ReportArgs) -> int:
-    """Writes RUN/report.html: loss and bits per byte, throughput, memory predicted and measured,
-    communication by axis, where the seconds went, events. One file, no script, nothing from
-    elsewhere.
+    """Writes RUN/report.html: curves, samples, memory predicted and measured, communication by
+    axis, where the seconds went, events. One file, nothing from elsewhere. Of several runs it
+    writes compare.html where you are: their curves on top of each other, totals, settings that
+    differ.
     """
-    folder = Path(args.run)
+    folders = [Path(word) for word in args.run]
     out = check_writable("out", Path(args.out)) if args.out and not args.json else None
-    data = gather(folder)
+    runs = [gather(folder) for folder in folders]
+    alone = len(runs) == 1
     if args.json:
-        print(json.dumps(data, indent=2))
+        found = runs[0] if alone else {"runs": runs, "differences": differences(runs)}
+        print(json.dumps(found, indent=2))
         return 0
-    path = out or check_writable("out", folder / "report.html")
-    path.write_text(page(data), encoding="utf-8")
-    for line in data["missing"]:
-        print(f"not there: {line}", file=sys.stderr)
+    plain = folders[0] / "report.html" if alone else Path("compare.html")
+    path = out or check_writable("out", plain)
+    path.write_text(page(runs[0]) if alone else comparison(runs), encoding="utf-8")
+    for folder, run in zip(folders, runs, strict=True):
+        for line in run["missing"]:
+            print(f"not there: {line}" if alone else f"{folder}: {line}", file=sys.stderr)
     print(path)
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megacpp.errors import config_error
+from megacpp.report.files import damaged, read_object
 from megacpp.settings import setting
 
 if TYPE_CHECKING:
@@ -141,11 +142,12 @@ def load_model(args: SampleArgs, folder: Path) -> HybridLM:
 
 def _config(run_folder: Path) -> dict:
     path = run_folder / "config.json"
-    try:
-        return json.loads(path.read_text())["config"]
-    except (OSError, ValueError, KeyError) as error:
-        what = f"{path} is unreadable ({type(error).__name__})"
-        raise config_error("run", run_folder, what, "give the folder of a run") from None
+    if not path.exists():
+        raise config_error("run", run_folder, f"{path.name} is not there", "give a run's folder")
+    found = read_object(path).get("config")
+    if not isinstance(found, dict):
+        raise damaged(path, 1, "it has no config")
+    return found
 
 
 class Printer:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from megacpp.data.batches import Batch
+from megacpp.run.profiling import region
 
 
 class TrainingRows(Protocol):
@@ -62,7 +63,8 @@ class Loader:
         """
         for _ in range(n):
             first = self.position + self.rank * self.device_batch_size
-            batch = self.corpus.train_batch(range(first, first + self.device_batch_size))
+            with region("data"):
+                batch = self.corpus.train_batch(range(first, first + self.device_batch_size))
             self.position += self.rows_per_microbatch
             self.microbatches += 1
             yield batch

@@ -33,6 +33,7 @@ from megacpp.run.recompute_table import layer_rows
 from megacpp.run.recompute_table import table_lines as recompute_lines
 from megacpp.run.record import device_name, print_header, write_config, write_launch
 from megacpp.run.settle import settle
+from megacpp.run.sinks import check_sinks
 from megacpp.screen import check_folder
 
 
@@ -61,11 +62,12 @@ def prepare(resolved: Resolved, corpus: Corpus, ranks: int, device: torch.device
     """All that can be settled, or be wrong, before ranks meet; every rank calls it.
 
     Raises:
-        ConfigError: corpus, device, kernels or memory don't go with the configuration.
+        ConfigError: corpus, device, sinks, kernels or memory don't go with the configuration.
     """
     check_folder("run.dir", Path(resolved.config.run.dir))
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
+    check_sinks(resolved.config)
     kernels = choices(resolved.config, device)
     resolved, admission = settle(resolved, ranks, device)
     set_allocator(resolved.config, device)

@@ -1,4 +1,4 @@
-"""One record a step: a line on the screen, an object in metrics.jsonl, points in TensorBoard."""
+"""Write one record a step: a line on the screen, an object in metrics.jsonl, points in sinks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
-from megacpp.config import RunConfig
+from megacpp.arguments import flatten
+from megacpp.config import Config
+from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
 from megacpp.screen import columns, wrapped
 from megacpp.screen import duration as duration
 
@@ -58,21 +60,19 @@ class MetricsLog:
     A resumed run drops the lines of steps that it will do again.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, first_step: int, active: bool) -> None:
-        self.steps, self.log_every, self.active = config.steps, config.log_every, active
+    def __init__(self, folder: Path, config: Config, first_step: int, active: bool) -> None:
+        run = config.run
+        self.steps, self.log_every, self.active = run.steps, run.log_every, active
         self.began, self.first_step = time.perf_counter(), first_step
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._sinks: list[Sink] = []
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         _keep_steps(path, lambda step: step < first_step)
         self._file = path.open("a")
-        if config.tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._sinks = open_sinks(folder, run, settings_of(config), first_step)
 
     def write(self, record: StepRecord) -> None:
         """Stores one record and prints its line, every `run.log_every` steps and at the end."""
@@ -83,10 +83,9 @@ class MetricsLog:
         values = {k: v for k, v in values.items() if v is not None}
         self._file.write(_strict_json(values) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in _flat(values):
-                if name != "step":
-                    self._board.add_scalar(f"train/{name}", value, record.step)
+        points = dict(tagged({k: v for k, v in values.items() if k != "step"}, "train"))
+        for sink in self._sinks:
+            sink.scalars(points, record.step)
         if (record.step + 1) % self.log_every == 0 or record.step + 1 == self.steps:
             print(self.line(record), flush=True)
 
@@ -102,14 +101,21 @@ class MetricsLog:
             for text in (f"step {step + 1}: {first}", *others):
                 indent = text[: len(text) - len(text.lstrip())]
                 print("\n".join(wrapped(text.strip(), f"{indent}  ", indent)), flush=True)
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"validation/{name}", value, step)
+        for sink in self._sinks:
+            sink.scalars(dict(tagged(values, "validation")), step)
         if self._file is not None:
             path = Path(self._file.name).with_name("evaluations.jsonl")
             _keep_steps(path, lambda other: other < step)
             with path.open("a") as f:
                 f.write(_strict_json({"step": step, **values}) + "\n")
+
+    def sample(self, step: int, text: str) -> None:
+        """Prints generated text and stores it in the sinks."""
+        if not self.active:
+            return
+        print(f"---- sample ----\n{text}\n----", flush=True)
+        for sink in self._sinks:
+            sink.text("sample", text, step)
 
     def line(self, record: StepRecord) -> str:
         """The live line: everything a person watches, with the time that is left."""
@@ -138,8 +144,8 @@ class MetricsLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
@@ -199,13 +205,12 @@ def device_peak_flops(device: torch.device) -> float | None:
     return next((peak for key, peak in reversed(PEAK_FLOPS.items()) if key in name), None)
 
 
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and numbers; of figures by layer `name/layer 3`."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}/layer {layer}", number) for layer, number in value.items())
-        else:
-            yield name, value
+def settings_of(config: Config) -> dict[str, Setting]:
+    """Dotted names and plain values of all settings."""
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in flatten(config).items()
+    }
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:

@@ -23,6 +23,7 @@ from megacpp.run.forensics import Forensics
 from megacpp.run.health import Health
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
+from megacpp.run.profiling import StepProfile
 from megacpp.run.verdict import Verdict
 
 
@@ -31,7 +32,7 @@ class Records:
     """Of one rank; the main one prints.
 
     Args:
-        log: lines of the screen, metrics.jsonl, TensorBoard.
+        log: lines of the screen, metrics.jsonl, TensorBoard, Weights & Biases.
         health: gradient norms and losses out of range.
         balance: experts that get too much or nothing.
         forensics: where memory goes.
@@ -39,6 +40,7 @@ class Records:
         mfu: model FLOP utilisation of a number of tokens per second.
         where: which ranks had values that weren't finite in which part of the model; ranks wait
             for each other.
+        profile: traces of the steps that `run.profile` names.
     """
 
     log: MetricsLog
@@ -48,11 +50,13 @@ class Records:
     calibrator: Calibrator
     mfu: Callable[[float], float | None]
     where: Callable[[], str]
+    profile: StepProfile
     _began: float = field(default=0.0, init=False)
 
     def begin(self, step: int) -> None:
         """Before anything of a step happens."""
         self._began = time.perf_counter()
+        self.profile.begin(step)
         self.forensics.begin(step, asked=self.calibrator.waiting)
 
     def end(
@@ -63,6 +67,7 @@ class Records:
         tokens: int,
         grad_accum: int,
         lr: float,
+        rates: Mapping[str, float],
         figures: Mapping[str, float],
     ) -> None:
         """Once a step was taken or left out; every rank calls it.
@@ -70,11 +75,13 @@ class Records:
         Args:
             tokens: of the step, over all ranks.
             grad_accum: microbatches that made it.
-            lr: learning rate of matrices that it was taken with.
-            figures: further ones by name, for metrics.jsonl and TensorBoard.
+            lr: learning rate of AdamW that it was taken with.
+            rates: the same by parameter group.
+            figures: further ones by name, for metrics.jsonl and the sinks.
         """
         step_s = time.perf_counter() - self._began
         say = self.log.warn
+        say(self.profile.end(step))
         say(self.forensics.end(step))
         if verdict.healthy:
             say(self.health.observe(step, verdict.loss, verdict.grad_norm))
@@ -98,13 +105,14 @@ class Records:
             nonfinite=verdict.nonfinite,
             skipped=not verdict.healthy,
             mfu=self.mfu(tokens / step_s),
-            more=self._further(verdict) | dict(figures),
+            more=self._further(verdict) | {"lr_groups": rates} | dict(figures),
         )
         self.log.write(record)
         say(self.calibrator.after_step(verdict.healthy, self.forensics.seen))
 
     def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
         """The end of the run; every rank calls it."""
+        self.log.warn(self.profile.close())
         self.forensics.close(sum_over_ranks, ranks)
         self.log.close()
 

@@ -45,6 +45,8 @@ SETTINGS: dict[str, Any] = {
     "run.log_every": 1,
     "run.sample_tokens": 0,
     "run.tensorboard": False,
+    "run.wandb": "",
+    "run.profile": "",
     "train.batch_warmup_steps": 0,
     "optim.warmup_steps": 0,
     "optim.warmup_ratio": 0.0,

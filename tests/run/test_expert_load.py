@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megacpp.config import RunConfig
+from megacpp.config import Config, RunConfig
 from megacpp.run.expert_load import ExpertLoad, LoadWatch, load_figures
 from megacpp.run.metrics import MetricsLog, StepRecord
 
@@ -50,7 +50,7 @@ def test_one_line_and_then_quiet() -> None:
 
 def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
     """As an object in metrics.jsonl, and a curve of each layer in TensorBoard."""
-    log = MetricsLog(tmp_path, RunConfig(steps=1), 0, active=True)
+    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=1)), 0, active=True)
     numbers = {
         name: 1.0 for name in ("loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_s", "step_s")
     }
@@ -62,5 +62,5 @@ def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
     assert stored["load_max_over_mean"] == {"1": 1.0, "4": 4.0}
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = {name: board.Scalars(name)[0].value for name in board.Tags()["scalars"]}
-    assert scalars["train/load_max_over_mean/layer 4"] == 4.0
-    assert scalars["train/bias_range/layer 4"] == pytest.approx(0.003)
+    assert scalars["train/load_max_over_mean/layer_4"] == 4.0
+    assert scalars["train/bias_range/layer_4"] == pytest.approx(0.003)

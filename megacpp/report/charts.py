@@ -1,7 +1,7 @@
-"""Small drawings as inline SVG: lines, bars, one stacked bar. Colours are the page's CSS classes.
+"""Draw lines as inline SVG and bars as HTML; colours are classes of the page's style sheet.
 
 A drawing has no size of its own beyond its view box; text is what is in the data, escaped. `s0` to
-`s7` are classes of series, `axis`, `grid`, `level`, `note` the rest (report_page.py has the CSS).
+`s7` are classes of series, `axis`, `grid`, `level`, `note` the rest (style.py has the CSS).
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 640, 64, 12, 10, 28
+from megacpp.report.style import SERIES, SMOOTH
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 66, 14, 10, 28
 POINTS = 600  # of a line, more are averaged
-SERIES = 8
-LETTER = 6.6  # width of a letter of a bar's words, about
 
 
 @dataclass(frozen=True)
 class Line:
-    """A series; `dots` marks each point and joins none."""
+    """A series; `noisy` has its mean drawn over it, `dots` marks its points and joins none.
+
+    `marks` marks the points and joins them.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     dots: bool = False
+    noisy: bool = False
+    marks: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def lines(
     series: Sequence[Line],
     words: Callable[[float], str],
     level: tuple[float, str] | None = None,
-    height: int = 220,
+    height: int = 200,
     unit: float = 1.0,
     from_zero: bool = False,
 ) -> str:
@@ -74,21 +79,27 @@ def lines(
         y = up(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(_text(LEFT - 6, y + 4, words(tick), "axis end"))
-    for tick in nice_ticks(min(xs), max(xs), 7):
-        parts.append(_text(across(tick), height - 8, f"{tick:g}", "axis middle"))
+    for tick in nice_ticks(min(xs), max(xs), 5):
+        side = "end" if across(tick) > WIDTH - 30 else "middle"
+        parts.append(_text(across(tick), height - 6, f"{tick:,.10g}", f"axis {side}"))
     if level is not None:
         y = up(level[0])
         parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(_text(WIDTH - RIGHT, y - 4, level[1], "note end"))
     for number, (one, points) in enumerate(zip(series, finite, strict=True)):
         kind = f"s{number % SERIES}"
-        if one.dots:
+        if one.dots or one.marks:
             parts += [
                 f'<circle class="{kind}" cx="{across(x)}" cy="{up(y)}" r="3.5"/>' for x, y in points
             ]
-        elif points:
-            path = " ".join(f"{across(x)},{up(y)}" for x, y in thinned(points))
-            parts.append(f'<polyline class="{kind} line" points="{path}"/>')
+        if points and not one.dots:
+            drawn = [(across(x), up(y)) for x, y in thinned(points)]
+            title = f"<title>{escape(one.name)}</title>" if one.name else ""
+            if one.noisy:
+                parts.append(f'<polyline class="{kind} raw" points="{_path(drawn)}"/>')
+                drawn = smoothed(drawn)
+            path = _path(drawn)
+            parts.append(f'<polyline class="{kind} line" points="{path}">{title}</polyline>')
     return _drawing(parts, height) + _legend([s.name for s in series if s.name])
 
 
@@ -98,32 +109,32 @@ def bars(
     level: tuple[float, str] | None = None,
     legend: Sequence[str] = (),
 ) -> str:
-    """Rows of horizontal bars on one scale from 0; pieces of a row lie below each other."""
+    """Rows of horizontal bars on one scale from 0, as HTML that reflows where it is narrow.
+
+    Args:
+        level: a value to mark in every row, and its name.
+    """
     ends = [start + length for row in rows for start, length, _ in row.pieces]
     most = max([*ends, level[0] if level else 0.0, 0.0])
     if most <= 0:
         return ""
-    left, right = 168, 16 + round(LETTER * max(len(row.words) for row in rows))
-    across = _scale(0, most, left, WIDTH - right)
-    parts, y = [], 6.0
+    mark = f'<b style="left:{level[0] / most:.2%}"></b>' if level else ""
+    found = []
     for row in rows:
-        lanes = 1 if row.joined else max(1, len(row.pieces))
-        thick = 16 / lanes
-        parts.append(_text(left - 8, y + 12, row.name, "axis end"))
-        for number, (start, length, kind) in enumerate(row.pieces):
-            x, end = across(start), across(start + length)
-            parts.append(
-                f'<rect class="{escape(kind)}" x="{x}" y="{y + number % lanes * thick:.1f}" '
-                f'width="{max(0.75, end - x):.1f}" height="{thick - 1:.1f}"/>'
-            )
-        parts.append(_text(WIDTH - right + 8, y + 12, row.words, "axis"))
-        y += 24
-    if level is not None:
-        x = across(level[0])
-        parts.append(f'<line class="level" x1="{x}" x2="{x}" y1="2" y2="{y}"/>')
-        parts.append(_text(x, y + 10, level[1], "note middle"))
-        y += 14
-    return _drawing(parts, int(y) + 4) + _legend(legend)
+        drawn = [
+            f'<i class="{escape(kind)}" '
+            f'style="left:{start / most:.2%};width:{length / most:.2%}"></i>'
+            for start, length, kind in row.pieces
+        ]
+        lanes = ["".join(drawn)] if row.joined else drawn
+        whole = ' class="whole"' if len(lanes) == 1 else ""
+        track = "".join(f"<u{whole}>{lane}</u>" for lane in lanes)
+        found.append(
+            f'<div class="bar"><span>{escape(row.name)}</span>'
+            f'<span class="track">{track}{mark}</span><span>{escape(row.words)}</span></div>'
+        )
+    said = [f"dashed: {level[1]}, {words(level[0])}"] if level else []
+    return "".join(found) + _legend(legend, said)
 
 
 def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
@@ -131,14 +142,11 @@ def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
     whole = sum(size for _, size, _ in parts)
     if whole <= 0:
         return ""
-    drawn, x = [], 0.0
-    for number, (_, size, _) in enumerate(parts):
-        width = size / whole * WIDTH
-        drawn.append(
-            f'<rect class="s{number % SERIES}" x="{x:.1f}" y="0" width="{width:.1f}" height="28"/>'
-        )
-        x += width
-    return _drawing(drawn, 28) + _legend([f"{name} {said}" for name, _, said in parts])
+    drawn = "".join(
+        f'<i class="s{number % SERIES}" style="width:{size / whole:.3%}"></i>'
+        for number, (_, size, _) in enumerate(parts)
+    )
+    return f'<div class="stack">{drawn}</div>' + _legend([f"{n} {said}" for n, _, said in parts])
 
 
 def nice_ticks(low: float, high: float, most: int, outside: bool = False) -> list[float]:
@@ -160,6 +168,20 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Exponential means of the second numbers; the first points weigh as if nothing were before."""
+    found, total, weight = [], 0.0, 0.0
+    for x, y in points:
+        total = SMOOTH * total + (1 - SMOOTH) * y
+        weight = SMOOTH * weight + (1 - SMOOTH)
+        found.append((x, round(total / weight, 1)))
+    return found
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x},{y}" for x, y in points)
+
+
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     span = high - low or 1.0
     return lambda value: round(start + (value - low) / span * (end - start), 1)
@@ -176,10 +198,11 @@ def _drawing(parts: Sequence[str], height: int) -> str:
     )
 
 
-def _legend(names: Sequence[str]) -> str:
+def _legend(names: Sequence[str], more: Sequence[str] = ()) -> str:
     if len(names) < 2:
-        return ""
-    marks = (
+        names = ()
+    marks = [
         f'<li><i class="s{n % SERIES}"></i>{escape(name)}</li>' for n, name in enumerate(names)
-    )
-    return f'<ul class="legend">{"".join(marks)}</ul>'
+    ]
+    marks += [f"<li>{escape(words)}</li>" for words in more]
+    return f'<ul class="legend">{"".join(marks)}</ul>' if marks else ""

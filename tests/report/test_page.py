@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -17,14 +18,27 @@ import pytest
 from megacpp.cli.main import main
 from megacpp.memory.snapshot import Snapshot, as_text, file_name
 from megacpp.presets import tiny
+from megacpp.report.charts import (
+    POINTS,
+    Bar,
+    Line,
+    bars,
+    lines,
+    nice_ticks,
+    smoothed,
+    stacked,
+    thinned,
+)
+from megacpp.report.compare import comparison, differences
+from megacpp.report.data import gather
+from megacpp.report.page import page
 from megacpp.rules import resolve
-from megacpp.run.report_data import gather
-from megacpp.run.report_page import page
-from megacpp.run.svg import POINTS, Bar, Line, bars, lines, nice_ticks, stacked, thinned
 
 MIB = 1 << 20
 SECTIONS = (
     "Curves, by step",
+    "The machine, by step",
+    "Samples",
     "Memory, predicted against measured",
     "Memory over the run",
     "Communication by axis",
@@ -45,6 +59,8 @@ def step(number: int, **more: Any) -> dict[str, Any]:
         "valid_tokens": 250,
         "tokens_per_s": 1000.0 + number,
         "step_s": 0.25,
+        "lr_groups": {"muon": 2e-2, "adamw_embed": 1e-3},
+        "load_max_over_mean": {"1": 1.5, "3": 2.5},
         "peak_bytes": 90 * MIB,
         "grad_accum": 1,
         "nonfinite": 0,
@@ -97,6 +113,8 @@ def folder(tmp_path: Path) -> Path:
     (run / "metrics.jsonl").write_text(text + '{"step": 30, "lo')
     held_out = {"step": 9, "loss": 6.0, "bits_per_byte": 2.5, "gzip_bits_per_byte": 2.33}
     (run / "evaluations.jsonl").write_text(json.dumps(held_out) + "\n")
+    (run / "samples").mkdir()
+    (run / "samples/step-000030.txt").write_text("int main() { return <b>0</b>; }")
     events = [
         {"start": 100.0},
         {"from": 100.0, "to": 105.0, "s": {"startup": 5.0}},
@@ -127,7 +145,7 @@ class Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.names.add(tag)
         self.attributes |= {name for name, _ in attrs}
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -145,14 +163,28 @@ def svgs(text: str) -> list[ET.Element]:
 def test_the_page_stands_alone_and_has_every_section(folder: Path) -> None:
     text = page(gather(folder))
     tags = Tags(text)
-    assert not tags.names & {"script", "link", "img", "iframe", "object"}
+    assert not tags.names & {"link", "img", "iframe", "object"}
+    assert text.count("<script>") == 1 and text.endswith("</script>\n</body></html>\n")
     assert not tags.attributes & {"src", "href", "onload", "srcset"}
     assert "url(" not in text and "@import" not in text
     assert {u for u in re.findall(r"https?://[^\"'<> ]+", text)} == {"http://www.w3.org/2000/svg"}
     assert "&lt;script&gt;alert(1)" in text
     assert [name for name in SECTIONS if f"<h2>{name}</h2>" not in text] == []
     assert "Not in this report" not in text
-    assert len(svgs(text)) == 8
+    assert "int main() { return &lt;b&gt;0&lt;/b&gt;; }" in text
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", text)
+    assert captions[:9] == [
+        "loss, nats a token",
+        "bits per byte",
+        "gradient norm",
+        "learning rate by parameter group",
+        "busiest expert over the mean of its layer",
+        "tokens read",
+        "tokens a second",
+        "seconds a step",
+        "peak memory so far, rank 0 (resident set)",
+    ]
+    assert len(svgs(text)) == 10
     for drawing in svgs(text):
         _, _, width, height = map(float, str(drawing.get("viewBox")).split())
         for part in drawing:
@@ -258,10 +290,125 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == gather(folder)
-    assert main(["report", str(tmp_path)]) == 3
+    for command in ("report", "sample"):
+        assert main([command, str(tmp_path / "none")]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: run={tmp_path / 'none'}: no such run folder. Fix: ")
+    assert main(["report", str(tmp_path)]) == 2
     assert "neither launch.json nor metrics.jsonl" in capsys.readouterr().err
     assert main(["report"]) == 2 and main(["report", str(folder), "--out"]) == 2
     assert main(["report", str(folder), "--out", str(tmp_path / "no/such/x.html")]) == 2
+
+
+DAMAGE = [
+    ("launch.json", lambda text: text[: len(text) // 2], r"launch\.json line \d+: "),
+    ("launch.json", lambda text: "[]", r"launch\.json line 1: is no object"),
+    ("launch.json", lambda text: '{"mesh": 3}', r"launch\.json line 1: mesh is no object"),
+    ("launch.json", lambda text: '{"first_step": "0"}', r"line 1: first_step is '0'"),
+    ("metrics.jsonl", lambda text: "garbage\n" + text, r"metrics\.jsonl line 1: is no JSON"),
+    ("metrics.jsonl", lambda text: text + "\n[1]\n", r"metrics\.jsonl line 31: is no JSON"),
+    ("metrics.jsonl", lambda text: '{"loss": 1.0}\n', r"line 1: is no object with a step"),
+    ("metrics.jsonl", lambda text: '{"step": 0, "loss": "low"}\n', r'line 1: loss is "low"'),
+    ("metrics.jsonl", lambda text: '{"step": 0, "tokens": 1.5}\n', "line 1: tokens is 1.5"),
+    ("metrics.jsonl", lambda text: '{"step": true}\n', "line 1: step is true"),
+    ("metrics.jsonl", lambda text: '{"step": -1}\n', "line 1: step is -1"),
+    ("metrics.jsonl", lambda text: '{"step": 0, "lr_groups": {"a": "b"}}\n', "lr_groups is"),
+    ("metrics.jsonl", lambda text: "\udcff\n", "metrics.jsonl line 1: is no text"),
+    ("evaluations.jsonl", lambda text: '{"step": 1, "loss": []}\n', r"evaluations\.jsonl line 1"),
+    ("memory/summary.json", lambda text: "{", r"summary\.json line 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), DAMAGE, ids=str)
+def test_a_damaged_record_is_named_with_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, change: Any, said: str
+) -> None:
+    path = folder / name
+    text = path.read_text() if path.exists() else ""
+    path.write_bytes(change(text).encode(errors="surrogateescape"))
+    assert main(["report", str(folder)]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: run=") and err.count("\n") == 1
+    assert re.search(said, err) and "Fix: " in err
+    assert not (folder / "report.html").exists()
+
+
+def test_a_record_of_another_shape_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "launch.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attempts": 7}))
+    assert main(["report", str(folder)]) == 3
+    assert "records don't fit together (TypeError" in capsys.readouterr().err
+
+
+def test_a_damaged_configuration_of_a_sampled_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints/step-000001").mkdir(parents=True)
+    (tmp_path / "config.json").write_text("{\n")
+    assert main(["sample", str(tmp_path), "--checkpoint", "1"]) == 3
+    assert f"error: run={tmp_path}: config.json line 2: " in capsys.readouterr().err
+
+
+def test_what_was_not_measured_is_not_zero(folder: Path) -> None:
+    path = folder / "launch.json"
+    launch = json.loads(path.read_text())
+    launch["memory"]["calibration"] = {"key": "abc"}
+    path.write_text(json.dumps(launch))
+    record = {
+        "key": "abc", "step": 1, "rank": 0, "measures": "tensors",
+        "predicted_bytes": 70 * MIB, "measured_bytes": 71 * MIB,
+        "components": {
+            "parameters": {"predicted": 40 * MIB, "measured": 41 * MIB},
+            "activations": {"predicted": 30 * MIB, "measured": None},
+        },
+    }  # fmt: skip
+    (folder / "memory/measured.json").write_text(json.dumps(record))
+    data = gather(folder)
+    assert data["memory"]["measured"] == {"parameters": 41 * MIB}
+    text = page(data)
+    assert "40.0 MiB / 41.0 MiB" in text and "30.0 MiB / not measured" in text
+    assert "70.0 MiB / not measured" in text, "nor is their sum known"
+    assert "+1.4%: 71.0 MiB measured for 70.0 MiB (of tensors" in text
+    assert "not predicted" in text and "resident set" in text
+    record["key"] = "of another start"
+    (folder / "memory/measured.json").write_text(json.dumps(record))
+    assert gather(folder)["memory"]["measured_from"].startswith("the allocations of step 10")
+
+
+def test_several_runs_side_by_side(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = tmp_path / "deep/run"
+    shutil.copytree(folder, other)
+    launch = json.loads((other / "launch.json").read_text())
+    launch["config"]["optim"]["lr"], launch["config"]["run"]["dir"] = 0.5, "elsewhere"
+    (other / "launch.json").write_text(json.dumps(launch))
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder), str(other)]) == 0
+    assert capsys.readouterr().out.strip() == "compare.html"
+    text = (tmp_path / "compare.html").read_text()
+    runs = [gather(folder), gather(other)]
+    assert text == comparison(runs) and differences(runs) == {"optim.lr": [0.003, 0.5]}
+    Tags(text)
+    assert "<td>optim.lr</td><td>0.003</td><td>0.5</td>" in text
+    assert text.count(">deep/run</li>") == 8, "a legend of each drawing"
+    for drawing in svgs(text)[:1]:
+        kinds = [str(part.get("class")) for part in drawing if part.tag.endswith("polyline")]
+        assert kinds == ["s0 raw", "s0 line", "s1 raw", "s1 line"]
+    assert main(["report", str(folder), str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"] == {"optim.lr": [0.003, 0.5]}
+    assert main(["report", str(folder), str(tmp_path / "gone")]) == 2
+
+
+def test_a_smoothed_line_starts_with_its_first_point_and_lags() -> None:
+    assert smoothed([(0, 5.0), (1, 5.0)]) == [(0, 5.0), (1, 5.0)]
+    found = smoothed([(0, 0.0), (1, 90.0)])
+    assert found[0] == (0, 0.0) and found[1][1] == pytest.approx(90 * 0.2 / 0.36, abs=0.05)
 
 
 def test_ticks_are_round_and_span_what_is_asked() -> None:

@@ -1,13 +1,13 @@
-"""All that a run folder tells, gathered from its files; what is missing is said, not guessed.
+"""Gather what a run folder holds as plain data; what is missing is named, never guessed.
 
 No torch import: a report of a run needs nothing that the run needed.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,50 @@ from megacpp.arguments import replace_keys
 from megacpp.config import Config
 from megacpp.errors import DataError, MegacppError
 from megacpp.memory.budget import as_run
+from megacpp.memory.components import COMPONENTS
+from megacpp.memory.estimate import NO_TENSOR
 from megacpp.memory.snapshot import Snapshot, compare, snapshots_of
 from megacpp.memory.traffic import traffic
+from megacpp.report.files import (
+    EVALUATION,
+    LAUNCH,
+    STEP,
+    STEPS,
+    read_launch,
+    read_object,
+    read_rows,
+    run_folder,
+)
 from megacpp.rules import resolve
 from megacpp.run.goodput import FILE, account, read_starts
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
 EVENTS = 200  # of skipped steps and warnings, most that are listed
+SAMPLES = 3  # newest texts
+PLAIN = ("loss", "bits_per_byte", "tokens_per_s", "step_s", "grad_norm", "lr", "mfu", "peak_bytes")
 
 
 def gather(folder: Path) -> dict[str, Any]:
     """A run's records as plain data, by section; `missing` has a line for each that is not there.
 
     Raises:
-        DataError: the folder is no run.
+        ConfigError: the folder is no run.
+        DataError: a record is damaged; names file and line.
     """
-    launches = _launches(folder)
-    steps = _json_lines(folder / "metrics.jsonl")
-    if not launches and not steps:
+    run_folder(folder)
+    try:
+        return _gathered(folder)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
         raise DataError(
-            f"run={folder}: neither launch.json nor metrics.jsonl is there. "
-            "Fix: give the folder of a run (--run.dir)."
-        )
+            f"run={folder}: its records don't fit together ({what}). "
+            "Fix: report it with the version of megacpp that made the run."
+        ) from error
+
+
+def _gathered(folder: Path) -> dict[str, Any]:
+    launches = _launches(folder)
+    steps = read_rows(folder / STEPS, STEP)
     missing: list[str] = []
 
     def have(name: str, found: Any, why: str) -> Any:
@@ -47,8 +69,8 @@ def gather(folder: Path) -> dict[str, Any]:
     last = launches[-1] if launches else {}
     first = last.get("first_step", 0)  # before it another mesh may have run
     taken = [s for s in snapshots_of(folder / "memory") if s.step > first]
-    have("launch record", launches, "launch.json is not there")
-    have("steps", steps, "metrics.jsonl is not there, or empty")
+    have("launch record", launches, f"{LAUNCH} is not there")
+    have("steps", steps, f"{STEPS} is " + ("empty" if (folder / STEPS).exists() else "not there"))
     starts = read_starts(folder / FILE)
     have("goodput", starts, f"{FILE} is not there: the run is older than it, or never started")
     have("snapshots", taken, "none was taken (memory.snapshot_every)")
@@ -56,8 +78,11 @@ def gather(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "header": _header(last),
         "steps": _columns(steps),
+        "groups": _groups(steps),
         "totals": _totals(steps, last),
-        "evaluations": _json_lines(folder / "evaluations.jsonl"),
+        "evaluations": read_rows(folder / "evaluations.jsonl", EVALUATION),
+        "samples": _samples(folder),
+        "settings": _flat(last.get("config") or {}),
         "memory": _memory(folder, last, taken, have),
         "traffic": _traffic(last, have),
         "goodput": account(starts).as_dict() if starts else None,
@@ -96,9 +121,31 @@ def _header(launch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _columns(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """The figures of steps by name, in the order of steps."""
-    names = ("step", "loss", "bits_per_byte", "tokens_per_s", "step_s", "grad_norm", "lr", "mfu")
-    names = [name for name in names if any(row.get(name) is not None for row in steps)]
-    return {name: [row.get(name) for row in steps] for name in names}
+    names = [name for name in ("step", *PLAIN) if any(row.get(name) is not None for row in steps)]
+    found = {name: [row.get(name) for row in steps] for name in names}
+    if steps:
+        found["tokens_read"] = list(accumulate(row.get("tokens") or 0 for row in steps))
+    return found
+
+
+def _groups(steps: list[dict[str, Any]]) -> dict[str, dict[str, list[list[float]]]]:
+    """Figures that have several lines: [step from 1, value] by the name of the line."""
+    rates: dict[str, list[list[float]]] = {}
+    load: dict[str, list[list[float]]] = {}
+    for row in steps:
+        at = row["step"] + 1
+        for name, rate in (row.get("lr_groups") or {}).items():
+            rates.setdefault(name, []).append([at, rate])
+        if busy := list((row.get("load_max_over_mean") or {}).values()):
+            load.setdefault("most loaded layer", []).append([at, max(busy)])
+            load.setdefault("mean of layers", []).append([at, sum(busy) / len(busy)])
+    return {"rates": rates, "load": load}
+
+
+def _samples(folder: Path) -> list[dict[str, str]]:
+    """The newest generated texts, oldest first."""
+    paths = sorted((folder / "samples").glob("*.txt"))[-SAMPLES:]
+    return [{"name": p.stem, "text": p.read_text(errors="replace")} for p in paths]
 
 
 def _totals(steps: list[dict[str, Any]], launch: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +153,17 @@ def _totals(steps: list[dict[str, Any]], launch: Mapping[str, Any]) -> dict[str,
     if not steps:
         return {}
     first = launch.get("first_step", 0)
-    speeds = sorted(row["tokens_per_s"] for row in steps if row["step"] > first) or [
-        row["tokens_per_s"] for row in steps
-    ]
+    timed = [row for row in steps if row["step"] > first] or steps
+    speeds = sorted(row["tokens_per_s"] for row in timed if row.get("tokens_per_s") is not None)
     healthy = [row for row in steps if not row.get("skipped")]
     return {
         "steps": steps[-1]["step"] + 1,
         "of": ((launch.get("config") or {}).get("run") or {}).get("steps"),
-        "tokens": sum(row["tokens"] for row in steps),
+        "tokens": sum(row.get("tokens") or 0 for row in steps),
         "skipped": len(steps) - len(healthy),
-        "last_loss": healthy[-1]["loss"] if healthy else None,
-        "median_tokens_per_s": speeds[len(speeds) // 2],
-        "peak_bytes": max(row["peak_bytes"] for row in steps),
+        "last_loss": healthy[-1].get("loss") if healthy else None,
+        "median_tokens_per_s": speeds[len(speeds) // 2] if speeds else None,
+        "peak_bytes": max(row.get("peak_bytes") or 0 for row in steps),
     }
 
 
@@ -134,22 +180,27 @@ def _memory(
     found = launch.get("memory") or {}
     estimate = found.get("estimate") or {}
     have("estimate", estimate, "launch.json has no memory.estimate: launched without the gate")
-    record = _calibration(launch)
+    record = _measured(folder, launch)
     rank, first = found.get("rank", 0), launch.get("first_step", 0)
     fullest = [s for s in snapshots_of(folder / "memory", rank) if s.step > first] if rank else []
     followed = next((s for s in [*fullest, *taken] if s.followed), None)
     measured, source = {}, ""
-    if followed is not None:
+    if record:
+        parts = {name: record["components"].get(name) or {} for name in COMPONENTS}
+        measured = {k: v["measured"] for k, v in parts.items() if v.get("measured") is not None}
+        source = f"the allocations of step {record['step']}, rank {record['rank']}"
+    elif followed is not None:
         measured = followed.at_peak
         source = f"the allocations of step {followed.step}, rank {followed.rank}"
-    elif record:
-        parts = record.get("components") or {}
-        measured = {name: v["measured"] for name, v in parts.items() if v.get("measured")}
-        source = "the calibration after the first step"
-    have("measured memory", measured, "no snapshot and no calibration record")
+    have("measured memory", measured, "no step was followed (compiled, or no memory.calibration)")
     return {
         "predicted": estimate.get("components") or {},
         "predicted_bytes": estimate.get("point"),
+        "predicted_tensors": sum(
+            size
+            for name, size in (estimate.get("components") or {}).items()
+            if name not in NO_TENSOR
+        ),
         "upper_bytes": estimate.get("upper"),
         "moment": estimate.get("moment"),
         "verdict": estimate.get("verdict"),
@@ -160,19 +211,19 @@ def _memory(
         "measured_bytes": sum(measured.values()),
         "measured_from": source,
         "calibration": {
-            name: record[name]
-            for name in ("predicted_bytes", "measured_bytes", "residual")
-            if name in record
-        },
-        "peaks": _read_json(folder / "memory" / "summary.json"),
+            name: record[name] for name in ("predicted_bytes", "measured_bytes", "measures")
+        }
+        if record
+        else {},
+        "peaks": read_object(folder / "memory" / "summary.json"),
     }
 
 
-def _calibration(launch: Mapping[str, Any]) -> dict[str, Any]:
-    """The record that this launch wrote, if its folder is still there."""
+def _measured(folder: Path, launch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the last start measured of its first step, beside its estimate."""
     key = ((launch.get("memory") or {}).get("calibration") or {}).get("key")
-    folder = ((launch.get("config") or {}).get("memory") or {}).get("calibration")
-    return _read_json(Path(folder) / f"{key}.json") if key and folder else {}
+    record = read_object(folder / "memory" / "measured.json")
+    return record if key and record.get("key") == key else {}
 
 
 def _traffic(launch: Mapping[str, Any], have: Callable[[str, Any, str], Any]) -> dict[str, Any]:
@@ -204,7 +255,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _growth(folder: Path, taken: list[Snapshot]) -> dict[str, Any]:
     """From the first to the last followed step; `record`: over all ranks, as the run wrote it."""
-    record = (_read_json(folder / "memory" / "summary.json")).get("largest_growth")
+    record = read_object(folder / "memory" / "summary.json").get("largest_growth")
     followed = [s for s in taken if s.followed]
     found: dict[str, Any] = {"record": record, "peaks": [[s.step, s.peak_bytes] for s in followed]}
     if len(followed) > 1:
@@ -276,30 +327,7 @@ def _failure(path: Path) -> str:
 
 def _launches(folder: Path) -> list[dict[str, Any]]:
     """launch.json and those of later starts, by the step that they began with."""
-    found = [_read_json(folder / "launch.json")]
+    found = [read_launch(folder / LAUNCH)]
     paths = (p for p in folder.glob("launch-*.json") if re.fullmatch(r"launch-\d+", p.stem))
-    found += [_read_json(path) for path in sorted(paths)]
+    found += [read_launch(path) for path in sorted(paths)]
     return [launch for launch in found if launch]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An object; empty if there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a file; a torn line is left out."""
-    found = []
-    if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                found.append(row)
-    return found

@@ -1,0 +1,140 @@
+"""Read the records of a run folder; a damaged one is named with its line, never passed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacpp.errors import DataError, config_error
+
+LAUNCH, STEPS = "launch.json", "metrics.jsonl"
+NUMBER = (int, float)
+# Types of what is read of a step, where it is there; null is a number that was not finite.
+STEP: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "tokens": (int,),
+    "skipped": (bool,),
+    "lr_groups": (dict,),
+    "load_max_over_mean": (dict,),
+    "load_entropy": (dict,),
+    **dict.fromkeys(("loss", "bits_per_byte", "grad_norm", "lr", "mfu"), NUMBER),
+    **dict.fromkeys(("tokens_per_s", "step_s", "peak_bytes", "nonfinite"), NUMBER),
+    **dict.fromkeys(("grad_norm_ratio", "loss_sigma"), NUMBER),
+}
+EVALUATION: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    **dict.fromkeys(("loss", "bits_per_byte", "gzip_bits_per_byte"), NUMBER),
+}
+OBJECTS = ("config", "parameters", "mesh", "versions", "memory", "traffic", "policy")
+
+
+def run_folder(folder: Path) -> Path:
+    """The folder of a run.
+
+    Raises:
+        ConfigError: no such folder, or none of a run.
+    """
+    if not folder.is_dir():
+        raise config_error("run", folder, "no such run folder", "give the folder of a run")
+    if not ((folder / LAUNCH).exists() or (folder / STEPS).exists()):
+        rule = f"neither {LAUNCH} nor {STEPS} is there"
+        raise config_error("run", folder, rule, "give the folder of a run (--run.dir)")
+    return folder
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no file.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    text = _text(path)
+    if not text and not path.exists():
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise damaged(path, getattr(error, "lineno", 1), getattr(error, "msg", error)) from None
+    if not isinstance(found, dict):
+        raise damaged(path, 1, "is no object")
+    return found
+
+
+def read_launch(path: Path) -> dict[str, Any]:
+    """A launch record; empty if there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    found = read_object(path)
+    for name in OBJECTS:
+        if not isinstance(found.get(name) or {}, dict):
+            raise damaged(path, 1, f"{name} is no object")
+    for name in ("first_step", "world_size"):
+        if type(found.get(name, 0)) is not int:
+            raise damaged(path, 1, f"{name} is {found[name]!r}")
+    return found
+
+
+def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[str, Any]]:
+    """Objects of a file with one a line; a last line that was cut off is left out.
+
+    Args:
+        types: of values by name.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    text = _text(path)
+    lines = text.split("\n")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):  # no newline behind it: it is being written, or never was
+                continue
+            raise damaged(path, number, "is no JSON") from None
+        if not isinstance(row, dict) or "step" not in row:
+            raise damaged(path, number, "is no object with a step")
+        _check(path, number, row, types)
+        found.append(row)
+    return found
+
+
+def damaged(path: Path, line: int, what: object) -> DataError:
+    """The error of a record that can't be read."""
+    return DataError(
+        f"run={path.parent}: {path.name} line {line}: {what}. "
+        f"Fix: mend that line, or move {path} away to report without it."
+    )
+
+
+def _check(
+    path: Path, number: int, row: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]
+) -> None:
+    for name, allowed in types.items():
+        value = row.get(name)
+        if value is None and name != "step":
+            continue
+        fits = isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool))
+        if fits and isinstance(value, dict):
+            fits = all(isinstance(x, NUMBER) for x in value.values())
+        if not fits or (name == "step" and row[name] < 0):
+            raise damaged(path, number, f"{name} is {json.dumps(value)[:60]}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise damaged(path, line, "is no text") from None
+    except OSError as error:
+        raise damaged(path, 1, f"is not readable ({error.strerror})") from None

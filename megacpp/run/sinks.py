@@ -1,0 +1,145 @@
+"""Send the figures of a run to TensorBoard and to Weights & Biases; each takes the same calls.
+
+Tags are `/`-separated words in snake_case: `train/loss`, `train/load_entropy/layer_3`,
+`train/lr_groups/muon`, `validation/bits_per_byte`, `sample`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol
+
+from megacpp.config import Config, RunConfig
+from megacpp.errors import ConfigError, config_error
+
+Setting = bool | int | float | str
+GOALS = ("train/loss", "validation/loss", "validation/bits_per_byte")  # beside hyperparameters
+
+
+class Sink(Protocol):
+    """Something that shows the figures of a run; steps count from 0."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def text(self, tag: str, text: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `RUN/tensorboard`; settings are its hyperparameters.
+
+    Args:
+        settings: by dotted name.
+        first_step: points of an earlier start from here on are hidden.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Setting], first_step: int) -> None:
+        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        begin = hparams(dict(settings), dict.fromkeys(GOALS, 0.0))[:2]
+        for summary in begin:  # `add_hparams` would make a second run beside this one
+            self._board._get_file_writer().add_summary(summary)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._board.add_scalar(tag, value, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown: as it stands
+        self._board.add_text(tag, indented, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases:
+    """A run of a Weights & Biases project; a resumed run goes on under its id.
+
+    Its environment variables apply: with `WANDB_MODE=offline` everything stays in `RUN/wandb`, for
+    `wandb sync`.
+
+    Raises:
+        ConfigError: the service refuses the run, or can't be reached.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Setting], project: str) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        place = folder / "wandb"
+        place.mkdir(parents=True, exist_ok=True)
+        name = place / "run-id"
+        if not name.exists():
+            name.write_text(os.urandom(8).hex())
+        try:
+            self._run = self._wandb.init(
+                project=project,
+                dir=str(folder),
+                name=folder.name,
+                id=name.read_text().strip(),
+                resume="allow",
+                config=dict(settings),
+                settings=self._wandb.Settings(quiet=True),
+            )
+        except self._wandb.errors.Error as error:
+            words, fix = " ".join(str(error).split())[:200], "WANDB_MODE=offline, or --run.wandb ''"
+            raise config_error("run.wandb", project, words, fix) from None
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._run.log({tag: self._wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_sinks(
+    folder: Path, config: RunConfig, settings: Mapping[str, Setting], first_step: int
+) -> list[Sink]:
+    """The sinks that a configuration asks for."""
+    found: list[Sink] = []
+    if config.tensorboard:
+        found.append(TensorBoard(folder, settings, first_step))
+    if config.wandb:
+        found.append(WeightsAndBiases(folder, settings, config.wandb))
+    return found
+
+
+def check_sinks(config: Config) -> None:
+    """Find out before the start whether Weights & Biases can be used.
+
+    Raises:
+        ConfigError: the package is missing, or nobody is logged in.
+    """
+    project = config.run.wandb
+    if not project:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        rule, fix = "the package wandb is not installed", "pip install wandb, or --run.wandb ''"
+        raise ConfigError(f"run.wandb={project}: {rule}. Fix: {fix}.")
+    if os.environ.get("RANK", "0") != "0" or os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    wandb: Any = importlib.import_module("wandb")
+    if not wandb.login(prompt=False):
+        raise config_error(
+            "run.wandb", project, "no API key is known", "wandb login, or set WANDB_MODE=offline"
+        )
+
+
+def tagged(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, float]]:
+    """Tags and numbers; figures by layer (`{"3": 1.0}`) become `above/name/layer_3`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            plain = {f"layer_{k}" if k.isdecimal() else k: v for k, v in value.items()}
+            yield from tagged(plain, f"{above}/{name}")
+        elif value is not None:
+            yield f"{above}/{name}", float(value)
