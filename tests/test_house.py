@@ -22,7 +22,7 @@ FILES = sorted(
 # Optional packages: imported inside functions, never at the top of a module.
 OPTIONAL = {
     "mamba_ssm", "tilelang", "torchao", "transformer_engine", "triton",
-    "pyarrow", "zstandard", "matplotlib", "tensorboard", "tyro",
+    "pyarrow", "zstandard", "matplotlib", "tensorboard", "tyro", "wandb",
 }  # fmt: skip
 NO_TORCH = (
     "config.py",
@@ -94,9 +94,14 @@ NO_TORCH = (
     "memory/timeline.py",
     "memory/snapshot.py",
     "run/goodput.py",
-    "run/svg.py",
-    "run/report_data.py",
-    "run/report_page.py",
+    "run/sinks.py",
+    "report/charts.py",
+    "report/compare.py",
+    "report/data.py",
+    "report/files.py",
+    "report/html.py",
+    "report/page.py",
+    "report/style.py",
     "cli/memory_diff.py",
     "cli/report.py",
     "arguments.py",

@@ -85,7 +85,7 @@ def lines(
     if level is not None:
         y = up(level[0])
         parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(_text(WIDTH - RIGHT, y - 4, level[1], "note end"))
+        parts.append(_text(LEFT + 4, y - 4, level[1], "note"))
     for number, (one, points) in enumerate(zip(series, finite, strict=True)):
         kind = f"s{number % SERIES}"
         if one.dots or one.marks:

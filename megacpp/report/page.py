@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -116,15 +117,19 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
         return lines(series, plain, level)
 
     def grouped(name: str, words: Callable[[float], str], **more: Any) -> str:
-        series = data["groups"][name].items()
-        return lines([Line(label, line) for label, line in series], words, **more)
+        alike: dict[str, list[str]] = {}  # names of equal lines: one would hide the others
+        for label, line in data["groups"][name].items():
+            alike.setdefault(json.dumps(line), []).append(label)
+        series = [Line(", ".join(labels), json.loads(line)) for line, labels in alike.items()]
+        return lines(series, words, **more)
 
     gzip = [row.get("gzip_bits_per_byte") for row in evaluations]
     level = (gzip[-1], "gzip -9") if gzip and gzip[-1] else None
     peak = max(steps.get("peak_bytes") or [0], default=0)
     of = "resident set" if (data["header"]["device"] or "cpu") == "cpu" else "allocator"
-    unit = 2.0**30 if peak >= 2**30 else 2.0**20
-    memory = lines([Line("", points("peak_bytes"))], words, unit=unit, from_zero=True)
+    unit, called = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
+    sizes = [(x, size / unit) for x, size in points("peak_bytes")]
+    memory = lines([Line("", sizes)], plain, from_zero=True)
     rates = grouped("rates", power) or lines([Line("", points("lr"))], power)
     drawn = [
         ("loss, nats a token", learned("loss")),
@@ -138,7 +143,7 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
         ("tokens a second", noisy("tokens_per_s", short, from_zero=True)),
         ("seconds a step", noisy("step_s", plain, from_zero=True)),
         ("model FLOP utilisation", noisy("mfu", plain, from_zero=True)),
-        (f"peak memory so far, rank 0 ({of})", memory),
+        (f"peak memory so far, rank 0 ({of}), {called}", memory),
     ]
     return [
         "<h2>Curves, by step</h2>",
@@ -191,9 +196,10 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
         "off by": _off(memory),
     }
     peaks = memory["peaks"]
-    for name in ("peak_reserved_bytes", "peak_resident_bytes"):
+    called = {"peak_reserved_bytes": "peak reserved", "peak_resident_bytes": "process, resident"}
+    for name, label in called.items():
         if peaks.get(name) and max(peaks[name]):
-            facts[name.replace("_bytes", "").replace("_", " ")] = of_ranks(peaks[name])
+            facts[label] = of_ranks(peaks[name])
     if memory["calibration"].get("measures") == "tensors":
         facts["not predicted"] = (
             "the resident set: it has Python, libraries and freed memory beside the tensors"
@@ -221,7 +227,7 @@ def _off(memory: Mapping[str, Any]) -> str | None:
         measured, predicted = record["measured_bytes"], record["predicted_bytes"]
         of = {"tensors": "tensors", "device": "all that the device has in use"}
         said = f"of {of.get(record['measures'], record['measures'])}, the most of any rank"
-        residual = measured / max(1, predicted) - 1
+        residual = round(measured / max(1, predicted) - 1, 3) + 0.0  # no -0.0
         return f"{residual:+.1%}: {words(measured)} measured for {words(predicted)} ({said})"
     if memory["predicted_tensors"] and memory["measured_bytes"]:
         return f"{memory['measured_bytes'] / memory['predicted_tensors'] - 1:+.1%}, of tensors"

@@ -23,7 +23,7 @@ h2 { font-size: 1.1rem; margin: 2.4rem 0 .8rem; padding-top: .8rem;
 p, li { margin: .3rem 0; } .dim { color: var(--dim); } code, pre { font-size: .85em; }
 pre { background: var(--soft); padding: .7rem .9rem; margin: .3rem 0 1rem; white-space: pre-wrap;
   border-radius: 4px; max-height: 24rem; overflow-y: auto; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: .88rem; width: 100%; }
 td, th { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--rule);
   vertical-align: top; } th { font-weight: 600; }
@@ -35,8 +35,7 @@ td:first-child { min-width: 6rem; }
   font-variant-numeric: tabular-nums; }
 """
 DRAWN = """
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr));
-  gap: 1.8rem 2rem; }
+.two { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1.8rem 2rem; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .4rem; }
 svg { width: 100%; height: auto; display: block; }
@@ -60,7 +59,9 @@ svg text { font: 12px system-ui, sans-serif; font-variant-numeric: tabular-nums;
 .stack { display: flex; height: 1.7rem; border-radius: 4px; overflow: hidden; }
 .smooth { display: flex; align-items: center; gap: .6rem; font-size: .85rem; color: var(--dim); }
 .smooth input { width: 10rem; accent-color: var(--c0); }
+@media (max-width: 900px) { svg text { font-size: 14px; } }
 @media (max-width: 640px) {
+  .two { grid-template-columns: minmax(0, 1fr); }
   body { margin: 1rem auto; padding: 0 .9rem; }
   svg text { font-size: 15px; }
   .bar { grid-template-columns: 1fr auto; } .bar .track { grid-column: 1 / 3; grid-row: 2; }

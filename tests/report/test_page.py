@@ -182,7 +182,7 @@ def test_the_page_stands_alone_and_has_every_section(folder: Path) -> None:
         "tokens read",
         "tokens a second",
         "seconds a step",
-        "peak memory so far, rank 0 (resident set)",
+        "peak memory so far, rank 0 (resident set), MiB",
     ]
     assert len(svgs(text)) == 10
     for drawing in svgs(text):
