@@ -90,9 +90,7 @@ COMMANDS: dict[str, Command] = {
         "DiffArgs",
         "what grew between two snapshots of a run, and why",
     ),
-    "report": Command(
-        "report", "report", "ReportArgs", "a page about a run: loss, memory, seconds, events"
-    ),
+    "report": Command("report", "report", "ReportArgs", "a page about a run, or several compared"),
     "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
     "completion": Command(
         "completion", "completion", "CompletionArgs", "a script that completes words in your shell"

@@ -202,7 +202,8 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
             facts[label] = of_ranks(peaks[name])
     if memory["calibration"].get("measures") == "tensors":
         facts["not predicted"] = (
-            "the resident set: it has Python, libraries and freed memory beside the tensors"
+            "the resident set (Python, libraries, freed memory), nor how long threads of gloo hold "
+            "the buffers of a collective"
         )
     caption = "bytes of a rank at the fullest moment of a step, predicted / measured"
     return [

@@ -18,7 +18,9 @@ from megacpp.memory.budget import host_available_bytes, resident_bytes, words
 from megacpp.memory.calibration import Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.presets import preset
+from megacpp.report.data import gather
 from megacpp.run.gate import Assessor, room_of, set_allocator
+from megacpp.run.measured import OF_A_STEP
 from tests.launch import Done, forked
 from tests.test_run import SMALL, records
 
@@ -219,6 +221,11 @@ def test_runs_are_measured_and_the_next_one_knows(corpus: Path, tmp_path: Path) 
         kept["measured_bytes"] - kept["predicted_bytes"] < 0.03 * kept["predicted_bytes"] + gathered
     )
 
+    shown = gather(tmp_path / "run")["memory"]
+    known = {name: size for name, size in measured.items() if size is not None}
+    assert shown["measured"].items() == known.items() - {(OF_A_STEP, known[OF_A_STEP])}
+    assert shown["calibration"]["measured_bytes"] == kept["measured_bytes"]
+
     again = run(corpus, tmp_path, *flags, "--checkpoint.resume", "never", ranks=2)
     assert again.returncode == 0, again.stderr
     residual = kept["residual"]
@@ -228,6 +235,19 @@ def test_runs_are_measured_and_the_next_one_knows(corpus: Path, tmp_path: Path) 
     assert extra == (0 if residual <= 0.05 else kept["measured_bytes"] - kept["predicted_bytes"])
     assert "calibration: this launch took " in again.stdout
     assert len(records(tmp_path / "run")) == 2
+
+
+def test_one_process_takes_what_was_estimated(corpus: Path, tmp_path: Path) -> None:
+    """Tensors are those of the closed forms, to 3 %: no gloo thread holds any.
+
+    Eight rows: the closed forms route tokens evenly, and few tokens don't.
+    """
+    done = run(corpus, tmp_path, "--train.device-batch-size", "8")
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "run/memory/measured.json").read_text())
+    assert abs(kept["measured_bytes"] / kept["predicted_bytes"] - 1) <= 0.03
+    measured = [pair["measured"] or 0 for pair in kept["components"].values()]
+    assert sum(measured) - kept["components"][OF_A_STEP]["measured"] == (kept["measured_bytes"])
 
 
 def test_bytes_in_words() -> None:
