@@ -5,6 +5,9 @@ python train.py --help
 """
 
 from megacpp.arguments import Resolved, parse_or_exit
+from megacpp.launch.home import put_first
+
+put_first()  # `parallel`, `optim` and `checkpointing` below are this checkout's, from any folder
 
 # Before torch is imported and long before a process group starts: --help and mistakes end here.
 RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
@@ -18,7 +21,8 @@ from checkpointing.watch import StepWatch
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
-from megacpp.run.corpus import open_corpus
+from megacpp.launch.folder import open_folder, start_point
+from megacpp.launch.peers import Peers
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.expert_load import LoadWatch
 from megacpp.run.failure import guarded
@@ -26,7 +30,7 @@ from megacpp.run.final import export_final, write_sample
 from megacpp.run.forensics import Forensics
 from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health, budget_spent
-from megacpp.run.launch import announce, prepare, set_aside
+from megacpp.run.launch import announce, prepare
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
@@ -39,24 +43,23 @@ from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.mesh import pick_device, start, world_size
+from parallel.mesh import pick_device, start
 
 
-def main(resolved: Resolved) -> None:
+def main(resolved: Resolved, peers: Peers) -> None:
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
-    device = pick_device(resolved.config.train.device)
-    check_fp8_device(resolved.config, device)
-    corpus = open_corpus(resolved.config)
-    launch = prepare(resolved, corpus, world_size(), device)
-    config, folder = launch.config, Path(launch.config.run.dir)
+    with peers.agree("start"):  # what one node lacks ends all of them
+        device = pick_device(resolved.config.train.device)
+        check_fp8_device(resolved.config, device)
+        launch = prepare(resolved, peers, device)
+    config, corpus, folder = launch.config, launch.corpus, Path(launch.config.run.dir)
     stop = StopRequest()  # SIGTERM: save after this step and leave
     smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
 
     # ---- mesh, model (meta device, shard, materialise), optimizer, boundary ----------------------
-    world = start(config.mesh, device)
+    open_folder(peers, config, corpus.fingerprint)
+    world = start(config.mesh, device, peers.store)
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
-    if world.is_main:
-        set_aside(config)
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
     keeper = Keeper(config, device, say=partial(print, flush=True) if world.is_main else None)
     model = build_model(config, world, keeper)
@@ -74,20 +77,12 @@ def main(resolved: Resolved) -> None:
         folder / "checkpoints", model, optimizer, config, corpus.fingerprint, loader, counters
     )
     with clock.span("checkpoint"):
-        state.resume(config.checkpoint.resume)
+        state.resume(start_point(peers, config))
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
 
     # ---- header, records -------------------------------------------------------------------------
-    mfu = announce(
-        launch,
-        world.degrees,
-        world.is_main,
-        optimizer=describe(model, config),
-        compiled=keeper.compiled,
-        fp8=keeper.words(),
-        first_step=state.step,
-        changed=state.changed,
-    )
+    seen = describe(model, config), keeper.compiled, keeper.words(), state.step, state.changed
+    mfu = announce(launch, world.degrees, world.is_main, *seen)
     log = MetricsLog(folder, config, state.step, world.is_main)
     watch = partial(StepWatch, model, optimizer)
     forensics = Forensics(folder, config, world.rank, device, watch, state.step)

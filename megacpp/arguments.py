@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
-import time
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,8 @@ from megacpp.config import Config, YarnConfig
 from megacpp.config_file import ConfigFile, read_config_file
 from megacpp.errors import ConfigError, MegacppError, config_error
 from megacpp.help import run_help
+from megacpp.launch.outcome import note, wait_quietly
+from megacpp.mesh_rules import batch_ranks, mesh_rules
 from megacpp.presets import preset
 from megacpp.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.rules import check, lookup, resolve
@@ -71,16 +73,32 @@ class Written:
         return {key: lookup(self.config, key) for key in self.sources}
 
 
-def parse_run(argv: Sequence[str], world_size: int) -> Resolved:
+def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Resolved:
     """Reads `[PRESET] [--config FILE] [flags]`, checks every rule, resolves what is derived.
+
+    Args:
+        resumes: the run starts now: what it has saved says how many tokens a step has.
 
     Raises:
         ConfigError: unknown preset, flag or value, or a broken rule.
     """
     written = read_run(argv)
-    check(written.config, world_size)
-    final = resolve(written.config, world_size)
-    return Resolved(final, _provenance(written, final), written.notes)
+    config, notes = written.config, list(written.notes)
+    if config.memory.fit == "auto" and (freed := _free_mesh(config, world_size)):
+        config, note_of_it = freed
+        notes.append(note_of_it)
+        kept = {
+            key: s
+            for key, s in written.sources.items()
+            if not _other(config, key, written.given[key])
+        }
+        written = dataclasses.replace(written, config=config, sources=kept)
+    if resumes:
+        config, as_saved = _as_saved(config, world_size)
+        notes += as_saved
+    check(config, world_size)
+    final = resolve(config, world_size)
+    return Resolved(final, _provenance(written, final), tuple(notes))
 
 
 def read_run(argv: Sequence[str]) -> Written:
@@ -124,6 +142,41 @@ def _other(base: Config, key: str, value: Any) -> bool:
         return True
 
 
+def _free_mesh(config: Config, world_size: int) -> tuple[Config, str] | None:
+    """Without the mesh that was given, where it can't lie on this world; None: it can.
+
+    So an elastic launch with `--fit auto` goes on when nodes are gone.
+    """
+    error = next(mesh_rules(config, world_size), None)
+    if error is None:
+        return None
+    free = dataclasses.replace(config.mesh, pp=1, dp_replicate=1, dp_shard=-1, cp=1, tp=1, ep=1)
+    why = str(error).partition(". Fix:")[0]
+    return dataclasses.replace(config, mesh=free), f"{why}: memory.fit=auto chooses the mesh"
+
+
+def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
+    """With the tokens a step of the run that goes on, if neither they nor microbatches are given.
+
+    The same command is then the same run on any number of ranks.
+    """
+    train, folder = config.train, Path(config.run.dir.replace("{preset}", config.preset))
+    if train.tokens_per_step or train.grad_accum or config.checkpoint.resume != "auto":
+        return config, []
+    saved = folder / "checkpoints"
+    try:
+        name = (saved / "latest").read_text().strip()
+        tokens = json.loads((saved / name / "extra.json").read_text())["extra"]["tokens_per_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config, []  # nothing was saved, or what is damaged is said on resume
+    per_micro = train.device_batch_size * config.data.seq_len
+    if tokens == per_micro * batch_ranks(config.mesh, world_size):
+        return config, []
+    train = dataclasses.replace(train, tokens_per_step=tokens)
+    note = f"train.tokens_per_step = {tokens} of {saved / name}"
+    return dataclasses.replace(config, train=train), [note]
+
+
 def parse_or_exit(program: str) -> Resolved:
     """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
     words = sys.argv[1:]
@@ -131,7 +184,7 @@ def parse_or_exit(program: str) -> Resolved:
         if flag := next((word for word in words if word in ("--help", "-h")), ""):
             after = words[words.index(flag) + 1 :]
             print_and_exit(run_help(program, after[0] if after else ""))
-        return parse_run(words, int(os.environ.get("WORLD_SIZE", "1")))
+        return parse_run(words, int(os.environ.get("WORLD_SIZE", "1")), resumes=True)
     except MegacppError as error:
         exit_on_error(error)
 
@@ -149,16 +202,18 @@ def print_and_exit(text: str) -> typing.NoReturn:
 def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
     """Prints the one line and exits with the error's code.
 
-    Other ranks than the first print only an error of their `own`; otherwise they wait until the
-    first has printed, because torchrun ends everybody as soon as one rank is gone.
+    Other ranks than the first (of a node, or of all if they agreed) print only an error of their
+    `own`; otherwise they wait until the first has printed, because torchrun ends everybody as soon
+    as one rank is gone.
     """
-    rank = os.environ.get("LOCAL_RANK", "0")
-    if rank == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    elif own:
-        print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK" if error.agreed else "LOCAL_RANK", "0")
+    if rank == "0" or own:
+        note(error.exit_code, str(error))
+        whose = "" if rank == "0" else f"rank {rank}: "
+        print(f"error: {whose}{error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(1.0)
+        wait_quietly()
+        note(error.exit_code, str(error))
     raise SystemExit(error.exit_code)
 
 

@@ -22,6 +22,7 @@ class MegacppError(Exception):
     """An error whose message is one line for a person; `exit_code` is for the launcher."""
 
     exit_code = 1
+    agreed = False  # all ranks raise it: the first one prints it
 
 
 class ConfigError(MegacppError, ValueError):

@@ -18,6 +18,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,10 +124,13 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def start(config: MeshConfig, device: torch.device) -> World:
+def start(config: MeshConfig, device: torch.device, store: dist.Store | None = None) -> World:
     """Starts the process group (gloo on CPU, NCCL on GPU) and builds the meshes.
 
     One process starts nothing. `config.dp_shard` must be resolved (not -1).
+
+    Args:
+        store: where the ranks meet; by default the one that the launcher's environment names.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -134,7 +138,10 @@ def start(config: MeshConfig, device: torch.device) -> World:
         return World(0, 1, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     own = device if device.type == "cuda" else None
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=own)
+    where: dict[str, Any] = {}
+    if store is not None:
+        where = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size()}
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=own, **where)
     return join(config, device)
 
 

@@ -118,6 +118,7 @@ def _script(flags: tuple[str, ...], rank: int, ranks: int, folder: Path) -> NoRe
         os.environ |= {key: str(value) for key, value in numbers.items()}
         # In a file, where torchrun's ranks meet at a port.
         store = dist.FileStore(str(folder / "store"), ranks)
+        dist.rendezvous = lambda *_, **__: iter([(store, rank, ranks)])  # type: ignore[assignment]
         dist.init_process_group = functools.partial(
             dist.init_process_group, store=store, rank=rank, world_size=ranks
         )

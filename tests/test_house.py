@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,11 @@ NO_TORCH = (
     "report/html.py",
     "report/page.py",
     "report/style.py",
+    "launch/home.py",
+    "launch/outcome.py",
+    "launch/command.py",
+    "launch/agent.py",
+    "cli/train.py",
     "cli/memory_diff.py",
     "cli/report.py",
     "arguments.py",
@@ -196,6 +202,19 @@ def test_training_imports_torch_and_our_own_files() -> None:
 def test_generic_names_are_ours(room: str) -> None:
     module = importlib.import_module(room)
     assert module.__file__ is not None and Path(module.__file__).parent == ROOT / room
+
+
+def test_another_projects_parallel_is_not_taken(tmp_path: Path) -> None:
+    """From its folder, which comes first on the path; and once it is imported, by name."""
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel/__init__.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for first, ends in (("", 0), ("import parallel; ", 1)):
+        code = f"{first}import train, parallel.mesh; assert train.start is parallel.mesh.start"
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == ends, done.stderr
+    assert "import=parallel: " in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda p: p.stem)

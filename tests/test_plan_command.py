@@ -55,7 +55,12 @@ def test_the_command_launches_the_candidate(capsys: pytest.CaptureFixture[str]) 
 def test_many_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan tiny --world 16 --memory 2GiB --tokens-per-step 16384 --top 1"
     command = told(capsys, words)["candidates"][0]["command"]
-    assert command.startswith("torchrun --nnodes=2 --nproc-per-node=8 train.py tiny ")
+    meet = "--rdzv-backend=c10d --rdzv-endpoint=$HOST:29500 --rdzv-id=tiny"
+    assert command.startswith(f"torchrun --nnodes=2 --nproc-per-node=8 {meet} train.py tiny ")
+    assert main([*words.replace("16384", "12288").replace("16 ", "12 ").split()]) == 0
+    out = capsys.readouterr().out
+    assert "12 ranks don't fill nodes of 8 (--per-node): 2 nodes of 6" in out
+    assert "on each of 2 nodes, with HOST the name of one of them" in out
 
 
 def test_people_get_a_table_that_needs_no_colour(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import megacpp
 from megacpp.arguments import parse_args, split_args
 from megacpp.errors import ConfigError, MegacppError, did_you_mean
 from megacpp.help import command_help, exit_code_lines
+from megacpp.launch.home import put_first
 from megacpp.screen import labelled, wrapped
 from megacpp.settings import Setting, settings_of
 
@@ -47,6 +48,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "validate": Command(
         "validate", "validate", "ValidateArgs", "check a configuration without starting it", True
+    ),
+    "train": Command(
+        "train", "train", "TrainArgs", "train a preset: checked first, then on N ranks", runs=True
     ),
     "explain": Command(
         "explain",
@@ -101,6 +105,7 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code (0 ok, 2 configuration, 3 data, ...)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    put_first()  # `parallel` and the other rooms are this checkout's, from any folder
     if not arguments or arguments[0] in ("-h", "--help"):
         print("\n".join(_help()))
         return 0
@@ -165,6 +170,7 @@ def _help() -> list[str]:
         *_table(COMMANDS),
         "",
         *wrapped("Training: torchrun --standalone --nproc-per-node=N train.py PRESET [flags]"),
+        *wrapped("or megacpp train PRESET --nproc N [flags]; several machines: docs/launch"),
         "",
         *exit_code_lines(),
     ]

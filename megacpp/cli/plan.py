@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +14,7 @@ from megacpp.cli.dry_run import readable
 from megacpp.config import Config, MeshConfig
 from megacpp.errors import config_error
 from megacpp.fp8_rules import fp8_line
+from megacpp.launch.command import node_lines, quoted, torchrun_words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
@@ -68,6 +68,7 @@ class Asked:
     world: int
     memory: int
     tokens: int
+    per_node: int = 8
 
     @property
     def budget(self) -> int:
@@ -85,6 +86,7 @@ class PlanArgs:
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
     )
     seq: int = setting(0, "Tokens of a row (0: the preset's).", "tokens", at_least=0)
+    per_node: int = setting(8, "Devices of a machine, for the command.", "devices", at_least=1)
     top: int = setting(8, "Candidates that are shown.", "candidates", at_least=1)
     explain: bool = setting(False, "Say why each candidate comes before the next.")
     json: bool = setting(False, "Print one JSON object instead of text.")
@@ -130,7 +132,7 @@ def _asked(args: PlanArgs, words: list[str]) -> Asked:
         raise config_error(
             "tokens_per_step", tokens, "the preset has none", "write --tokens-per-step 1048576"
         )
-    return Asked(written.base, config, written.given, args.world, memory, tokens)
+    return Asked(written.base, config, written.given, args.world, memory, tokens, args.per_node)
 
 
 def _alone(config: Config) -> Config:
@@ -156,9 +158,6 @@ def memory_bytes(text: str) -> int:
 
 def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
     """The command that starts a candidate: what differs from the preset, and how many ranks."""
-    nodes = ["--standalone", f"--nproc-per-node={asked.world}"]
-    if asked.world > 8 and asked.world % 8 == 0:
-        nodes = [f"--nnodes={asked.world // 8}", "--nproc-per-node=8"]
     before, settings = flatten(asked.base), asked.given | candidate.knobs()
     del settings["train.grad_accum"]  # follows from the tokens
     if asked.config.mesh.dp_shard == -1:
@@ -168,7 +167,8 @@ def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
     for key, value in settings.items():
         if before.get(key) != value:
             flags += [f"--{key.replace('_', '-')}", str(value).lower()]
-    return ["torchrun", *nodes, "train.py", asked.config.preset, *flags]
+    where = torchrun_words(asked.world, asked.per_node, asked.config.preset)
+    return ["torchrun", *where, "train.py", asked.config.preset, *flags]
 
 
 def _flops(asked: Asked, candidate: Candidate) -> tuple[float, float]:
@@ -210,7 +210,7 @@ def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
         "estimate": candidate.estimate.as_dict(),
         "traffic_bytes": sent.as_dict(),
         "flops": {"step": plain, "repeated": again},
-        "command": shlex.join(launch_words(asked, candidate)),
+        "command": quoted(launch_words(asked, candidate)),
     }
 
 
@@ -235,6 +235,8 @@ def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool)
         for line in _reasons(shown):
             console.print(line, markup=False)
     console.print("\nbest:", markup=False)
+    for line in node_lines(asked.world, asked.per_node):
+        console.print(f"  {line}", markup=False)
     for line in _wrapped(launch_words(asked, shown[0])):
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
@@ -379,5 +381,5 @@ def _wrapped(words: Sequence[str]) -> list[str]:
         if line and needed > columns() - 6:
             lines.append(f"{line} \\")
             line = "  "
-        line += f"{' ' if line.strip() else ''}{shlex.quote(word)}"
+        line += f"{' ' if line.strip() else ''}{quoted([word])}"
     return [*lines, line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -12,49 +13,62 @@ from pathlib import Path
 
 from megacpp.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError
+from megacpp.launch.outcome import note
+from megacpp.launch.peers import Peers
 from megacpp.run.oom import out_of_memory, show_once
 from megacpp.state.checkpoint import latest_checkpoint
 
 PEER_LOST = 6
 DISK_FULL = 4  # the code of a checkpoint that can't be saved
 INTERRUPTED = 130  # what a shell says of Ctrl-C
-# What gloo and NCCL say on the ranks that did nothing wrong.
+# What gloo and NCCL say on the ranks that did nothing wrong, and torch of a store that is gone.
 OF_A_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
+    "Connection refused",
     "Broken pipe",
     "remote process exited",
     "NCCL communicator was aborted",
 )
-TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+TIMED_OUT = ("Timed out waiting", "wait timeout", "Watchdog caught collective operation timeout")
 PATIENCE_S = 2.0  # of a rank that lost a peer, for the peer to say why
+NEXT = "Fix: start the same command again, it goes on from the last checkpoint."
 
 
-def guarded(main: Callable[[Resolved], None], resolved: Resolved) -> None:
+def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None:
     """Runs `main`; an error of any rank ends all of them, with one message.
 
     An exception that is no message of ours is a bug: its first line is printed with the rank that
     raised it, and the traceback goes to `failures/rank-N.txt` in the run folder. Ranks that only
-    lost that peer stay silent and leave with code 6; torchrun ends those that still wait. Of memory
-    that ran out a screen tells more (oom.py).
+    lost that peer leave with code 6; torchrun ends those that still wait. A peer that was killed
+    has no message: the first rank that is left names it. Of memory that ran out a screen tells
+    more (oom.py). torchrun's table shows the message too (outcome.py).
     """
-    folder = Path(resolved.config.run.dir)
+    folder, peers = Path(resolved.config.run.dir), None
+    first = os.environ.get("RANK", "0") == "0"
     try:
-        main(resolved)
+        peers = Peers()
+        main(resolved, peers)
         if "WORLD_SIZE" in os.environ:
             _leave(0)  # meshes keep their groups; nothing is left to do that could fail
     except PreemptedError as left:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{left}: {what_is_saved(resolved)}", file=sys.stderr)
+        line = f"{left}: {what_is_saved(resolved)}"
+        note(left.exit_code, line)
+        if first:
+            print(line, file=sys.stderr)
         _leave(left.exit_code)
     except MegacppError as error:  # every rank has the same one, unless it read a bad row
-        exit_on_error(error, own=isinstance(error, DataError) and "WORLD_SIZE" in os.environ)
+        _said(peers)
+        own = isinstance(error, DataError) and "WORLD_SIZE" in os.environ and not error.agreed
+        exit_on_error(error, own=own)
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # an interrupt reaches every rank
-            print(f"\nstopped: {what_is_saved(resolved)}", file=sys.stderr, flush=True)
+        line = f"stopped: {what_is_saved(resolved)}"
+        note(INTERRUPTED, line)
+        if first:  # an interrupt reaches every rank
+            print(f"\n{line}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        _leave(report(error, folder))
+        _leave(report(error, folder, peers))
 
 
 def what_is_saved(resolved: Resolved) -> str:
@@ -68,44 +82,90 @@ def what_is_saved(resolved: Resolved) -> str:
     )
 
 
-def report(error: Exception, folder: Path) -> int:
+def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
     """Writes the traceback, prints one line unless a peer has to, and returns the exit code."""
     rank = os.environ.get("RANK", "0")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        print(
-            f"error: rank {rank}: run.dir={folder}: {os.strerror(error.errno).lower()}. "
+        _said(peers)
+        return _failed(
+            DISK_FULL,
+            f"rank {rank}: run.dir={folder}: {os.strerror(error.errno).lower()}. "
             "Fix: free disk space or choose another --run.dir.",
-            file=sys.stderr,
         )
-        return DISK_FULL
     path = folder / "failures" / f"rank-{rank}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
         traceback.print_exception(error)  # better here than nowhere
-    if lost_a_peer(error):
-        time.sleep(PATIENCE_S)
-        return PEER_LOST
-    if any(words in str(error) for words in TIMED_OUT):  # all ranks wait for each other
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(
-                f"error: rank {rank}: waited in vain for other ranks ({path})",
-                file=sys.stderr,
-                flush=True,
-            )
-        time.sleep(PATIENCE_S)
-        return PEER_LOST
+    late = any(words in str(error) for words in TIMED_OUT)
+    if late or lost_a_peer(error):
+        return _alone(peers, path, late)
+    _said(peers)
     if out_of_memory(error):
         path = show_once(error, folder)
     first = (str(error).strip().splitlines() or ["no message"])[0]
-    print(f"error: rank {rank}: {type(error).__name__}: {first} ({path})", file=sys.stderr)
-    return 1
+    return _failed(1, f"rank {rank}: {type(error).__name__}: {first} ({path})")
 
 
 def lost_a_peer(error: Exception) -> bool:
     """Another rank ended, and this one noticed in a collective."""
     return any(words in str(error) for words in OF_A_PEER)
+
+
+def _alone(peers: Peers | None, path: Path, late: bool) -> int:
+    """Waits for the peer that failed to say why; if none does, one rank says who is gone."""
+    with contextlib.suppress(Exception):  # the store may be what was lost
+        if peers is not None:
+            peers.tell(f"left/{peers.rank}", True)
+            peers.tell(f"heard/{peers.table[peers.rank].node}", True)
+    time.sleep(PATIENCE_S)
+    gone, speaks = _missing(peers, late)
+    if not speaks:
+        note(PEER_LOST, "lost another rank")
+    elif gone:
+        ranks = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        _failed(PEER_LOST, f"{ranks} lost: ended without a message (killed?). {NEXT}")
+    elif late:
+        _failed(PEER_LOST, f"waited in vain for other ranks, none of which is gone ({path})")
+    else:
+        _failed(PEER_LOST, f"lost the connection to another rank ({path}). {NEXT}")
+    return PEER_LOST
+
+
+def _missing(peers: Peers | None, late: bool) -> tuple[list[int], bool]:
+    """Ranks of this node that were killed, else all of nodes that are silent; whether to say so.
+
+    On each node the first rank that is left may speak, and of all nodes the first one does.
+    """
+    if peers is None or peers.size == 1:
+        return [], late
+    own = peers.table[peers.rank].node
+    beside = [rank for rank, process in enumerate(peers.table) if process.node == own]
+    try:
+        gone = [r for r in beside if not peers.told(f"left/{r}") and not peers.table[r].alive()]
+        if peers.rank != next(rank for rank in beside if rank not in gone) or peers.said():
+            return gone, False
+        if not gone:  # then a rank of another node, where somebody knows, or a whole node
+            time.sleep(PATIENCE_S)
+            silent = {p.node for p in peers.table if not peers.told(f"heard/{p.node}")}
+            gone = [rank for rank, process in enumerate(peers.table) if process.node in silent]
+        return gone, peers.say()
+    except Exception:  # the store went with the rank or launcher that served it
+        return [r for r in beside if not peers.table[r].alive()], peers.rank == beside[0]
+
+
+def _said(peers: Peers | None) -> None:
+    """Tells ranks that will miss this one that it leaves a message."""
+    with contextlib.suppress(Exception):
+        if peers is not None:
+            peers.say()
+
+
+def _failed(code: int, line: str) -> int:
+    note(code, line)
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    return code
 
 
 def _leave(code: int) -> None:

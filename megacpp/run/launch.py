@@ -14,15 +14,15 @@ from megacpp.arguments import Resolved, flatten
 from megacpp.config import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
-from megacpp.errors import config_error
 from megacpp.kernel_choice import Choice
+from megacpp.launch.peers import Peers
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.mesh_rules import batch_ranks
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.rules import tokens_formula
-from megacpp.run.corpus import check_corpus, vocabulary_lines
+from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.features import feature_lines
 from megacpp.run.gate import Admission, set_allocator
 from megacpp.run.kernel_check import verify_kernels
@@ -37,39 +37,20 @@ from megacpp.run.sinks import check_sinks
 from megacpp.screen import check_folder
 
 
-def set_aside(config: Config) -> None:
-    """With `checkpoint.resume never`, renames an existing run folder, so that no run mixes with it.
-
-    Raises:
-        ConfigError: the folder can't be made or renamed.
-    """
-    folder = Path(config.run.dir)
-    try:
-        if config.checkpoint.resume == "never" and folder.exists():
-            number = 1
-            while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
-                number += 1
-            folder.rename(old)
-            print(f"moved the earlier run to {old}")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise config_error(
-            "run.dir", folder, f"is not usable ({error.strerror})", "choose a folder you may write"
-        ) from None
-
-
-def prepare(resolved: Resolved, corpus: Corpus, ranks: int, device: torch.device) -> Launch:
+def prepare(resolved: Resolved, peers: Peers, device: torch.device) -> Launch:
     """All that can be settled, or be wrong, before ranks meet; every rank calls it.
 
     Raises:
+        DataError: the corpus is missing or damaged.
         ConfigError: corpus, device, sinks, kernels or memory don't go with the configuration.
     """
     check_folder("run.dir", Path(resolved.config.run.dir))
+    corpus = open_corpus(resolved.config)
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
     check_sinks(resolved.config)
     kernels = choices(resolved.config, device)
-    resolved, admission = settle(resolved, ranks, device)
+    resolved, admission = settle(resolved, peers, device)
     set_allocator(resolved.config, device)
     agreed = verify_kernels(resolved.config, device, kernels)
     return Launch(resolved, corpus, device, admission, kernels, tuple(agreed))
@@ -107,7 +88,6 @@ def announce(
     launch: Launch,
     mesh: Mapping[str, int],
     active: bool,
-    *,
     optimizer: Sequence[str],
     compiled: Mapping[int, str],
     fp8: Sequence[str],

@@ -13,17 +13,18 @@ import torch
 from megacpp.arguments import Resolved, parse_run
 from megacpp.config import Config
 from megacpp.errors import MegacppError, config_error
+from megacpp.launch.peers import Peers
 from megacpp.memory.planner import Candidate, Plan, plan
 from megacpp.run import fit
 from megacpp.run.fit import Ladder, Outcome, climb, difference
 from megacpp.run.gate import Admission, Assessor, admit
-from megacpp.run.smoke import Order, Peers, arguments_of, nobody_met, order_of, run_order
+from megacpp.run.smoke import Order, arguments_of, nobody_met, order_of, run_order
 
 PORTS = 3  # that may turn out to be taken
 SHOWN = 10  # candidates in the launch record
 
 
-def settle(resolved: Resolved, size: int, device: torch.device) -> tuple[Resolved, Admission]:
+def settle(resolved: Resolved, peers: Peers, device: torch.device) -> tuple[Resolved, Admission]:
     """The configuration that a run starts with, and what its memory was estimated to be.
 
     That is the one given, unless `memory.fit` is `auto`. Called by every rank before any process
@@ -34,8 +35,8 @@ def settle(resolved: Resolved, size: int, device: torch.device) -> tuple[Resolve
         MegacppError: an attempt failed for another reason than memory.
     """
     if resolved.config.memory.fit != "auto":
-        return resolved, admit(resolved, size, device)
-    peers, assessor = Peers(), Assessor(resolved.config, size, device)
+        return resolved, admit(resolved, peers.size, device)
+    size, assessor = peers.size, Assessor(resolved.config, peers.size, device)
     try:
         if peers.rank:
             config, told = _follow(peers, size), {}

@@ -24,16 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import torch.distributed as dist
-
 from megacpp.arguments import flatten, parse_run, replace_keys
 from megacpp.config import Config
+from megacpp.launch.peers import POLL_S, Peers
 from megacpp.presets import preset
 from megacpp.run.failure import PEER_LOST
 from megacpp.run.fit import STEPS, Outcome, judged
 from megacpp.run.oom import NO_MEMORY
 
-POLL_S = 0.1
 LINE = 400  # characters of a message
 GRACE_S = 10.0  # for children to notice by themselves that a peer is gone
 KILLED = -signal.SIGKILL  # how the kernel ends whoever took its last memory
@@ -63,38 +61,6 @@ class Child(Protocol):
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
     def wait(self) -> int: ...
-
-
-class Peers:
-    """Ranks that agree before their process group exists, through the store of their launcher."""
-
-    def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        store: dist.Store = dist.HashStore()
-        if self.size > 1:
-            store, _, _ = next(iter(dist.rendezvous("env://")))
-        self._store = dist.PrefixStore("fit", store)
-
-    def tell(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
-
-    def told(self, key: str) -> bool:
-        """Whether somebody has said it yet."""
-        return self._store.check([key])
-
-    def hear(self, key: str) -> Any:
-        """What somebody says under that key; waits for as long as it takes."""
-        while not self.told(key):
-            time.sleep(POLL_S)
-        return json.loads(self._store.get(key))
-
-    def gather(self, key: str, value: Any) -> list[Any]:
-        """What every rank said, in rank order, on rank 0; elsewhere nothing."""
-        self.tell(f"{key}/{self.rank}", value)
-        if self.rank:
-            return []
-        return [self.hear(f"{key}/{rank}") for rank in range(self.size)]
 
 
 @dataclass(frozen=True)

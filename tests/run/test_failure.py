@@ -55,13 +55,13 @@ def test_a_rank_that_lost_its_peer_stays_silent(
 def test_an_interrupt_says_once_where_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     resolved = parse_run(["--run.dir", str(tmp_path)], 1)
     said = []
     for rank in ("0", "0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as left:
             guarded(interrupted, resolved)
         assert left.value.code == 130

@@ -1,0 +1,87 @@
+"""torchrun in this process, with our exit codes: what `megacpp train` starts after its checks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PEER_LOST = 6
+
+
+def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
+    """Run `torchrun WORDS SCRIPT FLAGS` to its end; the exit code of the rank that failed first.
+
+    torchrun's log lines, traceback and table stay off the screen: ranks print their own message,
+    and a rank that was killed is named here. SIGTERM and SIGINT go to the ranks.
+    """
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:  # read once, by the import: for this process, whose store may go first at the end
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    if quiet:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    logging.disable(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with four lines
+    with tempfile.TemporaryDirectory(prefix="megacpp-") as name:
+        logs = Path(name)
+        if not any(word.split("=")[0] == "--log-dir" for word in words):
+            words = [*words, f"--log-dir={logs}"]
+        else:
+            logs = Path(next(w.partition("=")[2] for w in words if w.startswith("--log-dir=")))
+        try:
+            run(parse_args([*words, str(script), *flags]))
+            return 0
+        except ChildFailedError as error:
+            ends = {rank: (f.exitcode, f.timestamp) for rank, f in error.failures.items()}
+            said = [note for note in notes(logs) if note["errorCode"] != PEER_LOST]
+            if not said and not any(printed(note) for note in notes(logs)):
+                print(f"error: {killed(ends)}", file=sys.stderr)
+            return exit_code([code for code, _ in sorted(ends.values(), key=lambda end: end[1])])
+        except SignalException as error:
+            codes = [note["errorCode"] for note in notes(logs)]
+            return exit_code(codes) if codes else 128 + error.sigval
+        except RendezvousError as error:  # its store went with the launcher that served it
+            codes = [note["errorCode"] for note in notes(logs)]
+            if not codes:
+                where = next((w for w in words if w.startswith("--rdzv-endpoint=")), "--standalone")
+                fix = "Fix: start the command on that machine too, then on this one again."
+                print(f"error: {where[2:]}: {type(error).__name__}: {error} {fix}", file=sys.stderr)
+            return exit_code(codes)
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """The code of a launch: of the first rank that failed by itself, else 6."""
+    return next((code for code in codes if code > 0 and code != PEER_LOST), PEER_LOST)
+
+
+def notes(logs: Path) -> Iterator[dict[str, Any]]:
+    """What ranks of the last start have left for their launcher (outcome.py)."""
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
+    for path in sorted(attempts[-1].glob("*/error.json")) if attempts else ():
+        message = json.loads(path.read_text()).get("message")
+        if isinstance(message, dict) and "errorCode" in message:
+            yield message
+
+
+def printed(note: dict[str, Any]) -> bool:
+    """Whether a rank that lost another one has said which."""
+    return note["message"] != "lost another rank"
+
+
+def killed(ends: dict[int, tuple[int, int]]) -> str:
+    """The line for ranks that were ended from outside, before any other could say so."""
+    first = min(ends, key=lambda rank: ends[rank][1])
+    code = ends[first][0]
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"rank {first} lost: {how} without a message. Fix: start the same command again."

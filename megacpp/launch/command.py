@@ -1,0 +1,42 @@
+"""The torchrun command of a world, on one node or several; no torch import."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+ENDPOINT = "$HOST:29500"  # torchrun's usual port, on the node that HOST names
+
+
+def node_shape(world: int, per_node: int) -> tuple[int, int]:
+    """Number of nodes and ranks of each, all equal and as full as the world allows."""
+    ranks = next(n for n in range(min(world, per_node), 0, -1) if world % n == 0)
+    return world // ranks, ranks
+
+
+def torchrun_words(world: int, per_node: int, name: str) -> list[str]:
+    """Options of torchrun for `world` ranks; the same command starts every node.
+
+    Args:
+        name: of the launch, the same on all nodes.
+    """
+    nodes, ranks = node_shape(world, per_node)
+    if nodes == 1:
+        return ["--standalone", f"--nproc-per-node={ranks}"]
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ENDPOINT}", f"--rdzv-id={name}"]
+    return [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", *meet]
+
+
+def node_lines(world: int, per_node: int) -> list[str]:
+    """What to know before the command is typed on several nodes."""
+    nodes, ranks = node_shape(world, per_node)
+    if nodes == 1:
+        return []
+    fill = f"{world} ranks don't fill nodes of {per_node} (--per-node): {nodes} nodes of {ranks}"
+    start = f"on each of {nodes} nodes, with HOST the name of one of them (docs/launch):"
+    return [fill, start] if ranks != per_node else [start]
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command for a shell, which fills in $HOST."""
+    return " ".join(word if ENDPOINT in word else shlex.quote(word) for word in words)

@@ -1,0 +1,106 @@
+"""The run folder and the corpus, which all nodes must see alike before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from megacpp.config import Config
+from megacpp.errors import DataError, config_error
+from megacpp.launch.peers import Peers
+
+PATIENCE_S = 5.0  # for a network file system to show what another node wrote
+
+
+def open_folder(peers: Peers, config: Config, fingerprint: str) -> None:
+    """Make the run folder on rank 0 and make sure that every rank sees it, and the same corpus.
+
+    With `checkpoint.resume never` an existing folder is renamed first, unless the launcher only
+    started the ranks of this run again.
+
+    Args:
+        fingerprint: of this rank's corpus.
+
+    Raises:
+        ConfigError: (as MegacppError with its code) the folder can't be made, or isn't shared.
+        DataError: (likewise) another corpus than rank 0's.
+    """
+    folder = Path(config.run.dir)
+    token = folder / f".{peers.table[0].pid}-{peers.table[0].host}.start"
+    with peers.agree("folder"):
+        if peers.rank == 0:
+            if config.checkpoint.resume == "never" and not peers.restarted:
+                set_aside(folder)
+            _make(folder, token)
+            peers.tell("corpus", fingerprint)
+    try:
+        with peers.agree("seen"):
+            _compare(peers, config, fingerprint, token)
+    finally:
+        if peers.rank == 0:
+            with contextlib.suppress(OSError):
+                token.unlink()
+
+
+def _compare(peers: Peers, config: Config, fingerprint: str, token: Path) -> None:
+    """Holds what this rank sees against what rank 0 has."""
+    if (other := peers.hear("corpus")) != fingerprint:
+        raise DataError(
+            f"data.path={config.data.path}: this node's corpus [{fingerprint}] isn't rank 0's "
+            f"[{other}]. Fix: copy one corpus to all nodes, or use a shared file system."
+        )
+    if not _seen(token):
+        raise config_error(
+            "run.dir",
+            config.run.dir,
+            "isn't the folder that rank 0 made; checkpoints are written by all nodes",
+            "choose a --run.dir on a file system that all nodes share",
+        )
+
+
+def set_aside(folder: Path) -> None:
+    """Rename an existing run folder, so that no run mixes with it."""
+    try:
+        if folder.exists():
+            number = 1
+            while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+                number += 1
+            folder.rename(old)
+            print(f"moved the earlier run to {old}")
+    except OSError as error:
+        raise _unusable(folder, error) from None
+
+
+def _make(folder: Path, token: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        token.touch()
+    except OSError as error:
+        raise _unusable(folder, error) from None
+
+
+def _unusable(folder: Path, error: OSError) -> Exception:
+    reason = f"is not usable ({error.strerror})"
+    return config_error("run.dir", folder, reason, "choose a folder you may write")
+
+
+def _seen(token: Path) -> bool:
+    """Whether another node's file is here; listing its folder asks a network file system anew."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not token.exists():
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            os.listdir(token.parent.parent)
+            os.listdir(token.parent)
+        time.sleep(0.1)
+    return True
+
+
+def start_point(peers: Peers, config: Config) -> str:
+    """`checkpoint.resume` of this start: ranks that were started again go on from their own run."""
+    own = Path(config.run.dir) / "checkpoints" / "latest"
+    resume = config.checkpoint.resume
+    return "auto" if peers.restarted and (resume == "never" or own.exists()) else resume

@@ -1,0 +1,28 @@
+"""The checkout that this package belongs to; no torch import here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megacpp.errors import ConfigError
+
+HOME = Path(__file__).parents[2]
+ROOMS = ("checkpointing", "optim", "parallel")
+
+
+def put_first() -> None:
+    """Put this checkout at the head of `sys.path`: other projects have a `parallel` too.
+
+    Raises:
+        ConfigError: another package of that name is imported already.
+    """
+    if sys.path[:1] != [str(HOME)]:
+        sys.path.insert(0, str(HOME))
+    for room in ROOMS:
+        found = getattr(sys.modules.get(room), "__file__", None)
+        if found and Path(found).parent != HOME / room:
+            raise ConfigError(
+                f"import={room}: {found} was imported before megacpp's own. "
+                f"Fix: start in a process that doesn't import it, or rename it."
+            )

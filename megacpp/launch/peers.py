@@ -1,0 +1,180 @@
+"""Ranks that agree before their process group exists, through the store of their launcher.
+
+torchrun's store outlives a restart of the ranks, with every key of the earlier start. So a start
+begins with a handshake that no old key can answer, and all of its keys share a new prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megacpp.errors import MegacppError
+
+POLL_S = 0.1
+TIMEOUT = timedelta(minutes=10)  # for the slowest rank to get as far
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank as the others know it.
+
+    Attributes:
+        node: machine and process namespace: within one node a pid tells whether it is alive.
+        restarts: how often its launcher has started ranks again.
+    """
+
+    node: str
+    host: str
+    pid: int
+    restarts: int
+
+    def alive(self) -> bool:
+        """Whether this process of this very node still runs (a zombie doesn't)."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def this_process() -> Process:
+    """This rank, for the table of all of them."""
+    space = ""
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    host = socket.gethostname()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Process(f"{host} {space}", host, os.getpid(), restarts)
+
+
+class Peers:
+    """All ranks of this start, before and beside their process group.
+
+    Attributes:
+        store: for keys of this start alone; the process group meets there too.
+        table: every rank's process, in rank order.
+    """
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.store: dist.Store = dist.HashStore()
+        self.table = [this_process()]
+        if self.size > 1:
+            # The rank that serves the store without torchrun must keep this object: it does.
+            self._base, _, _ = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+            name, table = _handshake(self._base, self.rank, self.size)
+            self.store = dist.PrefixStore(name, self._base)
+            self.table = [Process(**row) for row in table]
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a launcher has started ranks of this run before (torchrun --max-restarts)."""
+        return any(process.restarts for process in self.table)
+
+    @property
+    def nodes(self) -> int:
+        """Machines, as the launcher counts them."""
+        return self.size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(self.size))))
+
+    def tell(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def told(self, key: str) -> bool:
+        """Whether some rank has said it yet."""
+        return self.store.check([key])
+
+    def hear(self, key: str) -> Any:
+        """What a rank says under that key; waits for as long as it takes."""
+        while not self.told(key):
+            time.sleep(POLL_S)
+        return json.loads(self.store.get(key))
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """What every rank said, in rank order, on rank 0; elsewhere nothing."""
+        self.tell(f"{key}/{self.rank}", value)
+        if self.rank:
+            return []
+        return [self.hear(f"{key}/{rank}") for rank in range(self.size)]
+
+    def say(self) -> bool:
+        """Takes the word for all ranks; whether no rank had it before."""
+        return self.store.add("said", 1) == 1
+
+    def said(self) -> bool:
+        """Whether some rank has explained the end of this run."""
+        return self.store.add("said", 0) > 0
+
+    @contextlib.contextmanager
+    def agree(self, key: str) -> Iterator[None]:
+        """Run a block on every rank; an error of any rank ends all of them, with one message.
+
+        Raises:
+            MegacppError: the error of the first rank that had one, with its exit code.
+        """
+        mine: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            mine = error
+            if self.store.add(f"{key}/errors", 1) == 1:
+                self.tell(f"{key}/error", self._words(error))
+        if self.store.add(f"{key}/count", 1) == self.size:
+            self.tell(f"{key}/all", True)
+        self.store.wait([f"{key}/all"], TIMEOUT)
+        if mine is not None and not isinstance(mine, MegacppError):
+            raise mine  # a bug: its own rank prints it
+        if self.store.add(f"{key}/errors", 0):
+            said = self.hear(f"{key}/error")
+            error = mine if self.size == 1 and mine else MegacppError(said["said"])
+            error.exit_code, error.agreed = said["code"], True
+            raise error
+
+    def _words(self, error: Exception) -> dict[str, Any]:
+        """An error for all ranks; with several nodes it names its own."""
+        where = f"rank {self.rank} on {self.table[self.rank].host}: " if self.nodes > 1 else ""
+        return {"said": f"{where}{error}", "code": getattr(error, "exit_code", 1)}
+
+
+def _handshake(store: dist.Store, rank: int, size: int) -> tuple[str, list[dict[str, Any]]]:
+    """A prefix that only ranks of this start know, and who they are.
+
+    Rank 0 offers a fresh name, every rank answers under it with a fresh word of its own, and rank 0
+    confirms each word: an answer or a confirmation from an earlier start fits neither.
+    """
+    own = {"word": uuid.uuid4().hex, "process": asdict(this_process())}
+    if rank == 0:
+        name, rows = own["word"], [own["process"]]
+        store.set("start", name)
+        words = []
+        for other in range(1, size):
+            answer = json.loads(store.get(f"{name}/answer/{other}"))
+            rows.append(answer["process"])
+            words.append(answer["word"])
+        table = json.dumps(rows)
+        for word in words:
+            store.set(f"{name}/confirmed/{word}", table)
+        return name, rows
+    answered, deadline = "", time.monotonic() + TIMEOUT.total_seconds()
+    while True:
+        name = store.get("start").decode()
+        if name != answered:
+            store.set(f"{name}/answer/{rank}", json.dumps(own))
+            answered = name
+        if store.check([key := f"{name}/confirmed/{own['word']}"]):
+            return name, json.loads(store.get(key))
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"wait timeout: rank 0 didn't answer rank {rank}")
+        time.sleep(POLL_S / 5)

@@ -1,0 +1,165 @@
+"""Launches on several nodes, from outside: torchrun agents on the loopback address as the nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, forked
+from tests.ranks import LONG_S
+from tests.run.test_preemption import children
+from tests.test_run import ADAMW, SMALL, records
+
+pytestmark = pytest.mark.slow
+
+TINY = [*SMALL, "--model.depth", "2", "--model.pattern", "AF", *ADAMW, "--memory.calibration="]
+TINY += ["--run.eval-rows", "8", "--run.tensorboard", "false", "--train.device-batch-size", "1"]
+SSH = (ROOT / "docs/launch/ssh.md").read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def recipe(port: int, conf: str = "", **changed: str) -> list[str]:
+    """torchrun's options in docs/launch/ssh.md, for two ranks a node on the loopback address."""
+    match = re.search(r"torchrun (.*?) \S*/train\.py", SSH)
+    assert match is not None
+    given = dict(word[2:].split("=", 1) for word in match[1].split())
+    assert given["rdzv-endpoint"] == "$HOST:29500" and given["rdzv-backend"] == "c10d"
+    for flag in ("log-dir", "tee", "local-ranks-filter"):  # the test reads what it prints
+        del given[flag]
+    given |= {"nproc-per-node": "2", "rdzv-endpoint": f"127.0.0.1:{port}"}
+    given["rdzv-conf"] = f"{given['rdzv-conf']}{conf}"
+    given |= {name.replace("_", "-"): value for name, value in changed.items()}
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def agent(options: Sequence[str], flags: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
+    """One node: torchrun of the checkout's train.py, started in `cwd`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "train.py"), *flags],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def ended(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What each printed; all are gone afterwards."""
+    try:
+        return [one.communicate(timeout=LONG_S)[0] for one in agents]
+    finally:
+        for one in agents:
+            one.kill()
+
+
+def test_nodes_without_a_shared_run_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """The same relative path in two folders: a disk of each node's own."""
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    flags = ["tiny", *TINY, "--data.path", str(corpus), "--run.dir", "runs/own"]
+    options = recipe(free_port(), max_restarts="0")
+    agents = [agent(options, flags, node) for node in nodes]
+    said = ended(agents)
+    lines = [x for out in said for x in out.splitlines() if x.startswith("error: ")]
+    assert len(lines) == 1, "\n".join(said)
+    assert "run.dir=runs/own: isn't the folder that rank 0 made" in lines[0]
+    assert all(one.returncode for one in agents)
+    table = next(
+        out for out in said if "exitcode  : 2" in out
+    )  # the other may lose the store first
+    assert f"traceback : {lines[0].removeprefix('error: ')}" in table
+    assert not list(tmp_path.glob("*/runs/own/*")), "nothing was started"
+
+
+def test_a_run_goes_on_when_a_node_is_killed(corpus: Path, tmp_path: Path) -> None:
+    """Four ranks, then two: the losses are those of one process that nobody disturbed."""
+    folder, steps, port = tmp_path / "run", 16, free_port()
+    flags = ["tiny", *TINY, "--data.path", str(corpus), "--checkpoint.every", "2"]
+    flags += ["--run.steps", str(steps)]  # tokens a step: what four ranks make of it, also on two
+    times = "join_timeout=600,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+    options = [recipe(port, nnodes="1:2", rdzv_conf=f"{times},is_host={host}") for host in (1, 0)]
+    agents = [agent(o, [*flags, "--run.dir", str(folder)], tmp_path) for o in options]
+    try:
+        deadline = time.monotonic() + LONG_S
+        while not (folder / "metrics.jsonl").exists() or len(records(folder)) < 3:
+            assert agents[0].poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        lost = agents.pop()
+        for process in [lost.pid, *children(lost.pid)]:
+            os.kill(process, signal.SIGKILL)
+        lost.wait()
+    finally:
+        out = ended(agents)[0]
+    assert agents[0].returncode == 0, out
+    first = json.loads((folder / "launch.json").read_text())
+    (again,) = (json.loads(path.read_text()) for path in folder.glob("launch-0*.json"))
+    if first["world_size"] == 2:
+        pytest.skip("the second launcher started too late to be waited for")
+    assert (first["world_size"], again["world_size"]) == (4, 2)
+    assert 2 <= again["first_step"] < steps and "resumed at step" in out
+    assert "lost" in next(line for line in out.splitlines() if line.startswith("error: "))
+
+    whole = [*flags, "--run.dir", str(tmp_path / "whole"), "--train.tokens-per-step", str(4 * 48)]
+    done = forked(*whole)
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(records(folder), records(tmp_path / "whole"), strict=True):
+        assert one["step"] == two["step"] and one["tokens"] == two["tokens"]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-12), one["step"]
+
+
+def test_megacpp_train_from_another_folder_names_the_rank_that_was_killed(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Beside another project's `parallel`; paths are relative to that folder."""
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel/__init__.py").write_text("raise ImportError('not this one')\n")
+    (tmp_path / "corpus").symlink_to(corpus)
+    words = ["-m", "megacpp", "train", "tiny", "--nproc", "2", *TINY]
+    words += ["--data.path", "corpus", "--run.dir", "runs/far", "--run.steps", "5000"]
+    words += ["--checkpoint.every", "1000"]
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline, metrics = time.monotonic() + LONG_S, tmp_path / "runs/far/metrics.jsonl"
+        while not metrics.exists() or not metrics.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr
+            time.sleep(0.05)
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=LONG_S)
+    finally:
+        process.kill()
+    assert process.returncode == 6, err
+    assert err.startswith("error: rank 0 lost: ") and err.count("\n") == 1, err
+
+
+def test_megacpp_train_ends_with_the_code_and_the_line_of_its_ranks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megacpp", "train", "tiny", "--nproc=2", "--data.path", "nowhere"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("error: data.path=nowhere: ") and done.stderr.count("\n") == 1
