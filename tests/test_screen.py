@@ -215,7 +215,7 @@ def test_answers_without_torch(words: str) -> None:
     code = (
         "import sys; from megacpp.cli.main import main; "
         f"code = main({words.split()!r}); "
-        "heavy = {'torch', 'numpy', 'rich', 'tyro'} & set(sys.modules); "
+        "heavy = {'torch', 'numpy', 'rich'} & set(sys.modules); "
         "sys.exit(f'{heavy}' if heavy else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

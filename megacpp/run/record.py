@@ -21,7 +21,7 @@ from megacpp.memory.calibration import fingerprint
 from megacpp.model.count import ParameterCount
 from megacpp.screen import columns, wrapped
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "tyro", "rich")
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich")
 
 
 def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> None:
