@@ -319,7 +319,9 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "said"), DAMAGE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "change", "said"), DAMAGE, ids=[f"{name}-{n}" for n, (name, *_) in enumerate(DAMAGE)]
+)
 def test_a_damaged_record_is_named_with_its_line(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str, change: Any, said: str
 ) -> None:
