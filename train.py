@@ -137,7 +137,7 @@ def main(resolved: Resolved, peers: Peers) -> None:
         with clock.span("evaluation"):
             values = evaluate(boundary.evaluate, held_out, corpus, world.is_main)
             log.evaluation(state.step - 1, values, corpus.no_verdict)
-        export_final(model, corpus, config, folder)
+        export_final(model, corpus, config, folder, state.step)
         if world.is_main:
             log.sample(state.step - 1, write_sample(corpus, config, folder, device))
             print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")

@@ -5,7 +5,6 @@ Unknown flags and unreadable values are one line. Nothing here imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,19 +16,22 @@ from typing import Any, TypeVar
 
 from megacpp.config import Config, YarnConfig
 from megacpp.config_file import ConfigFile, read_config_file
-from megacpp.errors import ConfigError, MegacppError, config_error
+from megacpp.errors import ConfigError, MegacppError, config_error, shortened
 from megacpp.help import run_help
+from megacpp.launch.environment import ranks_started
 from megacpp.launch.outcome import note, wait_quietly
 from megacpp.mesh_rules import batch_ranks, mesh_rules
 from megacpp.presets import preset
 from megacpp.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.rules import check, lookup, resolve
+from megacpp.screen import NOBODY_READS, nobody_reads, show_any_text
 from megacpp.settings import MISSING, settings_of
 from megacpp.settings import flatten as flatten
 from megacpp.values import read_value as read_value
-from megacpp.values import suggestion
+from megacpp.values import suggestion, utf8_words
 
 Parsed = TypeVar("Parsed")
+Default = TypeVar("Default")
 GIVEN = ("command line", "config file")  # sources of what somebody asked for
 
 
@@ -108,11 +110,12 @@ def read_run(argv: Sequence[str]) -> Written:
         ConfigError: unknown preset, flag or value, or a file that can't be read.
     """
     arguments = list(argv)
-    path = take_value(arguments, "--config", "")
-    file = read_config_file(Path(path)) if path else None
+    path = take_value(arguments, "--config", None)
+    file = None if path is None else read_config_file(Path(path))
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     base = preset(_preset_name(name, file))
-    if fit := take_value(arguments, "--fit", ""):  # a way to start, so it has a short name
+    fit = take_value(arguments, "--fit", None)
+    if fit is not None:  # a way to start, so it has a short name
         arguments += ["--memory.fit", fit]
     config, sources = base, {}
     if file is not None:
@@ -179,23 +182,30 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
 
 def parse_or_exit(program: str) -> Resolved:
     """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
-    words = sys.argv[1:]
+    show_any_text()
     try:
+        ranks = ranks_started(os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # it has no rank to go by
+        raise SystemExit(error.exit_code) from None
+    try:
+        words = utf8_words(sys.argv[1:])
         if flag := next((word for word in words if word in ("--help", "-h")), ""):
             after = words[words.index(flag) + 1 :]
             print_and_exit(run_help(program, after[0] if after else ""))
-        return parse_run(words, int(os.environ.get("WORLD_SIZE", "1")), resumes=True)
+        return parse_run(words, ranks, resumes=True)
     except MegacppError as error:
         exit_on_error(error)
 
 
 def print_and_exit(text: str) -> typing.NoReturn:
-    """Prints and ends with 0, also where nobody reads on (`--help | head`)."""
-    with contextlib.suppress(BrokenPipeError):
+    """Prints and ends, quietly also where nobody reads on (`--help | head`)."""
+    try:
         print(text)
         sys.stdout.flush()
-        raise SystemExit(0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError as error:
+        nobody_reads(error)
+        raise SystemExit(NOBODY_READS) from None
     raise SystemExit(0)
 
 
@@ -275,30 +285,37 @@ def parse_args(cls: type[Parsed], argv: Sequence[str]) -> Parsed:
     return args
 
 
-def take_value(arguments: list[str], flag: str, default: str) -> str:
-    """Removes `flag VALUE` (or `flag=VALUE`) from the arguments and returns the value."""
-    for i, word in enumerate(arguments):
+def take_value(arguments: list[str], flag: str, default: Default) -> str | Default:
+    """Removes each `flag VALUE` (or `flag=VALUE`) from the arguments; the last value counts."""
+    value: str | Default = default
+    left = list(arguments)
+    arguments.clear()
+    while left:
+        word = left.pop(0)
         if word.startswith(f"{flag}="):
-            return arguments.pop(i).partition("=")[2]
-        if word == flag:
-            if i + 1 == len(arguments):
-                raise ConfigError(f"{flag}=: needs a value. Fix: write {flag} VALUE.")
-            value = arguments[i + 1]
-            del arguments[i : i + 2]
-            return value
-    return default
+            value = word.partition("=")[2]
+        elif word != flag:
+            arguments.append(word)
+        elif not left:
+            raise ConfigError(f"{flag}=: needs a value. Fix: write {flag} VALUE.")
+        else:
+            value = left.pop(0)
+    return value
 
 
 def read_flags(
     arguments: Sequence[str], kinds: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Pairs of dotted key and value from `--a.b c`, `--a.b=c`, `--a.flag` and `--a.no-flag`."""
+    fix, see = "write --section.key value", "see train.py --help"
+    if kinds is not None:
+        fix = see = "see --help"
     kinds = leaf_types(Config) if kinds is None else kinds
     left = list(arguments)
     while left:
         flag = left.pop(0)
         if not flag.startswith("--"):
-            raise ConfigError(f"argument={flag}: is no flag. Fix: write --section.key value.")
+            raise config_error("argument", flag, "is no flag", fix)
         text, equals, inline = flag[2:].partition("=")
         key = text.replace("-", "_")
         section, dot, leaf = key.rpartition(".")
@@ -309,7 +326,8 @@ def read_flags(
             yield positive, False
             continue
         if key not in kinds:
-            raise ConfigError(f"--{text}: no such setting. Fix: {suggestion(key, kinds)}.")
+            near = suggestion(key, kinds, otherwise=see)
+            raise ConfigError(f"--{shortened(text)}: no such setting. Fix: {near}.")
         bare = not equals and (not left or left[0].startswith("--"))
         if kinds[key] is bool and bare:
             yield key, True

@@ -11,45 +11,38 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megacpp.model_config import (
-    AttentionConfig as AttentionConfig,
-)
-from megacpp.model_config import (
-    EngramConfig as EngramConfig,
-)
-from megacpp.model_config import (
-    HyperConnectionConfig as HyperConnectionConfig,
-)
-from megacpp.model_config import (
-    M2RNNConfig as M2RNNConfig,
-)
-from megacpp.model_config import (
-    Mamba3Config as Mamba3Config,
-)
-from megacpp.model_config import (
-    MLPConfig as MLPConfig,
-)
-from megacpp.model_config import (
-    ModelConfig as ModelConfig,
-)
-from megacpp.model_config import (
-    MoEConfig as MoEConfig,
-)
-from megacpp.model_config import (
-    MTPConfig as MTPConfig,
-)
-from megacpp.model_config import (
-    NgramConfig as NgramConfig,
-)
-from megacpp.model_config import (
-    SparseAttentionConfig as SparseAttentionConfig,
-)
-from megacpp.model_config import (
-    TOPConfig as TOPConfig,
-)
-from megacpp.model_config import (
-    YarnConfig as YarnConfig,
+    WIDEST,
+    AttentionConfig,
+    EngramConfig,
+    HyperConnectionConfig,
+    M2RNNConfig,
+    Mamba3Config,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    NgramConfig,
+    SparseAttentionConfig,
+    TOPConfig,
+    YarnConfig,
 )
 from megacpp.settings import setting
+
+__all__ = [
+    "AttentionConfig",
+    "EngramConfig",
+    "HyperConnectionConfig",
+    "M2RNNConfig",
+    "MLPConfig",
+    "MTPConfig",
+    "Mamba3Config",
+    "MoEConfig",
+    "ModelConfig",
+    "NgramConfig",
+    "SparseAttentionConfig",
+    "TOPConfig",
+    "YarnConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class RunConfig:
         0, "Held-out rows of an evaluation (0: all of them).", "rows", at_least=0
     )
     sample_tokens: int = setting(
-        120, "Tokens of the sample at the end (0: no sample).", "tokens", at_least=0
+        120, "Tokens of the sample at the end (0: no sample).", "tokens", at_least=0, at_most=WIDEST
     )
     sample_prompt: str = setting(
         "", "Text that the sample continues (empty: first words of a held-out document)."
@@ -88,19 +81,25 @@ class DataConfig:
     """A corpus made by `megacpp data prepare`, and the length of its rows."""
 
     path: str = setting("data/torch-headers", "Folder of the corpus.")
-    seq_len: int = setting(256, "Tokens of a row.", "tokens", at_least=2)
+    seq_len: int = setting(256, "Tokens of a row.", "tokens", at_least=2, at_most=WIDEST)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Batch of one optimizer step; gradient accumulation is derived unless it is given."""
 
-    device_batch_size: int = setting(8, "Rows of a rank's microbatch.", "rows", at_least=1)
+    device_batch_size: int = setting(
+        8, "Rows of a rank's microbatch.", "rows", at_least=1, at_most=1 << 20
+    )
     tokens_per_step: int = setting(
         0, "Tokens of a step over all ranks (0: follows from grad_accum).", "tokens", at_least=0
     )
     grad_accum: int = setting(
-        0, "Microbatches of a step (0: follows from tokens_per_step).", "microbatches", at_least=0
+        0,
+        "Microbatches of a step (0: follows from tokens_per_step).",
+        "microbatches",
+        at_least=0,
+        at_most=1_000_000,
     )
     batch_warmup_steps: int = setting(
         0,
@@ -205,7 +204,9 @@ class OptimConfig:
     muon_weight_decay: float = setting(
         0.0, "Decoupled weight decay of Muon's matrices.", at_least=0
     )
-    muon_steps: int = setting(5, "Newton-Schulz iterations of Muon.", "iterations", at_least=1)
+    muon_steps: int = setting(
+        5, "Newton-Schulz iterations of Muon.", "iterations", at_least=1, at_most=100
+    )
     muon_coefficients: Literal["quintic", "polar_express"] = setting(
         "quintic", "Polynomials of the Newton-Schulz iterations."
     )
@@ -216,7 +217,7 @@ class OptimConfig:
         "spectral", "Scale of Muon's update by the shape of its matrix."
     )
     muon_bucket_mib: int = setting(
-        32, "Most that a rank sends at once in Muon's exchange.", "MiB", at_least=1
+        32, "Most that a rank sends at once in Muon's exchange.", "MiB", at_least=1, at_most=1 << 20
     )
     qk_clip: float = setting(
         0.0, "MuonClip: largest attention logit left alone (0: off; 100 is published).", at_least=0
@@ -375,7 +376,7 @@ class MemoryConfig:
         "on", "Refuse a launch that doesn't fit; off: start it, and record that it doesn't."
     )
     device_gib: float = setting(
-        0.0, "Memory of a device (0: what this one has).", "GiB", at_least=0
+        0.0, "Memory of a device (0: what this one has).", "GiB", at_least=0, at_most=1 << 20
     )
     headroom: float = setting(
         0.10, "Part of the device that the estimate leaves free.", at_least=0, below=1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config import Config
-from megacpp.errors import ConfigError, config_error, did_you_mean
+from megacpp.errors import ConfigError, config_error, did_you_mean, shortened
 from megacpp.presets import PRESETS
 from megacpp.settings import Setting, settings_of
 from megacpp.values import read_value, suggestion
@@ -42,19 +42,21 @@ def read_config_file(path: Path) -> ConfigFile:
     content = _content(path)
     sources: dict[str, str] = {}
     if isinstance(content.get("config"), Mapping):  # config.json of a run
-        sources = dict(content.get("provenance") or {})
+        told = content.get("provenance")
+        sources = dict(told) if isinstance(told, Mapping) else {}
         content = dict(content["config"])
-    name = content.pop("preset", "")
+    name = str(content.pop("preset", ""))
     settings, values, wrong = settings_of(Config), {}, []
     if name and name not in PRESETS:
-        wrong.append(f"preset={name}: no such preset. Fix: {did_you_mean(str(name), PRESETS)}.")
+        near = did_you_mean(name, PRESETS)
+        wrong.append(str(config_error("preset", name, "no such preset", near)))
     for key, value in _leaves(content):
         try:
             values[key] = _value(settings, key, value)
         except ConfigError as error:
             wrong.append(str(error))
     if wrong:
-        raise ConfigError("\nerror: ".join(f"{path}: {line}" for line in wrong))
+        raise ConfigError(*(f"{path}: {line}" for line in wrong))
     if "fitted" in sources.values():
         values["memory.fit"] = "off"  # what was found is in the file
     neutral = {key: value for key, value in DERIVES.items() if sources.get(key) == "derived"}
@@ -69,7 +71,7 @@ def _content(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"can't be read ({error.strerror})"
         raise config_error("config", path, what, "give a file that is there") from None
-    except ValueError as error:  # of json, tomllib, and text that isn't UTF-8
+    except (ValueError, RecursionError) as error:  # of json, tomllib, and text that isn't UTF-8
         what = f"is no {path.suffix[1:].upper()} ({' '.join(str(error).split())})"
         raise config_error("config", path, what, "mend that place") from None
     if not isinstance(content, dict):
@@ -110,7 +112,8 @@ def _value(settings: Mapping[str, Setting], key: str, value: Any) -> Any:
     if value is None and key == "model.attention.yarn":
         return None
     if key not in settings:
-        raise ConfigError(f"{key}: no such setting. Fix: {suggestion(key, settings, flags=False)}.")
+        near = suggestion(key, settings, flags=False)
+        raise ConfigError(f"{shortened(key)}: no such setting. Fix: {near}.")
     one = settings[key]
     if isinstance(value, bool) and {"on", "off"} & set(one.choices):
         value = "on" if value else "off"  # YAML reads off as false

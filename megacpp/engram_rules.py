@@ -28,5 +28,5 @@ def engram_rules(config: Config) -> Iterator[ConfigError]:
             "model.engram.dim",
             e.dim,
             f"the tables of an order share it: model.engram.heads ({e.heads}) must divide it",
-            f"use dim={above}",
+            f"use {above}",
         )

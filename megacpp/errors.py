@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Iterable
 
 # Exit code -> meaning, for help and launchers. torchrun's own is 1; its table has ours.
@@ -16,13 +18,22 @@ EXIT_CODES = {
     6: "a peer is lost or hangs",
     75: "preempted: saved, start it again",
 }
+LONGEST = 120  # characters of a value that an error repeats
+GIVEN_KEY = re.compile(r"(?<![\w.-])([a-z]\w*(?:\.[a-z]\w*)+)=([^\s,;:]+)")
+GIVEN_NUMBER = re.compile(r"^use (-?\d[\d.e+-]*)(?= or |,|$)")
 
 
 class MegacppError(Exception):
-    """An error whose message is one line for a person; `exit_code` is for the launcher."""
+    """An error whose message is one line for a person; `exit_code` is for the launcher.
+
+    Several mistakes that were found together are lines of their own.
+    """
 
     exit_code = 1
     agreed = False  # all ranks raise it: the first one prints it
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__("\nerror: ".join(printable(str(line)) for line in lines))
 
 
 class ConfigError(MegacppError, ValueError):
@@ -56,8 +67,39 @@ class NonFiniteError(MegacppError):
 
 
 def config_error(key: str, value: object, rule: str, fix: str) -> ConfigError:
-    """One-line configuration error; `key` is the dotted flag without dashes (`model.depth`)."""
-    return ConfigError(f"{key}={value}: {rule}. Fix: {fix}.")
+    """One-line configuration error; `key` is the dotted flag without dashes (`model.depth`).
+
+    Settings of the fix (`use model.depth=8`, or `use 8` of the key itself) are shown as they are
+    typed: `use --model.depth 8`.
+    """
+    if "." in key:
+        fix = GIVEN_NUMBER.sub(rf"use {key}=\1", fix)
+    fix = GIVEN_KEY.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", fix)
+    return ConfigError(f"{shortened(key)}={shortened(value)}: {rule}. Fix: {fix}.")
+
+
+def path_error(error: OSError) -> ConfigError:
+    """A path of the command line that the system doesn't take; anything else is raised again."""
+    if error.filename is None or isinstance(error.filename, int):
+        raise error
+    why = (error.strerror or type(error).__name__).lower()
+    path = error.filename2 or error.filename  # the one that a file was to be renamed to
+    return config_error("path", path, why, "give a path that can be used")
+
+
+def shortened(value: object) -> str:
+    """A value as text of at most `LONGEST` characters, its middle left out where it is longer."""
+    if isinstance(value, int) and abs(value) >= 10**LONGEST:
+        return f"a number of {round(value.bit_length() * math.log10(2))} digits"
+    text = str(value)
+    end = LONGEST // 4
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - end - 3]}...{text[-end:]}"
+
+
+def printable(text: str) -> str:
+    """Text as one line that any terminal shows: line breaks, control codes and bytes that are no
+    UTF-8 as escapes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megacpp.config import Config
-from megacpp.errors import EXIT_CODES, ConfigError, did_you_mean
+from megacpp.errors import EXIT_CODES, config_error, did_you_mean
 from megacpp.presets import PRESETS, preset
 from megacpp.screen import columns, labelled, wrapped
 from megacpp.settings import Setting, flatten, sections_of, settings_of
@@ -34,7 +34,7 @@ def run_help(program: str, section: str = "") -> str:
         shown = {k: s for k, s in settings.items() if f"{k}.".startswith(f"{name}.")}
         if not shown:
             known = {k.rpartition(".")[0] for k in settings}
-            raise ConfigError(f"help={section}: no such section. Fix: {did_you_mean(name, known)}.")
+            raise config_error("help", section, "no such section", did_you_mean(name, known))
         return "\n".join(_sections(shown))
     width = 2 + max(map(len, PRESETS)) + 2
     return "\n".join(

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 
 from megacpp.config import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
+from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.engram_sizes import ROWS_MULTIPLE
 from megacpp.model.mtp_plan import hidden_width
 from megacpp.model.pattern import block_letters
+from megacpp.model.primes import divisors
 from megacpp.model.sizes import m2rnn_heads, ngram_rows
 from megacpp.moe_rules import straddling_groups
 
@@ -28,6 +30,7 @@ class Broken:
     Attributes:
         axes: axes of which another degree may mend it, best first.
         otherwise: what else mends it.
+        ranks: of a world that may mend it.
     """
 
     key: str
@@ -35,13 +38,16 @@ class Broken:
     rule: str
     axes: tuple[str, ...] = ()
     otherwise: str = ""
+    ranks: int = 0
 
 
 def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
     """Every broken rule; those between mesh and model only once the axes make a mesh."""
     for broken in _broken(config, world_size):
         near = _nearest_legal(config, world_size, broken.axes)
-        fix = ", or ".join(part for part in (near, broken.otherwise) if part)
+        mends = 0 < broken.ranks <= MOST_RANKS and first_broken(config, broken.ranks) is None
+        more = f"start {broken.ranks} ranks" if mends else ""
+        fix = ", or ".join(part for part in (near, broken.otherwise, more) if part)
         yield config_error(
             f"mesh.{broken.key}", broken.value, broken.rule, fix or "use fewer axes at once"
         )
@@ -73,7 +79,7 @@ def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> st
     """`use mesh.AXIS=N` with the degree closest to what is wanted that breaks no rule."""
     for axis in axes:
         wanted = getattr(config.mesh, axis)
-        for degree in sorted(range(1, 2 * wanted + 1), key=lambda d: (abs(d - wanted), d)):
+        for degree in sorted(divisors(world_size), key=lambda d: (abs(d - wanted), d)):
             other = replace(config, mesh=replace(config.mesh, **{axis: degree}))
             if degree != wanted and next(_broken(other, world_size), None) is None:
                 return f"use mesh.{axis}={degree}"
@@ -101,7 +107,7 @@ def row_chunks(mesh: MeshConfig) -> int:
 def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
     if mesh.dp_shard == 0:
         rule = "must be -1 (fill) or at least 1"
-        yield Broken("dp_shard", mesh.dp_shard, rule, otherwise="use -1")
+        yield Broken("dp_shard", mesh.dp_shard, rule, otherwise="use mesh.dp_shard=-1")
         return
     rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
     large = [axis for axis in DENSE if getattr(mesh, axis) > 1]
@@ -113,17 +119,17 @@ def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
             getattr(mesh, large[0]),
             f"{factors if len(large) > 1 else 'it'} must divide the world ({world_size} ranks)",
             tuple(large),
-            f"start {-(-world_size // rest) * rest} ranks",
+            ranks=-(-world_size // rest) * rest,
         )
         return
     if mesh.dp_shard != -1 and rest * mesh.dp_shard != world_size:
-        fill = "use -1, or " if world_size % rest == 0 else ""
         yield Broken(
             "dp_shard",
             mesh.dp_shard,
             f"makes {rest * mesh.dp_shard} ranks{' with ' if factors else ''}{factors}, "
             f"not {world_size}",
-            otherwise=f"{fill}start {rest * mesh.dp_shard} ranks",
+            otherwise="" if world_size % rest else "use mesh.dp_shard=-1",
+            ranks=rest * mesh.dp_shard,
         )
         return
     folded = resolve_mesh(mesh, world_size).dp_shard * mesh.cp * mesh.tp

@@ -7,6 +7,10 @@ from typing import Literal
 
 from megacpp.settings import setting
 
+# Most of a size: beyond them nothing can be trained, and rules and reports count one by one.
+WIDEST = 1 << 24  # dims: 256 times the width of the widest model
+MANY = 1 << 16  # heads, and dims of one
+
 
 @dataclass(frozen=True)
 class YarnConfig:
@@ -30,9 +34,11 @@ class SparseAttentionConfig:
     layers: str = setting(
         "", 'Sparse A blocks by their rank among A blocks: "1,2,3" or "all" (empty: none).'
     )
-    top_k: int = setting(256, "Keys that a query attends to.", "keys", at_least=1)
-    num_heads: int = setting(8, "Heads of the indexer.", "heads", at_least=1)
-    head_dim: int = setting(64, "Width of a head of the indexer; even.", "dims", at_least=2)
+    top_k: int = setting(256, "Keys that a query attends to.", "keys", at_least=1, at_most=WIDEST)
+    num_heads: int = setting(8, "Heads of the indexer.", "heads", at_least=1, at_most=MANY)
+    head_dim: int = setting(
+        64, "Width of a head of the indexer; even.", "dims", at_least=2, at_most=MANY
+    )
     share: int = setting(
         1, "Sparse blocks that use one choice of keys: the first chooses it.", "blocks", at_least=1
     )
@@ -50,11 +56,11 @@ class AttentionConfig:
     """A blocks: grouped-query attention or DeepSeek's multi-head latent attention."""
 
     kind: Literal["gqa", "mla"] = setting("gqa", "Grouped-query or multi-head latent attention.")
-    num_heads: int = setting(8, "Query heads of attention.", "heads", at_least=1)
+    num_heads: int = setting(8, "Query heads of attention.", "heads", at_least=1, at_most=MANY)
     num_kv_heads: int = setting(
-        2, "Key and value heads of gqa; divides num_heads.", "heads", at_least=1
+        2, "Key and value heads of gqa; divides num_heads.", "heads", at_least=1, at_most=MANY
     )
-    head_dim: int = setting(64, "Width of a head of gqa; even.", "dims", at_least=2)
+    head_dim: int = setting(64, "Width of a head of gqa; even.", "dims", at_least=2, at_most=MANY)
     rope_theta: float = setting(500_000.0, "Base of the rotary frequencies.", above=0)
     qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
     softcap: float | None = setting(
@@ -65,15 +71,22 @@ class AttentionConfig:
         "Width of the query latent of mla (0: queries are projected directly).",
         "dims",
         at_least=0,
+        at_most=WIDEST,
     )
-    kv_lora_rank: int = setting(64, "Width of the key and value latent of mla.", "dims", at_least=1)
+    kv_lora_rank: int = setting(
+        64, "Width of the key and value latent of mla.", "dims", at_least=1, at_most=WIDEST
+    )
     qk_nope_head_dim: int = setting(
-        64, "Width of a query or key head of mla without rotation.", "dims", at_least=1
+        64,
+        "Width of a query or key head of mla without rotation.",
+        "dims",
+        at_least=1,
+        at_most=MANY,
     )
     qk_rope_head_dim: int = setting(
-        64, "Rotated width of a query or key head of mla; even.", "dims", at_least=2
+        64, "Rotated width of a query or key head of mla; even.", "dims", at_least=2, at_most=MANY
     )
-    v_head_dim: int = setting(64, "Width of a value head of mla.", "dims", at_least=1)
+    v_head_dim: int = setting(64, "Width of a value head of mla.", "dims", at_least=1, at_most=MANY)
     yarn: YarnConfig | None = None
     max_seq_len: int = setting(
         4096, "Longest row; YaRN applies beyond yarn.original_seq_len.", "tokens", at_least=1
@@ -85,13 +98,19 @@ class AttentionConfig:
 class Mamba3Config:
     """M blocks: Mamba-3 (arXiv 2603.15569), SISO when mimo_rank is 1."""
 
-    d_state: int = setting(64, "State size; a multiple of 4.", "dims", at_least=4)
-    expand: int = setting(2, "Inner width over the model's width.", at_least=1)
-    headdim: int = setting(64, "Width of a head; divides expand * dim.", "dims", at_least=1)
-    ngroups: int = setting(
-        1, "Groups of heads with B and C in common; divides the heads.", "groups", at_least=1
+    d_state: int = setting(64, "State size; a multiple of 4.", "dims", at_least=4, at_most=MANY)
+    expand: int = setting(2, "Inner width over the model's width.", at_least=1, at_most=64)
+    headdim: int = setting(
+        64, "Width of a head; divides expand * dim.", "dims", at_least=1, at_most=WIDEST
     )
-    mimo_rank: int = setting(1, "Rank of the MIMO update (1: SISO).", at_least=1)
+    ngroups: int = setting(
+        1,
+        "Groups of heads with B and C in common; divides the heads.",
+        "groups",
+        at_least=1,
+        at_most=MANY,
+    )
+    mimo_rank: int = setting(1, "Rank of the MIMO update (1: SISO).", at_least=1, at_most=256)
     rope_fraction: float = setting(0.5, "Rotated part of the state: 0.5 or 1.", above=0, at_most=1)
     a_activation: Literal["heavy_tail", "softplus"] = setting(
         "heavy_tail", "Function that makes the decay A from its projection."
@@ -103,8 +122,11 @@ class Mamba3Config:
         "Taps of a short convolution on x, B and C (0: none, as in the paper).",
         "taps",
         at_least=0,
+        at_most=256,
     )
-    chunk_size: int = setting(64, "Tokens of a chunk of the scan.", "tokens", at_least=1)
+    chunk_size: int = setting(
+        64, "Tokens of a chunk of the scan.", "tokens", at_least=1, at_most=1 << 20
+    )
     dt_min: float = setting(1e-3, "Smallest step size at the start; at most dt_max.", above=0)
     dt_max: float = setting(0.1, "Largest step size at the start.", above=0)
     dt_init_floor: float = setting(1e-4, "Floor of step sizes at the start.", above=0)
@@ -115,33 +137,47 @@ class M2RNNConfig:
     """R blocks: M2RNN (arXiv 2603.14360)."""
 
     num_heads: int = setting(
-        0, "Heads (0: dim // (key_dim + value_dim), at least 1).", "heads", at_least=0
+        0, "Heads (0: dim // (key_dim + value_dim), at least 1).", "heads", at_least=0, at_most=MANY
     )
-    num_q_heads: int = setting(1, "Query heads; divides the heads.", "heads", at_least=1)
-    num_k_heads: int = setting(1, "Key heads; divides the heads.", "heads", at_least=1)
-    key_dim: int = setting(64, "Width of a key, the rows of a state.", "dims", at_least=1)
-    value_dim: int = setting(16, "Width of a value, the columns of a state.", "dims", at_least=1)
-    conv_kernel: int = setting(4, "Taps of the short convolution.", "taps", at_least=1)
+    num_q_heads: int = setting(
+        1, "Query heads; divides the heads.", "heads", at_least=1, at_most=MANY
+    )
+    num_k_heads: int = setting(
+        1, "Key heads; divides the heads.", "heads", at_least=1, at_most=MANY
+    )
+    key_dim: int = setting(
+        64, "Width of a key, the rows of a state.", "dims", at_least=1, at_most=MANY
+    )
+    value_dim: int = setting(
+        16, "Width of a value, the columns of a state.", "dims", at_least=1, at_most=MANY
+    )
+    conv_kernel: int = setting(4, "Taps of the short convolution.", "taps", at_least=1, at_most=256)
     gradient_clip: float | None = setting(
         1.0, "Bound on each entry of the state's gradient (none: off).", above=0
     )
     clip_mode: Literal["total", "carried"] = setting(
         "carried", "Clip the carried gradient, or the total one as upstream's torch code does."
     )
-    chunk_size: int = setting(64, "Tokens of a chunk of the recurrence.", "tokens", at_least=1)
+    chunk_size: int = setting(
+        64, "Tokens of a chunk of the recurrence.", "tokens", at_least=1, at_most=1 << 20
+    )
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """E blocks: token-choice mixture of experts with optional shared experts."""
 
-    num_experts: int = setting(8, "Routed experts of a layer.", "experts", at_least=1)
+    num_experts: int = setting(8, "Routed experts of a layer.", "experts", at_least=1, at_most=MANY)
     top_k: int = setting(2, "Experts that a token visits.", "experts", at_least=1)
-    hidden_dim: int = setting(256, "Hidden width of a routed expert.", "dims", at_least=1)
+    hidden_dim: int = setting(
+        256, "Hidden width of a routed expert.", "dims", at_least=1, at_most=WIDEST
+    )
     activation: Literal["swiglu", "relu2"] = setting("swiglu", "Activation of routed experts.")
-    num_shared: int = setting(1, "Shared experts, which every token visits.", "experts", at_least=0)
+    num_shared: int = setting(
+        1, "Shared experts, which every token visits.", "experts", at_least=0, at_most=1024
+    )
     shared_hidden_dim: int = setting(
-        256, "Hidden width of a shared expert, always SwiGLU.", "dims", at_least=1
+        256, "Hidden width of a shared expert, always SwiGLU.", "dims", at_least=1, at_most=WIDEST
     )
     shared_gate: bool = setting(False, "Put a sigmoid gate on the output of shared experts.")
     score: Literal["sigmoid", "softmax"] = setting("sigmoid", "Function of the router's logits.")
@@ -183,7 +219,7 @@ class MoEConfig:
 class MLPConfig:
     """F blocks: a dense feed-forward."""
 
-    hidden_dim: int = setting(1024, "Hidden width of F blocks.", "dims", at_least=1)
+    hidden_dim: int = setting(1024, "Hidden width of F blocks.", "dims", at_least=1, at_most=WIDEST)
     activation: Literal["swiglu", "relu2"] = setting("swiglu", "Activation of F blocks.")
 
 
@@ -191,7 +227,9 @@ class MLPConfig:
 class MTPConfig:
     """Multi-token prediction: further tokens from the last hidden states (2412.19437)."""
 
-    depths: int = setting(0, "Tokens predicted beyond the next (0: off).", "tokens", at_least=0)
+    depths: int = setting(
+        0, "Tokens predicted beyond the next (0: off).", "tokens", at_least=0, at_most=64
+    )
     shared: bool = setting(True, "Use one block for all depths (FastMTP, 2509.18362).")
     loss: float = setting(0.3, "Weight of the mean over depths.", at_least=0)
     loss_final: float = setting(0.3, "Weight after `switch`.", at_least=0)
@@ -210,6 +248,7 @@ class MTPConfig:
         "Hidden width of the block's feed-forward (0: 4 * dim, two thirds with SwiGLU).",
         "dims",
         at_least=0,
+        at_most=WIDEST,
     )
     detach_trunk: bool = setting(False, "Send no gradient of this loss into the trunk.")
     detach_head: bool = setting(False, "Send no gradient of this loss into the head.")
@@ -220,19 +259,27 @@ class TOPConfig:
     """Token order prediction: which tokens come sooner (2508.19228)."""
 
     loss: float = setting(0.0, "Weight of the token order loss (0: off).", at_least=0)
-    window: int = setting(2048, "Tokens ahead that are ordered.", "tokens", at_least=1)
+    window: int = setting(
+        2048, "Tokens ahead that are ordered.", "tokens", at_least=1, at_most=WIDEST
+    )
 
 
 @dataclass(frozen=True)
 class NgramConfig:
     """Hashed n-grams, looked up and added to the token embedding; zero at the start."""
 
-    heads: int = setting(0, "Tables of each order (0: off).", "tables", at_least=0)
-    max_order: int = setting(3, "Longest n-gram; orders are 2 to this one.", "tokens", at_least=2)
-    table_size: int = setting(
-        500_000, "Rows of a table: the next prime that no other table has.", "rows", at_least=2
+    heads: int = setting(0, "Tables of each order (0: off).", "tables", at_least=0, at_most=64)
+    max_order: int = setting(
+        3, "Longest n-gram; orders are 2 to this one.", "tokens", at_least=2, at_most=16
     )
-    dim: int = setting(16, "Width of a row of a table.", "dims", at_least=1)
+    table_size: int = setting(
+        500_000,
+        "Rows of a table: the next prime that no other table has.",
+        "rows",
+        at_least=2,
+        at_most=1 << 31,
+    )
+    dim: int = setting(16, "Width of a row of a table.", "dims", at_least=1, at_most=MANY)
     lr_factor: float = setting(
         5.0, "Learning rate of the tables over that of the embedding.", at_least=0
     )
@@ -245,8 +292,10 @@ class EngramConfig:
     layers: str = setting(
         "", 'A blocks with a memory, by rank among A blocks: "0,4" or "all" (empty: none).'
     )
-    heads: int = setting(8, "Tables of each order.", "tables", at_least=1)
-    max_order: int = setting(3, "Longest n-gram; orders are 2 to this one.", "tokens", at_least=2)
+    heads: int = setting(8, "Tables of each order.", "tables", at_least=1, at_most=64)
+    max_order: int = setting(
+        3, "Longest n-gram; orders are 2 to this one.", "tokens", at_least=2, at_most=16
+    )
     table_size: int = setting(
         100_000,
         "Rows of a table: the next prime that no other table has.",
@@ -254,9 +303,11 @@ class EngramConfig:
         at_least=2,
         at_most=1 << 31,
     )
-    dim: int = setting(256, "Width of all tables of one order together.", "dims", at_least=1)
+    dim: int = setting(
+        256, "Width of all tables of one order together.", "dims", at_least=1, at_most=WIDEST
+    )
     conv_kernel: int = setting(
-        4, "Taps of the convolution, max_order tokens apart.", "taps", at_least=1
+        4, "Taps of the convolution, max_order tokens apart.", "taps", at_least=1, at_most=256
     )
     seed: int = setting(0, "Seed of the hashes, which the weights depend on.", at_least=0)
     lr_factor: float = setting(
@@ -268,12 +319,16 @@ class EngramConfig:
 class HyperConnectionConfig:
     """Manifold-constrained hyper-connections: several residual streams (mHC, 2512.24880)."""
 
-    streams: int = setting(1, "Residual streams (1: off).", "streams", at_least=1)
+    streams: int = setting(1, "Residual streams (1: off).", "streams", at_least=1, at_most=64)
     ordering: Literal["paper", "deepseek_v4", "megatron"] = setting(
         "paper", "Source whose order of operations is followed."
     )
     iterations: int = setting(
-        20, "Sinkhorn iterations that make rows and columns sum to one.", "iterations", at_least=1
+        20,
+        "Sinkhorn iterations that make rows and columns sum to one.",
+        "iterations",
+        at_least=1,
+        at_most=1000,
     )
     init: Literal["plain", "published"] = setting(
         "plain", "plain: step 0 computes the model without streams; published: as the source."
@@ -287,12 +342,16 @@ class HyperConnectionConfig:
 class ModelConfig:
     """A hybrid: `pattern` letters (A M E R F) tiled to `depth`; `|` marks pipeline cuts."""
 
-    dim: int = setting(256, "Width of the model.", "dims", at_least=1)
-    depth: int = setting(12, "Number of layers, one block each.", "layers", at_least=1)
+    dim: int = setting(256, "Width of the model.", "dims", at_least=1, at_most=1 << 20)
+    depth: int = setting(
+        12, "Number of layers, one block each.", "layers", at_least=1, at_most=1024
+    )
     pattern: str = setting(
         "AEMEAEMEAEMR", "Block letters A M E R F, tiled to the depth; | cuts pipeline stages."
     )
-    vocab_size: int = setting(4096, "Rows of the embedding and of the head.", "ids", at_least=2)
+    vocab_size: int = setting(
+        4096, "Rows of the embedding and of the head.", "ids", at_least=2, at_most=WIDEST
+    )
     tie_embeddings: bool = setting(False, "Use one matrix for embedding and head.")
     norm_eps: float = setting(1e-5, "Epsilon of every RMS norm.", above=0)
     logit_softcap: float | None = setting(

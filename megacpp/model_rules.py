@@ -8,13 +8,38 @@ from megacpp.config import Config
 from megacpp.engram_rules import engram_rules
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.sizes import m2rnn_heads
+from megacpp.model.primes import nearest_divisor
+from megacpp.model.sizes import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    m2rnn_heads,
+)
 from megacpp.moe_rules import null_rules
 from megacpp.mtp_rules import mtp_rules
 
+MOST_PARAMETERS = 10**15  # a thousand times the largest model; beyond it sizes pass 2^63
+
 
 def model_rules(config: Config) -> Iterator[ConfigError]:
-    """Every broken rule of the blocks that the pattern uses."""
+    """Every broken rule of the blocks that the pattern uses; without any, of them together."""
+    none = True
+    for error in _of_blocks(config):
+        none = False
+        yield error
+    if none:
+        yield from _parameters(config)
+
+
+def _parameters(config: Config) -> Iterator[ConfigError]:
+    model = config.model
+    total = sum(layer_parameters(model)) + embedding_parameters(model) + head_parameters(model)
+    if total > MOST_PARAMETERS:
+        rule = f"makes a model of {total:.1e} parameters, at most {MOST_PARAMETERS:.0e} can be"
+        yield config_error("model.dim", model.dim, rule, "use smaller dims or fewer of them")
+
+
+def _of_blocks(config: Config) -> Iterator[ConfigError]:
     try:
         letters = {kind[0] for kind in layer_kinds(config.model)}
     except ConfigError as error:
@@ -58,7 +83,7 @@ def _attention(config: Config) -> Iterator[ConfigError]:
             "model.attention.num_kv_heads",
             a.num_kv_heads,
             f"must divide model.attention.num_heads ({a.num_heads})",
-            f"use num_kv_heads={near}",
+            f"use model.attention.num_kv_heads={near}",
         )
     if a.head_dim % 2:
         yield config_error(
@@ -81,7 +106,7 @@ def _mamba3(config: Config) -> Iterator[ConfigError]:
             "model.mamba3.headdim",
             m.headdim,
             f"must divide expand * dim ({inner})",
-            f"use headdim={near}",
+            f"use model.mamba3.headdim={near}",
         )
         return
     heads = inner // m.headdim
@@ -91,7 +116,7 @@ def _mamba3(config: Config) -> Iterator[ConfigError]:
             "model.mamba3.ngroups",
             m.ngroups,
             f"must divide the number of heads ({heads})",
-            f"use ngroups={near}",
+            f"use model.mamba3.ngroups={near}",
         )
     if m.rope_fraction not in (0.5, 1.0):
         yield config_error(
@@ -102,7 +127,7 @@ def _mamba3(config: Config) -> Iterator[ConfigError]:
             "model.mamba3.d_state",
             m.d_state,
             "must be a multiple of 4 (rotated pairs)",
-            f"use d_state={-(-m.d_state // 4) * 4}",
+            f"use model.mamba3.d_state={-(-m.d_state // 4) * 4}",
         )
     if not m.dt_min <= m.dt_max:
         yield config_error(
@@ -118,7 +143,7 @@ def _moe(config: Config) -> Iterator[ConfigError]:
             "model.moe.top_k",
             e.top_k,
             f"must not exceed num_experts ({e.num_experts})",
-            f"use top_k={e.num_experts} or less",
+            f"use model.moe.top_k={e.num_experts} or less",
         )
         return
     if e.num_experts % e.num_groups:
@@ -127,7 +152,7 @@ def _moe(config: Config) -> Iterator[ConfigError]:
             "model.moe.num_groups",
             e.num_groups,
             f"must divide num_experts ({e.num_experts})",
-            f"use num_groups={near}",
+            f"use model.moe.num_groups={near}",
         )
         return
     if e.top_k_groups > e.num_groups:
@@ -135,7 +160,7 @@ def _moe(config: Config) -> Iterator[ConfigError]:
             "model.moe.top_k_groups",
             e.top_k_groups,
             f"must not exceed num_groups ({e.num_groups})",
-            f"use top_k_groups={e.num_groups} or less",
+            f"use model.moe.top_k_groups={e.num_groups} or less",
         )
         return
     open_experts = e.top_k_groups * e.num_experts // e.num_groups
@@ -151,7 +176,7 @@ def _moe(config: Config) -> Iterator[ConfigError]:
             "model.moe.num_groups",
             e.num_groups,
             "a group's score is its best two experts, so it needs 2",
-            f"use num_groups={e.num_experts // 2} or less",
+            f"use {e.num_experts // 2} or less",
         )
     if e.shared_gate and not e.num_shared:
         yield config_error(
@@ -172,14 +197,8 @@ def _m2rnn(config: Config) -> Iterator[ConfigError]:
                 f"model.m2rnn.{name}",
                 value,
                 f"must divide the number of heads ({heads})",
-                f"use {nearest_divisor(heads, value)}",
+                f"use model.m2rnn.{name}={nearest_divisor(heads, value)}",
             )
-
-
-def nearest_divisor(total: int, wanted: int) -> int:
-    """The divisor of `total` that is closest to `wanted`."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
 def _even(value: int) -> str:

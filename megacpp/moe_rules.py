@@ -15,7 +15,7 @@ def null_rules(moe: MoEConfig) -> Iterator[ConfigError]:
             "model.moe.bias_update_rate",
             moe.bias_update_rate,
             f"only a bias keeps null experts at their part (null_rho={moe.null_rho:g})",
-            "use bias_update_rate=0.001 or null_rho=1",
+            "use model.moe.bias_update_rate=0.001 or model.moe.null_rho=1",
         )
 
 

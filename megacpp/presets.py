@@ -138,10 +138,11 @@ TINY_FEATURES: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 
 def dense_110m() -> Config:
-    """113M parameters / 113M active; loss near 3.3 after 2B tokens of web text; a day; 1 GPU.
+    """113M parameters / 113M active; not yet run by us (others: loss near 3.3); a day; 1 GPU.
 
-    A + F only, twelve of each, to compare with other trainers' GPT-2-small class. Expectation
-    from public runs of that class, not from a run of ours.
+    A + F only, twelve of each, to compare with other trainers' GPT-2-small class. The loss is what
+    public runs of that class report for 2B tokens of web text, a day on one GPU; this preset was
+    never trained that long.
     """
     return Config(
         preset="dense_110m",

@@ -26,14 +26,9 @@ from megacpp.settings import flatten, settings_of
 from megacpp.sparse_rules import sparse_rules
 
 Rules = Callable[[Config, int], Iterator[ConfigError]]
-SIZES = (
-    "model.",
-    "mesh.",
-    "data.seq_len",
-    "train.device_batch_size",
-    "train.batch_warmup_steps",
-    "precision.fp8_ends",
-)
+SIZES = ("model.", "mesh.", "run.", "data.", "train.", "precision.fp8_ends")
+MOST_PLACES = 2**31 - 1  # tokens of a microbatch: kernels number them in 32 bits
+MOST_MICROBATCHES = 1_000_000  # of a step
 
 
 def check(config: Config, world_size: int) -> None:
@@ -87,8 +82,19 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
     if any(mesh_rules(config, world_size)):
         return
     per_micro = train.device_batch_size * config.data.seq_len * batch_ranks(config.mesh, world_size)
-    if train.tokens_per_step and train.tokens_per_step % per_micro:
-        low = max(per_micro, train.tokens_per_step // per_micro * per_micro)
+    if (rows := train.device_batch_size) * config.data.seq_len > MOST_PLACES:
+        fix = f"use train.device_batch_size={MOST_PLACES // config.data.seq_len} or less"
+        rule = f"times data.seq_len ({config.data.seq_len}) must be at most {MOST_PLACES} tokens"
+        yield config_error("train.device_batch_size", rows, rule, fix)
+    elif train.tokens_per_step > MOST_MICROBATCHES * per_micro:
+        yield config_error(
+            "train.tokens_per_step",
+            train.tokens_per_step,
+            f"is over {MOST_MICROBATCHES} microbatches of {per_micro} tokens",
+            f"use train.tokens_per_step={MOST_MICROBATCHES * per_micro} or less",
+        )
+    elif train.tokens_per_step and train.tokens_per_step % per_micro:
+        low = max(1, train.tokens_per_step // per_micro) * per_micro
         yield config_error(
             "train.tokens_per_step",
             train.tokens_per_step,
@@ -160,6 +166,9 @@ def _profile(config: Config) -> Iterator[ConfigError]:
 
 
 def _schedule(config: Config) -> Iterator[ConfigError]:
+    for key, usual in (("run.dir", "runs/tiny"), ("data.path", "data/torch-headers")):
+        if not lookup(config, key).strip():
+            yield config_error(key, "", "must name a folder", f"use {key}={usual}")
     if config.run.seed >= 2**63:
         yield config_error("run.seed", config.run.seed, "must be below 2**63", "use a smaller one")
     if config.optim.warmup_steps > config.run.steps:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,27 @@ from megacpp.errors import config_error
 
 PLAIN = 80  # columns of a file, a pipe and a terminal that doesn't tell
 NARROWEST = 40
+INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of Ctrl-C, and of `| head`
+
+
+def show_any_text() -> None:
+    """Prints characters that the screen's encoding hasn't as escapes, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def nobody_reads(error: BaseException) -> bool:
+    """Whether an error says that the output's reader is gone; what is still printed is then lost.
+
+    rich makes a SystemExit of a BrokenPipeError.
+    """
+    if not isinstance(error, BrokenPipeError) and not isinstance(
+        error.__context__, BrokenPipeError
+    ):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def columns() -> int:

@@ -33,6 +33,11 @@ class Range:
     def _is(self, value: float, bound: float, low: bool) -> bool:
         return value == bound and (self.least_itself if low else self.most_itself)
 
+    def missed(self, value: float) -> Range:
+        """The bound that a value is beyond, alone."""
+        low = Range(self.least, None, self.least_itself)
+        return Range(None, self.most, most_itself=self.most_itself) if low.holds(value) else low
+
     def __str__(self) -> str:
         if self.least is not None and self.most is not None:
             left, right = "(["[self.least_itself], ")]"[self.most_itself]
@@ -110,12 +115,14 @@ class Setting:
         """The error of a value out of range."""
         if self.range is None or value is None or self.range.holds(value):
             return None
-        least = self.range.least
-        if least is not None and self.range.most is None and self.range.least_itself:
-            fix = f"use {self._as(least)} or more"
-        else:
-            fix = f"use {self._as(self.default)}"
-        return config_error(self.key, value, f"must be {self.range}", fix)
+        whole = isinstance(value, int) and not isinstance(self.default, float)
+        one = self.range.missed(value) if whole else self.range
+        fix = f"use {self._as(self.default)}"
+        if one.most is None and one.least_itself:
+            fix = f"use {self._as(one.least)} or more"
+        elif one.least is None and one.most_itself:
+            fix = f"use {self._as(one.most)} or less"
+        return config_error(self.key, value, f"must be {one}", fix)
 
     def _as(self, value: Any) -> str:
         """The setting with a value; a command's own flag as it is typed."""

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+import os
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from megacpp.errors import config_error, did_you_mean
 from megacpp.recompute_flags import FALSE, TRUE
 
 CLOSE = 0.6  # of a word to a choice: below it `fp8` would mean `fp64`
+LARGEST = 2**63 - 1  # what tensors, files and random generators take as a whole number
 FEW = 12  # settings of a section that an error still lists
+
+
+def utf8_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line; ConfigError for bytes that are no text."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(word).decode(errors="backslashreplace")
+            rule, fix = "isn't text in this locale", "write UTF-8, with LC_ALL=C.UTF-8"
+            raise config_error("argument", shown, rule, fix) from None
+    return list(words)
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -26,7 +40,7 @@ def read_value(key: str, kind: Any, text: str) -> Any:
         if text not in options:
             near = did_you_mean(text, options, CLOSE)
             fix = near if near.startswith("did") else "use one of these"
-            raise config_error(key, text, f"must be one of {', '.join(options)}", fix)
+            raise config_error(key, text, f"must be one of {', '.join(filter(None, options))}", fix)
         return text
     if kind is bool:
         if text not in TRUE + FALSE:
@@ -37,17 +51,22 @@ def read_value(key: str, kind: Any, text: str) -> Any:
     if typing.get_origin(kind) is tuple:
         return tuple(text.split(","))
     what = "a whole number" if kind is int else "a finite number"
+    wrong = config_error(key, text, f"must be {what}", "write digits")
     try:
-        number = kind(text.replace("_", "")) if kind is int else kind(text)
+        number = kind(text)  # 1_000 is a thousand, as in Python
     except ValueError:
-        raise config_error(key, text, f"must be {what}", "write digits") from None
-    if not math.isfinite(number):
-        raise config_error(key, text, f"must be {what}", "write digits")
+        raise wrong from None
+    if kind is int and not -LARGEST <= number <= LARGEST:
+        raise config_error(key, text, f"must be from -{LARGEST} to {LARGEST}", "use fewer digits")
+    if kind is float and not math.isfinite(number):
+        raise wrong
     return number
 
 
-def suggestion(key: str, known: Iterable[str], flags: bool = True) -> str:
-    """The setting that was meant: of that name, else of that section, else see --help.
+def suggestion(
+    key: str, known: Iterable[str], flags: bool = True, otherwise: str = "see train.py --help"
+) -> str:
+    """The setting that was meant: of that name, else of that section, else `otherwise`.
 
     Args:
         flags: as it is written on a command line, not in a file.
@@ -66,4 +85,4 @@ def suggestion(key: str, known: Iterable[str], flags: bool = True) -> str:
             return text.replace("'", f"'{dashes}{section}.", 1)
         return f"of {section}, {text}" if len(beside) <= FEW else f"see train.py --help {section}"
     text = did_you_mean(key.replace("_", spelled), shown)
-    return text.replace("'", f"'{dashes}", 1) if text.startswith("did") else "see train.py --help"
+    return text.replace("'", f"'{dashes}", 1) if text.startswith("did") else otherwise

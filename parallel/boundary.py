@@ -177,7 +177,7 @@ class AccumulationBoundary:
         if not verdict.clean and self.train.nonfinite == "raise":
             raise NonFiniteError(
                 f"train.nonfinite=raise: {verdict.trouble}: {self.where() or 'after the sum'}. "
-                "Fix: lower optim.lr, or leave such steps out with train.nonfinite=skip."
+                "Fix: lower optim.lr, or leave such steps out with --train.nonfinite skip."
             )
         return verdict
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megacpp.config import MeshConfig
 from megacpp.errors import config_error
+from megacpp.launch.environment import ranks_started
 
 TIMEOUT = timedelta(minutes=10)
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -101,7 +102,7 @@ class World:
 
 def world_size() -> int:
     """Ranks that torchrun started (1 without torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return ranks_started(os.environ)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -53,8 +54,11 @@ def started(*flags: str, ranks: int = 1) -> Done:
     )
 
 
-def forked(*flags: str, ranks: int = 1) -> Done:
+def forked(*flags: str, ranks: int = 1, read: int | None = None) -> Done:
     """The same in forked processes; the exit code is that of the first rank that failed.
+
+    Args:
+        read: lines of a pipe after which nobody reads the output any more (None: a file has all).
 
     Raises:
         TimeoutExpired: they still run; with what they have printed.
@@ -63,12 +67,16 @@ def forked(*flags: str, ranks: int = 1) -> Done:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if read is not None:
+            os.mkfifo(folder / "out")
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             processes.append(context.Process(target=_script, args=(flags, rank, ranks, folder)))
             processes[-1].start()
+        out = None if read is None else _first_lines(folder / "out", read)
         late = _wait(processes)
-        out, err = ((folder / name).read_text() for name in ("out", "err"))
+        out = (folder / "out").read_text() if out is None else out
+        err = (folder / "err").read_text()
     if late:
         raise subprocess.TimeoutExpired(flags, LONG_S, out, err)
     codes = [process.exitcode or 0 for process in processes]
@@ -80,6 +88,11 @@ def _kept_apart(flags: tuple[str, ...]) -> tuple[str, ...]:
     """Without the records of other runs on this machine, unless a flag that follows names some."""
     preset = flags[:1] if not flags[0].startswith("-") else ()
     return (*preset, "--memory.calibration=", *flags[len(preset) :])
+
+
+def _first_lines(pipe: Path, count: int) -> str:
+    with pipe.open() as lines:
+        return "".join(itertools.islice(lines, count))
 
 
 def _wait(processes: list[BaseProcess]) -> bool:
@@ -116,7 +129,8 @@ def _script(flags: tuple[str, ...], rank: int, ranks: int, folder: Path) -> NoRe
         share_a_device()
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ |= {key: str(value) for key, value in numbers.items()}
-        # In a file, where torchrun's ranks meet at a port.
+        # In a file, where torchrun's ranks meet at a port: nobody opens this one.
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.rendezvous = lambda *_, **__: iter([(store, rank, ranks)])  # type: ignore[assignment]
         dist.init_process_group = functools.partial(

@@ -111,6 +111,8 @@ NO_TORCH = (
     "cli/memory_diff.py",
     "cli/report.py",
     "arguments.py",
+    "launch/environment.py",
+    "model/primes.py",
     "cli/main.py",
     "memory/forms/activation_around.py",
     "memory/forms/activation_engram.py",

@@ -62,7 +62,7 @@ def test_a_name_that_cannot_run_is_an_error_and_auto_says_what_it_passed_over(
     with pytest.raises(ConfigError, match="m2rnn=abacus: needs an abacus"):
         choose(named, HERE)
     assert [str(e) for e in kernel_rules(named)] == [
-        "kernels.m2rnn=abacus: needs an abacus. Fix: use kernels.m2rnn=auto, or mend that."
+        "kernels.m2rnn=abacus: needs an abacus. Fix: use --kernels.m2rnn auto, or mend that."
     ]
 
 

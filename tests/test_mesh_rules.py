@@ -19,28 +19,28 @@ CASES = [
         8,
         {"tp": 4},
         {},
-        "mesh.tp=4: must divide model.attention.num_heads (6). Fix: use mesh.tp=2.",
+        "mesh.tp=4: must divide model.attention.num_heads (6). Fix: use --mesh.tp 2.",
     ),
     (
         "tiny",
         6,
         {"tp": 3},
         {},
-        "mesh.tp=3: must divide model.vocab_size (4096). Fix: use mesh.tp=2.",
+        "mesh.tp=3: must divide model.vocab_size (4096). Fix: use --mesh.tp 2.",
     ),
     (
         "tiny",
         6,
         {"tp": 3},
         {"model.vocab_size": 4098, "model.ngram": NgramConfig(heads=1, table_size=100)},
-        "mesh.tp=3: must divide the rows of all n-gram tables (256). Fix: use mesh.tp=2.",
+        "mesh.tp=3: must divide the rows of all n-gram tables (256). Fix: use --mesh.tp 2.",
     ),
     (
         "nam56r_base",
         64,
         {"tp": 16},
         {},
-        "must divide model.attention.num_heads (56). Fix: use mesh.tp=",
+        "must divide model.attention.num_heads (56). Fix: use --mesh.tp ",
     ),
     ("tiny", 4, {"tp": 2}, {"data.seq_len": 255}, "must divide data.seq_len / mesh.cp (255)"),
     ("tiny", 2, {"ep": 4}, {}, "mesh.ep=4: must divide dp_shard * cp * tp (2)"),
@@ -49,7 +49,7 @@ CASES = [
         6,
         {"ep": 3},
         {},
-        "mesh.ep=3: must divide model.moe.num_experts (8). Fix: use mesh.ep=2.",
+        "mesh.ep=3: must divide model.moe.num_experts (8). Fix: use --mesh.ep 2.",
     ),
     ("dense_110m", 2, {"ep": 2}, {}, "mesh.ep=2: the model has no E block to spread"),
     (
@@ -58,7 +58,7 @@ CASES = [
         {"ep": 6},
         {"model.moe.num_experts": 24, "model.moe.num_groups": 4, "model.moe.top_k_groups": 2},
         "mesh.ep=6: must divide model.moe.num_groups (4) or be a multiple of it: a token visits 2 "
-        "groups, and those that straddle ranks don't bound what it is sent to. Fix: use mesh.ep=",
+        "groups, and those that straddle ranks don't bound what it is sent to. Fix: use --mesh.ep ",
     ),
     ("tiny", 8, {"cp": 8}, {"data.seq_len": 24}, "head_tail order cuts data.seq_len (24) into 16"),
     (
@@ -73,8 +73,8 @@ CASES = [
         2,
         {"cp": 2},
         {"data.seq_len": 32, "model.engram": EngramConfig(layers="0")},
-        "leaves chunks of 8 tokens, a convolution looks back 9. Fix: use mesh.cp=1, or "
-        "data.seq_len=36 or more.",
+        "leaves chunks of 8 tokens, a convolution looks back 9. Fix: use --mesh.cp 1, or "
+        "--data.seq-len 36 or more.",
     ),
     (
         "dense_110m",
@@ -85,7 +85,7 @@ CASES = [
             "model.vocab_size": 30_000,
             "model.attention": AttentionConfig(num_heads=12, num_kv_heads=3, head_dim=64),
         },
-        "mesh.tp=3: must divide rows of the tables of model.engram (256). Fix: use mesh.tp=",
+        "mesh.tp=3: must divide rows of the tables of model.engram (256). Fix: use --mesh.tp ",
     ),
     (
         "tiny",
@@ -101,13 +101,19 @@ CASES = [
         {},
         "tp * cp (8) must divide the number of M2RNN heads (4)",
     ),
-    ("tiny", 4, {"pp": 3}, {}, "mesh.pp=3: it must divide the world (4 ranks). Fix: use mesh.pp="),
+    (
+        "tiny",
+        4,
+        {"pp": 3},
+        {},
+        "mesh.pp=3: it must divide the world (4 ranks). Fix: use --mesh.pp ",
+    ),
     (
         "tiny",
         4,
         {"tp": 2, "cp": 4},
         {},
-        "tp=2 * cp=4 must divide the world (4 ranks). Fix: use mesh.cp=2",
+        "tp=2 * cp=4 must divide the world (4 ranks). Fix: use --mesh.cp 2",
     ),
     ("tiny", 4, {"dp_shard": 3}, {}, "mesh.dp_shard=3: makes 3 ranks, not 4"),
     ("tiny", 2, {"pp": 2}, {}, "train.grad_accum=1: microbatches a step: 1f1b needs mesh.pp (2)"),
@@ -131,9 +137,9 @@ CASES = [
         4,
         {"pp": 2, "cp": 2, "cp_m2rnn": "serial", "pp_schedule": "dualpipev"},
         {"train.grad_accum": 4},
-        "or mesh.cp_m2rnn=heads",
+        "or --mesh.cp-m2rnn heads",
     ),
-    ("tiny", 6, {"pp": 3, "tp": 2, "cp": 2}, {}, "Fix: use mesh.tp=1, or start 12 ranks."),
+    ("tiny", 6, {"pp": 3, "tp": 2, "cp": 2}, {}, "Fix: use --mesh.tp 1, or start 12 ranks."),
 ]
 
 
@@ -168,9 +174,10 @@ def test_the_nearest_degree_is_legal(axis: str) -> None:
         for others in ({}, {"pp": 3}, {"tp": 2}, {"cp": 2, "dp_replicate": 2}):
             wanted = {**others, axis: degree}
             for error in mesh_rules(config_of(name, wanted, {}), world):
-                _, found, fix = str(error).partition("Fix: use mesh.")
+                _, found, fix = str(error).partition("Fix: use --mesh.")
                 if found:
-                    key, _, near = fix.split()[0].rstrip(".,").partition("=")
+                    flag, near = (word.rstrip(".,") for word in fix.split()[:2])
+                    key = flag.replace("-", "_")
                     again = mesh_rules(config_of(name, {**wanted, key: int(near)}, {}), world)
                     assert not list(again), (name, wanted, world, str(error))
                     taken += 1

@@ -89,9 +89,12 @@ def test_the_first_criterion_that_differs_is_named(capsys: pytest.CaptureFixture
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan tiny --world 2 --memory 1MiB --tokens-per-step 1024"
-    assert main(words.split()) == 1
-    out = capsys.readouterr().out
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
     assert "0 fit" in out and "nothing fits; nearest, " in out and "too large" in out
+    assert err.startswith("error: memory=1.00 MiB: nothing fits: ") and err.count("\n") == 1
+    memory = err.rstrip(".\n").split()[-1]
+    assert main(words.replace("1MiB", memory).split()) == 0
 
 
 def test_a_bar_shows_what_a_device_holds() -> None:

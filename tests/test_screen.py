@@ -11,7 +11,7 @@ import pytest
 
 from megacpp import progress
 from megacpp.cli.main import COMMANDS, main
-from megacpp.config import RunConfig
+from megacpp.config import Config, RunConfig
 from megacpp.errors import ConfigError
 from megacpp.help import run_help
 from megacpp.run.metrics import MetricsLog, StepRecord
@@ -48,7 +48,7 @@ def test_reports_fit_80_columns(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(words) in (0, 1)
+    assert main(words) in (0, 1, 2)
     out = capsys.readouterr().out
     assert out and not too_wide(out)
 
@@ -93,7 +93,7 @@ def record(**changed: float) -> StepRecord:
 def test_the_line_of_a_step_drops_what_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = MetricsLog(tmp_path, RunConfig(steps=100000), 0, active=False)
+    log = MetricsLog(tmp_path, Config(run=RunConfig(steps=100000)), 0, active=False)
     for mfu in (None, 0.4):
         for width in (80, 100, 140):
             monkeypatch.setenv("COLUMNS", str(width))

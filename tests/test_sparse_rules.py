@@ -22,18 +22,18 @@ WRONG: list[tuple[str, str, str, int]] = [
     (f"{SPARSE} {PREFIX}share 0", "model.attention.sparse.share=0", "at least 1", 1),
     (f"{SPARSE} {PREFIX}num-heads 0", "model.attention.sparse.num_heads=0", "at least 1", 1),
     (f"{SPARSE} {PREFIX}loss 0", "model.attention.sparse.loss=0.0", "must be above 0", 1),
-    (f"{SPARSE} {PREFIX}head-dim 33", "model.attention.sparse.head_dim=33", "use 34", 1),
+    (f"{SPARSE} {PREFIX}head-dim 33", "model.attention.sparse.head_dim=33", "-dim 34.", 1),
     (
         f"{SPARSE} --model.attention.kind mla --model.attention.qk-norm false "
         f"--model.attention.qk-rope-head-dim 32 {PREFIX}head-dim 16",
         "model.attention.sparse.head_dim=16",
-        "32 rotary dims of MLA, and must be even. Fix: use 32",
+        "32 rotary dims of MLA, and must be even. Fix: use --model.attention.sparse.head-dim 32",
         1,
     ),
     (
         f"{SPARSE} --mesh.cp 2 --mesh.cp-attention ring",
         "mesh.cp_attention=ring",
-        "use mesh.cp_attention=all_gather",
+        "use --mesh.cp-attention all_gather",
         2,
     ),
     (f"{SPARSE} --mesh.cp 2 --mesh.cp-attention heads", "mesh.cp_attention=heads", "whole rows", 2),

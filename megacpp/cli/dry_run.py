@@ -10,6 +10,7 @@ from megacpp.arguments import parse_run
 from megacpp.config import Config
 from megacpp.errors import config_error
 from megacpp.fp8_rules import fp8_line
+from megacpp.launch.environment import MOST_RANKS
 from megacpp.rules import tokens_formula
 from megacpp.screen import table, wrapped
 from megacpp.settings import setting
@@ -25,7 +26,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class RankArgs:
     """A rank of a mesh."""
 
-    world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1)
+    world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1, at_most=MOST_RANKS)
     rank: int = setting(0, "Rank that is shown; below the world.", at_least=0)
     json: bool = setting(False, "Print one JSON object instead of text.")
 

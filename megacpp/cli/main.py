@@ -11,11 +11,12 @@ from typing import Any
 
 import megacpp
 from megacpp.arguments import parse_args, split_args
-from megacpp.errors import ConfigError, MegacppError, did_you_mean
+from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean, path_error
 from megacpp.help import command_help, exit_code_lines
 from megacpp.launch.home import put_first
-from megacpp.screen import labelled, wrapped
+from megacpp.screen import INTERRUPTED, NOBODY_READS, labelled, nobody_reads, show_any_text, wrapped
 from megacpp.settings import Setting, settings_of
+from megacpp.values import utf8_words
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,28 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code (0 ok, 2 configuration, 3 data, ...)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    put_first()  # `parallel` and the other rooms are this checkout's, from any folder
+    show_any_text()
+    try:
+        put_first()  # `parallel` and the other rooms are this checkout's, from any folder
+        code = _said(utf8_words(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except MegacppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except (BrokenPipeError, SystemExit) as error:
+        if not nobody_reads(error):
+            raise
+        return NOBODY_READS
+    except OSError as error:  # a path that the system doesn't take: too long, a loop of links
+        print(f"error: {path_error(error)}", file=sys.stderr)
+        return ConfigError.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _said(arguments: list[str]) -> int:
+    """Help, version, or a command that runs."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("\n".join(_help()))
         return 0
@@ -116,15 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(megacpp.__version__)
         return 0
-    try:
-        return _run(*find(arguments))
-    except MegacppError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    return _run(*find(arguments))
 
 
 def _run(name: str, rest: list[str]) -> int:
@@ -152,7 +165,7 @@ def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
             return name, list(arguments[words:])
     if any(known.startswith(f"{arguments[0]} ") for known in COMMANDS):
         name = " ".join(arguments[:2])
-    raise ConfigError(f"command={name}: no such command. Fix: {did_you_mean(name, COMMANDS)}.")
+    raise config_error("command", name, "no such command", did_you_mean(name, COMMANDS))
 
 
 def _table(commands: Mapping[str, Command]) -> list[str]:

@@ -73,7 +73,14 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     if found.host_bytes > config.recompute.offload_host_gib * 2**30 and not full:
         return measure(given, *place, full=True)  # what leaves depends on what has left
     received = [_received(config, world) for part in stages if not part.first]
-    return replace(found, parts=(*received, *found.parts))
+    parts = found.parts if given.train.device == "cpu" else map(_as_on_gpu, found.parts)
+    return replace(found, parts=(*received, *parts))
+
+
+def _as_on_gpu(part: Part) -> Part:
+    """With the names of a GPU's operators for those that have a form of their own on a CPU."""
+    kept = (replace(one, operator=one.operator.removesuffix("_for_cpu")) for one in part.kept)
+    return replace(part, kept=tuple(kept))
 
 
 def microbatches_in_flight(config: Config, size: int, rank: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from megacpp.arguments import flatten, read_run
 from megacpp.cli.dry_run import readable
 from megacpp.config import Config, MeshConfig
-from megacpp.errors import config_error
+from megacpp.errors import ConfigError, config_error
 from megacpp.fp8_rules import fp8_line
 from megacpp.launch.command import node_lines, quoted, torchrun_words
+from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 BARS, GIB = (10, 40), 1 << 30
+MOST_MEMORY = 1 << 60  # bytes of a device
 UNITS = {
     "": GIB,
     "GIB": GIB,
@@ -80,7 +83,9 @@ class Asked:
 class PlanArgs:
     """A cluster, and how much is shown."""
 
-    world: int = setting(words="Devices of the cluster.", unit="devices", at_least=1)
+    world: int = setting(
+        words="Devices of the cluster.", unit="devices", at_least=1, at_most=MOST_RANKS
+    )
     memory: str = setting("", "Memory of a device: 141GiB, 80GB (a bare number: GiB).")
     tokens_per_step: int = setting(
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
@@ -116,7 +121,9 @@ def command(args: PlanArgs, words: list[str]) -> int:
         print(json.dumps(_content(asked, found, shown), indent=2))
     else:
         _show(asked, found, shown, args.explain)
-    return 0 if found.candidates else 1
+    if not found.candidates:
+        raise _refused(asked, found)
+    return 0
 
 
 def _asked(args: PlanArgs, words: list[str]) -> Asked:
@@ -150,8 +157,8 @@ def memory_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     unit = match and UNITS.get(match[2].upper())
-    if not match or not unit or not float(match[1]):
-        rule = "must be a number and GiB, GB, MiB or TiB"
+    if not match or not unit or not 0 < float(match[1]) * unit < MOST_MEMORY:
+        rule = "must be a number above 0 and GiB, GB, MiB or TiB"
         raise config_error("memory", text, rule, "write --memory 141GiB")
     return int(float(match[1]) * unit)
 
@@ -259,6 +266,18 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
     for name, n in found.out.items():
         lines += labelled(f"  {n:>{width},}", REASONS[name], width + 4) if n else []
     return lines
+
+
+def _refused(asked: Asked, found: Plan) -> ConfigError:
+    """Nothing is legal, or nothing fits: then with the memory that would do."""
+    if found.nearest is None:
+        rule = f"no configuration of {asked.tokens} tokens a step is legal"
+        fix = "write another --world or --tokens-per-step"
+        return config_error("world", asked.world, rule, fix)
+    point = found.nearest.estimate.point
+    enough = math.ceil(point / (1 - asked.config.memory.headroom) / (1 << 20))
+    rule = f"nothing fits: {readable(asked.budget)} may be used, {readable(point)} are needed"
+    return config_error("memory", readable(asked.memory), rule, f"write --memory {enough}MiB")
 
 
 def _nothing_fits(asked: Asked, found: Plan) -> list[str]:

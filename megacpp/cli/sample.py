@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import json
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from megacpp.config import Config
 from megacpp.errors import config_error
 from megacpp.report.files import damaged, read_object
+from megacpp.rules import check
 from megacpp.settings import setting
 
 if TYPE_CHECKING:
@@ -137,17 +140,20 @@ def load_model(args: SampleArgs, folder: Path) -> HybridLM:
         raise config_error("device", device, "there is no GPU here", "write --device auto")
     if args.checkpoint == "final":
         return load_exported(folder, device)
-    return load_trained(folder, read_model_config(_config(args.folder)["model"]), device)
+    model = read_model_config(_config(args.folder)["model"])
+    check(dataclasses.replace(Config(), model=model), 1)
+    return load_trained(folder, model, device)
 
 
 def _config(run_folder: Path) -> dict:
     path = run_folder / "config.json"
     if not path.exists():
         raise config_error("run", run_folder, f"{path.name} is not there", "give a run's folder")
-    found = read_object(path).get("config")
-    if not isinstance(found, dict):
-        raise damaged(path, 1, "it has no config")
-    return found
+    found: Any = read_object(path).get("config")
+    try:
+        return {"model": found["model"], "data": {"path": str(found["data"]["path"])}}
+    except (KeyError, TypeError):
+        raise damaged(path, 1, "it has no config") from None
 
 
 class Printer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megacpp.arguments import Resolved, flatten, parse_run
 from megacpp.help import headline
+from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.presets import PRESETS
 from megacpp.screen import columns, labelled, wrapped
@@ -60,7 +61,13 @@ def presets(args: PresetsArgs) -> int:
 class ShowArgs:
     """On how many ranks, and how it is shown."""
 
-    world: int = setting(1, "Ranks that derived settings are worked out for.", "ranks", at_least=1)
+    world: int = setting(
+        1,
+        "Ranks that derived settings are worked out for.",
+        "ranks",
+        at_least=1,
+        at_most=MOST_RANKS,
+    )
     json: bool = setting(False, "Print one JSON object instead of text.")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megacpp.arguments import parse_run
 from megacpp.errors import ConfigError, config_error
+from megacpp.launch.environment import MOST_RANKS
 from megacpp.launch.home import HOME
 from megacpp.settings import setting
 
@@ -16,7 +17,9 @@ from megacpp.settings import setting
 class TrainArgs:
     """Machines, ranks, and what torchrun is told beside them (its own words and defaults)."""
 
-    nproc: int = setting(1, "Ranks on this machine (1: without torchrun).", "ranks", at_least=1)
+    nproc: int = setting(
+        1, "Ranks on this machine (1: without torchrun).", "ranks", at_least=1, at_most=MOST_RANKS
+    )
     nnodes: str = setting("1", "Machines; MIN:MAX goes on with fewer. Run the command on each.")
     rdzv_endpoint: str = setting("", "HOST:PORT of one of the machines, the same on all.")
     rdzv_id: str = setting("", "Name of this launch, the same on all machines.")
@@ -91,6 +94,8 @@ def _nodes(text: str) -> tuple[int, int]:
     parts = text.split(":")
     if len(parts) <= 2 and all(part.isdigit() for part in parts):
         least, most = int(parts[0]), int(parts[-1])
-        if 1 <= least <= most:
+        if 1 <= least <= most <= MOST_RANKS:
             return least, most
-    raise config_error("nnodes", text, "must be N or MIN:MAX, from 1", "write --nnodes 2 or 1:2")
+    raise config_error(
+        "nnodes", text, f"must be N or MIN:MAX, from 1 to {MOST_RANKS}", "write --nnodes 2 or 1:2"
+    )

@@ -10,6 +10,7 @@ from megacpp.arguments import Resolved, parse_run, read_run
 from megacpp.cli.show import setting_lines
 from megacpp.config import Config
 from megacpp.errors import MegacppError
+from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
 from megacpp.memory.fixes import refusal
 from megacpp.rules import RULES, broken
@@ -23,7 +24,7 @@ ALL_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 class ValidateArgs:
     """On how many ranks, and what else is looked at."""
 
-    world: int = setting(1, "Ranks of the launch.", "ranks", at_least=1)
+    world: int = setting(1, "Ranks of the launch.", "ranks", at_least=1, at_most=MOST_RANKS)
     data: bool = setting(False, "Open the corpus too: hashes, vocabulary, length of rows.")
     all: bool = setting(False, "Print every resolved setting and where it came from.")
     json: bool = setting(False, "Print one JSON object instead of text.")

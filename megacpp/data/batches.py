@@ -105,7 +105,7 @@ class Corpus:
             raise DataError(
                 f"data.seq_len={seq_len}: the training split of {self.path} has only "
                 f"{self.train.tokens} tokens, one row needs {seq_len + 1}. "
-                f"Fix: use data.seq_len={self.train.tokens - 1} or less, or a larger corpus."
+                f"Fix: use --data.seq-len {self.train.tokens - 1} or less, or a larger corpus."
             )
 
     @functools.cached_property

@@ -12,6 +12,7 @@ from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.mesh_rules import first_broken
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
+from megacpp.model.primes import divisors
 from megacpp.model.stages import pipeline_rules
 
 # Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
@@ -185,9 +186,3 @@ def stage_ranks(config: Config, world: int) -> list[int]:
         (kinds,) = kinds_of(config, world, rank)
         seen.setdefault(tuple(sorted(kinds)), rank)
     return list(seen.values())
-
-
-def divisors(n: int) -> list[int]:
-    """In ascending order."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]

@@ -348,7 +348,7 @@ def read_snapshot(path: Path) -> Snapshot:
     except OSError as error:
         what = (error.strerror or type(error).__name__).lower()
         raise DataError(f"snapshot={path}: {what}. Fix: give two files of RUN/memory.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or values.pop("megacpp_snapshot", None) != VERSION:
         raise DataError(

@@ -246,8 +246,8 @@ def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigErr
         "dualpipev": f"needs 2 * mesh.pp ({2 * pp}) or more",
         "interleaved": f"runs them in {max(1, microbatches // pp)} equal rounds",
     }.get(schedule, "needs one")
-    numbers = sorted(range(1, microbatches + 2 * pp + 1), key=lambda n: abs(n - microbatches))
-    number = next(n for n in numbers if enough_microbatches(schedule, pp, n))
+    around = (n for i in range(2 * pp + 1) for n in (microbatches - i, microbatches + i) if n > 0)
+    number = next(n for n in around if enough_microbatches(schedule, pp, n))
     degrees = sorted(range(1, 2 * pp), key=lambda p: abs(p - pp))
     degree = next(p for p in degrees if p == 1 or enough_microbatches(schedule, p, microbatches))
     yield config_error(

@@ -55,7 +55,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(path, getattr(error, "lineno", 1), getattr(error, "msg", error)) from None
     if not isinstance(found, dict):
         raise damaged(path, 1, "is no object")
@@ -95,7 +95,7 @@ def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[st
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):  # no newline behind it: it is being written, or never was
                 continue
             raise damaged(path, number, "is no JSON") from None

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megacpp.arguments import Resolved, exit_on_error
-from megacpp.errors import DataError, MegacppError, PreemptedError
+from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.outcome import note
 from megacpp.launch.peers import Peers
 from megacpp.run.oom import out_of_memory, show_once
+from megacpp.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 from megacpp.state.checkpoint import latest_checkpoint
 
 PEER_LOST = 6
 DISK_FULL = 4  # the code of a checkpoint that can't be saved
-INTERRUPTED = 130  # what a shell says of Ctrl-C
+# A path that no file can have, or that goes through a file: a mistake of the command line.
+WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 # What gloo and NCCL say on the ranks that did nothing wrong, and torch of a store that is gone.
 OF_A_PEER = (
     "Connection closed by peer",
@@ -49,6 +51,7 @@ def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None
     try:
         peers = Peers()
         main(resolved, peers)
+        sys.stdout.flush()
         if "WORLD_SIZE" in os.environ:
             _leave(0)  # meshes keep their groups; nothing is left to do that could fail
     except PreemptedError as left:
@@ -67,7 +70,18 @@ def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None
         if first:  # an interrupt reaches every rank
             print(f"\n{line}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
+    except (BrokenPipeError, SystemExit) as error:  # of gloo it would be a RuntimeError
+        if not nobody_reads(error):
+            raise
+        line = f"stopped, nobody reads: {what_is_saved(resolved)}"
+        note(NOBODY_READS, line)
+        _said(peers)
+        print(line, file=sys.stderr, flush=True)
+        _leave(NOBODY_READS)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in WRONG_PATH:
+            _said(peers)
+            exit_on_error(path_error(error))
         _leave(report(error, folder, peers))
 
 

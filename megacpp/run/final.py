@@ -17,11 +17,12 @@ from megacpp.state.export import export_weights, load_exported
 TEMPERATURE, TOP_K = 0.7, 50
 
 
-def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path) -> Path:
-    """`folder/final`: weights, model configuration, tokenizer; every rank calls it."""
+def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path, step: int) -> Path:
+    """`folder/final`: weights after `step` steps, model configuration, tokenizer; every rank calls
+    it."""
     extra = {"preset": config.preset, "data_fingerprint": corpus.fingerprint}
     beside = (corpus.path / TOKENIZER, corpus.path / CONFIG)
-    export_weights(model, folder / "final", config.model, extra, beside=beside)
+    export_weights(model, folder / "final", config.model, extra, beside=beside, step=step)
     return folder / "final"
 
 

@@ -74,7 +74,8 @@ def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Ge
     """One token from the logits of the next one; `generator` is on the CPU."""
     if temperature == 0:
         return int(logits_V.argmax())
-    scores_V = logits_V.detach().to("cpu", torch.float64) / temperature
+    scores_V = logits_V.detach().to("cpu", torch.float64)
+    scores_V = (scores_V - scores_V.max()) / temperature  # at most 0: no overflow near 0
     if 0 < top_k < len(scores_V):
         kept = scores_V.topk(top_k)  # exactly k, also among equals
         pick = torch.multinomial(kept.values.softmax(0), 1, generator=generator)

@@ -74,6 +74,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     beside: Sequence[Path] = (),
     file_bytes: int = 4_000_000_000,
+    step: int = 0,
 ) -> None:
     """Writes `folder` whole or not at all; every rank calls it. Rank 0 holds one file at a time.
 
@@ -82,6 +83,7 @@ def export_weights(
         dtype: of floating tensors in the files (None: as stored).
         beside: files that belong to the weights, copied under their names (tokenizer.json).
         file_bytes: most bytes of one weights file.
+        step: steps that the weights were trained for, for the manifest.
 
     Raises:
         CheckpointError: the disk is full or unwritable; on every rank, nothing published.
@@ -90,6 +92,7 @@ def export_weights(
     pending, rank = folder.with_name(folder.name + PENDING), this_rank()[0]
     whole = catalogue(model_tensors(model))
     groups = _split(_ordered(model, whole), whole, file_bytes)
+    content = {"model": config, **(extra or {})}
     try:
         with agreed(what, fix):
             check_parts(model_tensors(model))
@@ -108,7 +111,7 @@ def export_weights(
                     saved |= {key: t.to("meta") for key, t in some.items()}
         with agreed(what, fix):
             if rank == 0:
-                _finish(pending, folder, groups, saved, {"model": config, **(extra or {})}, beside)
+                _finish(pending, folder, groups, saved, content, beside, step)
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(pending, ignore_errors=True)
@@ -233,6 +236,7 @@ def _finish(
     saved: Mapping[str, Tensor],
     config: Mapping[str, Any],
     beside: Sequence[Path],
+    step: int,
 ) -> None:
     """Writes the JSON files around the weights and publishes the folder."""
     if len(groups) > 1:
@@ -246,7 +250,7 @@ def _finish(
         shutil.copyfile(path, pending / path.name)
         sync(pending / path.name)
     files = {path.name: hash_file(path) for path in sorted(pending.iterdir())}
-    write_manifest(pending, Manifest("export", 0, this_rank()[1], describe(saved), files))
+    write_manifest(pending, Manifest("export", step, this_rank()[1], describe(saved), files))
     publish_folder(pending, folder)
     if aside_of(folder).exists():
         remove_folder(aside_of(folder))
@@ -301,13 +305,13 @@ def _fill(
 
 def _dataclass(cls: Any, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
-    known, given = {f.name for f in dataclasses.fields(cls)}, set(values or {})
+    if not isinstance(values, Mapping):
+        raise _wrong_config(where, "is no object of settings")
+    known, given = {f.name for f in dataclasses.fields(cls)}, set(values)
     wrong = sorted(known ^ given)
     if wrong:
         what = "is missing" if wrong[0] in known else "is unknown"
-        raise CheckpointError(
-            f"{where}.{wrong[0]}: {what} in config.json. Fix: use the megacpp that wrote it."
-        )
+        raise _wrong_config(f"{where}.{wrong[0]}", what)
     return cls(**{k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()})
 
 
@@ -316,4 +320,16 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         if value is None:
             return None
         kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
-    return _dataclass(kind, value, where) if dataclasses.is_dataclass(kind) else value
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if legal := typing.get_args(kind):  # of a Literal
+        fits = value in legal
+    else:
+        fits = type(value) in ((int, float) if kind is float else (kind,))
+    if not fits:
+        raise _wrong_config(where, f"can't be {value!r}")
+    return value
+
+
+def _wrong_config(where: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {what} in config.json. Fix: use the megacpp that wrote it.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 
 PENDING, ASIDE = ".tmp", ".old"
@@ -24,6 +25,7 @@ def pending_folder(final: Path) -> Path:
 
 def publish_folder(pending: Path, final: Path) -> None:
     """Makes a written folder visible as `final`; what was there is moved aside, not deleted."""
+    _usual_modes(pending)
     sync(pending)
     aside = aside_of(final)
     if final.exists():
@@ -32,6 +34,17 @@ def publish_folder(pending: Path, final: Path) -> None:
         os.replace(final, aside)
     os.replace(pending, final)
     sync(final.parent)
+
+
+def _usual_modes(folder: Path) -> None:
+    """Gives every file the mode of a new one (umask): safetensors makes its own for the owner."""
+    probe = folder / f"mode{PENDING}"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def aside_of(final: Path) -> Path:

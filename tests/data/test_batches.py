@@ -388,6 +388,6 @@ def test_rows_longer_than_the_data(corpus_path: Path, corpus: Corpus) -> None:
     refused(
         corpus_path,
         rf"data\.seq_len={tokens}: .* has only {tokens} tokens, one row needs {tokens + 1}\. "
-        rf"Fix: use data\.seq_len={tokens - 1} or less",
+        rf"Fix: use --data\.seq-len {tokens - 1} or less",
         seq_len=tokens,
     )

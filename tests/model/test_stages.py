@@ -154,28 +154,28 @@ def test_a_legal_pipeline_breaks_no_rule(schedule: str) -> None:
             MeshConfig(pp=0),
             1,
             {},
-            "mesh.pp=0: must be at least 1. Fix: use mesh.pp=1.",
+            "mesh.pp=0: must be at least 1. Fix: use --mesh.pp 1.",
         ),
         (
             MeshConfig(pp=9),
             9,
             {},
             "mesh.pp=9: 1f1b makes 9 stages of it, each needs a layer (model.depth=8). "
-            "Fix: use mesh.pp=8.",
+            "Fix: use --mesh.pp 8.",
         ),
         (
             MeshConfig(pp=5, pp_schedule="zbv"),
             9,
             {},
             "mesh.pp=5: zbv makes 10 stages of it, each needs a layer (model.depth=8). "
-            "Fix: use mesh.pp=4.",
+            "Fix: use --mesh.pp 4.",
         ),
         (
             MeshConfig(pp=3, pp_schedule="interleaved"),
             6,
             {"pattern": "AM|ER|FE|MR"},
             "mesh.pp=3: interleaved makes 6 stages of it, the cuts of model.pattern make 4. "
-            "Fix: cut it into 6, or leave the cuts out, or use mesh.pp=2.",
+            "Fix: cut it into 6, or leave the cuts out, or use --mesh.pp 2.",
         ),
         (
             MeshConfig(pp=2, pp_schedule="interleaved"),
@@ -189,21 +189,21 @@ def test_a_legal_pipeline_breaks_no_rule(schedule: str) -> None:
             3,
             {},
             "train.grad_accum=3: microbatches a step: 1f1b needs mesh.pp (4) or more. "
-            "Fix: use train.grad_accum=4 or mesh.pp=3.",
+            "Fix: use --train.grad-accum 4 or --mesh.pp 3.",
         ),
         (
             MeshConfig(pp=4, pp_schedule="dualpipev"),
             5,
             {},
             "train.grad_accum=5: microbatches a step: dualpipev needs 2 * mesh.pp (8) or more. "
-            "Fix: use train.grad_accum=8 or mesh.pp=2.",
+            "Fix: use --train.grad-accum 8 or --mesh.pp 2.",
         ),
         (
             MeshConfig(pp=4, pp_schedule="interleaved"),
             9,
             {},
             "train.grad_accum=9: microbatches a step: interleaved runs them in 2 equal rounds. "
-            "Fix: use train.grad_accum=8 or mesh.pp=3.",
+            "Fix: use --train.grad-accum 8 or --mesh.pp 3.",
         ),
         (
             MeshConfig(pp=2, pp_schedule="zbv"),
@@ -211,14 +211,14 @@ def test_a_legal_pipeline_breaks_no_rule(schedule: str) -> None:
             {"tie_embeddings": True},
             "mesh.pp_schedule=zbv: its first and last stage share a rank, which can't shard one "
             "tied weight for both. Fix: use 1f1b, gpipe or interleaved, or "
-            "model.tie_embeddings=False.",
+            "--model.tie-embeddings False.",
         ),
         (
             MeshConfig(pp=2, pp_schedule="dualpipev", reshard="always"),
             4,
             {},
             "mesh.reshard=always: dualpipev needs gathered weights from the forward to both "
-            "backwards. Fix: use mesh.reshard=auto.",
+            "backwards. Fix: use --mesh.reshard auto.",
         ),
     ],
     ids=lambda value: str(value)[:40],
@@ -248,6 +248,6 @@ def test_every_fix_is_legal(schedule: str) -> None:
 
 
 def fixes(line: str) -> tuple[int, int]:
-    fix = line.partition("Fix: use train.grad_accum=")[2].rstrip(".")
-    number, _, degree = fix.partition(" or mesh.pp=")
+    fix = line.partition("Fix: use --train.grad-accum ")[2].rstrip(".")
+    number, _, degree = fix.partition(" or --mesh.pp ")
     return int(number), int(degree)

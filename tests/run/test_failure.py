@@ -14,8 +14,10 @@ import torch
 from megacpp.arguments import parse_run
 from megacpp.run.failure import guarded, lost_a_peer, report, what_is_saved
 from megacpp.state.checkpoint import save_checkpoint
+from tests.launch import forked
 
 ROOT = Path(__file__).parents[2]
+SMALL = "--model.dim 32 --model.depth 1 --model.pattern F --data.seq-len 64 --run.steps 500"
 
 
 def test_a_failing_rank_brings_all_down_with_one_message(tmp_path: Path) -> None:
@@ -78,6 +80,24 @@ def test_an_interrupt_says_once_where_the_run_goes_on(
         what_is_saved(anew)
         == f"the same command with --checkpoint.resume auto goes on from {saved}"
     )
+
+
+def test_a_run_that_nobody_reads_ends_in_one_line(corpus: Path, tmp_path: Path) -> None:
+    """`train.py ... | head -1`: the header is written by rich, steps by print."""
+    flags = f"--data.path {corpus} --model.vocab-size 400 --run.dir {tmp_path / 'run'} {SMALL}"
+    done = forked("tiny", *flags.split(), read=1)
+    assert done.returncode == 141 and done.stdout.count("\n") == 1
+    assert done.stderr == "stopped, nobody reads: nothing was saved yet (--checkpoint.every)\n"
+    assert not (tmp_path / "run/failures").exists() and not (tmp_path / "run/final").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "run/config.json").mkdir(parents=True)
+    flags = f"--data.path {corpus} --model.vocab-size 400 --run.dir {tmp_path / 'run'} {SMALL}"
+    done = forked("tiny", *flags.split())
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: path=") and done.stderr.count("\n") == 1
+    assert "run/config.json" in done.stderr and "is a directory. Fix: " in done.stderr
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
