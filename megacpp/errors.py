@@ -17,6 +17,8 @@ EXIT_CODES = {
     5: "too many non-finite steps in a row",
     6: "a peer is lost or hangs",
     75: "preempted: saved, start it again",
+    130: "interrupted by Ctrl-C",
+    141: "nobody reads the output any more",
 }
 LONGEST = 120  # characters of a value that an error repeats
 GIVEN_KEY = re.compile(r"(?<![\w.-])([a-z]\w*(?:\.[a-z]\w*)+)=([^\s,;:]+)")

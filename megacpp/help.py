@@ -106,7 +106,7 @@ def flag_lines(settings: Iterable[Setting], defaults: Mapping[str, Any]) -> list
 
 def exit_code_lines() -> list[str]:
     """What the exit codes of every command mean."""
-    return ["exit codes:", *(f"  {code:2}  {words}" for code, words in EXIT_CODES.items())]
+    return ["exit codes:", *(f"  {code:3}  {words}" for code, words in EXIT_CODES.items())]
 
 
 def _sections(settings: Mapping[str, Setting]) -> list[str]:

@@ -12,6 +12,8 @@ from megacpp.launch.environment import MOST_RANKS
 from megacpp.launch.home import HOME
 from megacpp.settings import setting
 
+MOST_NODES = 1024  # each number of them is checked before an elastic launch
+
 
 @dataclass(frozen=True)
 class TrainArgs:
@@ -79,11 +81,16 @@ def launch_words(args: TrainArgs, flags: list[str]) -> tuple[list[str], int]:
         return [] if alone else ["--standalone", f"--nproc-per-node={ranks}", *passed], ranks
     if not args.rdzv_id:
         passed.insert(0, "--rdzv-id=megacpp")
+    unfit: dict[int, ConfigError] = {}
     for number in range(least, most):  # an elastic launch may have to go on with these
         try:
             parse_run(flags, number * ranks, resumes=True)
         except ConfigError as error:
-            print(f"note: {number} node(s) left couldn't go on: {error}", file=sys.stderr)
+            unfit[number] = error
+    if unfit:
+        first = next(iter(unfit.values()))
+        numbers = ", ".join(map(str, unfit))
+        print(f"note: the run couldn't go on with {numbers} node(s): {first}", file=sys.stderr)
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     words = [f"--nnodes={nodes}", f"--nproc-per-node={ranks}", *meet, *passed]
     return words, most * ranks
@@ -94,8 +101,8 @@ def _nodes(text: str) -> tuple[int, int]:
     parts = text.split(":")
     if len(parts) <= 2 and all(part.isdigit() for part in parts):
         least, most = int(parts[0]), int(parts[-1])
-        if 1 <= least <= most <= MOST_RANKS:
+        if 1 <= least <= most <= MOST_NODES:
             return least, most
     raise config_error(
-        "nnodes", text, f"must be N or MIN:MAX, from 1 to {MOST_RANKS}", "write --nnodes 2 or 1:2"
+        "nnodes", text, f"must be N or MIN:MAX, from 1 to {MOST_NODES}", "write --nnodes 2 or 1:2"
     )
