@@ -62,7 +62,9 @@ def test_an_elastic_launch_says_which_nodes_could_not_go_on(
     flags += "--model.attention.num-heads 8 --model.attention.num-kv-heads 4".split()
     flags += "--model.m2rnn.num-heads 4".split()
     assert launch_words(flags)[1] == 4
-    assert capsys.readouterr().err.startswith("note: the run couldn't go on with 1 node(s): mesh.tp=4")
+    assert capsys.readouterr().err.startswith(
+        "note: the run couldn't go on with 1 node(s): mesh.tp=4"
+    )
 
 
 def test_one_rank_needs_no_launcher() -> None:
