@@ -55,7 +55,7 @@ def test_the_published_map_of_nam56r() -> None:
 
 
 def test_a_layer_that_shares_has_no_indexer() -> None:
-    model = build(sparse_model("sparse_stages"))
+    model = build(sparse_model("sparse_stages", share=2))
     assert model.kinds == ["A.index", "A.share", "E", "A.index", "A.share", "A.index"]
     found = {n.split(".")[1] for n, _ in model.named_parameters() if "indexer" in n}
     assert found == {"0", "3", "5"}
@@ -63,7 +63,7 @@ def test_a_layer_that_shares_has_no_indexer() -> None:
 
 
 def test_a_choice_is_taken_over() -> None:
-    model, seen = build(sparse_model("sparse_stages")), []
+    model, seen = build(sparse_model("sparse_stages", share=2)), []
 
     def spy(*args: object) -> Tensor:
         seen.append(args[3])

@@ -33,7 +33,7 @@ FULL = (
     "--model.pattern AEAEAR --model.depth 6 --model.attention.sparse.top-k 6"
     " --model.moe.num-experts 8 --model.ngram.table-size 100"
     " --model.engram.table-size 100 --model.engram.dim 16"
-    " --model.mtp.hidden-dim 32 --optim.eps 1e-5 --optim.schedule constant"
+    " --model.mtp.hidden-dim 32 --optim.eps 1e-4 --optim.schedule constant"
 )
 
 
