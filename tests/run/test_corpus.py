@@ -74,10 +74,10 @@ def test_too_many_ids_are_refused() -> None:
         check_corpus(Config(), cast(Any, Ids(5001)))
     assert str(caught.value) == (
         "model.vocab_size=4096: the corpus data/torch-headers has 5001 ids. "
-        "Fix: use model.vocab_size=5001 or prepare the corpus with fewer."
+        "Fix: use --model.vocab-size 5001 or prepare the corpus with fewer."
     )
     parallel = dataclasses.replace(Config(), mesh=dataclasses.replace(Config().mesh, tp=2))
-    with pytest.raises(ConfigError, match=r"Fix: use model\.vocab_size=5002 "):
+    with pytest.raises(ConfigError, match=r"Fix: use --model\.vocab-size 5002 "):
         check_corpus(parallel, cast(Any, Ids(5001)))
 
 

@@ -112,7 +112,7 @@ def test_other_ranks_than_the_first_are_not_traced(tmp_path: Path) -> None:
         ),
         ("--run.profile 0", "run.profile=0: must be a step from 1 on"),
         ("--run.profile 5:4", "run.profile=5:4: must be a step from 1 on"),
-        ("--run.profile 3:9 --run.steps 8", "the run has 8 steps. Fix: use run.profile=8."),
+        ("--run.profile 3:9 --run.steps 8", "the run has 8 steps. Fix: use --run.profile 8."),
     ],
 )
 def test_steps_that_cannot_be_traced(flags: str, said: str) -> None:
