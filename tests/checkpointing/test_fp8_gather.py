@@ -245,6 +245,6 @@ def test_scales_of_a_microbatch_are_agreed_to_or_refused(name: str) -> None:
     if not refused:
         return check(config, ranks)
     with pytest.raises(
-        ConfigError, match=rf"^{refused}: .* the mesh. Fix: .*fp8_local_scales=true"
+        ConfigError, match=rf"^{refused}: .* the mesh. Fix: .*--precision.fp8-local-scales"
     ):
         check(config, ranks)

@@ -74,7 +74,7 @@ def test_an_empty_stage_is_refused(pattern: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_a_cut_pattern_is_not_tiled(depth: int) -> None:
-    with pytest.raises(ConfigError, match=rf"has 2, model.depth={depth}.*model.depth=2"):
+    with pytest.raises(ConfigError, match=rf"has 2, model.depth={depth}.*--model.depth 2"):
         expand_pattern("A|E", depth)
 
 
