@@ -26,7 +26,7 @@ DERIVES = {"mesh.dp_shard": -1, "train.grad_accum": 0, "train.tokens_per_step": 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file sets: dotted key -> value; an empty preset names none."""
+    """Settings of a file: dotted key -> value; an empty preset names none."""
 
     path: Path
     preset: str

@@ -100,7 +100,7 @@ class Setting:
 
     @property
     def takes(self) -> str:
-        """What a value looks like in help: `INT`, `FLOAT|none`, `gqa|mla`, nothing of a switch."""
+        """Form of a value in help: `INT`, `FLOAT|none`, `gqa|mla`, nothing of a switch."""
         if self.kind is bool:
             return ""
         if self.choices:

@@ -1,4 +1,4 @@
-"""What a pipeline stage hands to the next: hidden states and, beside them, a choice of keys.
+"""Tensors that a pipeline stage hands to the next: hidden states and chosen keys.
 
 Hidden states are the output of torch's stage, and their gradient comes back. The keys that an
 indexer chose for layers of later stages (megacpp/model/sparse.py) are integers without a gradient.
@@ -50,6 +50,6 @@ class ChoiceHandoff:
 
 
 def _dtype(docs: Documents) -> torch.dtype:
-    """Of the numbers of keys while they travel."""
+    """Integer type of key numbers while they travel."""
     row = docs if docs.row is None else docs.row
     return {2: torch.int16, 4: torch.int32}[key_bytes(row.ids_BT.shape[1])]

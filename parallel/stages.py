@@ -95,7 +95,7 @@ class Stage(nn.Module):
         return [self.taken[-1]]
 
     def leaving(self) -> list[Tensor]:
-        """What goes to the next stage beside the hidden states of the microbatch that ran first."""
+        """Tensors for the next stage beside the hidden states of the microbatch that ran first."""
         return [] if self.part.hands is None else [self.handed.popleft()]
 
     def _take(self, docs: Documents) -> Tensor | None:

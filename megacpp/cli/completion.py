@@ -73,7 +73,7 @@ def completion(args: CompletionArgs) -> int:
 
 
 def candidates(words: Sequence[str]) -> Iterator[Word]:
-    """What may stand where the last word does, with a sentence for each.
+    """Completions of the last word, with a sentence for each.
 
     Args:
         words: a command line, program first; the last word is the one at the cursor.

@@ -19,7 +19,7 @@ from megacpp.settings import setting
 
 @dataclass(frozen=True)
 class PrepareArgs(CorpusSpec):
-    """What goes into a corpus, and where it goes."""
+    """Sources and settings of a corpus, and its folder."""
 
     out: str = setting("", "Folder of the corpus (empty: data/ and the name of the source).")
     force: bool = setting(False, "Rebuild a corpus that is there.")
@@ -126,7 +126,7 @@ def _prepared_lines(prepared: Prepared) -> list[str]:
 
 
 def _tokenizer_lines(index: dict[str, Any]) -> list[str]:
-    """Where the tokenizer is from, for which kind of text, and what stands around documents."""
+    """Lines about the tokenizer: its source, its kind of text, the marks around documents."""
     facts = index["tokenizer"]
     if "given" in facts:
         return [f"tokenizer: {index['vocab_size']:,} ids of {facts['given']}, {facts['marks']}"]

@@ -60,7 +60,7 @@ dist.barrier(); dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """What is looked at."""
+    """Checks to run."""
 
     kernels: bool = setting(False, "Compare every backend that can run here with its definition.")
     no_self_test: bool = setting(False, "Leave out the two gloo ranks.")

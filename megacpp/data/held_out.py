@@ -49,7 +49,7 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
 
 
 def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: int) -> str:
-    """What the held-out documents lack, with numbers and a fix; empty if nothing."""
+    """Shortfall of the held-out documents, with numbers and a fix; empty if nothing."""
     share = text_bytes / all_bytes
     if documents >= MIN_DOCUMENTS and share >= MIN_SHARE:
         return ""
@@ -100,7 +100,7 @@ def xz_bits_per_byte(documents: Iterable[bytes], total: int) -> tuple[float | No
 
 
 def compressor_lines(entry: Mapping[str, Any]) -> list[str]:
-    """What compressors make of the held-out text, from its entry in the index, in bits per byte."""
+    """Bits per byte of compressors on the held-out text, from its entry in the index."""
     line = (
         f"gzip -9 {entry['gzip_bits_per_byte']:.3f} bits per byte, each document compressed alone"
     )

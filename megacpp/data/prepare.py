@@ -237,7 +237,7 @@ def _changed(spool: Spool, held_out: Sequence[int], tokenizer: CorpusTokenizer) 
 
 
 def _compressors(spool: Spool, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
-    """What gzip and xz make of the held-out documents."""
+    """Bits per byte of gzip and xz on the held-out documents."""
     total = sum(spool.sizes[i] for i in held_out)
     advance = stage("gzip -9 of held-out documents", total)
     alone = gzip_bits_per_byte(_advancing(map(spool.read, held_out), advance))

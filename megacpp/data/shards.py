@@ -120,7 +120,7 @@ class BlockSums:
 
 
 class SplitReader:
-    """One split as a stream of tokens over memory-mapped shards.
+    """A split as a stream of tokens over memory-mapped shards.
 
     Attributes:
         checked: blocks that were compared with the index so far.

@@ -1,4 +1,4 @@
-"""Where documents come from: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files.
+"""Sources of documents: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files.
 
 Every reader yields `Item`s; a text that is no valid UTF-8 comes as None, so that the caller can
 count and skip it. Nothing here imports torch, and optional libraries load inside functions.
@@ -147,7 +147,7 @@ def _text_file(path: Path, longest: int) -> Iterator[Item]:
 
 
 def _cut(raw: bytes, longest: int) -> int:
-    """Where a document of at most `longest` bytes ends: a blank line, a line, a word, a character.
+    """End of a document of at most `longest` bytes ends: a blank line, a line, a word, a character.
 
     A cut that leaves less than half is not taken.
     """

@@ -1,4 +1,4 @@
-"""What goes into a corpus, and the rules that hold for it."""
+"""Settings of a corpus, and the rules that hold for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB_SIZE = 4096  # of a tokenizer that is learned
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """What goes into a corpus: the same spec on the same source gives the same bytes."""
+    """Settings of a corpus: the same spec on the same source gives the same bytes."""
 
     source: str = setting(
         TORCH_HEADERS,

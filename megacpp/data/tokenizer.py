@@ -118,7 +118,7 @@ class CorpusTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The same for several texts, on all cores."""
+        """Encode several texts, on all cores."""
         if self._cached:
             return [self._by_words(text) for text in texts]
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Where byte-level BPE may not merge: the words of code, and those of prose in any script."""
+"""Words that byte-level BPE never merges across: of code, or of prose in any script."""
 
 from __future__ import annotations
 

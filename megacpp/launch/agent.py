@@ -66,7 +66,7 @@ def exit_code(codes: Sequence[int]) -> int:
 
 
 def notes(logs: Path) -> Iterator[dict[str, Any]]:
-    """What ranks of the last start have left for their launcher (outcome.py)."""
+    """Messages that ranks of the last start left for their launcher (outcome.py)."""
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
     for path in sorted(attempts[-1].glob("*/error.json")) if attempts else ():
         message = json.loads(path.read_text()).get("message")

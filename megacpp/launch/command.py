@@ -28,7 +28,7 @@ def torchrun_words(world: int, per_node: int, name: str) -> list[str]:
 
 
 def node_lines(world: int, per_node: int) -> list[str]:
-    """What to know before the command is typed on several nodes."""
+    """Notes on typing the command on several nodes."""
     nodes, ranks = node_shape(world, per_node)
     if nodes == 1:
         return []

@@ -1,4 +1,4 @@
-"""What torchrun says of this process: its rank among how many; no torch import here.
+"""Place of this process by torchrun's environment: its rank among how many; no torch import here.
 
     WORLD_SIZE  RANK  LOCAL_RANK  MASTER_ADDR  MASTER_PORT
 

@@ -28,7 +28,7 @@ TIMEOUT = timedelta(minutes=10)  # for the slowest rank to get as far
 
 @dataclass(frozen=True)
 class Process:
-    """One rank as the others know it.
+    """A rank as the others know it.
 
     Attributes:
         node: machine and process namespace: within one node a pid tells whether it is alive.
@@ -97,13 +97,13 @@ class Peers:
         return self.store.check([key])
 
     def hear(self, key: str) -> Any:
-        """What a rank says under that key; waits for as long as it takes."""
+        """Message of a rank under that key; waits for as long as it takes."""
         while not self.told(key):
             time.sleep(POLL_S)
         return json.loads(self.store.get(key))
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """What every rank said, in rank order, on rank 0; elsewhere nothing."""
+        """Messages of all ranks, in rank order, on rank 0; an empty list elsewhere."""
         self.tell(f"{key}/{self.rank}", value)
         if self.rank:
             return []

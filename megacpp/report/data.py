@@ -220,7 +220,7 @@ def _memory(
 
 
 def _measured(folder: Path, launch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the last start measured of its first step, beside its estimate."""
+    """Measurements of the last start's first step, beside its estimate."""
     key = ((launch.get("memory") or {}).get("calibration") or {}).get("key")
     record = read_object(folder / "memory" / "measured.json")
     return record if key and record.get("key") == key else {}

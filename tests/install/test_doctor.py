@@ -1,4 +1,4 @@
-"""What `megacpp doctor` says of the versions that it finds."""
+"""Lines of `megacpp doctor` about the versions that it finds."""
 
 from __future__ import annotations
 

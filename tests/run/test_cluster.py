@@ -48,7 +48,7 @@ def recipe(port: int, conf: str = "", **changed: str) -> list[str]:
 
 
 def agent(options: Sequence[str], flags: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
-    """One node: torchrun of the checkout's train.py, started in `cwd`."""
+    """Start a node: torchrun of the checkout's train.py, started in `cwd`."""
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options, str(ROOT / "train.py"), *flags],
         cwd=cwd,

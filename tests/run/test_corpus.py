@@ -1,4 +1,4 @@
-"""What a run says of its corpus: which command makes it, unused ids, the verdict on its loss."""
+"""Messages of a run about its corpus: its command, unused ids, the verdict on its loss."""
 
 from __future__ import annotations
 
