@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200
 python train.py --help
 """
 
-from megacpp.arguments import Resolved, parse_or_exit
+from megacpp.config.arguments import Resolved, parse_or_exit
 from megacpp.launch.home import put_first
 
 put_first()  # `parallel`, `optim` and `checkpointing` below are this checkout's, from any folder
@@ -17,12 +17,13 @@ from pathlib import Path
 
 from checkpointing.apply import Keeper
 from checkpointing.fp8 import check_fp8_device
-from checkpointing.watch import StepWatch
+from checkpointing.tracing.watch import StepWatch
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
 from megacpp.launch.folder import open_folder, start_point
 from megacpp.launch.peers import Peers
+from megacpp.launch.start import announce, prepare
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.expert_load import LoadWatch
 from megacpp.run.failure import guarded
@@ -30,7 +31,6 @@ from megacpp.run.final import export_final, write_sample
 from megacpp.run.forensics import Forensics
 from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health, budget_spent
-from megacpp.run.launch import announce, prepare
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest

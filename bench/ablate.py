@@ -30,9 +30,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megacpp.arguments import flatten
-from megacpp.config import ModelConfig
-from megacpp.presets import TINY_FEATURES, tiny, tiny_full
+from megacpp.config.arguments import flatten
+from megacpp.config.presets import TINY_FEATURES, tiny, tiny_full
+from megacpp.config.schema import ModelConfig
 
 RECORD = ROOT / "docs/ablation.json"
 RUNS = ROOT / "runs/ablation"
@@ -151,8 +151,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def model_figures(variant: str) -> dict[str, int]:
     """Parameters, FLOPs a token, and bytes of a step at its fullest."""
-    from megacpp.arguments import parse_run
     from megacpp.cli.trace import trace_step
+    from megacpp.config.arguments import parse_run
     from megacpp.model.count import count_parameters
     from megacpp.model.flops import train_flops_per_token
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_run
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.memory.allocator import allocator_overhead, beside_bytes, replay
 from megacpp.memory.budget import as_run
 from megacpp.memory.device import runtime_bytes

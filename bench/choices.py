@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from checkpointing.apply import CPU, Keeper
-from megacpp.config import CheckpointingPolicy, Config
+from megacpp.config.presets import PER_BLOCK
+from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.pieces import BLOCK, NOTHING, Piece
-from megacpp.presets import PER_BLOCK
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megacpp.config import (
+from megacpp.config.schema import (
     AttentionConfig,
     Config,
     HyperConnectionConfig,

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
-from megacpp.config import CheckpointingPolicy, Config
+from megacpp.config.checks.every import check, resolve
+from megacpp.config.presets import preset
+from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import NO_TENSOR, estimate
-from megacpp.presets import preset
-from megacpp.rules import check, resolve
 
 PRESETS = (
     "nam56r_base",

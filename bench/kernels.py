@@ -23,13 +23,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
-from megacpp.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
-from megacpp.kernels.m2rnn import m2rnn_chunked, m2rnn_sequential
-from megacpp.kernels.mamba3 import mamba3_sequential
-from megacpp.kernels.mamba3_chunks import mamba3_chunked
-from megacpp.kernels.mamba3_inputs import HeadWeights, Pairing, ScanInputs
+from megacpp.config.presets import tiny
+from megacpp.kernels.linear_cross_entropy.chunked import (
+    linear_cross_entropy,
+    linear_cross_entropy_plain,
+)
+from megacpp.kernels.m2rnn.reference import m2rnn_chunked, m2rnn_sequential
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
+from megacpp.kernels.mamba3.inputs import HeadWeights, Pairing, ScanInputs
+from megacpp.kernels.mamba3.reference import mamba3_sequential
 from megacpp.model.documents import Documents
-from megacpp.presets import tiny
 
 B, T = 2, 256
 Run = Callable[[], Tensor]

@@ -29,10 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from checkpointing.meter import local_part
-from checkpointing.recorder import Recorder
+from checkpointing.tracing.meter import local_part
+from checkpointing.tracing.recorder import Recorder
 from megacpp.memory.stream import Block, Stream
-from parallel.fake import fake_tensors
+from parallel.simulate.fake import fake_tensors
 
 aten = torch.ops.aten
 

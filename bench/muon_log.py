@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from parallel.collective_log import Collective, CollectiveLog
+from parallel.simulate.collective_log import Collective, CollectiveLog
 
 # Operators that multiply matrices -> where their two factors are among the arguments.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}

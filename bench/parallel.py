@@ -25,18 +25,18 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from megacpp.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import preset
+from megacpp.config.schema import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from megacpp.presets import preset
-from megacpp.rules import resolve
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.apply import context_plan
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.context_layout import ContextLayout
+from parallel.context.layout import ContextLayout
 from parallel.mesh import World, join
 from tests.ranks import run_ranks
 from tests.synthetic import micro_rows, ragged_batch

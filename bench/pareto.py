@@ -25,18 +25,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torch import Tensor, nn
 
 from bench.choices import BY_KIND, CHOICES, COMPRESS, KEEP_ALL, OFFLOAD, SELECTIVE, WHOLE, Choice
-from checkpointing.activations import Activations, Part, activations, one_of_each, standing_for
 from checkpointing.apply import set_seams
-from checkpointing.meter import Meter
 from checkpointing.rebuild import Store
+from checkpointing.tracing.activations import (
+    Activations,
+    Part,
+    activations,
+    one_of_each,
+    standing_for,
+)
+from checkpointing.tracing.meter import Meter
 from megacpp.cli.dry_run import readable
-from megacpp.config import CheckpointingPolicy, Config
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import PER_BLOCK, PRESETS
+from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.memory.forms.offload import offload_bytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import block_letters
-from megacpp.presets import PER_BLOCK, PRESETS
-from megacpp.rules import resolve
-from parallel.fake import (
+from parallel.simulate.fake import (
     FakeBoundary,
     as_trained,
     fake_batch,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 
 
 class PlainBlock(nn.Module):

@@ -4,8 +4,8 @@
     python bench/recompute.py dense_4m --compiled
 
 Every choice of bench/choices.py takes a step in turn, so that all see the same machine; bytes are
-those of tensors, counted operator by operator on the same step (checkpointing/meter.py). Ratios are
-to keeping all. On a GPU the same command measures the GPU.
+those of tensors, counted operator by operator on the same step (checkpointing/tracing/meter.py).
+Ratios are to keeping all. On a GPU the same command measures the GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from bench.choices import CHOICES, COMPILED, KEEP_ALL, Choice
 from bench.shapes import names, shape
 from bench.step import Trainer
-from checkpointing.meter import Meter
-from megacpp.config import Config
-from megacpp.rules import resolve
+from checkpointing.tracing.meter import Meter
+from megacpp.config.checks.every import resolve
+from megacpp.config.schema import Config
 from parallel.mesh import World, pick_device
 
 Row = dict[str, float]

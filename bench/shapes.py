@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megacpp.config import (
+from megacpp.config.presets import PRESETS, preset
+from megacpp.config.schema import (
     AttentionConfig,
     Config,
     DataConfig,
@@ -13,7 +14,6 @@ from megacpp.config import (
     OptimConfig,
     TrainConfig,
 )
-from megacpp.presets import PRESETS, preset
 
 
 def dense_4m() -> Config:

@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.plain import PlainTrainer
 from bench.shapes import names, shape
 from checkpointing.apply import Keeper
-from megacpp.config import Config
+from megacpp.config.checks.every import resolve
+from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.rules import resolve
 from megacpp.run.metrics import peak_resident_bytes
 from optim.build import build_optimizer
 from optim.clip import clip_gradients

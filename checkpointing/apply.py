@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from checkpointing.rebuild import BlockSeam, Check, Handover, Replays, Store, stay
-from megacpp.config import CheckpointingPolicy, Config
-from megacpp.fp8_rules import fp8_blocks
+from megacpp.blocks.hyper_connections.groups import InGroup, places_in_groups
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.config.checks.fp8 import fp8_blocks
+from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.m2rnn import M2RNN
 from megacpp.model.pieces import BLOCK, NOTHING, Piece, layer_pieces
 from megacpp.model.seam import Seam
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
-from megacpp.model.stream_groups import InGroup, places_in_groups
 
 CPU = torch.device("cpu")
 READS: frozenset[Piece] = frozenset({"read_streams"})

@@ -27,20 +27,20 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megacpp.kernels.attention import VARLEN, remember
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.attention.rope import rotary_table
+from megacpp.blocks.attention.sparse import SparseAttention
+from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.kernels.attention.reference import VARLEN, remember
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.causal_conv import reach
-from megacpp.kernels.mamba3_ops import Chunks
-from megacpp.model.attention import GroupedQueryAttention
+from megacpp.kernels.mamba3.ops import Chunks
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.mamba3 import Mamba3
-from megacpp.model.mla import MultiHeadLatentAttention
-from megacpp.model.moe import MixtureOfExperts, SharedExpert
-from megacpp.model.rope import rotary_table
 from megacpp.model.seam import PLAIN
-from megacpp.model.sparse import SparseAttention
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 ROUTED = "sizes of what is routed depend on values"

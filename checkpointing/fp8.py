@@ -4,7 +4,7 @@ torchao   the scale of a token's row is taken from that row, of a weight's row f
           weight gradients are computed wide (recipe `rowwise_with_gw_hp`). Nothing is remembered,
           so any recomputation gives the same bits, and nothing depends on how tokens are spread
           over microbatches and ranks. Other recipes take scales from all tokens of a microbatch
-          on a rank. Routed experts multiply by megacpp/kernels/fp8_products.py.
+          on a rank. Routed experts multiply by megacpp/kernels/experts/fp8.py.
 te        Transformer Engine's current scaling: one scale for each tensor, taken from it. (Delayed
           scaling has a history that would have to be saved.) A layer computes in FP8 only inside of
           a context, so what runs again outside of it computes in bf16: `TransformerEngineSeam`
@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megacpp.config import Config, PrecisionConfig
-from megacpp.errors import config_error
-from megacpp.fp8_rules import (
+from megacpp.blocks.experts.module import Experts
+from megacpp.config.checks.fp8 import (
     MULTIPLE,
     divides,
     fp8_experts,
@@ -35,9 +34,10 @@ from megacpp.fp8_rules import (
     fp8_wanted,
     local_scales,
 )
-from megacpp.kernels.fp8_products import Fp8Products
+from megacpp.config.schema import Config, PrecisionConfig
+from megacpp.errors import config_error
+from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.moe import Experts
 from megacpp.model.pieces import Piece
 
 R = TypeVar("R")
@@ -82,7 +82,7 @@ class Fp8Layers:
 
 
 def check_fp8(config: Config) -> None:
-    """Raises ConfigError for the first broken rule of `precision.fp8` (megacpp/fp8_rules.py)."""
+    """Raise for the first broken rule of `precision.fp8` (megacpp/config/checks/fp8.py)."""
     for error in fp8_rules(config):
         raise error
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megacpp.config import Config, OptimConfig
+from megacpp.config.schema import Config, OptimConfig
 from megacpp.model.hybrid import HybridLM
 from optim.groups import Assignment, assign, table_lines
 from optim.muon_adamw import MuonAdamW

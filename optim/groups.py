@@ -21,12 +21,12 @@ from typing import Literal
 
 from torch import nn
 
-from megacpp.config import ModelConfig, OptimConfig
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mla import MultiHeadLatentAttention
 from optim.compressed import Fold, has_latent
 from optim.ownership import MatrixView
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import AttentionConfig
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.logits import LogitRecorder, Statistic
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.attention.rope import softmax_scale
+from megacpp.blocks.mtp.plan import num_blocks
+from megacpp.config.schema import AttentionConfig
 from megacpp.dtensor import is_dtensor
-from megacpp.model.attention import GroupedQueryAttention
-from megacpp.model.attention_logits import LogitRecorder, Statistic
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.mla import MultiHeadLatentAttention
-from megacpp.model.mtp_plan import num_blocks
-from megacpp.model.rope import softmax_scale
 from optim.boxes import cutting_order, shard_bounds
 from optim.local import local_part
 
@@ -72,7 +72,7 @@ class QKClip:
         tau: logits up to it are left alone; 100 in the paper.
         reduce_max: the elementwise maximum of a tensor over all ranks that hold a part of the
             model, stages of a pipeline included: one call a step, of the same shape everywhere.
-        statistic: what counts as a head's logit (megacpp/model/attention_logits.py): `bound` is at
+        statistic: what counts as a head's logit (megacpp/blocks/attention/logits.py): `bound` is at
             least the true one, so it clips earlier, never later.
     """
 

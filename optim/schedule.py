@@ -7,7 +7,7 @@ import math
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from megacpp.config import OptimConfig
+from megacpp.config.schema import OptimConfig
 
 
 def build_scheduler(

@@ -14,25 +14,25 @@ from collections.abc import Callable
 
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megacpp.config import Config, MeshConfig
-from megacpp.model.engram import DilatedConv
+from megacpp.blocks.attention.sparse import SparseAttention
+from megacpp.blocks.engram.module import DilatedConv
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mamba3 import Mamba3
-from megacpp.model.moe import MixtureOfExperts
-from megacpp.model.sparse import SparseAttention
 from megacpp.model.stages import stage_parts
 from megacpp.run.precision import compute_dtype
-from parallel.context_attention import ContextAttention
-from parallel.context_conv import ContextConv
-from parallel.context_layout import ContextLayout
-from parallel.context_m2rnn import ContextM2RNN, m2rnn_kind
-from parallel.context_mamba3 import ContextMamba3
-from parallel.experts import ExpertParallel
+from parallel.context.attention import ContextAttention
+from parallel.context.convolution import ContextConv
+from parallel.context.layout import ContextLayout
+from parallel.context.m2rnn import ContextM2RNN, m2rnn_kind
+from parallel.context.mamba3 import ContextMamba3
+from parallel.expert.parallel import ExpertParallel
+from parallel.expert.routing import SpreadRouter
 from parallel.fsdp import shard_model
 from parallel.mesh import World
 from parallel.plans import row_of
-from parallel.routing import SpreadRouter
 from parallel.sparse import ContextSparse
 from parallel.stages import Stage, keep_parts, make_stages
 from parallel.tensor import Cut, cut_model
@@ -50,7 +50,7 @@ def parallelize(
     Args:
         prepare: called with the model when its blocks are cut, before they are sharded.
         balanced: experts are chosen evenly instead of by the router, so that no size depends on a
-            value: for a run without peers or without values (parallel/dry_run.py).
+            value: for a run without peers or without values (parallel/simulate/dry_run.py).
 
     Returns:
         This rank's pipeline stages; none without a pipeline, when the model itself is run.

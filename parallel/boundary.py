@@ -20,21 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacpp.config import Config
+from megacpp.blocks.experts.router import Router
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.mtp.module import MultiTokenPrediction
+from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.errors import NonFiniteError
 from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mtp import MultiTokenPrediction
-from megacpp.model.router import Router
 from megacpp.model.transfer import to_device
 from megacpp.run.profiling import region
 from megacpp.run.verdict import Verdict
 from parallel.build import autocast_dtype, stages_of
-from parallel.context_layout import ContextLayout, share
-from parallel.expert_load import LoadTable
+from parallel.context.layout import ContextLayout, share
+from parallel.expert.load import LoadTable
 from parallel.guard import NonFiniteGuard
 from parallel.loss_scale import LossScale
 from parallel.mesh import World

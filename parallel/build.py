@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.kernels.backend import set_kernels
+from megacpp.launch.kernels import chosen_kernels
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise, whole
-from megacpp.run.kernels import chosen_kernels
 from megacpp.run.precision import compute_dtype, storage_dtype
 from parallel.mesh import World
 

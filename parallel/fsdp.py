@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from megacpp.blocks.experts.module import Experts
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import Slice, whole
-from megacpp.model.moe import Experts
 from parallel.mesh import World
 
 RESHARD_ABOVE_BYTES = 1 << 30

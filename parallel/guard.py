@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacpp.blocks.experts.module import Experts
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.moe import Experts
 from parallel.mesh import World
 
 if TYPE_CHECKING:

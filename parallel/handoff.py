@@ -1,10 +1,10 @@
 """Tensors that a pipeline stage hands to the next: hidden states and chosen keys.
 
 Hidden states are the output of torch's stage, and their gradient comes back. The keys that an
-indexer chose for layers of later stages (megacpp/model/sparse.py) are integers without a gradient.
-Before torch 2.13 a stage demands a gradient of all that it is handed; packed into bf16 hidden
-states they would cost their bytes twice, forward and backward. So they go beside, in the same batch
-of sends, as bytes (not every backend sends int16), and nothing comes back.
+indexer chose for layers of later stages (megacpp/blocks/attention/sparse.py) are integers without a
+gradient. Before torch 2.13 a stage demands a gradient of all that it is handed; packed into bf16
+hidden states they would cost their bytes twice, forward and backward. So they go beside, in the
+same batch of sends, as bytes (not every backend sends int16), and nothing comes back.
 
 Only borders that a shared choice crosses send one (`StagePart.takes`, `hands`). Ranks of `tp` have
 made the same choice; each sends that of the tokens that it holds between blocks.
@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp.config import ModelConfig
+from megacpp.blocks.attention.sparse import note_choice, noted_choice
+from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.sparse import note_choice, noted_choice
 from megacpp.model.stages import choice_bytes, key_bytes
 from parallel.collectives import gather_plain
 from parallel.mesh import World

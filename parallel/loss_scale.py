@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megacpp.config import PrecisionConfig
+from megacpp.config.schema import PrecisionConfig
 
 LEAST, MOST = 2.0**-16, 2.0**32  # beyond these no step's gradients tell anything
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.errors import config_error
 from megacpp.launch.environment import ranks_started
 

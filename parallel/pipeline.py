@@ -29,12 +29,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
 from megacpp.run.precision import compute_dtype
-from parallel.context_layout import ContextLayout, share
+from parallel.context.layout import ContextLayout, share
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
 from parallel.stages import Stage

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.hybrid import HybridLM
 from parallel.notation import Array, Move
 

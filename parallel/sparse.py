@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.kernels.indexer_loss import HeadShard
+from megacpp.blocks.attention.sparse import SparseAttention
+from megacpp.kernels.sparse_attention.indexer_loss import HeadShard
 from megacpp.model.documents import Documents
-from megacpp.model.sparse import SparseAttention
 from parallel.collectives import all_sum_plain
-from parallel.context_attention import of_all_ranks
-from parallel.context_layout import ContextLayout
-from parallel.context_segments import row_of
+from parallel.context.attention import of_all_ranks
+from parallel.context.layout import ContextLayout
+from parallel.context.segments import row_of
 
 
 def spread_heads(mixer: SparseAttention, group: dist.ProcessGroup) -> None:

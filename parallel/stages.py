@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.engram.module import look_ahead
 from megacpp.data.batches import Batch
 from megacpp.model.documents import Documents
-from megacpp.model.engram import look_ahead
 from megacpp.model.hybrid import HybridLM, begin, finish, has_embedding_copy
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart

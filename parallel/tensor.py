@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.blocks.attention.sparse import SparseAttention
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.top.module import TokenOrder
+from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
     merge_statistics,
@@ -31,10 +34,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.norm import RMSNorm
-from megacpp.model.sparse import SparseAttention
-from megacpp.model.top import TokenOrder
 from parallel.collectives import all_sum, gather_plain
 from parallel.notation import Array, Move
 from parallel.plans import doors_of, row_of

@@ -5,15 +5,15 @@
     assert seen.count("reduce_scatter") == 3
     assert seen.bytes("all_gather", torch.bfloat16) == 2 * 1000
 
-It is the log of parallel/collective_log.py without point-to-point calls. `CollectiveLog` also names
-the mesh axis of each call.
+It is the log of parallel/simulate/collective_log.py without point-to-point calls. `CollectiveLog`
+also names the mesh axis of each call.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from parallel.collective_log import POINT_TO_POINT, Collective, CollectiveLog
+from parallel.simulate.collective_log import POINT_TO_POINT, Collective, CollectiveLog
 
 __all__ = ["Collective", "CollectiveCounter"]
 

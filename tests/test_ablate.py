@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench.ablate import ALL, BASE, RECORD, Run, flags_of, lines_of, model_of, table, variants
-from megacpp.arguments import parse_run
-from megacpp.presets import tiny, tiny_full
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import tiny, tiny_full
 
 FIGURES = {"parameters": 6_000_000, "active": 4_000_000, "flops_per_token": 9, "peak_bytes": 1}
 

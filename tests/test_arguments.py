@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import pytest
 
-from megacpp.arguments import (
+from megacpp.cli.main import COMMANDS
+from megacpp.config.arguments import (
     flatten,
     leaf_types,
     parse_args,
@@ -25,13 +26,12 @@ from megacpp.arguments import (
     split_args,
     take_value,
 )
-from megacpp.cli.main import COMMANDS
-from megacpp.config import Config, YarnConfig
+from megacpp.config.checks.every import lookup
+from megacpp.config.help import command_help, run_help
+from megacpp.config.presets import PRESETS, preset, tiny
+from megacpp.config.schema import Config, YarnConfig
+from megacpp.config.settings import Setting, setting, settings_of
 from megacpp.errors import EXIT_CODES, ConfigError, MegacppError
-from megacpp.help import command_help, run_help
-from megacpp.presets import PRESETS, preset, tiny
-from megacpp.rules import lookup
-from megacpp.settings import Setting, setting, settings_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -345,4 +345,4 @@ def test_help_takes_less_than_a_second_and_no_torch(command: str) -> None:
         timeout=60,
     )
     imported = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
-    assert "megacpp.arguments" in imported and not imported & {"torch", "numpy"}
+    assert "megacpp.config.arguments" in imported and not imported & {"torch", "numpy"}

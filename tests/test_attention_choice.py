@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.config import AttentionConfig, Config, KernelsConfig, MeshConfig
+from megacpp.config.presets import nam56r, tiny
+from megacpp.config.schema import AttentionConfig, Config, KernelsConfig, MeshConfig
 from megacpp.errors import ConfigError
-from megacpp.kernel_choice import OPERATIONS, choose
-from megacpp.kernel_host import Host
-from megacpp.presets import nam56r, tiny
+from megacpp.kernels.host import Host
+from megacpp.kernels.selection import OPERATIONS, choose
 
 PACKAGES = {"torch": "2.11.0+cu130", "triton": "3.6.0"}
 H200 = Host("cuda", "bf16", (9, 0), "H200", PACKAGES)

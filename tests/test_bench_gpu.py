@@ -19,11 +19,11 @@ from bench.gpu.recompute import mark
 from bench.gpu.record import COLUMNS, GOALS, Record, as_markdown, reached
 from bench.gpu.shapes import MODELS, hybrid, ready
 from bench.gpu.steps import CapturedSteps, Steps, graph_refusal, in_use, made_up
-from megacpp.config import CheckpointingPolicy, MTPConfig, PrecisionConfig
-from megacpp.kernel_choice import OPERATIONS
+from megacpp.config.checks.every import check
+from megacpp.config.schema import CheckpointingPolicy, MTPConfig, PrecisionConfig
+from megacpp.kernels.selection import OPERATIONS
+from megacpp.launch.kernels import host_of
 from megacpp.model.flops import train_flops_per_token
-from megacpp.rules import check
-from megacpp.run.kernels import host_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -21,7 +21,7 @@ from bench.precision import (
     seed_bound,
     table,
 )
-from megacpp.arguments import parse_run
+from megacpp.config.arguments import parse_run
 
 
 def run_of(variant: str, seed: int, held_out: float, losses: list[float]) -> dict[str, Any]:

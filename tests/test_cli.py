@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megacpp.cli.main import COMMANDS, main
-from megacpp.config import Config
-from megacpp.rules import RULES
-from megacpp.settings import settings_of
+from megacpp.config.checks.every import RULES
+from megacpp.config.schema import Config
+from megacpp.config.settings import settings_of
 from megacpp.versions import TESTED_PYTHON, TESTED_TORCH
 
 ROOT = Path(__file__).parents[1]
@@ -72,8 +72,8 @@ def test_presets_count_parameters(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_counting_the_largest_preset_takes_seconds_not_memory() -> None:
     began = time.process_time()
+    from megacpp.config.presets import nam56r_base
     from megacpp.model.count import count_parameters
-    from megacpp.presets import nam56r_base
 
     assert count_parameters(nam56r_base().model).total > 4e9
     assert time.process_time() - began < 5

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.arguments import leaf_types
 from megacpp.cli.completion import SCRIPTS, candidates
 from megacpp.cli.main import COMMANDS, main
-from megacpp.config import Config
-from megacpp.presets import PRESETS
+from megacpp.config.arguments import leaf_types
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.kernel_choice import OPERATIONS
-from megacpp.kernels.mamba3_library import siso_tuners
+from megacpp.kernels.mamba3.library import siso_tuners
+from megacpp.kernels.selection import OPERATIONS
 from tests.golden import narrow
 from tests.golden.narrow import Case, cases
 

@@ -26,24 +26,24 @@ OPTIONAL = {
     "pyarrow", "zstandard", "matplotlib", "tensorboard", "wandb",
 }  # fmt: skip
 NO_TORCH = (
-    "config.py",
-    "settings.py",
-    "model_config.py",
-    "kernel_choice.py",
-    "kernel_host.py",
-    "kernel_refusals.py",
-    "kernel_refusals_mamba3.py",
-    "kernel_refusals_attention.py",
-    "kernel_refusals_m2rnn.py",
+    "config/schema.py",
+    "config/settings.py",
+    "config/model.py",
+    "kernels/selection.py",
+    "kernels/host.py",
+    "kernels/support.py",
+    "kernels/mamba3/support.py",
+    "kernels/attention/support.py",
+    "kernels/m2rnn/support.py",
     "errors.py",
     "versions.py",
-    "presets.py",
-    "rules.py",
-    "model_rules.py",
-    "mesh_rules.py",
-    "recompute_flags.py",
-    "recompute_rules.py",
-    "fp8_rules.py",
+    "config/presets.py",
+    "config/checks/every.py",
+    "config/checks/model.py",
+    "config/checks/mesh.py",
+    "config/recompute_flags.py",
+    "config/checks/recompute.py",
+    "config/checks/fp8.py",
     "model/sizes.py",
     "model/stages.py",
     "model/pieces.py",
@@ -110,7 +110,7 @@ NO_TORCH = (
     "cli/train.py",
     "cli/memory_diff.py",
     "cli/report.py",
-    "arguments.py",
+    "config/arguments.py",
     "launch/environment.py",
     "model/primes.py",
     "cli/main.py",
@@ -124,18 +124,18 @@ NO_TORCH = (
     "memory/forms/working_engram.py",
     "memory/forms/working_mtp.py",
     "memory/forms/working_sparse.py",
-    "moe_rules.py",
-    "mtp_rules.py",
-    "sparse_rules.py",
-    "engram_rules.py",
-    "run/features.py",
+    "blocks/experts/checks.py",
+    "blocks/mtp/checks.py",
+    "blocks/attention/sparse_checks.py",
+    "blocks/engram/checks.py",
+    "launch/features.py",
     "model/pattern.py",
     "model/flops.py",
-    "model/choices.py",
-    "model/mtp_plan.py",
-    "model/engram_sizes.py",
+    "blocks/attention/choices.py",
+    "blocks/mtp/plan.py",
+    "blocks/engram/sizes.py",
     "model/primes.py",
-    "model/stream_groups.py",
+    "blocks/hyper_connections/groups.py",
 )
 
 
@@ -162,12 +162,14 @@ def test_imports_point_inward(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "megacpp/model").glob("*.py")), ids=lambda p: p.name
+    "path",
+    [p for room in ("model", "blocks") for p in sorted((ROOT / "megacpp" / room).rglob("*.py"))],
+    ids=lambda p: str(p.relative_to(ROOT / "megacpp")),
 )
 def test_the_model_knows_nothing_of_ranks(path: Path) -> None:
     names = imported(ast.parse(path.read_text()))
     assert not [n for n in names if n.startswith("torch.distributed")]
-    inner = ("config", "errors", "model", "kernels")
+    inner = ("config", "errors", "model", "blocks", "kernels")
     assert not [n for n in names if n.startswith("megacpp.") and n.split(".")[1] not in inner]
 
 
@@ -176,7 +178,7 @@ def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
     top = ast.Module([n for n in ast.parse(path.read_text()).body], [])
     top.body = [n for n in top.body if isinstance(n, ast.Import | ast.ImportFrom)]
     # A backend's file is named after its package, and itself imported inside functions only.
-    own = {path.stem.rsplit("_", 1)[-1]} if path.parent.name == "kernels" else set()
+    own = {path.stem.partition("_")[0]} if "kernels" in path.parts else set()
     assert not {name.split(".")[0] for name in imported(top)} & (OPTIONAL - own)
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.blocks.m2rnn import module as m2rnn
+from megacpp.config.presets import tiny
 from megacpp.errors import ConfigError
-from megacpp.kernel_choice import OPERATIONS, Backend, Choice, Operation
-from megacpp.kernel_refusals import always
-from megacpp.model import m2rnn
-from megacpp.presets import tiny
+from megacpp.kernels.selection import OPERATIONS, Backend, Choice, Operation
+from megacpp.kernels.support import always
 from megacpp.run import kernel_check
 from megacpp.run.kernel_check import (
     Agreement,

@@ -6,15 +6,15 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from megacpp.config import Config, KernelsConfig, MeshConfig, PrecisionConfig, TrainConfig
+from megacpp.config.presets import tiny
+from megacpp.config.schema import Config, KernelsConfig, MeshConfig, PrecisionConfig, TrainConfig
 from megacpp.errors import ConfigError
-from megacpp.kernel_choice import OPERATIONS, Backend, Operation, choose, kernel_rules
-from megacpp.kernel_host import Host
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
+from megacpp.kernels.host import Host
+from megacpp.kernels.selection import OPERATIONS, Backend, Operation, choose, kernel_rules
+from megacpp.launch.kernels import choices, chosen_kernels, kernel_lines, kernel_record
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.presets import tiny
-from megacpp.run.kernels import choices, chosen_kernels, kernel_lines, kernel_record
 from parallel.build import build_model
 from parallel.mesh import World
 

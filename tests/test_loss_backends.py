@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megacpp.config import Config, KernelsConfig, MeshConfig, TrainConfig
+from megacpp.config.presets import tiny
+from megacpp.config.schema import Config, KernelsConfig, MeshConfig, TrainConfig
 from megacpp.errors import ConfigError
-from megacpp.kernel_choice import choose, kernel_rules, plain_loss
-from megacpp.kernel_host import Host
-from megacpp.kernel_refusals import version
-from megacpp.presets import tiny
-from megacpp.run import kernels
-from megacpp.run.kernels import choices, chosen_kernels, kernel_lines
+from megacpp.kernels.host import Host
+from megacpp.kernels.selection import choose, kernel_rules, plain_loss
+from megacpp.kernels.support import version
+from megacpp.launch import kernels
+from megacpp.launch.kernels import choices, chosen_kernels, kernel_lines
 
 WITH_TRITON = {"torch": "2.13.0", "triton": "3.7.1"}
 CPU = Host("cpu", "fp32", name="cpu", packages=WITH_TRITON)

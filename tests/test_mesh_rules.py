@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
-from megacpp.config import AttentionConfig, Config, EngramConfig, MeshConfig, NgramConfig
-from megacpp.mesh_rules import mesh_rules, resolve_mesh, tensor_dims
-from megacpp.presets import PRESETS, preset
-from megacpp.rules import broken
+from megacpp.config.checks.every import broken
+from megacpp.config.checks.mesh import mesh_rules, resolve_mesh, tensor_dims
+from megacpp.config.presets import PRESETS, preset
+from megacpp.config.schema import AttentionConfig, Config, EngramConfig, MeshConfig, NgramConfig
 
 # preset, world, mesh, other settings -> what the line says
 CASES = [

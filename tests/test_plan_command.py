@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megacpp.arguments import flatten, parse_run
 from megacpp.cli.main import main
 from megacpp.cli.plan import bar, memory_bytes, mesh_words
-from megacpp.config import MeshConfig
+from megacpp.config.arguments import flatten, parse_run
+from megacpp.config.schema import MeshConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.planner import REASONS, Score
 

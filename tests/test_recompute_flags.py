@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.arguments import parse_run
-from megacpp.config import CheckpointingPolicy
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import dense_110m, tiny
+from megacpp.config.recompute_flags import OLDER
+from megacpp.config.schema import CheckpointingPolicy
 from megacpp.errors import ConfigError
-from megacpp.presets import dense_110m, tiny
-from megacpp.recompute_flags import OLDER
 
 KEEP = CheckpointingPolicy()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.run.record import versions
+from megacpp.launch.record import versions
 from tests.launch import ROOT, Done, forked, started
 
 SMALL = (

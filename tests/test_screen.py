@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megacpp import progress
 from megacpp.cli.main import COMMANDS, main
-from megacpp.config import Config, RunConfig
+from megacpp.config.help import run_help
+from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
-from megacpp.help import run_help
+from megacpp.launch.record import print_header
 from megacpp.run.metrics import MetricsLog, StepRecord
-from megacpp.run.record import print_header
-from megacpp.screen import check_folder, check_writable, columns, labelled, table, wrapped
+from megacpp.terminal import progress
+from megacpp.terminal.screen import check_folder, check_writable, columns, labelled, table, wrapped
 
 ROOT = Path(__file__).parents[1]
 MODEL = "tiny --model.pattern AEMR --model.depth 5 --data.seq-len 32".split()

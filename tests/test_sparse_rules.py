@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megacpp.arguments import parse_run
+from megacpp.blocks.attention.sparse_checks import sparse_lines
+from megacpp.config.arguments import parse_run
 from megacpp.errors import ConfigError
-from megacpp.sparse_rules import sparse_lines
 
 SPARSE = "tiny --model.attention.sparse.layers all"
 PREFIX = "--model.attention.sparse."
@@ -75,7 +75,7 @@ def test_one_line(arguments: str, key: str, words: str, size: int) -> None:
 
 def test_transformer_engine_would_choose_again() -> None:
     """Beside other rules of FP8, which come first where the library isn't installed."""
-    from megacpp.rules import broken
+    from megacpp.config.checks.every import broken
 
     arguments = f"{SPARSE} --recompute.ablock full".split()
     config = parse_run(arguments, 1).config

@@ -24,13 +24,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megacpp.arguments import leaf_types, parse_or_exit, parse_run, read_run, replace_keys
 from megacpp.cli.main import main
-from megacpp.config import Config
+from megacpp.config.arguments import leaf_types, parse_or_exit, parse_run, read_run, replace_keys
+from megacpp.config.checks.every import broken
+from megacpp.config.presets import tiny
+from megacpp.config.schema import Config
+from megacpp.config.settings import settings_of
 from megacpp.errors import ConfigError, MegacppError
-from megacpp.presets import tiny
-from megacpp.rules import broken
-from megacpp.settings import settings_of
 
 ROOT = Path(__file__).parents[1]
 

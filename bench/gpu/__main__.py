@@ -22,9 +22,9 @@ from bench.gpu.models import models
 from bench.gpu.profile import profile
 from bench.gpu.recompute import recompute
 from bench.gpu.record import Record, as_markdown, read, show
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
-from megacpp.run.gate import set_allocator
+from megacpp.launch.gate import set_allocator
 from parallel.mesh import pick_device
 
 STORED = Path(__file__).parents[2] / "docs/gpu.json"

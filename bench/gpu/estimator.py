@@ -11,8 +11,8 @@ from bench.gpu.clock import fresh
 from bench.gpu.record import Record, Row
 from bench.gpu.shapes import ready
 from bench.gpu.steps import Steps, beside_estimate
-from megacpp.config import CheckpointingPolicy, Config
-from megacpp.presets import PER_BLOCK, preset
+from megacpp.config.presets import PER_BLOCK, preset
+from megacpp.config.schema import CheckpointingPolicy, Config
 
 # preset, rows, tokens, what is kept, optimizer
 GRID = (

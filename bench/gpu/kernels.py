@@ -1,6 +1,6 @@
 """Every backend of every hot operation, in the block that does it, beside the reference.
 
-What can run is what megacpp/kernel_choice.py doesn't refuse on this device. Errors are those of
+What can run is what megacpp/kernels/selection.py doesn't refuse on this device. Errors are those of
 megacpp/run/kernel_check.py, which a run on a GPU asks for before its first step. Seconds are of the
 whole block (for `cross_entropy` of the head), forward and backward, in the compute dtype of a run;
 definitions are timed on short rows.
@@ -20,15 +20,15 @@ from bench.gpu.clock import fresh, median_s
 from bench.gpu.record import Record, Row
 from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import packed_documents
-from megacpp.config import Config
-from megacpp.kernel_choice import OPERATIONS, Backend
+from megacpp.config.schema import Config
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.kernels.selection import OPERATIONS, Backend
+from megacpp.launch.kernels import host_of
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
 from megacpp.run.kernel_check import agreement
-from megacpp.run.kernels import host_of
 from megacpp.run.precision import compute_dtype
 
 LETTERS = {"attention": "A", "mamba3": "M", "m2rnn": "R", "experts": "E"}

@@ -18,7 +18,7 @@ from bench.gpu.steps import (
     deepest,
     graph_refusal,
 )
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.model.flops import train_flops_per_token
 from megacpp.run.metrics import device_peak_flops

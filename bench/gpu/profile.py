@@ -14,7 +14,7 @@ from bench.gpu.models import config_of
 from bench.gpu.record import Record, Row
 from bench.gpu.shapes import MODELS
 from bench.gpu.steps import Steps
-from megacpp.config import Config
+from megacpp.config.schema import Config
 
 TOP = 10
 LONGEST = 100  # of a name

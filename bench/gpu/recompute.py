@@ -13,7 +13,7 @@ from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import GIB
 from bench.recompute import fits, memory
 from bench.step import Trainer
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from parallel.mesh import World
 
 NAME = "hybrid, 13 layers"

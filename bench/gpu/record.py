@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megacpp.kernel_host import installed
+from megacpp.kernels.host import installed
+from megacpp.launch.record import device_name, driver_version, git_commit, write_json
 from megacpp.run.metrics import duration
-from megacpp.run.record import device_name, driver_version, git_commit, write_json
 
 Row = dict[str, Any]
 # Columns of each section: key of a row, heading, format.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megacpp.config import (
+from megacpp.config.checks.every import check, resolve
+from megacpp.config.presets import PER_BLOCK, nam56r_base, tiny
+from megacpp.config.schema import (
     AttentionConfig,
     CheckpointingPolicy,
     Config,
@@ -15,8 +17,6 @@ from megacpp.config import (
     MoEConfig,
     TrainConfig,
 )
-from megacpp.presets import PER_BLOCK, nam56r_base, tiny
-from megacpp.rules import check, resolve
 
 
 def _dense(name: str, dim: int, depth: int, heads: int, hidden: int, rows: int) -> Config:

@@ -13,13 +13,13 @@ import torch
 
 from bench.gpu.clock import settle
 from checkpointing.apply import Keeper
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
-from megacpp.kernels.grouped_mm import grouped_backend
+from megacpp.kernels.experts.grouped_mm import grouped_backend
+from megacpp.launch.gate import Assessor
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import block_letters
-from megacpp.run.gate import Assessor
 from megacpp.run.precision import compute_dtype
 from optim.build import build_optimizer
 from optim.clip import clip_gradients

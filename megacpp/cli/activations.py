@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megacpp.arguments import flatten, parse_run
 from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
-from megacpp.config import CheckpointingPolicy, Config
+from megacpp.config.arguments import flatten, parse_run
+from megacpp.config.checks.every import check
+from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.rules import check
-from megacpp.screen import table, wrapped
-from megacpp.settings import setting
+from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
-    from checkpointing.activations import Activations, Kept, Part
+    from checkpointing.tracing.activations import Activations, Kept, Part
 
 NOTHING = CheckpointingPolicy(rblock="none", mtp=False, mhc_group_size=-1)
 POLICIES = {
@@ -132,7 +132,7 @@ def _configured(name: str, arguments: list[str], size: int) -> Config:
 
 
 def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
-    from checkpointing.activations import one_of_each
+    from checkpointing.tracing.activations import one_of_each
     from megacpp.cli.follow import following
     from megacpp.cli.measure import coordinates, measure, microbatches_in_flight
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacpp.cli import main
-from megacpp.config import Config
-from megacpp.help import SHORT, headline
-from megacpp.presets import PRESETS
-from megacpp.settings import Setting, setting, settings_of
+from megacpp.config.help import SHORT, headline
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import Config
+from megacpp.config.settings import Setting, setting, settings_of
 
 Word = tuple[str, str]  # and its sentence
 

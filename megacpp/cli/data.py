@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megacpp.config.settings import setting
 from megacpp.data.held_out import compressor_lines, shortfall
 from megacpp.data.prepare import Prepared, ensure_corpus
 from megacpp.data.spec import CorpusSpec
-from megacpp.settings import setting
 
 
 @dataclass(frozen=True)

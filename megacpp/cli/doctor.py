@@ -12,9 +12,9 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 
-from megacpp.kernel_host import installed
-from megacpp.screen import labelled
-from megacpp.settings import setting
+from megacpp.config.settings import setting
+from megacpp.kernels.host import installed
+from megacpp.terminal.screen import labelled
 from megacpp.versions import PYTHON, TESTED_PYTHON, TRITON, minor, remark
 
 
@@ -86,7 +86,7 @@ def doctor(args: DoctorArgs) -> int:
 
 
 def _versions() -> list[Finding]:
-    from megacpp.run.record import versions
+    from megacpp.launch.record import versions
 
     oldest, newest = PYTHON
     python_ok = oldest <= sys.version_info[:2] <= newest
@@ -142,7 +142,7 @@ def _runtime() -> Finding:
     """Driver, and the CUDA that torch was built with."""
     import torch
 
-    from megacpp.run.record import driver_version
+    from megacpp.launch.record import driver_version
 
     driver = driver_version() or "unknown (no nvidia-smi)"
     return Finding("cuda runtime", True, f"built with CUDA {torch.version.cuda}, driver {driver}")
@@ -199,10 +199,10 @@ def _fp8() -> Finding:
 
 def _kernels() -> list[Finding]:
     """Of every operation what `auto` takes for the default preset on this machine, and why."""
-    from megacpp.kernel_choice import OPERATIONS, choose
-    from megacpp.kernels.mamba3_library import siso_tuners
-    from megacpp.presets import tiny
-    from megacpp.run.kernels import host_of
+    from megacpp.config.presets import tiny
+    from megacpp.kernels.mamba3.library import siso_tuners
+    from megacpp.kernels.selection import OPERATIONS, choose
+    from megacpp.launch.kernels import host_of
     from parallel.mesh import pick_device
 
     host = host_of(tiny(), pick_device("auto"))

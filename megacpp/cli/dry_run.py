@@ -6,17 +6,17 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import parse_run
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.checks.every import tokens_formula
+from megacpp.config.checks.fp8 import fp8_line
+from megacpp.config.schema import Config
+from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.fp8_rules import fp8_line
 from megacpp.launch.environment import MOST_RANKS
-from megacpp.rules import tokens_formula
-from megacpp.screen import table, wrapped
-from megacpp.settings import setting
+from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
-    from parallel.dry_run import Bytes, DryRun, Rooms
+    from parallel.simulate.dry_run import Bytes, DryRun, Rooms
 
 CLASSES = ("dense", "experts", "replicated")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -57,7 +57,7 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
             "use optim.adamw_state=fp32: the host would hold what is then shown as adamw state",
         )
     from megacpp.cli.follow import following
-    from parallel import dry_run as step
+    from parallel.simulate import dry_run as step
 
     layers = config.model.depth // config.mesh.pp
     with following("dry-run", layers * sum(step.few_microbatches(config))):
@@ -74,7 +74,7 @@ def rooms() -> Rooms:
     from checkpointing.apply import Keeper
     from optim.build import build_optimizer
     from optim.clip import clip_gradients
-    from parallel.dry_run import Rooms
+    from parallel.simulate.dry_run import Rooms
 
     return Rooms(
         optimizers=lambda model, config, groups: build_optimizer(model, config, groups),

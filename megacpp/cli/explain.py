@@ -6,15 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
-from megacpp.config import Config
-from megacpp.screen import table, wrapped
-from megacpp.settings import setting
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
+from megacpp.config.settings import setting
+from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
-    from parallel.drawing import Drawn
-    from parallel.explain import Explanation
+    from parallel.simulate.drawing import Drawn
+    from parallel.simulate.explain import Explanation
 
 KINDS = {
     "A": "attention",
@@ -49,7 +49,7 @@ def explain(args: ExplainArgs, words: list[str]) -> int:
     """
     size, rank = args.place
     config = parse_run(words, size).config
-    from parallel.explain import explain as look
+    from parallel.simulate.explain import explain as look
 
     found = look(config, size, rank)
     if args.json:

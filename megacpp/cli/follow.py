@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.modules.module import register_module_forward_hook
 
 from megacpp.model.block import Block
-from megacpp.progress import progress_bars
+from megacpp.terminal.progress import progress_bars
 
 
 @contextlib.contextmanager

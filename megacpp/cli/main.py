@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import megacpp
-from megacpp.arguments import parse_args, split_args
+from megacpp.config.arguments import parse_args, split_args
+from megacpp.config.help import command_help, exit_code_lines
+from megacpp.config.settings import Setting, settings_of
+from megacpp.config.values import utf8_words
 from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean, path_error
-from megacpp.help import command_help, exit_code_lines
 from megacpp.launch.home import put_first
-from megacpp.screen import INTERRUPTED, NOBODY_READS, labelled, nobody_reads, show_any_text, wrapped
-from megacpp.settings import Setting, settings_of
-from megacpp.values import utf8_words
+from megacpp.terminal.screen import (
+    INTERRUPTED,
+    NOBODY_READS,
+    labelled,
+    nobody_reads,
+    show_any_text,
+    wrapped,
+)
 
 
 @dataclass(frozen=True)

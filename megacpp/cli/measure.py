@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from checkpointing.activations import (
+from checkpointing.apply import Keeper
+from checkpointing.tracing.activations import (
     Activations,
     Kept,
     Part,
@@ -17,17 +18,17 @@ from checkpointing.activations import (
     one_of_each,
     standing_for,
 )
-from checkpointing.apply import Keeper
-from checkpointing.host_ledger import HostLedger
-from checkpointing.meter import Meter, local_part, part_of
-from megacpp.config import Config, MeshConfig
+from checkpointing.tracing.host_ledger import HostLedger
+from checkpointing.tracing.meter import Meter, local_part, part_of
+from megacpp.blocks.hyper_connections.groups import places_in_groups, stream_groups
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import SPLIT_BACKWARD, StagePart, stage_parts
-from megacpp.model.stream_groups import places_in_groups, stream_groups
 from megacpp.run.precision import compute_dtype
-from parallel.fake import (
+from parallel.mesh import DENSE, World
+from parallel.simulate.fake import (
     FakeBoundary,
     as_trained,
     fake_batch,
@@ -35,7 +36,6 @@ from parallel.fake import (
     fake_world,
     planned_model,
 )
-from parallel.mesh import DENSE, World
 
 Reshard = Literal["auto", "always", "never"]
 
@@ -43,8 +43,9 @@ Reshard = Literal["auto", "always", "never"]
 def measure(config: Config, size: int, rank: int, full: bool = False) -> Activations:
     """What one microbatch keeps on rank `rank` of `size`.
 
-    The builder's model is run forward and backward under fake tensors (parallel/fake.py), with one
-    layer of each kind and the last one; of a pipeline, the layers of this rank's stages count.
+    The builder's model is run forward and backward under fake tensors (parallel/simulate/fake.py),
+    with one layer of each kind and the last one; of a pipeline, the layers of this rank's stages
+    count.
 
     Args:
         config: resolved for `size` ranks.

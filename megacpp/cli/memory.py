@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
+from megacpp.config.settings import setting
 from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.stream import Stream
-from megacpp.screen import check_writable, table, wrapped
-from megacpp.settings import setting
+from megacpp.terminal.screen import check_writable, table, wrapped
 
 if TYPE_CHECKING:
     from megacpp.memory.stream import Block
@@ -123,7 +123,7 @@ def trace(args: TraceArgs, words: list[str]) -> int:
 
 def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, Any]:
     """For machines; all numbers are bytes, or ranks."""
-    from parallel.gpu_stand_ins import traced_kernels
+    from parallel.simulate.gpu_stand_ins import traced_kernels
 
     return {
         "preset": config.preset,
@@ -167,7 +167,7 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
 
 def _kernels(config: Config) -> str:
     """Backends of operations: those counted, and of others what a launch takes instead."""
-    from parallel.gpu_stand_ins import traced_kernels
+    from parallel.simulate.gpu_stand_ins import traced_kernels
 
     found = []
     for operation, backend in asdict(traced_kernels(config)).items():

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacpp.config.settings import setting
 from megacpp.memory.budget import words
 from megacpp.memory.snapshot import STEADY, Difference, compare, read_snapshot
-from megacpp.screen import labelled, wrapped
-from megacpp.settings import setting
+from megacpp.terminal.screen import labelled, wrapped
 
 
 @dataclass(frozen=True)

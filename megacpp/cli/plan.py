@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from megacpp.arguments import flatten, read_run
 from megacpp.cli.dry_run import readable
-from megacpp.config import Config, MeshConfig
+from megacpp.config.arguments import flatten, read_run
+from megacpp.config.checks.every import check
+from megacpp.config.checks.fp8 import fp8_line
+from megacpp.config.schema import Config, MeshConfig
+from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
-from megacpp.fp8_rules import fp8_line
 from megacpp.launch.command import node_lines, quoted, torchrun_words
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
-from megacpp.progress import counted
-from megacpp.rules import check
-from megacpp.screen import columns, labelled, wrapped
-from megacpp.settings import setting
+from megacpp.terminal.progress import counted
+from megacpp.terminal.screen import columns, labelled, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacpp.config.settings import setting
 from megacpp.report.compare import comparison, differences
 from megacpp.report.data import gather
 from megacpp.report.page import page
-from megacpp.screen import check_writable
-from megacpp.settings import setting
+from megacpp.terminal.screen import check_writable
 
 
 @dataclass(frozen=True)

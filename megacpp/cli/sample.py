@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megacpp.config import Config
+from megacpp.config.checks.every import check
+from megacpp.config.schema import Config
+from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.report.files import damaged, read_object
-from megacpp.rules import check
-from megacpp.settings import setting
 
 if TYPE_CHECKING:
     from megacpp.data.tokenizer import CorpusTokenizer

@@ -6,13 +6,13 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from megacpp.arguments import Resolved, flatten, parse_run
-from megacpp.help import headline
+from megacpp.config.arguments import Resolved, flatten, parse_run
+from megacpp.config.help import headline
+from megacpp.config.presets import PRESETS
+from megacpp.config.settings import setting
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
-from megacpp.presets import PRESETS
-from megacpp.screen import columns, labelled, wrapped
-from megacpp.settings import setting
+from megacpp.terminal.screen import columns, labelled, wrapped
 
 WIDE = 110  # columns from which presets say how long they take and what comes out
 

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import Keeper
-from checkpointing.meter import local_part
-from checkpointing.recorder import Recorder
+from checkpointing.tracing.meter import local_part
+from checkpointing.tracing.recorder import Recorder
 from megacpp.cli.measure import short
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.kernels.backend import set_kernels
 from megacpp.memory.compose import Whole, compose, shallow
@@ -28,7 +28,8 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
 from parallel.boundary import AccumulationBoundary
-from parallel.fake import (
+from parallel.mesh import World
+from parallel.simulate.fake import (
     FakeBoundary,
     as_trained,
     fake_batch,
@@ -36,8 +37,7 @@ from parallel.fake import (
     fake_world,
     planned_model,
 )
-from parallel.gpu_stand_ins import on_gpu, traced_kernels
-from parallel.mesh import World
+from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
 
 MICROBATCHES = 2  # the first leaves its gradients, the last reduces them: others are as the first
 

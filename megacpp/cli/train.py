@@ -6,11 +6,11 @@ import os
 import sys
 from dataclasses import dataclass
 
-from megacpp.arguments import parse_run
+from megacpp.config.arguments import parse_run
+from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.launch.home import HOME
-from megacpp.settings import setting
 
 MOST_NODES = 1024  # each number of them is checked before an elastic launch
 

@@ -6,16 +6,16 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megacpp.arguments import Resolved, parse_run, read_run
 from megacpp.cli.show import setting_lines
-from megacpp.config import Config
+from megacpp.config.arguments import Resolved, parse_run, read_run
+from megacpp.config.checks.every import RULES, broken
+from megacpp.config.schema import Config
+from megacpp.config.settings import setting, settings_of
 from megacpp.errors import MegacppError
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
 from megacpp.memory.fixes import refusal
-from megacpp.rules import RULES, broken
-from megacpp.screen import wrapped
-from megacpp.settings import setting, settings_of
+from megacpp.terminal.screen import wrapped
 
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 

@@ -41,7 +41,7 @@ from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.data.words import text_kind
 from megacpp.errors import ConfigError, DataError, config_error
-from megacpp.progress import Advance, Stage, progress_bars
+from megacpp.terminal.progress import Advance, Stage, progress_bars
 
 BATCH_BYTES = 1 << 20
 

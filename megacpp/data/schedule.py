@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from megacpp.config import Config
-from megacpp.mesh_rules import batch_ranks
+from megacpp.config.checks.mesh import batch_ranks
+from megacpp.config.schema import Config
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megacpp.config.settings import setting, settings_of
 from megacpp.data.sources import TORCH_HEADERS
 from megacpp.data.tokenizer import MAX_VOCAB, MIN_VOCAB, SPECIALS
 from megacpp.errors import config_error
-from megacpp.settings import setting, settings_of
 
 VOCAB_SIZE = 4096  # of a tokenizer that is learned
 

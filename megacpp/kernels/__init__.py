@@ -1,1 +1,5 @@
-"""One file per hot operation: the plain torch reference, the fast form, the rule that picks."""
+"""Hot operations, one folder or file each: the reference, fast torch, Triton, libraries, support.
+
+May import: torch, megacpp/config; optional packages inside functions.
+Start reading: selection.py, then attention/reference.py.
+"""

@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Kernels:
-    """Name of the backend of each operation (megacpp/kernel_choice.py)."""
+    """Name of the backend of each operation (megacpp/kernels/selection.py)."""
 
     attention: str = "torch"
     mamba3: str = "torch"

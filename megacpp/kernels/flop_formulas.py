@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from megacpp.kernels import grouped_mm, m2rnn_triton  # noqa: F401 - define the operators
-
 
 @register_flop_formula(torch.ops.megacpp.expert_products)
 def _expert_products(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: Any) -> int:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
     accumulate,
@@ -147,7 +147,7 @@ class ListFunction(Protocol):
 def list_function(backend: str) -> ListFunction:
     """What goes over a chunk of logits, by the name of the backend of `cross_entropy`."""
     if backend == "triton":
-        from megacpp.kernels.linear_cross_entropy_triton import list_chunk
+        from megacpp.kernels.linear_cross_entropy.triton import list_chunk
 
         return list_chunk
     assert backend in ("torch", "reference"), backend

@@ -1,4 +1,5 @@
-"""The start of a run: ranks that agree before they compute, and the launcher of `megacpp train`.
+"""The start of a run: launcher, memory gate, auto-fit, trial steps, header, launch record.
 
-Imports megacpp alone. Start reading at peers.py (train.py) or agent.py (`megacpp train`).
+May import: megacpp/ below cli/.
+Start reading: start.py, then gate.py.
 """

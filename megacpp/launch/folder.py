@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
 from megacpp.launch.peers import Peers
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megacpp.config import Config
-from megacpp.kernel_choice import planned_kernels
+from megacpp.config.schema import Config
+from megacpp.kernels.selection import planned_kernels
 from megacpp.memory.estimate import MemoryEstimate, estimate
 
 Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
@@ -35,7 +35,7 @@ def as_run(config: Config, device: str, narrow: bool) -> Config:
     """`auto` settled as a run on that device settles it.
 
     Kernels are those of a host that nobody has looked at; who has looked names them before
-    (`as_chosen`, megacpp/run/kernels.py).
+    (`as_chosen`, megacpp/launch/kernels.py).
 
     Args:
         device: `cpu` or `cuda`.

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.memory.budget import words
 
 TRUST = 0.05  # an estimate this close, relatively, is taken at its word

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from megacpp.config import Config, ModelConfig
+from megacpp.blocks.hyper_connections.groups import stream_groups
+from megacpp.config.schema import Config, ModelConfig
 from megacpp.memory.stream import Block, Stream
 from megacpp.model.pattern import ENTRANCE, EXIT, entrance, exit_parts, layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
-from megacpp.model.stream_groups import stream_groups
 
 Phase = Literal["forward", "backward"]
 Event = tuple[int, int]  # block of the traced stream, +1 or -1

@@ -6,7 +6,7 @@ their place once a run has been recorded. On a CPU all of it is 0.
 
 from __future__ import annotations
 
-from megacpp.config import Config, MeshConfig
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.memory.allocator import allocator_overhead
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megacpp.config import (
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     DataConfig,
@@ -205,8 +205,8 @@ def estimate_memory(
     Raises:
         ConfigError: degrees that don't make the world, or a setting that the trainer would refuse.
     """
-    from megacpp.presets import PER_BLOCK
-    from megacpp.rules import check, resolve
+    from megacpp.config.checks.every import check, resolve
+    from megacpp.config.presets import PER_BLOCK
 
     policy = grad_checkpoint
     if isinstance(policy, bool):

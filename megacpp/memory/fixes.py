@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp.arguments import flatten, replace_keys
-from megacpp.config import Config
+from megacpp.config.arguments import flatten, replace_keys
+from megacpp.config.checks.every import broken, resolve
+from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, config_error
 from megacpp.memory.budget import words
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.pattern import block_letters
-from megacpp.rules import broken, resolve
 
 Keys = dict[str, Any]
 Price = Callable[[Config], MemoryEstimate]

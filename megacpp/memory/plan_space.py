@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig
+from megacpp.config.checks.mesh import first_broken
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.data.schedule import BatchSchedule
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
-from megacpp.mesh_rules import first_broken
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.primes import divisors
 from megacpp.model.stages import pipeline_rules

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megacpp.config import Config, MeshConfig
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.plan_space import (

@@ -8,13 +8,13 @@ here. (Activation memory.)
 
 from __future__ import annotations
 
-from megacpp.config import Config, ModelConfig
-from megacpp.model.engram_sizes import memory_width
+from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.hyper_connections.groups import places_in_groups
+from megacpp.config.schema import Config, ModelConfig
 from megacpp.model.flops import ahead_flops, block_flops, connection_flops
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.sizes import m2rnn_heads
-from megacpp.model.stream_groups import places_in_groups
 
 
 def replayed_flops_per_token(config: Config) -> float:

@@ -13,19 +13,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megacpp.config import Config
-from megacpp.fp8_rules import fp8_weights
+from megacpp.blocks.attention.choices import columns
+from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.hyper_connections.groups import stream_groups
+from megacpp.config.checks.fp8 import fp8_weights
+from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
 from megacpp.memory.forms.weights import COPY, Weight, weights
-from megacpp.model.choices import columns
-from megacpp.model.engram_sizes import memory_width
 from megacpp.model.pieces import BLOCK, pieces_of
 from megacpp.model.sizes import m2rnn_heads, ngram_width
 from megacpp.model.stages import SPLIT_BACKWARD, choice_bytes, stage_parts
-from megacpp.model.stream_groups import stream_groups
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
 Sent = tuple[str, str, int]  # axis, what, bytes

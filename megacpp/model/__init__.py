@@ -1,1 +1,5 @@
-"""The model: pattern, blocks, heads and initialisation; single-device code, no rank in sight."""
+"""The hybrid model on one device: pattern, blocks in a row, documents, head, losses.
+
+May import: torch, megacpp/config, megacpp/blocks, megacpp/kernels; nothing of ranks.
+Start reading: hybrid.py, then block.py.
+"""

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import ModelConfig
-from megacpp.model.attention import GroupedQueryAttention
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.attention.sparse import SparseGroupedQueryAttention, SparseLatentAttention
+from megacpp.blocks.dense.module import MLP
+from megacpp.blocks.engram.module import Engram
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.blocks.hyper_connections.module import HyperConnection
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.engram import Engram
-from megacpp.model.hyper_connections import HyperConnection
 from megacpp.model.init import Rule
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mamba3 import Mamba3
-from megacpp.model.mla import MultiHeadLatentAttention
-from megacpp.model.mlp import MLP
-from megacpp.model.moe import MixtureOfExperts
 from megacpp.model.norm import RMSNorm
 from megacpp.model.seam import PLAIN, Seam
-from megacpp.model.sparse import SparseGroupedQueryAttention, SparseLatentAttention
 
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention | Mamba3 | M2RNN | MixtureOfExperts | MLP
 
@@ -48,7 +48,7 @@ class Block(nn.Module):
     """Pre-norm residual block, `[B, T, D]` to `[B, T, D]`.
 
     With hyper-connections streams `[B, T, n, D]` go in and come out, and what the mixer returns may
-    run again without them (megacpp/model/hyper_connections.py).
+    run again without them (megacpp/blocks/hyper_connections/module.py).
     """
 
     seam: Seam = PLAIN

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import LETTERS, block_letters
 from megacpp.model.sizes import (
     embedding_parameters,

@@ -8,9 +8,9 @@ it to FlopCounterMode.
 
 from __future__ import annotations
 
-from megacpp.config import ModelConfig
-from megacpp.model.engram_sizes import memory_width
-from megacpp.model.mtp_plan import block_model
+from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.mtp.plan import block_model
+from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import m2rnn_heads, ngram_width
 

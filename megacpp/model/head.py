@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
     VocabularyShard,
     linear_cross_entropy,

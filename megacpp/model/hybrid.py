@@ -11,19 +11,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import ModelConfig
+from megacpp.blocks.attention.sparse import choice_of, freeze_all_but_indexers, handed_on
+from megacpp.blocks.engram.module import look_ahead
+from megacpp.blocks.hyper_connections.module import Collapse, Spread
+from megacpp.blocks.mtp.module import MultiTokenPrediction, with_depths
+from megacpp.blocks.ngram.module import NgramEmbedding
+from megacpp.blocks.top.module import TokenOrder
+from megacpp.config.schema import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
-from megacpp.model.engram import look_ahead
 from megacpp.model.head import LanguageModelHead, LossSum
-from megacpp.model.hyper_connections import Collapse, Spread
 from megacpp.model.init import Normal, Rule
-from megacpp.model.mtp import MultiTokenPrediction, with_depths
-from megacpp.model.ngram import NgramEmbedding
 from megacpp.model.norm import RMSNorm
 from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds
-from megacpp.model.sparse import choice_of, freeze_all_but_indexers, handed_on
-from megacpp.model.top import TokenOrder
 
 
 class HybridLM(nn.Module):

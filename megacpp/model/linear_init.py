@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.init import Normal
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megacpp.config import CheckpointingPolicy, ModelConfig
+from megacpp.config.schema import CheckpointingPolicy, ModelConfig
 from megacpp.model.pattern import block_letters
 
 Piece = Literal[

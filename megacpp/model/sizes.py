@@ -7,9 +7,9 @@ together.
 
 from __future__ import annotations
 
-from megacpp.config import ModelConfig, NgramConfig
-from megacpp.model.engram_sizes import engram_parameters
-from megacpp.model.mtp_plan import block_model, num_blocks
+from megacpp.blocks.engram.sizes import engram_parameters
+from megacpp.blocks.mtp.plan import block_model, num_blocks
+from megacpp.config.schema import ModelConfig, NgramConfig
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.primes import primes_from
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import add
 
-from megacpp.config import Config, MeshConfig, ModelConfig
+from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import choice_across, expand_pattern, layer_kinds
 from megacpp.model.sizes import (

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megacpp.config import ModelConfig
-from megacpp.model import m2rnn, mamba3
+from megacpp.blocks.m2rnn import module as m2rnn
+from megacpp.blocks.mamba3 import module as mamba3
+from megacpp.config.schema import ModelConfig
 
 Fused = Mapping[str, tuple[str, ...]]
 

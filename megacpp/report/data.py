@@ -11,8 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megacpp.arguments import replace_keys
-from megacpp.config import Config
+from megacpp.config.arguments import replace_keys
+from megacpp.config.checks.every import resolve
+from megacpp.config.schema import Config
 from megacpp.errors import DataError, MegacppError
 from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
@@ -29,7 +30,6 @@ from megacpp.report.files import (
     read_rows,
     run_folder,
 )
-from megacpp.rules import resolve
 from megacpp.run.goodput import FILE, account, read_starts
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from megacpp.config import CheckpointingPolicy
+from megacpp.config.schema import CheckpointingPolicy
 from megacpp.memory.budget import words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.snapshot import QUIET

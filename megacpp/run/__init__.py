@@ -1,1 +1,5 @@
-"""Metrics, launch record, evaluation and sampling of a run."""
+"""A run under way: metrics, evaluation, sampling, health, goodput, failure, preemption.
+
+May import: megacpp/ below cli/.
+Start reading: records.py, then metrics.py.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.shards import INDEX
 from megacpp.data.sources import TORCH_HEADERS

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.data.batches import Batch, Corpus
-from megacpp.progress import counted
 from megacpp.run.metrics import bits_per_byte
+from megacpp.terminal.progress import counted
 
 
 def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> list[Batch]:

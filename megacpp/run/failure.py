@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megacpp.arguments import Resolved, exit_on_error
+from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.outcome import note
 from megacpp.launch.peers import Peers
 from megacpp.run.oom import out_of_memory, show_once
-from megacpp.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 from megacpp.state.checkpoint import latest_checkpoint
+from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
 PEER_LOST = 6
 DISK_FULL = 4  # the code of a checkpoint that can't be saved

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.shards import TOKENIZER
 from megacpp.data.specials import CONFIG

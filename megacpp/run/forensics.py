@@ -26,7 +26,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
+from megacpp.launch.record import write_json
 from megacpp.memory.budget import resident_bytes, words
 from megacpp.memory.snapshot import (
     BUCKETS,
@@ -44,7 +45,6 @@ from megacpp.memory.snapshot import (
 from megacpp.memory.stream import Stream
 from megacpp.model.pattern import block_letters
 from megacpp.run.metrics import peak_resident_bytes
-from megacpp.run.record import write_json
 from megacpp.state.files import write_text
 
 KEPT = 2  # newest snapshots of ranks other than the first, beside the oldest one
@@ -52,7 +52,7 @@ CAUSE_NAMES = (STEADY.name, *(cause.name for cause in CAUSES))
 
 
 class Watch(Protocol):
-    """Follows a step while it is entered (checkpointing/watch.py)."""
+    """Follows a step while it is entered (checkpointing/tracing/watch.py)."""
 
     def __enter__(self) -> Watch: ...
 

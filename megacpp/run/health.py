@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.errors import NonFiniteError
 
 ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 sums alone

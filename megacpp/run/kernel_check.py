@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import Config, ModelConfig
+from megacpp.config.presets import tiny
+from megacpp.config.schema import Config, ModelConfig
 from megacpp.errors import config_error
-from megacpp.kernel_choice import OPERATIONS, Backend, Choice
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.kernels.selection import OPERATIONS, Backend, Choice
+from megacpp.launch.kernels import host_of
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
-from megacpp.presets import tiny
-from megacpp.run.kernels import host_of
 from megacpp.run.precision import compute_dtype
 
 SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents

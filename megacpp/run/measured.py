@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacpp.launch.gate import Admission
+from megacpp.launch.record import write_json
 from megacpp.memory.calibration import Record, compared, write_record
 from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.snapshot import Snapshot
-from megacpp.run.gate import Admission
 from megacpp.run.metrics import peak_resident_bytes
-from megacpp.run.record import write_json
 
 OUTSIDE = ("runtime_reserved", "allocator_overhead")  # of tensors
 IN_TENSORS = tuple(name for name in COMPONENTS if name not in OUTSIDE)

@@ -15,11 +15,11 @@ from typing import TextIO
 
 import torch
 
-from megacpp.arguments import flatten
-from megacpp.config import Config
+from megacpp.config.arguments import flatten
+from megacpp.config.schema import Config
 from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
-from megacpp.screen import columns, wrapped
-from megacpp.screen import duration as duration
+from megacpp.terminal.screen import columns, wrapped
+from megacpp.terminal.screen import duration as duration
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from megacpp.launch.kernels import as_chosen
 from megacpp.memory.budget import as_run, fullest, resident_bytes, words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.fixes import cheapest_fixes
 from megacpp.memory.snapshot import STEADY, compare
 from megacpp.run.forensics import Forensics, allocator_state
-from megacpp.run.kernels import as_chosen
 from megacpp.run.precision import compute_dtype
 
 # How torch and Python say that there is no memory left, beside the classes they have for it.

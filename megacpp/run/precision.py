@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megacpp.config import Config, PrecisionConfig
+from megacpp.config.schema import Config, PrecisionConfig
 from megacpp.errors import config_error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megacpp.rules import profiled_steps
+from megacpp.config.checks.every import profiled_steps
 
 RANKS = 8  # that write a trace: the first ones
 

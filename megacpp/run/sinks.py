@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from megacpp.config import Config, RunConfig
+from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError, config_error
 
 Setting = bool | int | float | str

@@ -24,11 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
-from megacpp.progress import counted
 from megacpp.state.agreement import agreed, this_rank
 from megacpp.state.catalogue import Catalogue, catalogue, check_parts, whole_on_main
 from megacpp.state.checkpoint import load_checkpoint
@@ -51,6 +50,7 @@ from megacpp.state.manifest import (
     write_manifest,
 )
 from megacpp.state.tensors import is_persistent, model_tensors
+from megacpp.terminal.progress import counted
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megacpp.config import (
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     ModelConfig,

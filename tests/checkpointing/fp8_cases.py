@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.apply import Keeper
-from megacpp.config import (
+from megacpp.config.checks.fp8 import fp8_rules
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     MLPConfig,
@@ -17,7 +18,6 @@ from megacpp.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from megacpp.fp8_rules import fp8_rules
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from tests.model.small import small

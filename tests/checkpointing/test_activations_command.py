@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.activations import POLICIES, flops, levers_of
 from megacpp.cli.main import main
 from megacpp.cli.measure import coordinates, measure, microbatches_in_flight
-from megacpp.config import CheckpointingPolicy, MeshConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from megacpp.model.flops import block_flops
-from parallel.fake import fake_world
+from parallel.simulate.fake import fake_world
 
 SMALL = ["tiny", "--data.seq-len", "64", "--train.device-batch-size", "2"]
 FEW = [*SMALL, "--model.depth", "3", "--model.pattern", "AFE"]

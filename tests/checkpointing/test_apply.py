@@ -15,15 +15,15 @@ from torch import Tensor
 
 from checkpointing.apply import Keeper, depth_seam, set_seams
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.experts.router import Router
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.config.presets import PER_BLOCK, PRESETS
+from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mla import MultiHeadLatentAttention
 from megacpp.model.pieces import BLOCK, NOTHING, layer_pieces
-from megacpp.model.router import Router
 from megacpp.model.seam import PLAIN
-from megacpp.presets import PER_BLOCK, PRESETS
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.parallel.parity import models
@@ -125,8 +125,8 @@ def test_only_blocks_of_experts_go_without_the_shape_check() -> None:
 
 def test_experts_run_again_without_router_permutation_or_scan() -> None:
     """Calls in a forward and backward: what must not run again runs once a layer."""
-    import megacpp.kernels.mamba3_chunks as chunks
-    import megacpp.model.moe as moe
+    import megacpp.blocks.experts.module as moe
+    import megacpp.kernels.mamba3.chunks as chunks
 
     calls: Counter[str] = Counter()
 

@@ -32,8 +32,10 @@ from checkpointing.compile import (
     why_eager,
 )
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.arguments import parse_run
-from megacpp.config import (
+from megacpp.blocks.attention.logits import LogitRecorder
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     MeshConfig,
@@ -44,16 +46,14 @@ from megacpp.config import (
 )
 from megacpp.data.batches import Batch
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.model.attention_logits import LogitRecorder
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.pieces import BLOCK
 from megacpp.model.seam import PLAIN
 from parallel.build import build_model
-from parallel.fake import fake_world, planned_model
 from parallel.mesh import World
+from parallel.simulate.fake import fake_world, planned_model
 from tests.model.small import small, variants
 from tests.parallel.parity import models
 from tests.synthetic import ragged_batch

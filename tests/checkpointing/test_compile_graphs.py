@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
 from checkpointing.compile import Compiler, compile_blocks
-from megacpp.config import Config, HyperConnectionConfig, PrecisionConfig
+from megacpp.config.schema import Config, HyperConnectionConfig, PrecisionConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM

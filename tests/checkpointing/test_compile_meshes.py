@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from checkpointing.compile import Compiler, compile_blocks
-from megacpp.config import Config, MeshConfig, MLPConfig, PrecisionConfig
+from megacpp.config.schema import Config, MeshConfig, MLPConfig, PrecisionConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.fake import fake_world
 from parallel.mesh import World
+from parallel.simulate.fake import fake_world
 from tests.model.small import small
 from tests.parallel.parity import (
     Run,

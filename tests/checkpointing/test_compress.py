@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from checkpointing.apply import Keeper
 from checkpointing.compress import Projection, compress_linears, compressed_linear
-from megacpp.config import CheckpointingPolicy, Config, ModelConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from checkpointing.compress import compress_linears
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing.fp8 import check_fp8, check_fp8_device, to_fp8
-from megacpp.config import Config, MeshConfig
+from megacpp.config.checks.fp8 import fp8_layers
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.errors import ConfigError
-from megacpp.fp8_rules import fp8_layers
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model

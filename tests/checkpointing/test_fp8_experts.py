@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.fp8 import check_fp8_device, to_fp8
-from megacpp.config import Config, KernelsConfig, MeshConfig, MLPConfig, ModelConfig
+from megacpp.config.checks.fp8 import fp8_blocks, fp8_layers
+from megacpp.config.schema import Config, KernelsConfig, MeshConfig, MLPConfig, ModelConfig
 from megacpp.errors import ConfigError
-from megacpp.fp8_rules import fp8_blocks, fp8_layers
-from megacpp.kernels.expert_mlp import into_experts, out_of_experts
-from megacpp.kernels.expert_rows import group_rows, sum_rows
-from megacpp.kernels.fp8_products import (
+from megacpp.kernels.experts.fp8 import (
     E4M3,
     LARGEST,
     Fp8Products,
@@ -25,9 +23,11 @@ from megacpp.kernels.fp8_products import (
     rows_times,
     scales,
 )
+from megacpp.kernels.experts.mlp import into_experts, out_of_experts
+from megacpp.kernels.experts.rows import group_rows, sum_rows
+from megacpp.launch.recompute_table import layer_rows, table_lines
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
-from megacpp.run.recompute_table import layer_rows, table_lines
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.checkpointing.fp8_cases import (

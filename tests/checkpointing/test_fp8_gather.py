@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import Keeper
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.trace import trace_step
-from megacpp.config import Config, MeshConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.checks.every import check
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import estimate
-from megacpp.rules import check
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint
 from megacpp.state.export import export_weights, gather_weights, load_exported
 from megacpp.state.tensors import model_tensors
@@ -32,8 +32,8 @@ from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.dry_run import dry_run
 from parallel.mesh import World
+from parallel.simulate.dry_run import dry_run
 from tests.awake import awake
 from tests.checkpointing.fp8_cases import CPU, CPU_RUN, changed
 from tests.checkpointing.test_fp8_experts import expert_model

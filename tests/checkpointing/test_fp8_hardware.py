@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from checkpointing.fp8 import to_fp8
-from megacpp.config import MeshConfig, TrainConfig
-from megacpp.kernels.fp8_products import (
+from megacpp.config.schema import MeshConfig, TrainConfig
+from megacpp.kernels.experts.fp8 import (
     E4M3,
     LARGEST,
     Fp8Products,

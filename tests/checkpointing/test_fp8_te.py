@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from checkpointing.apply import Keeper, set_seams
 from checkpointing.fp8 import to_fp8
 from checkpointing.rebuild import Replays
-from megacpp.config import CheckpointingPolicy, Config, TrainConfig
+from megacpp.config.checks.fp8 import fp8_mesh_rules
+from megacpp.config.schema import CheckpointingPolicy, Config, TrainConfig
 from megacpp.errors import ConfigError
-from megacpp.fp8_rules import fp8_mesh_rules
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.model.pieces import layer_pieces

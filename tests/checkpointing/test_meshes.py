@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.config import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
 PIECES = CheckpointingPolicy(

@@ -21,10 +21,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing.apply import Keeper
-from checkpointing.meter import Meter
+from checkpointing.tracing.meter import Meter
+from megacpp.blocks.experts.router import Router
 from megacpp.cli.activations import POLICIES
 from megacpp.cli.measure import measure, run
-from megacpp.config import (
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     DataConfig,
@@ -33,12 +34,11 @@ from megacpp.config import (
     TrainConfig,
 )
 from megacpp.model.init import initialise, whole
-from megacpp.model.router import Router
 from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
-from parallel.fake import fake_batch, fake_tensors, fake_world, planned_model
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
+from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, planned_model
 from tests.livebytes import LiveBytes
 from tests.model.small import small, variants
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.apply import Keeper
 from checkpointing.offload import Offloader
-from megacpp.config import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.parallel.parity import CPU, Run, Slices, batches_of, config_of, gradients, world_of

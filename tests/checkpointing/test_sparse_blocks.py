@@ -9,9 +9,9 @@ import torch
 
 from checkpointing.apply import Keeper
 from checkpointing.compile import CHOSEN, compile_blocks
-from megacpp.config import CheckpointingPolicy
-from megacpp.model import sparse
-from megacpp.model.sparse import SparseAttention
+from megacpp.blocks.attention import sparse
+from megacpp.blocks.attention.sparse import SparseAttention
+from megacpp.config.schema import CheckpointingPolicy
 from tests.model.sparse_cases import build, sparse_model, train
 
 POLICIES = {

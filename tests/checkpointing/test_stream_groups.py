@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from checkpointing.apply import Keeper
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig, PrecisionConfig, TrainConfig
-from megacpp.model.stream_groups import group_size, places_in_groups, stream_groups
+from megacpp.blocks.hyper_connections.groups import group_size, places_in_groups, stream_groups
+from megacpp.config.schema import (
+    CheckpointingPolicy,
+    Config,
+    MeshConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.livebytes import LiveBytes

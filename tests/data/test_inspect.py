@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.arguments import parse_args
 from megacpp.cli.data import InspectArgs, PrepareArgs, inspect, prepare
+from megacpp.config.arguments import parse_args
 from megacpp.data.batches import IGNORED, Corpus
 from megacpp.data.inspect import row_headline, row_text, view_rows
 from megacpp.data.prepare import CorpusSpec, ensure_corpus

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from megacpp.config import Config, DataConfig, MeshConfig, TrainConfig
+from megacpp.config.checks.every import resolve
+from megacpp.config.schema import Config, DataConfig, MeshConfig, TrainConfig
 from megacpp.data.schedule import BatchSchedule, batch_schedule
-from megacpp.rules import resolve
 
 SEQ_LEN = 5
 CASES = [

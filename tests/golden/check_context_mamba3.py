@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from megacpp.config import Mamba3Config, ModelConfig
-from megacpp.kernels.mamba3_inputs import (
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,
     Pairing,
@@ -23,13 +24,12 @@ from megacpp.kernels.mamba3_inputs import (
     from_halves,
     to_halves,
 )
-from megacpp.kernels.mamba3_library import mimo_scan, siso_scan
-from megacpp.kernels.mamba3_segments import fold, summarize
+from megacpp.kernels.mamba3.library import mimo_scan, siso_scan
+from megacpp.kernels.mamba3.segments import fold, summarize
 from megacpp.model.documents import Documents
-from megacpp.model.mamba3 import Mamba3
-from parallel.context_layout import ContextLayout, Order
-from parallel.context_mamba3 import ContextMamba3
-from parallel.context_segments import carries
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.mamba3 import ContextMamba3
+from parallel.context.segments import carries
 from tests.golden.check_mamba3 import arguments, documents
 from tests.golden.harness import GoldenFile
 from tests.model.mamba3_upstream import mamba3_mimo, mamba3_siso_combined

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megacpp.kernels.indexer_loss import Target, indexer_loss
-from megacpp.kernels.lightning_indexer import choose_keys, index_scores
-from megacpp.kernels.sparse_attention import chosen_mask
+from megacpp.kernels.sparse_attention.indexer import choose_keys, index_scores
+from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
+from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents
 from tests.golden.harness import GoldenFile
 

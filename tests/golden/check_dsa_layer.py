@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megacpp.config import AttentionConfig, ModelConfig, SparseAttentionConfig
-from megacpp.kernels.attention import document_mask
-from megacpp.kernels.lightning_indexer import index_scores
-from megacpp.kernels.sparse_attention import chosen_mask
+from megacpp.blocks.attention.sparse import SparseLatentAttention, noted_choice
+from megacpp.config.schema import AttentionConfig, ModelConfig, SparseAttentionConfig
+from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.sparse_attention.indexer import index_scores
+from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, initialise
-from megacpp.model.sparse import SparseLatentAttention, noted_choice
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("dsa_mla_attention*.safetensors",)

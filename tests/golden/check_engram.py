@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megacpp.config import EngramConfig, ModelConfig
+from megacpp.blocks.engram.module import NORM_EPS, Engram, layer_hash
+from megacpp.config.schema import EngramConfig, ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.engram import NORM_EPS, Engram, layer_hash
 from megacpp.model.primes import primes_from
 from tests.golden.harness import GoldenFile
 

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.kernels.linear_cross_entropy.chunked import (
     linear_cross_entropy,
     merge_statistics,
     vocab_shard_statistics,

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megacpp.config import M2RNNConfig, ModelConfig
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.config.schema import M2RNNConfig, ModelConfig
 from megacpp.kernels.backend import Kernels
-from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_sequential
+from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.model.documents import Documents
-from megacpp.model.m2rnn import M2RNN
 from megacpp.model.upstream import m2rnn_from_upstream, m2rnn_to_upstream
 from tests.golden.harness import GoldenFile
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megacpp.config import Mamba3Config, ModelConfig
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Mamba3Config, ModelConfig
 from megacpp.kernels.backend import Kernels
-from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential, scan_documents
-from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential, scan_documents
 from megacpp.model.documents import Documents
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.upstream import mamba3_from_upstream, mamba3_to_upstream
 from tests.golden.harness import GoldenFile
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp.kernels.hyper_connections import Coefficients, mix, projected, read
-from megacpp.kernels.sinkhorn import Ordering, sinkhorn
+from megacpp.kernels.hyper_connections.reference import Coefficients, mix, projected, read
+from megacpp.kernels.hyper_connections.sinkhorn import Ordering, sinkhorn
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("mhc_*.safetensors",)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from megacpp.config import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.blocks.attention.mla import LATENT_EPS, MultiHeadLatentAttention
+from megacpp.blocks.attention.rope import inverse_frequencies
+from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
 from megacpp.kernels.backend import Kernels
 from megacpp.model.documents import Documents
-from megacpp.model.mla import LATENT_EPS, MultiHeadLatentAttention
-from megacpp.model.rope import inverse_frequencies
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("mla_*.safetensors",)

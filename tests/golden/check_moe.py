@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megacpp.config import ModelConfig, MoEConfig
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.blocks.experts.router import Router, Routing
+from megacpp.config.schema import ModelConfig, MoEConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.model.moe import MixtureOfExperts
-from megacpp.model.router import Router, Routing
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("moe_*.safetensors",)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.config import ModelConfig, MTPConfig
+from megacpp.blocks.mtp.module import IGNORED, MultiTokenPrediction, PredictionBlock
+from megacpp.config.schema import ModelConfig, MTPConfig
 from megacpp.model.documents import Documents, beside
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
-from megacpp.model.mtp import IGNORED, MultiTokenPrediction, PredictionBlock
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("mtp*.safetensors",)

@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernel_choice import OPERATIONS
-from megacpp.kernels import mamba3_library
-from megacpp.kernels.m2rnn import m2rnn_chunked
-from megacpp.kernels.mamba3 import mamba3_scan
-from megacpp.model.attention import CoreAttention
+from megacpp.blocks.attention.gqa import CoreAttention
+from megacpp.kernels.m2rnn.reference import m2rnn_chunked
+from megacpp.kernels.mamba3 import library as mamba3_library
+from megacpp.kernels.mamba3.reference import mamba3_scan
+from megacpp.kernels.selection import OPERATIONS
 from tests.golden import check_linear_ce, check_m2rnn, check_mamba3, check_mla, check_moe
 from tests.golden.harness import GoldenFile
 from tests.model.attention_cases import flex_on_a_cpu, varlen_on_a_cpu

@@ -10,11 +10,11 @@ import torch
 
 from bench.gpu.clock import fresh
 from bench.gpu.steps import Steps, beside_estimate, in_use
-from checkpointing.watch import StepWatch
-from megacpp.config import CheckpointingPolicy, Config, DataConfig, TrainConfig
+from checkpointing.tracing.watch import StepWatch
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import preset
+from megacpp.config.schema import CheckpointingPolicy, Config, DataConfig, TrainConfig
 from megacpp.memory.estimate import estimate
-from megacpp.presets import preset
-from megacpp.rules import resolve
 from megacpp.run.forensics import allocator_state
 from parallel.mesh import World
 from tests.gpu.devices import on_any_device

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacpp.config import CheckpointingPolicy, MeshConfig
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from megacpp.presets import PRESETS
 from parallel.mesh import World, join
 from tests.gpu.devices import on_any_device
 from tests.gpu.trainer import ACCUM, Settings, T, Trainer

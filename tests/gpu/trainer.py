@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from checkpointing.apply import Keeper
-from megacpp.config import (
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     DataConfig,

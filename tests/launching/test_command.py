@@ -12,10 +12,10 @@ import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
-from megacpp.arguments import parse_run, split_args
 from megacpp.cli.main import main
 from megacpp.cli.train import TrainArgs
 from megacpp.cli.train import launch_words as words_of
+from megacpp.config.arguments import parse_run, split_args
 from megacpp.launch.agent import exit_code, killed, notes
 from megacpp.launch.command import node_lines, node_shape, quoted, torchrun_words
 from megacpp.launch.outcome import note

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megacpp.arguments import parse_run, replace_keys
+from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.errors import DataError, MegacppError
 from megacpp.launch.folder import open_folder, start_point
 from megacpp.launch.peers import Peers, Process, _handshake, this_process

@@ -21,16 +21,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.apply import Keeper
-from checkpointing.operators import wraps
+from checkpointing.tracing.operators import wraps
+from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.cli.trace import Trainee, microbatches
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
-from megacpp.model.moe import MixtureOfExperts
 from parallel.boundary import AccumulationBoundary
-from parallel.expert_exchange import EvenRouting
-from parallel.fake import as_trained, planned_model
+from parallel.expert.exchange import EvenRouting
 from parallel.mesh import World, join
+from parallel.simulate.fake import as_trained, planned_model
 
 CPU = torch.device("cpu")
 MARK = "the step that counts"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.data.batches import Batch
 from megacpp.memory.forms.accumulation import GradientSync, held, travelling
 from megacpp.model.fp32 import contract_parameters

@@ -14,12 +14,14 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from checkpointing.activations import Activations, activations, one_of_each, standing_for
 from checkpointing.apply import Keeper
-from checkpointing.meter import Meter
+from checkpointing.tracing.activations import Activations, activations, one_of_each, standing_for
+from checkpointing.tracing.meter import Meter
 from megacpp.cli.activations import POLICIES
 from megacpp.cli.measure import measure
-from megacpp.config import (
+from megacpp.config.checks.every import check
+from megacpp.config.presets import PER_BLOCK, preset
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     DataConfig,
@@ -28,16 +30,14 @@ from megacpp.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from megacpp.launch.start import kept_by_a_microbatch
 from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import ActivationBytes, activation_bytes
 from megacpp.model.hybrid import HybridLM
-from megacpp.presets import PER_BLOCK, preset
-from megacpp.rules import check
-from megacpp.run.launch import kept_by_a_microbatch
-from parallel.expert_exchange import EvenRouting
-from parallel.fake import FakeBoundary, fake_batch, fake_tensors, fake_world, planned_model
+from parallel.expert.exchange import EvenRouting
 from parallel.mesh import World
+from parallel.simulate.fake import FakeBoundary, fake_batch, fake_tensors, fake_world, planned_model
 from tests.model.small import small
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]

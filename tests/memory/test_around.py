@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.config import MeshConfig, NgramConfig, TOPConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import MeshConfig, NgramConfig, TOPConfig
 from megacpp.kernels.token_order import Ahead
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.working import backward, forward

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.config import AttentionConfig, Config, KernelsConfig
+from megacpp.config.presets import tiny
+from megacpp.config.schema import AttentionConfig, Config, KernelsConfig
 from megacpp.memory.forms.activation_blocks import attention
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
-from megacpp.presets import tiny
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64)
 MLA = AttentionConfig(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.arguments import parse_run
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.memory.calibration import (
     Margin,
     Record,

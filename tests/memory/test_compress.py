@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkpointing.compress import compress_linears
-from megacpp.config import Config, ModelConfig
+from megacpp.config.schema import Config, ModelConfig
 from megacpp.memory.forms.compress import CompressedInput
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise

@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.arguments import parse_run
+from megacpp.blocks.engram.sizes import table_rows
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
-from megacpp.config import CheckpointingPolicy, EngramConfig, MeshConfig, TrainConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import tiny
+from megacpp.config.schema import CheckpointingPolicy, EngramConfig, MeshConfig, TrainConfig
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.memory.traffic import traffic
-from megacpp.model.engram_sizes import table_rows
 from megacpp.model.pattern import layer_kinds, with_kinds
-from megacpp.presets import tiny
-from megacpp.rules import resolve
-from parallel.fake import as_trained
+from parallel.simulate.fake import as_trained
 from tests.memory.test_activations import agree, config_of
 from tests.memory.test_estimate import OVER, TWO, UNDER
 from tests.memory.test_parameters import in_the_model

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.config import CheckpointingPolicy, Config, ModelConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import nam52_deep_base, nam56r_base
+from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.device import communicators
 from megacpp.memory.estimate import NO_TENSOR, MemoryEstimate, estimate, estimate_memory
-from megacpp.presets import nam52_deep_base, nam56r_base
 
 UNDER, OVER = 0.005, 0.02
 TWO = ["--train.tokens-per-step", "0", "--train.grad-accum", "2"]

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from megacpp.arguments import parse_run
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.checks.every import broken
+from megacpp.config.schema import Config
+from megacpp.launch.fit import difference
 from megacpp.memory.budget import fullest
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.fixes import Fix, changed, cheapest_fixes, levers, refusal
-from megacpp.rules import broken
-from megacpp.run.fit import difference
 
 GIB = 1 << 30
 Need = Callable[[Config], float]

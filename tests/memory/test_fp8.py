@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes

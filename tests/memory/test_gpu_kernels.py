@@ -1,7 +1,7 @@
 """Closed forms of a launch on a GPU against its trace, where kernels allocate and nothing computes.
 
 The Python around each Triton kernel is the project's own (of M blocks mamba-ssm's), with fake
-tensors in the place of a GPU's: parallel/gpu_stand_ins.py.
+tensors in the place of a GPU's: parallel/simulate/gpu_stand_ins.py.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.config import Config
-from megacpp.kernels import expert_mlp, experts_triton, grouped_mm
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.kernels.backend import PLAIN_KERNELS
+from megacpp.kernels.experts import grouped_mm
+from megacpp.kernels.experts import mlp as expert_mlp
+from megacpp.kernels.experts import triton as experts_triton
 from megacpp.memory.budget import as_run
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms import activation_experts
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parts import forms_of, working_sets
-from parallel.gpu_stand_ins import on_gpu, traced_kernels
+from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
 from tests.memory.working_cases import misses
 
 pytestmark = pytest.mark.skipif(

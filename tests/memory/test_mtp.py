@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
-from megacpp.config import Config, MeshConfig, MTPConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config, MeshConfig, MTPConfig
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
-from parallel.fake import as_trained
+from parallel.simulate.fake import as_trained
 from tests.memory import test_activations, test_parameters, test_replayed, test_traffic
 from tests.memory.working_cases import WIDE
 from tests.memory.working_sets import working_sets

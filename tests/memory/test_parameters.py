@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import PRESETS, preset
+from megacpp.config.schema import Config
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.forms.units import stored_of
 from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
-from megacpp.presets import PRESETS, preset
-from parallel.dry_run import class_of
-from parallel.fake import as_trained, fake_tensors, fake_world, planned_model
+from parallel.simulate.dry_run import class_of
+from parallel.simulate.fake import as_trained, fake_tensors, fake_world, planned_model
 
 SMALL = ["tiny", "--train.tokens-per-step", "0", "--train.grad-accum", "4"]
 MLA = ["--model.attention.kind", "mla", "--model.attention.no-qk-norm"]

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.config.checks.every import broken, resolve
+from megacpp.config.presets import nam52_deep_base, preset, tiny
+from megacpp.config.recompute_flags import FULL, NONE
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.plan_space import (
@@ -22,9 +25,6 @@ from megacpp.memory.plan_space import (
 )
 from megacpp.memory.planner import Candidate, Plan, Score, deciding, device_tokens, plan
 from megacpp.memory.traffic import traffic
-from megacpp.presets import nam52_deep_base, preset, tiny
-from megacpp.recompute_flags import FULL, NONE
-from megacpp.rules import broken, resolve
 
 SEQ = 64
 KEPT = {"none": 40, "experts": 33, "preset": 21, "selective": 18, "full": 10}  # bytes a token
@@ -215,7 +215,7 @@ def test_a_pipeline_must_run_the_first_steps_of_a_warmup() -> None:
 
 
 def test_knobs_make_the_candidate() -> None:
-    from megacpp.arguments import replace_keys
+    from megacpp.config.arguments import replace_keys
 
     for one in found_by().candidates:
         again = replace_keys(small(), one.knobs())
@@ -300,7 +300,7 @@ def test_the_ladder_repeats_more_and_keeps_less() -> None:
 
 def test_the_ends_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
     """`--gradient-checkpointing true | false`, whose states a retry must not mix up."""
-    from megacpp.arguments import replace_keys
+    from megacpp.config.arguments import replace_keys
     from megacpp.model.pieces import layer_pieces
 
     words = {"true": True, "false": False}

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.config import ModelConfig
+from megacpp.config.presets import nam52_deep_base
+from megacpp.config.schema import ModelConfig
 from megacpp.memory.estimate import MemoryEstimate, estimate_memory
 from megacpp.memory.reference import (
     dispatch_bytes,
@@ -20,7 +21,6 @@ from megacpp.memory.reference import (
     router_bytes,
     transformer_activations,
 )
-from megacpp.presets import nam52_deep_base
 
 MODEL = nam52_deep_base().model  # width 1536, 52 layers of which 22 are E, 64 experts, top 6
 GB = 1e9

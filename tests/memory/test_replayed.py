@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megacpp.cli.measure import measure
-from megacpp.config import AttentionConfig, CheckpointingPolicy, Config, TrainConfig
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import tiny
+from megacpp.config.schema import AttentionConfig, CheckpointingPolicy, Config, TrainConfig
 from megacpp.memory.replayed import replayed_flops_per_token
-from megacpp.presets import tiny
-from megacpp.rules import resolve
 
 NOTHING = CheckpointingPolicy(rblock="none")
 MLA = AttentionConfig(kind="mla", num_heads=4, q_lora_rank=48, v_head_dim=32)

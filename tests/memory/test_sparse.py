@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig, SparseAttentionConfig
-from megacpp.kernels import lightning_indexer, softcap_attention, sparse_attention
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, SparseAttentionConfig
+from megacpp.kernels.attention import softcap as softcap_attention
+from megacpp.kernels.sparse_attention import indexer as lightning_indexer
+from megacpp.kernels.sparse_attention import reference as sparse_attention
 from megacpp.memory.forms import working_sparse
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.memory.traffic import traffic
 from megacpp.model.sizes import layer_parameters
-from parallel import stand_ins
-from parallel.fake import as_trained
+from parallel.simulate import stand_ins
+from parallel.simulate.fake import as_trained
 from tests.memory.test_activations import NONE, SELECTIVE, agree, config_of
 from tests.memory.test_parameters import SMALL, in_the_model
 from tests.memory.test_replayed import LEVERS, MLA, NOTHING, run_of

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
-from megacpp.config import CheckpointingPolicy, Config, MeshConfig, TrainConfig
-from megacpp.kernels import hyper_connections
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, TrainConfig
+from megacpp.kernels.hyper_connections import reference as hyper_connections
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms import streams, working
 from megacpp.memory.forms.activation_share import Share

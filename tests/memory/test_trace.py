@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.memory.components import COMPONENTS
 from tests.memory.allocator_peak import allocator_peak
 from tests.ranks import on_worlds

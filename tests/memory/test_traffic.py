@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.memory.traffic import traffic
-from parallel.dry_run import dry_run
-from parallel.fake import as_trained
+from parallel.simulate.dry_run import dry_run
+from parallel.simulate.fake import as_trained
 
 SMALL = (
     "--model.dim 128 --model.attention.num-heads 4 --model.attention.num-kv-heads 4 "

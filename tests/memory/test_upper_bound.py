@@ -10,8 +10,8 @@ import dataclasses
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_run
+from megacpp.config.arguments import parse_run
 from megacpp.memory.allocator import replay
 from megacpp.memory.budget import as_run
 from megacpp.memory.device import runtime_bytes

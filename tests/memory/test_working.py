@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
-from megacpp.kernels import expert_mlp, linear_cross_entropy, softcap_attention
+from megacpp.config.arguments import parse_run
+from megacpp.kernels.attention import softcap as softcap_attention
+from megacpp.kernels.experts import mlp as expert_mlp
+from megacpp.kernels.linear_cross_entropy import chunked as linear_cross_entropy
 from megacpp.memory.forms import working_attention, working_experts, working_head
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.working import backward, first_attention, forward

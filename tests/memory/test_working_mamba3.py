@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megacpp.config import KernelsConfig
+from megacpp.config.schema import KernelsConfig
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.streams import Layered

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacpp.arguments import parse_run
 from megacpp.cli.trace import trace_step
+from megacpp.config.arguments import parse_run
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share

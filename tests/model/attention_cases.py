@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention, varlen
 
-from megacpp.config import AttentionConfig, ModelConfig, YarnConfig
-from megacpp.kernels import attention_flex
-from megacpp.model.attention import GroupedQueryAttention
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.kernels.attention import flex as attention_flex
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise
-from megacpp.model.mla import MultiHeadLatentAttention
 
 SAME_FORMULA = 1e-12
 LENGTHS = ((7, 1, 12, 3), (1, 1, 20, 1))  # documents of two packed rows of 23 tokens

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacpp.kernels.expert_mlp import experts_reference, into_experts, out_of_experts
-from megacpp.kernels.expert_rows import (
+from megacpp.kernels.experts.mlp import experts_reference, into_experts, out_of_experts
+from megacpp.kernels.experts.rows import (
     Groups,
     gather_rows,
     group_rows,

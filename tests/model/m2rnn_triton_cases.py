@@ -20,8 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacpp.kernels.m2rnn import StateClip, m2rnn_carried, m2rnn_chunked, m2rnn_sequential
-from megacpp.kernels.m2rnn_kernels_triton import tanh
+from megacpp.kernels.m2rnn.reference import (
+    StateClip,
+    m2rnn_carried,
+    m2rnn_chunked,
+    m2rnn_sequential,
+)
+from megacpp.kernels.m2rnn.triton_kernels import tanh
 from megacpp.model.documents import Documents
 from tests.golden import check_m2rnn
 from tests.golden.conftest import golden_files

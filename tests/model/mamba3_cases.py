@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megacpp.config import KernelsConfig, Mamba3Config, ModelConfig
-from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, ScanInputs
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.presets import tiny
+from megacpp.config.schema import KernelsConfig, Mamba3Config, ModelConfig
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.memory.forms.activation_share import Share
 from megacpp.model.documents import Documents
-from megacpp.model.mamba3 import Mamba3
-from megacpp.presets import tiny
 
 VARIANTS = {
     "siso": Mamba3Config(),

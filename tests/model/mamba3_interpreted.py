@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.config import Mamba3Config, ModelConfig
-from megacpp.kernels import mamba3_library
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Mamba3Config, ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
-from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_scan
-from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3_library import _imported, siso_kernel
+from megacpp.kernels.mamba3 import library as mamba3_library
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.library import _imported, siso_kernel
+from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_scan
 from megacpp.model.documents import Documents
-from megacpp.model.mamba3 import Mamba3
 from tests.golden.check_mamba3 import run_scan
 from tests.golden.harness import GoldenFile
 from tests.livebytes import LiveBytes

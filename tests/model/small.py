@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megacpp.config import (
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import (
     AttentionConfig,
     EngramConfig,
     M2RNNConfig,
@@ -17,7 +18,6 @@ from megacpp.config import (
     TOPConfig,
     YarnConfig,
 )
-from megacpp.presets import PRESETS
 
 # Sizes only: a preset keeps its pattern, its options and its ties.
 SMALL_ATTENTION = {

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megacpp.config import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model

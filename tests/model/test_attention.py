@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import AttentionConfig, ModelConfig
+from megacpp.blocks.attention import rope
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.config.schema import AttentionConfig, ModelConfig
 from megacpp.errors import ConfigError
-from megacpp.kernels import attention as kernel
-from megacpp.model import rope
-from megacpp.model.attention import GroupedQueryAttention
+from megacpp.kernels.attention import reference as kernel
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import Constant, Normal, initialise
-from megacpp.model.mla import MultiHeadLatentAttention
 from tests.model.attention_cases import GQA, KINDS, LENGTHS, MLA, close, mixer, noise, packed
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

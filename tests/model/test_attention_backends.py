@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing.compile import attention_inputs
-from megacpp.kernels import attention_flex
-from megacpp.kernels.attention import (
+from megacpp.blocks.attention.logits import LogitRecorder
+from megacpp.kernels.attention import flex as attention_flex
+from megacpp.kernels.attention.reference import (
     VARLEN,
     attention_between,
     attention_reference,
@@ -30,7 +31,6 @@ from megacpp.kernels.attention import (
     document_mask,
 )
 from megacpp.kernels.backend import Kernels
-from megacpp.model.attention_logits import LogitRecorder
 from megacpp.model.documents import Documents
 from tests.golden import check_mla
 from tests.golden.harness import GoldenFile

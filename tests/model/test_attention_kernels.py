@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacpp.kernels import attention as kernel
-from megacpp.kernels import softcap_attention as softcap_kernel
+from megacpp.kernels.attention import reference as kernel
+from megacpp.kernels.attention import softcap as softcap_kernel
 from megacpp.model.documents import Documents
 from tests.model.attention_cases import close, noise, packed
 

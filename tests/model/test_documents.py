@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megacpp.model import documents
 from megacpp.model.documents import Documents, documents_of
-from parallel.context_layout import ContextLayout, Order
-from parallel.context_segments import segment_documents
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.segments import segment_documents
 
 
 def walk(ids_BT: Tensor) -> tuple[list[list[int]], list[list[bool]], list[list[bool]], list[int]]:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import Config, EngramConfig, ModelConfig, PrecisionConfig
+from megacpp.blocks.engram.module import NORM_EPS, Engram, LayerHash, layer_hash
+from megacpp.blocks.engram.sizes import engram_primes, table_rows
+from megacpp.config.schema import Config, EngramConfig, ModelConfig, PrecisionConfig
 from megacpp.kernels.memory_gate import LEAST, memory_gate, memory_gate_reference
 from megacpp.model.documents import Documents
-from megacpp.model.engram import NORM_EPS, Engram, LayerHash, layer_hash
-from megacpp.model.engram_sizes import engram_primes, table_rows
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from parallel.build import build_model

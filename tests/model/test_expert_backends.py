@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp.kernels.expert_rows import Groups, rows_of_slots, sum_of_slots
+from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
 from tests.model.expert_backend_cases import CASES, Case, run, worst
 
 ROOT = Path(__file__).parents[2]

@@ -7,21 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels import grouped_mm
-from megacpp.kernels.expert_rows import (
-    Groups,
-    gather_rows,
-    group_rows,
-    group_rows_to_capacity,
-    spread_rows,
-)
-from megacpp.kernels.grouped_mm import (
+from megacpp.kernels.experts import grouped_mm
+from megacpp.kernels.experts.grouped_mm import (
     CPU_ROWS,
     Counts,
     grouped_backend,
     outer_products,
     products,
     sizes_of,
+)
+from megacpp.kernels.experts.rows import (
+    Groups,
+    gather_rows,
+    group_rows,
+    group_rows_to_capacity,
+    spread_rows,
 )
 
 FP64 = 1e-12  # two formulas of one sum in fp64; entries are of order 1 to 10

@@ -9,9 +9,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import megacpp.blocks.experts.module
 import megacpp.kernels.flop_formulas
-import megacpp.model.moe
-from megacpp.config import (
+from megacpp.blocks.hyper_connections.module import HyperConnection
+from megacpp.config.presets import tiny
+from megacpp.config.schema import (
     AttentionConfig,
     EngramConfig,
     HyperConnectionConfig,
@@ -31,9 +33,7 @@ from megacpp.model.flops import (
     train_flops_per_token,
 )
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.hyper_connections import HyperConnection
 from megacpp.model.init import initialise
-from megacpp.presets import tiny
 
 T, B = 128, 2
 
@@ -91,7 +91,7 @@ def variants() -> dict[str, tuple[str, ModelConfig]]:
 @pytest.fixture(autouse=True)
 def no_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU each expert's rows are padded to whole blocks; padding is no work of a token."""
-    monkeypatch.setattr(megacpp.model.moe, "row_multiple", lambda device: 1)
+    monkeypatch.setattr(megacpp.blocks.experts.module, "row_multiple", lambda device: 1)
 
 
 @pytest.mark.parametrize("name", variants())

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacpp.config import Config, MeshConfig, ModelConfig, PrecisionConfig
-from megacpp.kernels.mamba3_inputs import HeadWeights, ScanInputs
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
+from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.model.fp32 import Fp32Contract, contract_parameters
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.pattern import layer_kinds
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacpp.config import MLPConfig, ModelConfig
+from megacpp.blocks.dense.module import MLP, is_plain
+from megacpp.config.schema import MLPConfig, ModelConfig
 from megacpp.kernels import gated_linear as kernel
 from megacpp.kernels.gated_linear import gated, gated_gradients, gated_linear, gated_product
 from megacpp.kernels.wanted import wanted_gradients
-from megacpp.model.mlp import MLP, is_plain
 from tests.livebytes import LiveBytes
 
 BOTH = pytest.mark.parametrize("num", [2, 1], ids=["swiglu", "relu2"])

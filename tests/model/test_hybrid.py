@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import Config, ModelConfig, PrecisionConfig
+from megacpp.blocks.experts.router import Router
+from megacpp.config.checks.every import check, resolve
+from megacpp.config.presets import PRESETS, nam56r_base
+from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.count import count_parameters, meta_model, published_reading, short, table_lines
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.router import Router
-from megacpp.presets import PRESETS, nam56r_base
-from megacpp.rules import check, resolve
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.awake import awake

@@ -12,13 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import Config, HyperConnectionConfig, ModelConfig, PrecisionConfig
-from megacpp.kernels import hyper_connections as kernel
-from megacpp.kernels.hyper_connections import Coefficients, mix, mix_reference, read, read_reference
-from megacpp.kernels.sinkhorn import Ordering, sinkhorn, sinkhorn_reference
+from megacpp.blocks.hyper_connections.module import HyperConnection, Spread
+from megacpp.config.schema import Config, HyperConnectionConfig, ModelConfig, PrecisionConfig
+from megacpp.kernels.hyper_connections import reference as kernel
+from megacpp.kernels.hyper_connections.reference import (
+    Coefficients,
+    mix,
+    mix_reference,
+    read,
+    read_reference,
+)
+from megacpp.kernels.hyper_connections.sinkhorn import Ordering, sinkhorn, sinkhorn_reference
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.hyper_connections import HyperConnection, Spread
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.livebytes import LiveBytes

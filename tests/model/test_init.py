@@ -16,7 +16,8 @@ import torch
 import torch._dynamo  # FSDP2 imports it: once here instead of once in every forked rank
 from torch import Tensor, nn
 
-from megacpp.config import Config, MeshConfig, ModelConfig, PrecisionConfig
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
 from megacpp.model.count import meta_model
 from megacpp.model.init import (
     Constant,
@@ -33,7 +34,6 @@ from megacpp.model.init import (
     uniform,
     whole,
 )
-from megacpp.presets import PRESETS
 from parallel.build import build_model
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join

@@ -14,7 +14,7 @@ import torch
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import AttentionConfig, MLPConfig, ModelConfig
+from megacpp.config.schema import AttentionConfig, MLPConfig, ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters

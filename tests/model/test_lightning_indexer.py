@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacpp.kernels import lightning_indexer as kernel
-from megacpp.kernels.attention import document_mask
-from megacpp.kernels.indexer_loss import HeadShard, Target, indexer_loss
-from megacpp.kernels.lightning_indexer import choose_keys, index_scores
-from megacpp.kernels.sparse_attention import chosen_mask, sparse_attention
+from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.sparse_attention import indexer as kernel
+from megacpp.kernels.sparse_attention.indexer import choose_keys, index_scores
+from megacpp.kernels.sparse_attention.indexer_loss import HeadShard, Target, indexer_loss
+from megacpp.kernels.sparse_attention.reference import chosen_mask, sparse_attention
 from megacpp.model.documents import Documents
 from tests.livebytes import LiveBytes
 from tests.model.attention_cases import close, noise, packed

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megacpp.config import ModelConfig
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.config.schema import ModelConfig
+from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
     chunk_rows,
     linear_cross_entropy,

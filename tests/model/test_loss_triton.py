@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp.kernels.linear_cross_entropy import linear_cross_entropy
+from megacpp.kernels.linear_cross_entropy.chunked import linear_cross_entropy
 
 ROOT = Path(__file__).parents[2]
 CASES = "tests/model/triton_loss_cases.py"
@@ -41,7 +41,7 @@ def test_compiles_without_a_gpu(softcap: float, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megacpp.kernels import linear_cross_entropy_triton as kernels
+    from megacpp.kernels.linear_cross_entropy import triton as kernels
 
     constants = {"V": 65537, "CAP": softcap, "WIDE": triton.language.float32, "BLOCK": 4096}
     numbers = {"logits_ptr": "*bf16", "target_ptr": "*i64", "first": "i32"}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacpp.config import M2RNNConfig, ModelConfig
-from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked, m2rnn_sequential
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.config.schema import M2RNNConfig, ModelConfig
+from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.kernels.restarts import sequences_of
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise
-from megacpp.model.m2rnn import M2RNN
 
 FP64 = 1e-12  # two formulas of the same thing in fp64
 CLIPS = [None, StateClip(0.05, "total"), StateClip(0.05, "carried")]

@@ -18,14 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
-from megacpp.config import Config, KernelsConfig
+from megacpp.config.presets import tiny
+from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError
-from megacpp.kernel_choice import choose
-from megacpp.kernel_host import Host
-from megacpp.kernel_refusals_m2rnn import m2rnn_triton
-from megacpp.kernels.m2rnn import m2rnn_chunked
+from megacpp.kernels.host import Host
+from megacpp.kernels.m2rnn.reference import m2rnn_chunked
+from megacpp.kernels.m2rnn.support import m2rnn_triton
+from megacpp.kernels.selection import choose
 from megacpp.model.documents import Documents
-from megacpp.presets import tiny
 from tests.model.test_flops import in_place_baddbmm
 
 ROOT = Path(__file__).parents[2]
@@ -108,8 +108,8 @@ def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megacpp.kernels import m2rnn_kernels_triton as kernels
-    from megacpp.kernels.m2rnn_triton_launch import num_warps, padded
+    from megacpp.kernels.m2rnn import triton_kernels as kernels
+    from megacpp.kernels.m2rnn.triton_launch import num_warps, padded
 
     narrow, flags = ("q_ptr", "k_ptr", "v_ptr", "y_ptr", "dy_ptr", "dv_ptr"), {
         **{f"{name}_SHARED": 1 for name in "VFW"}, "Q_SHARED": 132, "K_SHARED": 132,

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from checkpointing.compile import Compiler
-from megacpp.config import Mamba3Config, ModelConfig
-from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, ScanInputs
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise
-from megacpp.model.mamba3 import Mamba3
 from tests.model.mamba3_cases import VARIANTS, packed, random_layer
 
 

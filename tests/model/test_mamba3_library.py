@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from megacpp.cli import doctor
-from megacpp.kernel_host import Host
-from megacpp.kernels import mamba3_library as library
-from megacpp.kernels.mamba3 import mamba3_chunked, mamba3_sequential
-from megacpp.kernels.mamba3_carried import final_state
-from megacpp.kernels.mamba3_inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3_library import (
+from megacpp.kernels.host import Host
+from megacpp.kernels.mamba3 import library
+from megacpp.kernels.mamba3.carried import final_state
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.library import (
     Laid,
     mamba3_library,
     mimo_kernel,
@@ -35,9 +34,10 @@ from megacpp.kernels.mamba3_library import (
     siso_scan,
     siso_tuners,
 )
-from megacpp.kernels.mamba3_segments import fold, summarize
+from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
+from megacpp.kernels.mamba3.segments import fold, summarize
+from megacpp.launch import kernels as run_kernels
 from megacpp.model.documents import Documents
-from megacpp.run import kernels as run_kernels
 from tests.model import mamba3_upstream
 from tests.model.mamba3_cases import VARIANTS, packed, random_layer, random_scan, scan_leaves
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megacpp.kernel_refusals_mamba3 import _mimo_bytes
-from megacpp.kernels.mamba3_library import _imported
+from megacpp.kernels.mamba3.library import _imported
+from megacpp.kernels.mamba3.support import _mimo_bytes
 
 N, P, R, C, ANGLES = 64, 64, 2, 16, 16
 THREADS = 256  # of a block of the backward

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megacpp.config import Config, KernelsConfig, MeshConfig
-from megacpp.kernel_choice import choose, kernel_rules
-from megacpp.kernel_host import Host
-from megacpp.kernel_refusals_mamba3 import mamba3_mimo, mamba3_siso
-from megacpp.presets import nam56r, nam56r_quarter, tiny
+from megacpp.config.presets import nam56r, nam56r_quarter, tiny
+from megacpp.config.schema import Config, KernelsConfig, MeshConfig
+from megacpp.kernels.host import Host
+from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso
+from megacpp.kernels.selection import choose, kernel_rules
 
 INSTALLED = {
     "triton": "3.7.1",

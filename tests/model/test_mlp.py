@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import MLPConfig, ModelConfig
+from megacpp.blocks.dense.module import MLP
+from megacpp.config.schema import MLPConfig, ModelConfig
 from megacpp.model.init import Normal, initialise
-from megacpp.model.mlp import MLP
 
 BOTH = pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 

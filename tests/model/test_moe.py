@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacpp.config import ModelConfig, MoEConfig
+from megacpp.blocks.experts.module import MixtureOfExperts, expert_capacity
+from megacpp.config.schema import ModelConfig, MoEConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise
-from megacpp.model.moe import MixtureOfExperts, expert_capacity
 
 FP64 = 1e-12
 MOE = MoEConfig(num_experts=6, top_k=2, hidden_dim=10, shared_hidden_dim=7, route_scale=1.7)

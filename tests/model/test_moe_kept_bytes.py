@@ -21,14 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import ModelConfig, MoEConfig
-from megacpp.kernels import fp8_products
-from megacpp.model import moe as moe_module
+from megacpp.blocks.experts import module as moe_module
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.blocks.experts.router import document_lengths
+from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.kernels.experts import fp8 as fp8_products
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.model.moe import MixtureOfExperts
 from megacpp.model.pieces import Piece
-from megacpp.model.router import document_lengths
 from megacpp.model.seam import PLAIN
 from tests.livebytes import LiveBytes
 

@@ -17,15 +17,15 @@ from torch import Tensor
 import megacpp.model.head
 from checkpointing.apply import set_seams
 from checkpointing.rebuild import Replays
-from megacpp.arguments import parse_run
-from megacpp.config import CheckpointingPolicy, Config, ModelConfig, MTPConfig
+from megacpp.blocks.mtp.plan import coefficient, depth_weights, hidden_width
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, MTPConfig
 from megacpp.data.batches import IGNORED, Batch
 from megacpp.errors import ConfigError
 from megacpp.model.count import count_parameters, meta_model
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from megacpp.model.mtp_plan import coefficient, depth_weights, hidden_width
 from megacpp.model.pieces import NOTHING
 from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
 from optim.groups import assign

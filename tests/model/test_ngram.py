@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import Config, ModelConfig, NgramConfig, OptimConfig, PrecisionConfig
+from megacpp.blocks.ngram.module import NgramEmbedding
+from megacpp.config.schema import Config, ModelConfig, NgramConfig, OptimConfig, PrecisionConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.ngram import NgramEmbedding
 from megacpp.model.primes import is_prime
 from megacpp.model.sizes import ngram_primes, ngram_rows
 from optim.groups import assign

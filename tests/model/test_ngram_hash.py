@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megacpp.blocks.ngram.hashing import PAD, hashed, hashed_orders, odd_multipliers
 from megacpp.data import specials
 from megacpp.model.documents import Documents
-from megacpp.model.ngram_hash import PAD, hashed, hashed_orders, odd_multipliers
 from megacpp.model.primes import is_prime, primes_from
 
 

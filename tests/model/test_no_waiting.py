@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
-from megacpp.kernels.mamba3_library import Laid
+from megacpp.kernels.mamba3.library import Laid
 from megacpp.model import transfer
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from parallel.context_layout import ContextLayout
-from parallel.context_segments import segment_documents
+from parallel.context.layout import ContextLayout
+from parallel.context.segments import segment_documents
 from tests.model.attention_cases import packed
 from tests.model.small import small, variants
 
@@ -137,7 +137,7 @@ def test_library_scans_do_not_wait_for_the_documents(
 
 def test_experts_between_products_do_not_wait(meta_as_gpu: list[str]) -> None:
     pytest.importorskip("triton")
-    importlib.import_module("megacpp.kernels.experts_triton")
+    importlib.import_module("megacpp.kernels.experts.triton")
     for capacity in (None, 1.25):
         config = small("EE")
         config = replace(config, moe=replace(config.moe, capacity_factor=capacity))

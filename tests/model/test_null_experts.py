@@ -19,17 +19,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import ModelConfig, MoEConfig
-from megacpp.kernels import fp8_products
-from megacpp.kernels.expert_rows import group_rows, group_rows_to_capacity, spread_rows, sum_rows
-from megacpp.kernels.grouped_mm import outer_products, products
-from megacpp.model import moe as moe_module
-from megacpp.model.choices import circle, columns, null_copies, slots, visited_ranks
+from megacpp.blocks.attention.choices import circle, columns, null_copies, slots, visited_ranks
+from megacpp.blocks.experts import module as moe_module
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.blocks.experts.router import Router
+from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.kernels.experts import fp8 as fp8_products
+from megacpp.kernels.experts.grouped_mm import outer_products, products
+from megacpp.kernels.experts.rows import group_rows, group_rows_to_capacity, spread_rows, sum_rows
 from megacpp.model.documents import Documents
 from megacpp.model.flops import block_flops
 from megacpp.model.init import initialise
-from megacpp.model.moe import MixtureOfExperts
-from megacpp.model.router import Router
 
 FP64 = 1e-12
 MOE = MoEConfig(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megacpp.config.presets import NAM_PATTERN
 from megacpp.errors import ConfigError
 from megacpp.model.pattern import LETTERS, block_letters, expand_pattern, letter_counts
-from megacpp.presets import NAM_PATTERN
 
 
 @pytest.mark.parametrize(

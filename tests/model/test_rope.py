@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megacpp.config import YarnConfig
-from megacpp.model import rope
+from megacpp.blocks.attention import rope
+from megacpp.config.schema import YarnConfig
 from megacpp.model.documents import Documents
 from tests.model.attention_cases import GQA, MLA, close, noise, packed
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.config import ModelConfig, MoEConfig
+from megacpp.blocks.experts.router import Router, document_load, switch_loss, z_loss
+from megacpp.config.schema import ModelConfig, MoEConfig
 from megacpp.model.auxiliary import TERMS, AttachLoss
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.model.router import Router, document_load, switch_loss, z_loss
 
 FP64 = 1e-12
 MOE = MoEConfig(num_experts=8, top_k=3, route_scale=1.5)

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import M2RNNConfig, Mamba3Config, ModelConfig
-from megacpp.kernels import m2rnn_chunks, mamba3_chunks
-from megacpp.kernels.m2rnn import StateClip, m2rnn_chunked
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import M2RNNConfig, Mamba3Config, ModelConfig
+from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
+from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked
+from megacpp.kernels.mamba3 import chunks as mamba3_chunks
 from megacpp.model.documents import Documents
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.pieces import Piece
 from tests.livebytes import LiveBytes
 from tests.model.mamba3_cases import packed

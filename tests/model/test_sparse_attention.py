@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.kernels import softcap_attention as softcap_kernel
-from megacpp.kernels import sparse_attention as kernel
-from megacpp.kernels.attention import causal_attention
-from megacpp.kernels.lightning_indexer import choose_keys
-from megacpp.kernels.sparse_attention import chosen_mask, sparse_attention
+from megacpp.kernels.attention import softcap as softcap_kernel
+from megacpp.kernels.attention.reference import causal_attention
+from megacpp.kernels.sparse_attention import reference as kernel
+from megacpp.kernels.sparse_attention.indexer import choose_keys
+from megacpp.kernels.sparse_attention.reference import chosen_mask, sparse_attention
 from megacpp.model.documents import Documents
 from tests.livebytes import LiveBytes
 from tests.model.attention_cases import close, noise, packed

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.kernels.attention import document_mask
-from megacpp.kernels.lightning_indexer import index_scores
-from megacpp.kernels.sparse_attention import chosen_mask
-from megacpp.model import sparse
+from megacpp.blocks.attention import sparse
+from megacpp.blocks.attention.indexer import Indexer
+from megacpp.blocks.attention.rope import rotary_table, rotate, rotate_halves
+from megacpp.blocks.attention.sparse import SparseAttention
+from megacpp.config.presets import PRESETS
+from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.sparse_attention.indexer import index_scores
+from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.indexer import Indexer
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.rope import rotary_table, rotate, rotate_halves
-from megacpp.model.sparse import SparseAttention
-from megacpp.presets import PRESETS
 from optim.qk_clip import QKClip
 from tests.model.sparse_cases import MODELS, TOKENS, build, sparse_model, train
 from tests.synthetic import ragged_batch

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from megacpp.config import Config, MeshConfig, ModelConfig
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.model.count import count_parameters, meta_model
 from megacpp.model.pattern import ENTRANCE, EXIT
@@ -23,7 +24,6 @@ from megacpp.model.stages import (
     stage_parts,
     stages_per_rank,
 )
-from megacpp.presets import PRESETS
 from tests.model.small import small, variants
 
 MODELS = {**variants(), **{name: make().model for name, make in PRESETS.items()}}

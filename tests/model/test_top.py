@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megacpp.config import Config, ModelConfig, PrecisionConfig, TOPConfig
-from megacpp.kernels.linear_cross_entropy import ShardStatistics, VocabularyShard, merge_statistics
+from megacpp.config.schema import Config, ModelConfig, PrecisionConfig, TOPConfig
+from megacpp.kernels.linear_cross_entropy.chunked import (
+    ShardStatistics,
+    VocabularyShard,
+    merge_statistics,
+)
 from megacpp.kernels.token_order import Ahead, token_order_loss, token_order_loss_plain
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM

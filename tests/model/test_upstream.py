@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import ModelConfig
-from megacpp.model.m2rnn import M2RNN
-from megacpp.model.mamba3 import Mamba3
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import ModelConfig
 from megacpp.model.upstream import (
     m2rnn_from_upstream,
     m2rnn_to_upstream,

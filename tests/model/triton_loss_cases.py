@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from megacpp.kernels import linear_cross_entropy_triton
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.kernels.linear_cross_entropy import triton as linear_cross_entropy_triton
+from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
     ShardStatistics,
     VocabularyShard,
@@ -28,7 +28,7 @@ from megacpp.kernels.linear_cross_entropy import (
     linear_cross_entropy_plain,
     merge_statistics,
 )
-from megacpp.kernels.linear_cross_entropy_triton import statistics
+from megacpp.kernels.linear_cross_entropy.triton import statistics
 from megacpp.kernels.token_order import Ahead, token_order_loss
 from tests.golden import check_linear_ce
 from tests.golden.harness import GoldenFile

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megacpp.config import Config, MeshConfig, OptimConfig
+from megacpp.config.schema import Config, MeshConfig, OptimConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.compress import Projection, compress_linears
-from megacpp.config import CheckpointingPolicy, Config, OptimConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, OptimConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from checkpointing.compress import compress_linears
-from megacpp.config import (
+from megacpp.config.presets import PRESETS
+from megacpp.config.schema import (
     AttentionConfig,
     EngramConfig,
     HyperConnectionConfig,
@@ -24,7 +25,6 @@ from megacpp.config import (
 )
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
-from megacpp.presets import PRESETS
 from optim.build import groups
 from optim.groups import TABLE, Assignment, Row, _place, assign, table_lines
 from optim.ownership import MatrixView

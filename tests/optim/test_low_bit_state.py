@@ -28,14 +28,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from megacpp.config import Config
-from megacpp.rules import resolve
+from megacpp.config.checks.every import resolve
+from megacpp.config.schema import Config
 from megacpp.state.training import TrainingState
 from optim import low_bit
 from optim.local import local_part
 from optim.low_bit import BLOCKS, Bits, _quiet_import, is_packed
 from optim.muon_adamw import MuonAdamW
-from parallel.fake import fake_tensors
+from parallel.simulate.fake import fake_tensors
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("torchao")

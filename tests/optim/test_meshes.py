@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from optim.clip import clip_gradients
 from optim.local import local_part
 from optim.muon import Width

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from bench.muon_contenders import SETS, shapes_of, torch_muon
 from bench.muon_log import StepLog
-from megacpp.presets import PRESETS
+from megacpp.config.presets import PRESETS
 from optim.groups import assign
 from optim.muon_adamw import MuonAdamW
 from optim.muon_plan import MuonPlan

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.memory.forms.muon import (
     WaveBytes,
     muon_state_bytes,

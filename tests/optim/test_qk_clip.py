@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megacpp.config import (
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.logits import LogitRecorder, Statistic, largest_logits
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.attention.rope import inverse_frequencies
+from megacpp.config.schema import (
     AttentionConfig,
 )
-from megacpp.kernels.attention import causal_attention
-from megacpp.model.attention import GroupedQueryAttention
-from megacpp.model.attention_logits import LogitRecorder, Statistic, largest_logits
+from megacpp.kernels.attention.reference import causal_attention
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from megacpp.model.mla import MultiHeadLatentAttention
-from megacpp.model.rope import inverse_frequencies
 from optim.qk_clip import Attention, QKClip, row_factors, scale_rows
 from tests.livebytes import LiveBytes
 from tests.model.attention_cases import noise, packed

@@ -14,8 +14,8 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacpp.config import Config, MeshConfig, PrecisionConfig, TrainConfig
-from megacpp.model.attention_logits import Statistic
+from megacpp.blocks.attention.logits import Statistic
+from megacpp.config.schema import Config, MeshConfig, PrecisionConfig, TrainConfig
 from megacpp.model.init import Slice
 from optim.qk_clip import QKClip
 from parallel.boundary import AccumulationBoundary

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.config import OptimConfig
+from megacpp.config.schema import OptimConfig
 from optim.schedule import (
     build_scheduler,
     lr_multiplier,

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from megacpp.config import Config, MeshConfig, PrecisionConfig
+from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
 from megacpp.model.hybrid import HybridLM
 from optim.build import build_optimizer
 from optim.muon_adamw import MuonAdamW

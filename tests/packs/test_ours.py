@@ -20,20 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megacpp.blocks.top.module
 import megacpp.model.head
-import megacpp.model.top
-from megacpp.config import Config
-from megacpp.kernels.lightning_indexer import index_scores
-from megacpp.kernels.linear_cross_entropy import (
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.presets import tiny_full
+from megacpp.config.schema import Config
+from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
     linear_cross_entropy,
     linear_cross_entropy_plain,
 )
+from megacpp.kernels.sparse_attention.indexer import index_scores
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.mamba3 import Mamba3
-from megacpp.presets import tiny_full
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.livebytes import LiveBytes
@@ -127,7 +127,7 @@ def test_the_check_sees_a_head_that_lost_its_wiring(
 ) -> None:
     model = large_vocabulary()
     if head == "top":
-        monkeypatch.setattr(megacpp.model.top, "token_order_loss", plain_order)
+        monkeypatch.setattr(megacpp.blocks.top.module, "token_order_loss", plain_order)
     else:
         monkeypatch.setattr(megacpp.model.head, "linear_cross_entropy", unfused(head == "mtp"))
     assert largest_tensor(model) >= TOKENS * VOCAB

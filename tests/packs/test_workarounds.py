@@ -7,7 +7,7 @@ so that somebody runs the rest and looks at what was deprecated; an older one is
 Not here, because their tests need more of our code: shards that are uneven twice (optim/boxes.py,
 megacpp/state/catalogue.py; tests/optim/test_ownership.py), the bytes of a mesh in a compiled graph
 (checkpointing/compile.py; tests/checkpointing/test_compile_meshes.py), rows of a CPU product that
-round by place (megacpp/kernels/grouped_mm.py; tests/model/test_moe.py).
+round by place (megacpp/kernels/experts/grouped_mm.py; tests/model/test_moe.py).
 """
 
 from __future__ import annotations
@@ -287,8 +287,8 @@ class Workaround:
 NONE = "no thread known"
 WORKAROUNDS = [
     Workaround("parallel/fsdp.py", "pytorch#156784", one_dtype_per_unit),
-    Workaround("megacpp/model/mtp.py", "pytorch#181850", a_view_is_warned_of),
-    Workaround("megacpp/kernels/grouped_mm.py", "pytorch#181850", a_view_is_warned_of),
+    Workaround("megacpp/blocks/mtp/module.py", "pytorch#181850", a_view_is_warned_of),
+    Workaround("megacpp/kernels/experts/grouped_mm.py", "pytorch#181850", a_view_is_warned_of),
     Workaround("parallel/guard.py", NONE, one_shard_reduces_nothing),
     Workaround("optim/clip.py", NONE, strided_shards_are_no_shards),
     Workaround("parallel/pipeline.py", "pytorch#136766", zero_bubble_recomputes_twice),
@@ -313,8 +313,8 @@ FOR_OLDER = [
     ("checkpointing/compile.py", (2, 13), "isolate_recompiles=True"),
     ("checkpointing/compile.py", (2, 12), "pytorch#180642"),
     ("megacpp/model/head.py", (2, 13), "as\n# torch 2.13 does by itself"),
-    ("checkpointing/watch.py", (2, 12), "torch before 2.12"),
-    ("parallel/fake.py", (2, 13), "pytorch#184945"),
+    ("checkpointing/tracing/watch.py", (2, 12), "torch before 2.12"),
+    ("parallel/simulate/fake.py", (2, 13), "pytorch#184945"),
     ("tests/memory/test_activations.py", (2, 13), "pytorch#185539"),
     ("parallel/pipeline.py", (2, 13), "pytorch#166577"),
     ("parallel/pipeline.py", (2, 12), "pytorch#160210"),
@@ -323,16 +323,18 @@ FOR_OLDER = [
 PRIVATE = {
     "torch._C:_will_engine_execute_node": "megacpp/kernels/wanted.py",
     "torch._C:_current_graph_task_id": "megacpp/model/seam.py",
-    "torch._C:_accelerator_setAllocatorSettings": "megacpp/run/gate.py",
+    "torch._C:_accelerator_setAllocatorSettings": "megacpp/launch/gate.py",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter": (
         "parallel/guard.py"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "checkpointing/recorder.py"
+        "checkpointing/tracing/recorder.py"
     ),
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator": "checkpointing/recorder.py",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator": (
+        "checkpointing/tracing/recorder.py"
+    ),
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": "parallel/fsdp.py",
-    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "parallel/fake.py",
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": "parallel/simulate/fake.py",
     "torch.distributed.pipelining.stage:InferenceMode": "parallel/pipeline.py",
     "torch._functorch.config:unsafe_treat_script_objects_as_zero_size": "checkpointing/compile.py",
     "torch._functorch.config:donated_buffer": "checkpointing/compile.py",

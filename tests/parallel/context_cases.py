@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from megacpp.model.documents import Documents
-from parallel.context_layout import ContextLayout, Order
+from parallel.context.layout import ContextLayout, Order
 from tests.collectives import Collective, CollectiveCounter
 
 ORDERS: tuple[Order, ...] = ("contiguous", "head_tail")

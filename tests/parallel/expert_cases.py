@@ -15,16 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from megacpp.config import MeshConfig, ModelConfig, MoEConfig
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.config.schema import MeshConfig, ModelConfig, MoEConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Slice, initialise
-from megacpp.model.moe import MixtureOfExperts
-from parallel.context_layout import ContextLayout
-from parallel.experts import ExpertParallel, Kind
+from parallel.context.layout import ContextLayout
+from parallel.expert.parallel import ExpertParallel, Kind
+from parallel.expert.routing import SpreadRouter
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
 from parallel.notation import Array
-from parallel.routing import SpreadRouter
 from parallel.tensor import cut_parameter
 from tests.ranks import run_ranks
 

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import Keeper
-from megacpp.config import (
+from megacpp.blocks.experts.module import Experts
+from megacpp.blocks.experts.router import Router
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     MeshConfig,
@@ -31,8 +33,6 @@ from megacpp.config import (
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice
-from megacpp.model.moe import Experts
-from megacpp.model.router import Router
 from megacpp.run.expert_load import ExpertLoad
 from optim.build import build_optimizer
 from optim.clip import clip_gradients

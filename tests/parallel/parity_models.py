@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megacpp.config import (
+from megacpp.config.schema import (
     EngramConfig,
     HyperConnectionConfig,
     ModelConfig,

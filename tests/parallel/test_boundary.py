@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.data.batches import IGNORED, Batch
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megacpp.cli.dry_run import rooms
-from megacpp.config import (
+from megacpp.config.checks.every import check, resolve
+from megacpp.config.schema import (
     AttentionConfig,
     Config,
     DataConfig,
@@ -29,8 +30,7 @@ from megacpp.config import (
     TrainConfig,
 )
 from megacpp.memory.forms.accumulation import travelling
-from megacpp.rules import check, resolve
-from parallel.dry_run import dry_run
+from parallel.simulate.dry_run import dry_run
 
 B, T, D, V, HEADS, HEAD, HIDDEN, L = 2, 32, 48, 64, 8, 8, 80, 4
 MESHES = {

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from tests.parallel.parity import AdamW, Run, Slices, Trace, adamw_bound, check, traces_of
 
 ADAMW = AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)

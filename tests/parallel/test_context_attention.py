@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megacpp.config import AttentionConfig, ModelConfig, YarnConfig
-from megacpp.kernels import softcap_attention
-from megacpp.kernels.attention_parts import Scores
-from megacpp.model.attention import GroupedQueryAttention
+from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.kernels.attention import softcap as softcap_attention
+from megacpp.kernels.attention.parts import Scores
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise
-from megacpp.model.mla import MultiHeadLatentAttention
-from parallel.context_attention import ContextAttention, Kind
-from parallel.context_layout import ContextLayout, Order
+from parallel.context.attention import ContextAttention, Kind
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.ring import Ring, ring_attention, seen_chunks
 from parallel.notation import Array
 from parallel.plans import PARAMETERS
-from parallel.ring_attention import Ring, ring_attention, seen_chunks
 from parallel.tensor import cut_parameter
 from tests.collectives import Collective, CollectiveCounter
 from tests.livebytes import LiveBytes

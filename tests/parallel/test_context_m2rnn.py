@@ -14,12 +14,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megacpp.config import M2RNNConfig, ModelConfig
-from megacpp.kernels.m2rnn import StateClip, m2rnn_carried, m2rnn_sequential
+from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.config.schema import M2RNNConfig, ModelConfig
+from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_carried, m2rnn_sequential
 from megacpp.model.documents import Documents
-from megacpp.model.m2rnn import M2RNN
-from parallel.context_layout import ContextLayout, Order
-from parallel.context_m2rnn import ContextM2RNN, Kind, m2rnn_kind
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.m2rnn import ContextM2RNN, Kind, m2rnn_kind
 from tests.collectives import Collective
 from tests.parallel.context_cases import (
     ORDERS,

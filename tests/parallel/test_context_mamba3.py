@@ -14,14 +14,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import Mamba3Config, ModelConfig
+from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.config.schema import Mamba3Config, ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.mamba3 import Mamba3
 from megacpp.model.pieces import Piece
-from parallel.context_conv import convolve_with_halo
-from parallel.context_heads import for_own_heads, own_heads
-from parallel.context_layout import ContextLayout, Order
-from parallel.context_mamba3 import ContextMamba3
+from parallel.context.convolution import convolve_with_halo
+from parallel.context.heads import for_own_heads, own_heads
+from parallel.context.layout import ContextLayout, Order
+from parallel.context.mamba3 import ContextMamba3
 from tests.collectives import Collective, CollectiveCounter
 from tests.model.mamba3_cases import VARIANTS
 from tests.parallel.context_cases import (

@@ -18,20 +18,20 @@ import pytest
 from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.main import main
-from megacpp.config import Config, MeshConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.checks.every import check, resolve
+from megacpp.config.presets import nam56r_base
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.init import initialise
-from megacpp.presets import nam56r_base
-from megacpp.rules import check, resolve
 from parallel.boundary import AccumulationBoundary
-from parallel.collective_log import CollectiveLog
-from parallel.dry_run import Bytes, class_of, count_all, dry_run
-from parallel.fake import fake_world, planned_model
 from parallel.fsdp import shard_slice
 from parallel.local_shapes import own_shape
 from parallel.mesh import World, join
+from parallel.simulate.collective_log import CollectiveLog
+from parallel.simulate.dry_run import Bytes, class_of, count_all, dry_run
+from parallel.simulate.fake import fake_world, planned_model
 from tests.parallel.parity import CPU, Run, T, batches_of, config_of
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from megacpp.config import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
 AGAIN = CheckpointingPolicy(ablock="selective")

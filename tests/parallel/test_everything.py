@@ -12,8 +12,8 @@ import functools
 
 import pytest
 
-from megacpp.config import CheckpointingPolicy, MeshConfig
-from megacpp.presets import PER_BLOCK
+from megacpp.config.presets import PER_BLOCK
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
 

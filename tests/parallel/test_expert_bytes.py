@@ -14,12 +14,12 @@ from torch import Tensor
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config import MeshConfig
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.config.schema import MeshConfig
 from megacpp.model.documents import Documents
-from megacpp.model.moe import MixtureOfExperts
 from megacpp.model.pieces import Piece
-from parallel import expert_exchange
-from parallel.experts import ExpertParallel, Kind
+from parallel.expert import exchange as expert_exchange
+from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.mesh import join
 from tests.collectives import CollectiveCounter
 from tests.livebytes import LiveBytes

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacpp.config import MeshConfig, ModelConfig, MoEConfig
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.config.schema import MeshConfig, ModelConfig, MoEConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.model.moe import MixtureOfExperts
-from parallel.expert_exchange import EvenRouting
-from parallel.experts import ExpertParallel, Kind
+from parallel.expert.exchange import EvenRouting
+from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.mesh import join
 from tests.collectives import CollectiveCounter
 from tests.parallel.expert_cases import CPU, MOE, D, mixer_of, randn, spread_over

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.config import ModelConfig, MoEConfig
-from megacpp.model.choices import visited_ranks
+from megacpp.blocks.attention.choices import visited_ranks
+from megacpp.blocks.experts.module import MixtureOfExperts
+from megacpp.config.schema import ModelConfig, MoEConfig
 from megacpp.model.init import initialise
-from megacpp.model.moe import MixtureOfExperts
-from parallel.experts import ExpertParallel
+from parallel.expert.parallel import ExpertParallel
 from parallel.mesh import join
 from tests.parallel.expert_cases import CPU, randn, spread_over
 from tests.parallel.test_expert_exchange import FOUR, KINDS, Leaving, Waits

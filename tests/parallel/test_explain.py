@@ -12,16 +12,16 @@ from collections import Counter
 
 import pytest
 
-from megacpp.arguments import parse_run
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.main import main
-from megacpp.config import MeshConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import MeshConfig
 from megacpp.dtensor import is_dtensor
-from parallel.drawing import BACKWARD, FORWARD, STEP, draw, gathers_again
-from parallel.dry_run import dry_run
-from parallel.explain import OUTSIDE, brackets, explain
-from parallel.fake import fake_world, planned_model
 from parallel.plans import row_of
+from parallel.simulate.drawing import BACKWARD, FORWARD, STEP, draw, gathers_again
+from parallel.simulate.dry_run import dry_run
+from parallel.simulate.explain import OUTSIDE, brackets, explain
+from parallel.simulate.fake import fake_world, planned_model
 from tests.checkpointing.fp8_cases import changed
 from tests.parallel.parity import Run
 from tests.parallel.test_dry_run import config_for

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.config import Config, MeshConfig
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.data.batches import IGNORED, Batch
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.errors import NonFiniteError
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.verdict import Verdict

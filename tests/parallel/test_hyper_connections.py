@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from megacpp.config import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from parallel.pipeline import APART
 from tests.parallel.parity import Run, Trace, check, traces_of
 

@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from megacpp.config import MeshConfig, PrecisionConfig, TrainConfig
+from megacpp.config.schema import MeshConfig, PrecisionConfig, TrainConfig
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary

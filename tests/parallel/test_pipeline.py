@@ -20,11 +20,11 @@ import torch.testing._internal.distributed.fake_pg  # the fake backend registers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megacpp.config import Config, MeshConfig, PrecisionConfig
+from megacpp.blocks.experts.router import Router
+from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
 from megacpp.data.batches import IGNORED, Batch
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise
-from megacpp.model.router import Router
 from megacpp.model.stages import (
     stage_parts,
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.apply import Keeper
-from megacpp.config import Config, DataConfig, MLPConfig, OptimConfig, RunConfig, TrainConfig
+from megacpp.config.schema import Config, DataConfig, MLPConfig, OptimConfig, RunConfig, TrainConfig
 from megacpp.data.batches import Batch
 from optim.build import build_optimizer
 from optim.clip import clip_gradients

@@ -13,24 +13,24 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp.blocks.attention.sparse import note_choice, noted_choice
 from megacpp.cli.explain import KINDS
-from megacpp.config import CheckpointingPolicy, Config, DataConfig, MeshConfig, TrainConfig
-from megacpp.kernels.lightning_indexer import QUERIES
+from megacpp.config.checks.every import check as check_rules
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import preset
+from megacpp.config.schema import CheckpointingPolicy, Config, DataConfig, MeshConfig, TrainConfig
+from megacpp.kernels.sparse_attention.indexer import QUERIES
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.sparse import note_choice, noted_choice
 from megacpp.model.stages import choice_bytes, stage_parts
-from megacpp.presets import preset
-from megacpp.rules import check as check_rules
-from megacpp.rules import resolve
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.collective_log import POINT_TO_POINT, Collective, CollectiveLog
-from parallel.context_layout import ContextLayout
-from parallel.drawing import Drawn, draw
-from parallel.fake import as_trained
+from parallel.context.layout import ContextLayout
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
+from parallel.simulate.collective_log import POINT_TO_POINT, Collective, CollectiveLog
+from parallel.simulate.drawing import Drawn, draw
+from parallel.simulate.fake import as_trained
 from parallel.sparse import in_order_of_row
 from tests.parallel.parity import (
     Run,

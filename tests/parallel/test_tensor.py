@@ -11,7 +11,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from megacpp.cli.main import main
+from megacpp.config.checks.every import resolve
+from megacpp.config.presets import tiny
 from megacpp.memory.snapshot import Snapshot, as_text, file_name
-from megacpp.presets import tiny
 from megacpp.report.charts import (
     POINTS,
     Bar,
@@ -32,7 +33,6 @@ from megacpp.report.charts import (
 from megacpp.report.compare import comparison, differences
 from megacpp.report.data import gather
 from megacpp.report.page import page
-from megacpp.rules import resolve
 
 MIB = 1 << 20
 SECTIONS = (

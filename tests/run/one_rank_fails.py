@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megacpp.arguments import Resolved, parse_or_exit
+from megacpp.config.arguments import Resolved, parse_or_exit
 
 RESOLVED = parse_or_exit("one_rank_fails.py")
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from megacpp import presets
-from megacpp.arguments import parse_run
-from megacpp.config import Config
+from megacpp.config import presets
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.errors import ConfigError, DataError
 from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines

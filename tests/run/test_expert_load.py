@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megacpp.config import Config, RunConfig
+from megacpp.config.schema import Config, RunConfig
 from megacpp.run.expert_load import ExpertLoad, LoadWatch, load_figures
 from megacpp.run.metrics import MetricsLog, StepRecord
 

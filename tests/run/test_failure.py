@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp.arguments import parse_run
+from megacpp.config.arguments import parse_run
 from megacpp.run.failure import guarded, lost_a_peer, report, what_is_saved
 from megacpp.state.checkpoint import save_checkpoint
 from tests.launch import forked

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megacpp.arguments import parse_run
-from megacpp.presets import PRESETS, tiny, tiny_full
-from megacpp.run.features import feature_lines
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import PRESETS, tiny, tiny_full
+from megacpp.launch.features import feature_lines
 
 
 def test_a_plain_model_has_no_line() -> None:

@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacpp.arguments import parse_run, replace_keys
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run, replace_keys
+from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
+from megacpp.launch import smoke
+from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
+from megacpp.launch.settle import _Orders
+from megacpp.launch.smoke import SETTINGS, Order, Peers, arguments_of, order_of, out_of_memory
 from megacpp.memory.estimate import MemoryEstimate
-from megacpp.run import smoke
-from megacpp.run.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
-from megacpp.run.settle import _Orders
-from megacpp.run.smoke import SETTINGS, Order, Peers, arguments_of, order_of, out_of_memory
 from megacpp.state.checkpoint import latest_checkpoint
 from parallel.boundary import AccumulationBoundary
 from tests.launch import Done, _script, forked
@@ -275,7 +275,7 @@ def test_a_port_that_somebody_took_is_another_try(
         given.append(order)
         return ends[len(given) - 1]
 
-    monkeypatch.setattr("megacpp.run.settle.run_order", run_order)
+    monkeypatch.setattr("megacpp.launch.settle.run_order", run_order)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     orders, asked = _Orders(Peers(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
     assert orders.run(1, asked) is OK

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import parallel.boundary
-from checkpointing.watch import StepWatch
-from megacpp.arguments import parse_run
+from checkpointing.tracing.watch import StepWatch
 from megacpp.cli.trace import trace_step
-from megacpp.config import Config, MemoryConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config, MemoryConfig
 from megacpp.memory.snapshot import (
     Snapshot,
     as_text,

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacpp.arguments import parse_run
 from megacpp.cli.main import main
-from megacpp.config import Config
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import preset
+from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
+from megacpp.launch.gate import Assessor, room_of, set_allocator
 from megacpp.memory.budget import host_available_bytes, resident_bytes, words
 from megacpp.memory.calibration import Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
-from megacpp.presets import preset
 from megacpp.report.data import gather
-from megacpp.run.gate import Assessor, room_of, set_allocator
 from megacpp.run.measured import OF_A_STEP
 from tests.launch import Done, forked
 from tests.test_run import SMALL, records
@@ -78,11 +78,11 @@ def config_of(*flags: str) -> Config:
 def test_the_room_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     given = room_of(config_of("--memory.device-gib", "10", "--memory.headroom", "0.2"), CPU)
     assert given.device_bytes == 10 * GIB and given.budget_bytes == 8 * GIB
-    monkeypatch.setattr("megacpp.run.gate.host_available_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("megacpp.launch.gate.host_available_bytes", lambda: 8 * GIB)
     assert room_of(config_of(), CPU).device_bytes == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert room_of(config_of(), CPU).device_bytes == 2 * GIB
-    monkeypatch.setattr("megacpp.run.gate.host_available_bytes", lambda: None)
+    monkeypatch.setattr("megacpp.launch.gate.host_available_bytes", lambda: None)
     unknown = room_of(config_of(), CPU)
     assert unknown.device_bytes is None and unknown.budget_bytes is None
 

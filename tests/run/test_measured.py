@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointing.watch import StepWatch
-from megacpp.arguments import parse_run
+from checkpointing.tracing.watch import StepWatch
+from megacpp.config.arguments import parse_run
+from megacpp.launch.gate import Assessor, room_of
 from megacpp.memory.calibration import read_records
 from megacpp.run.forensics import Forensics
-from megacpp.run.gate import Assessor, room_of
 from megacpp.run.measured import Calibrator
 from tests.run.test_gate import GIB, flat
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.arguments import parse_args
 from megacpp.cli.main import main
 from megacpp.cli.sample import SampleArgs
-from megacpp.config import Config, DataConfig, ModelConfig
+from megacpp.config.arguments import parse_args
+from megacpp.config.schema import Config, DataConfig, ModelConfig
 from megacpp.data.specials import BOS, EOS
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError
+from megacpp.launch.record import write_config
 from megacpp.model.hybrid import HybridLM
-from megacpp.run.record import write_config
 from megacpp.run.sample import choose, generate
 from megacpp.state.checkpoint import save_checkpoint
 from megacpp.state.export import export_weights

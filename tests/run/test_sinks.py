@@ -14,8 +14,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from megacpp.arguments import parse_run
-from megacpp.config import Config, RunConfig
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
 from megacpp.run.metrics import MetricsLog, settings_of
 from megacpp.run.profiling import StepProfile, region

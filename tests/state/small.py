@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp.config import (
+from megacpp.config.schema import (
     AttentionConfig,
     M2RNNConfig,
     Mamba3Config,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.errors import CheckpointError
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint
 from parallel.mesh import World, join

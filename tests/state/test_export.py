@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megacpp.config import AttentionConfig, MTPConfig, YarnConfig
+from megacpp.config.schema import AttentionConfig, MTPConfig, YarnConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.fp32 import contract_parameters
 from megacpp.state import export

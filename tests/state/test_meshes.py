@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from torch import Tensor
 
-from megacpp.config import Config, MeshConfig
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
 from megacpp.state.manifest import read_manifest
 from tests.ranks import LONG_S, run_ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
 from megacpp.model.init import Slice

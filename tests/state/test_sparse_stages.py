@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.config import Config, OptimConfig, PrecisionConfig
+from megacpp.config.schema import Config, OptimConfig, PrecisionConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.health import Health

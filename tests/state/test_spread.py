@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from megacpp.config import MeshConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.state import export

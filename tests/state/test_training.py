@@ -16,12 +16,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacpp.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from megacpp.config.checks.every import resolve
+from megacpp.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import BatchSchedule, batch_schedule
 from megacpp.errors import CheckpointError, ConfigError
-from megacpp.rules import resolve
 from megacpp.run.health import Health
 from megacpp.state.manifest import hash_file, read_manifest, write_manifest
 from megacpp.state.training import TrainingState

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megacpp.blocks.engram.sizes import memory_width
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
-from megacpp.model.engram_sizes import memory_width
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import BLOCK
 

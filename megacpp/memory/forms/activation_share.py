@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacpp.config import Config
-from megacpp.fp8_rules import fp8_letters
+from megacpp.config.checks.fp8 import fp8_letters
+from megacpp.config.schema import Config
 from megacpp.model.pieces import Piece
 
 Kept = tuple[str, int, int]  # group of tensors, numbers, bytes of each

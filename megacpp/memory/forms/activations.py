@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.memory.forms import activation_engram
 from megacpp.memory.forms.activation_around import ngram, top
 from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed, residual
@@ -113,7 +113,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
 
     Precision `auto` is bf16, as on a GPU, unless the run is to be on a CPU. Kernels are those of a
     CPU, as in the meter: a GPU pads the slots of experts less, and keeps keys and values for every
-    query head where rows are packed (megacpp/kernels/attention.py).
+    query head where rows are packed (megacpp/kernels/attention/reference.py).
     """
     own, most = (Share.of(config, size, rank, most) for most in (False, True))
     alike: dict[str, Counter[str]] = {}  # a kind's layers, by their places in groups

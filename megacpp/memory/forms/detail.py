@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from megacpp.config import CheckpointingPolicy, Config
+from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes

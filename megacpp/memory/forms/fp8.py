@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.fp8_rules import fp8_layers
+from megacpp.config.checks.fp8 import fp8_layers
 from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.moment import Moment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megacpp.config import ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.memory.forms.activation_share import INDEX, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.parts import OUTER, forms_of

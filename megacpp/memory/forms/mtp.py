@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megacpp.config import ModelConfig
+from megacpp.blocks.mtp.plan import block_model, num_blocks
+from megacpp.config.schema import ModelConfig
 from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed
 from megacpp.memory.forms.activation_share import INDEX, Kept, Share
-from megacpp.model.mtp_plan import block_model, num_blocks
 from megacpp.model.pieces import NOTHING
 
 if TYPE_CHECKING:

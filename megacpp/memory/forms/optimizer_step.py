@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megacpp.config import OptimConfig
+from megacpp.config.schema import OptimConfig
 from megacpp.memory.forms.muon import muon_transient_bytes
 from megacpp.memory.forms.parameters import Place, Storage, held, mover
 from megacpp.memory.forms.weights import Weight

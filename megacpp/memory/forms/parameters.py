@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megacpp.config import Config, MeshConfig, ModelConfig, OptimConfig
+from megacpp.blocks.attention.choices import null_copies
+from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.mtp import mtp_buffers
 from megacpp.memory.forms.weights import COPY, Weight, weights
-from megacpp.model.choices import null_copies
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds
 from megacpp.model.sizes import copied_parameters
 from megacpp.model.stages import stage_parts

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from megacpp.config import (
+from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     KernelsConfig,

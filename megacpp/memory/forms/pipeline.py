@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megacpp.config import CheckpointingPolicy
+from megacpp.config.schema import CheckpointingPolicy
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.units import Unit

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacpp.config import Config
+from megacpp.config.schema import Config
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import ids_bytes, mask_bytes
 from megacpp.memory.forms.layers import layers_of, root_unit

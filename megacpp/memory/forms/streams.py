@@ -1,6 +1,7 @@
 """Hyper-connections in closed form: what a layer keeps beside its mixer, and its fullest moments.
 
-A layer of a group (megacpp/model/stream_groups.py) is called by its kind and by its place there:
+A layer of a group (megacpp/blocks/hyper_connections/groups.py) is called by its kind and by its
+place there:
 
     A inside 2     two layers of its group are in front of it; the streams behind it run again
     A closes 3     the last of its group: the streams behind it are kept
@@ -14,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.config import Config
+from megacpp.blocks.hyper_connections.groups import InGroup, places_in_groups
+from megacpp.config.schema import Config
 from megacpp.memory.forms.activation_share import Kept, Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.stream_groups import InGroup, places_in_groups
 
-CHUNK = 1 << 24  # numbers that are wide at once (megacpp/kernels/hyper_connections.py)
+CHUNK = 1 << 24  # numbers that are wide at once (megacpp/kernels/hyper_connections/reference.py)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from megacpp.config import Config, ModelConfig, OptimConfig
+from megacpp.config.schema import Config, ModelConfig, OptimConfig
 from megacpp.memory.forms.muon import MIB
 from megacpp.memory.forms.optimizer_step import optimizer_bytes
 from megacpp.memory.forms.parameters import (

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megacpp.config import ModelConfig
+from megacpp.blocks.engram.sizes import engram_shapes
+from megacpp.config.schema import ModelConfig
 from megacpp.memory.forms.compress import projected_width
 from megacpp.memory.forms.mtp import mtp_weights
-from megacpp.model.engram_sizes import engram_shapes
 from megacpp.model.sizes import m2rnn_heads, ngram_rows, ngram_width
 
 Shape = tuple[int, ...]

@@ -22,7 +22,7 @@ from megacpp.memory.forms.working_frame import (
     reads,
 )
 
-BLOCK = 128  # query tokens at a time (megacpp/kernels/softcap_attention.py)
+BLOCK = 128  # query tokens at a time (megacpp/kernels/attention/softcap.py)
 
 
 @dataclass(frozen=True, slots=True)

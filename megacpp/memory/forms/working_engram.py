@@ -1,7 +1,8 @@
 """Working sets of n-gram memories in front of A blocks.
 
 They come before and behind those of the block's own forms: while a memory runs, nothing of its
-mixer is there yet, or any more. megacpp/model/engram.py and kernels/memory_gate.py line by line.
+mixer is there yet, or any more. megacpp/blocks/engram/module.py and kernels/memory_gate.py line by
+line.
 
 Legend: n tokens of this rank, M memory; s bytes of a number in compute, w of what is never narrower
 than fp32.
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from megacpp.blocks.engram.sizes import memory_width
 from megacpp.memory.forms.activation_engram import Sizes, kept_bytes
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_frame import copied, given, gradient_bytes
-from megacpp.model.engram_sizes import memory_width
 from megacpp.model.pieces import NOTHING
 
 KIND = "A+engram"

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megacpp.blocks.attention.choices import columns
 from megacpp.memory.forms.activation_experts import Trip, trip_of
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment, one_at_a_time
 from megacpp.memory.forms.working_blocks import gated_backward, gated_forward
 from megacpp.memory.forms.working_frame import given, gradient_bytes, kept_groups
-from megacpp.model.choices import columns
 
 BLOCKS = 16  # in which the hidden units of experts are worked on (kernels/expert_mlp.py)
 

@@ -12,7 +12,7 @@ from megacpp.memory.forms.activation_share import INDEX, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_frame import copied, norm_back, norm_forward
 
-FEWEST_ROWS = 128  # of a chunk of the head (megacpp/kernels/linear_cross_entropy.py)
+FEWEST_ROWS = 128  # of a chunk of the head (megacpp/kernels/linear_cross_entropy/chunked.py)
 PRODUCT_BYTES = 2**26  # of the weight's gradient on a GPU at a time (there too)
 
 
@@ -146,7 +146,7 @@ def product_bytes(whole: int, word: int) -> int:
 
 
 def chunk_rows(tokens: int, dim: int, words: int) -> int:
-    """Tokens of a chunk (`chunk_rows` of megacpp/kernels/linear_cross_entropy.py)."""
+    """Tokens of a chunk (`chunk_rows` of megacpp/kernels/linear_cross_entropy/chunked.py)."""
     wanted = max(FEWEST_ROWS, -(-tokens * dim // words))
     return min(max(1, tokens), 1 << (wanted - 1).bit_length())
 

@@ -1,7 +1,7 @@
 """What R blocks have alive while they run, in forward and backward: moments inside the mixer.
 
-It follows megacpp/model/m2rnn.py and megacpp/kernels/m2rnn_chunks.py as a trace sees them: of
-packed rows a GPU has the states of one chunk twice more, as each token may start a document.
+It follows megacpp/blocks/m2rnn/module.py and megacpp/kernels/m2rnn/chunks.py as a trace sees them:
+of packed rows a GPU has the states of one chunk twice more, as each token may start a document.
 
 Legend: as megacpp/memory/forms/activation_m2rnn.py.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from megacpp.blocks.mtp.plan import num_blocks
 from megacpp.memory.forms import working_attention, working_blocks, working_head, working_latent
 from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
@@ -23,7 +24,6 @@ from megacpp.memory.forms.working_frame import (
     norm_forward,
     whole,
 )
-from megacpp.model.mtp_plan import num_blocks
 from megacpp.model.pieces import BLOCK, NOTHING
 
 Inside = Callable[[Share, Pieces], Iterator[Moment]]

@@ -18,7 +18,7 @@ from megacpp.memory.forms.working_attention import BLOCK, GroupedSizes, grouped,
 from megacpp.memory.forms.working_frame import gradient_bytes, kept_bytes
 from megacpp.memory.forms.working_latent import LatentSizes, latent, latent_back
 
-QUERIES, KEYS = 256, 1024  # of a tile (megacpp/kernels/lightning_indexer.py)
+QUERIES, KEYS = 256, 1024  # of a tile (megacpp/kernels/sparse_attention/indexer.py)
 AT_ONCE = {"cpu": 0, "cuda": 256 << 20}  # bytes of products of heads (likewise)
 # Moments of attention before the indexer is there, and of its backward when it is gone.
 EARLY = ("rotated queries", "joined queries", "rotated keys", "normed queries")
@@ -150,7 +150,7 @@ class _Index:
 
 
 def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
-    """Of an indexer (megacpp/kernels/lightning_indexer.py)."""
+    """Of an indexer (megacpp/kernels/sparse_attention/indexer.py)."""
     return min(heads, max(1, AT_ONCE.get(device, 0) // (numbers * width)))
 
 

@@ -1,0 +1,206 @@
+"""What a forward keeps, added up: by kind of block and by tensor, for a model of any depth.
+
+Layers of a kind keep the same, so one of each kind (`one_of_each`) is metered and counted as often
+as the model has it. The last layer stands apart: nothing of it is ever recomputed.
+(Activation memory.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from checkpointing.tracing.meter import Life, Meter, Phase
+from megacpp.config.schema import ModelConfig
+from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
+
+Standing = tuple[str, str]  # a part that was metered, and the name of what it stands for
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors alike: what made them, where below the block, how many, and their bytes together."""
+
+    operator: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """All layers of a kind together; FLOPs are those of matrix products.
+
+    Attributes:
+        name: a letter, a letter with ` last`, `embed`, `norm` or `head`.
+        replayed: FLOPs of the backward that the forward had done before.
+    """
+
+    name: str
+    layers: int
+    kept: tuple[Kept, ...]
+    forward: int
+    backward: int
+    replayed: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(kept.bytes for kept in self.kept)
+
+    def repeated(self, plain: Part) -> int:
+        """FLOPs of the backward beyond those of `plain`, where nothing is recomputed.
+
+        Also of what a kernel recomputes by itself, inside its own backward.
+        """
+        return self.backward + self.replayed - plain.backward - plain.replayed
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one microbatch keeps from its forward to its backward, on one rank.
+
+    Attributes:
+        parts: in the order in which a token first meets them.
+        weights: what is made of parameters alone: gathered ones, casts.
+        batch: what all layers share: ids, masks and places of documents, the loss.
+        host: what waits in the host's memory; of no part.
+        forward_peak, backward_peak: most bytes alive at once, without weights and gradients of
+            parameters.
+    """
+
+    parts: tuple[Part, ...]
+    weights: tuple[Kept, ...]
+    batch: tuple[Kept, ...]
+    host: tuple[Kept, ...]
+    forward_peak: int
+    backward_peak: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all parts; without `weights` and `batch`."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(kept.bytes for kept in self.host)
+
+    def flops(self, phase: Phase) -> int:
+        return sum(getattr(part, phase) for part in self.parts)
+
+    def repeated(self, plain: Activations) -> int:
+        """As `Part.repeated`, of all parts."""
+        own, other = (a.flops("backward") + a.flops("replayed") for a in (self, plain))
+        return own - other
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        content = dataclasses.asdict(self)
+        for entry, part in zip(content["parts"], self.parts, strict=True):
+            entry["bytes"] = part.bytes
+        totals = {"weights": self.weights, "batch": self.batch, "host": self.host}
+        return {
+            "bytes": self.bytes,
+            **{f"{name}_bytes": sum(k.bytes for k in kept) for name, kept in totals.items()},
+            "forward_flops": self.flops("forward"),
+            "backward_flops": self.flops("backward"),
+            "replayed_flops": self.flops("replayed"),
+            **content,
+        }
+
+
+def one_of_each(model: ModelConfig) -> ModelConfig:
+    """The same model with one layer of each kind, and the last layer."""
+    kinds = layer_kinds(model)
+    return with_kinds(model, [*dict.fromkeys(kinds[:-1]), kinds[-1]])
+
+
+def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
+    """For each part of `model`, in order: the part of `traced` that stands for it, and its name.
+
+    `traced` is the model itself or `one_of_each` of it.
+    """
+    few, kinds = (layer_kinds(m) for m in (traced, model))
+    same, last = few == kinds, len(kinds) - 1
+    found: list[Standing] = [(name, name) for name in entrance(model)]
+    for i, kind in enumerate(kinds[:-1]):
+        found.append((f"blocks.{i if same else few.index(kind)}", kind))
+    found.append((f"blocks.{last if same else len(few) - 1}", f"{kinds[-1]} last"))
+    return [*found, *((name, name) for name in exit_parts(model))]
+
+
+def activations(meter: Meter, standing: Sequence[Standing]) -> Activations:
+    """A metered forward and backward as those of a model with the parts of `standing`."""
+    times = Counter(part for part, _ in standing)
+    own: dict[str, list[Life]] = {}
+    weights: list[tuple[Life, int]] = []
+    batch: list[tuple[Life, int]] = []
+    host: list[tuple[Life, int]] = []
+    for life in meter.kept:
+        if life.host:
+            host.append((life, times.get(life.part, 1)))
+        elif life.weight and not life.batch:
+            weights.append((life, times.get(life.part, 1)))
+        elif life.batch or life.part not in times:
+            batch.append((life, 1))
+        else:
+            own.setdefault(life.part, []).append(life)
+    kept_bytes = {part: sum(life.bytes for life in lives) for part, lives in own.items()}
+    names: dict[str, list[str]] = {}
+    for part, name in standing:
+        names.setdefault(name, []).append(part)
+    return Activations(
+        tuple(_part(meter, name, parts, own) for name, parts in names.items()),
+        _alike(weights),
+        _alike(batch),
+        _alike(host),
+        _peak(meter, standing, kept_bytes, backward=False),
+        _peak(meter, standing, kept_bytes, backward=True),
+    )
+
+
+def _part(meter: Meter, name: str, parts: Sequence[str], own: dict[str, list[Life]]) -> Part:
+    flops: Counter[Phase] = Counter()
+    for phase in ("forward", "backward", "replayed"):
+        flops[phase] = sum(meter.flops[part, phase] for part in parts)
+    return Part(
+        name,
+        len(parts),
+        _alike((life, 1) for part in parts for life in own.get(part, [])),
+        flops["forward"],
+        flops["backward"],
+        flops["replayed"],
+    )
+
+
+def _alike(lives: Iterable[tuple[Life, int]]) -> tuple[Kept, ...]:
+    """Equal ones put together, each as often as it stands for; the largest first."""
+    found: dict[Any, Kept] = {}
+    for life, times in lives:
+        dtype = str(life.dtype).removeprefix("torch.")
+        key = life.operator, life.path, life.shape, dtype
+        before = found.get(key, Kept(life.operator, life.path, life.shape, dtype, 0, 0))
+        found[key] = dataclasses.replace(
+            before, count=before.count + times, bytes=before.bytes + times * life.bytes
+        )
+    return tuple(sorted(found.values(), key=lambda kept: -kept.bytes))
+
+
+def _peak(meter: Meter, standing: Sequence[Standing], kept: dict[str, int], backward: bool) -> int:
+    """Most bytes at once: what all parts before one keep, and the most that it has besides."""
+    traced = [part for part in dict.fromkeys(part for part, _ in standing)]
+    below = dict(zip(traced, accumulate((kept.get(p, 0) for p in traced), initial=0), strict=False))
+    most: Counter[str] = Counter()
+    for part, size in meter.alive_by_part(backward):
+        if part in below:
+            most[part] = max(most[part], size - below[part])
+    peak = before = 0
+    for part, _ in standing:
+        peak = max(peak, before + most[part])
+        before += kept.get(part, 0)
+    return peak

@@ -1,0 +1,368 @@
+"""What a forward keeps for its backward: every storage, from the operator that made it to its end.
+
+    with Meter(model) as meter:
+        model(ids_BT, labels_BT, docs).loss_sum.backward()
+    meter.kept         # what was alive when the forward had ended
+    meter.flops        # by part of the model and phase
+    meter.timeline()   # bytes alive after each operator
+
+(Activation memory.) A storage counts once, however many views it has, and belongs to the part of
+the model whose forward made it: the residual stream between two blocks to the first of them. What
+is made of parameters alone (gathered ones, casts) is `weight`, what hangs on the documents of the
+batch is `batch`; neither depends on which layer came first. What existed before isn't counted.
+
+Tensors may be real or fake. A block's backward is the time from the gradient of its result to that
+of its argument; what runs inside a saved-tensor hook meanwhile was run before: it is `replayed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpointing.tracing.operators import (
+    ALLOCATORS,
+    Kind,
+    kind_of,
+    storages_of,
+    tensors_in,
+    wraps,
+)
+from megacpp.model.documents import Documents
+
+Phase = Literal["forward", "backward", "replayed"]
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """A storage: who made it, how large it is, from which operator to which it lived.
+
+    Attributes:
+        part: `embed`, `blocks.3`, `norm`, `head`, or empty outside of all of them.
+        path: the module below the part whose forward made it.
+        operator: that made it or, of memory without values, that first wrote into it.
+        born, died: number of the operator; still alive if it never died.
+        backward: made in a backward.
+        weight: made of parameters alone; None: of nothing yet.
+        batch: kept by the documents of the batch, for all layers.
+        host: in the host's memory.
+        gradient: of a parameter, when the meter was left.
+    """
+
+    part: str
+    path: str
+    operator: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    born: int
+    backward: bool
+    weight: bool | None
+    died: int | None = None
+    batch: bool = False
+    host: bool = False
+    gradient: bool = False
+
+
+class Meter(TorchDispatchMode):
+    """Follows what is made inside of the block, for one forward and its backward.
+
+    Args:
+        host: what lies in the host's memory when the forward has ended.
+
+    Attributes:
+        lives: every storage, in the order of birth.
+        kept: those that were alive when the forward had ended.
+        flops: of matrix products, by part and phase.
+        count: operators so far.
+        forward_ended: operators of the forward.
+    """
+
+    def __init__(self, model: nn.Module, host: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        from checkpointing.tracing.flops import formula_of  # imports Triton where it is installed
+
+        super().__init__()
+        self.model, self.host = model, host
+        self._formula_of = formula_of
+        self.lives: list[Life] = []
+        self.kept: list[Life] = []
+        self.flops: Counter[tuple[str, Phase]] = Counter()
+        self.count = self.forward_ended = 0
+        self._events: list[tuple[int, int, Life, str]] = []
+        self._alive: dict[int, Life] = {}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._parameters: dict[int, UntypedStorage] = {}
+        self._documents: list[Documents] = []
+        self._calls: list[tuple[str, str]] = []  # parts and paths of the modules that run
+        self._hooked: set[int] = set()  # modules with forward hooks of their own
+        self._back = ""  # the part whose backward runs
+        self._replaying = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Meter:
+        for p in self.model.parameters():
+            storage = local_part(p).untyped_storage()
+            self._parameters[id(storage)] = storage
+        # Before and after all other hooks of a module: what they do belongs to it.
+        hooks = [register_module_forward_pre_hook(self._enter_module)]
+        # A module without hooks stays one: some do more by hand when nobody looks on.
+        hooks.append(register_module_forward_hook(self._leave_plain, always_call=True))
+        for module in self.model.modules():
+            if module._forward_hooks:
+                hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
+                self._hooked.add(id(module))
+        self._undo = [hook.remove for hook in hooks]
+        self._undo += [_replaced(UntypedStorage, "resize_", self._resizing)]
+        self._undo += [_replaced(saved_tensors_hooks, "__init__", self._unpacking)]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for undo in self._undo:
+            undo()
+        if not self.forward_ended:
+            self._end_forward()
+        grads = (local_part(p.grad) for p in self.model.parameters() if p.grad is not None)
+        for grad in grads:
+            life = self._alive.get(id(grad.untyped_storage()))
+            if life is not None:
+                life.gradient = True
+
+    def timeline(self) -> list[tuple[int, int]]:
+        """(operator, bytes alive after it), wherever they change."""
+        found: dict[int, int] = {}
+        now = 0
+        for index, change, *_ in self._events:
+            now += change
+            found[index] = now
+        return list(found.items())
+
+    def alive_by_part(self, backward: bool) -> Iterator[tuple[str, int]]:
+        """Whose turn it was and the bytes alive, without weights and gradients of parameters."""
+        now = 0
+        for index, change, life, part in self._events:
+            if life.weight or life.gradient or life.batch or life.host:
+                continue
+            now += change
+            if (index > self.forward_ended) == backward:
+                yield part, now
+
+    def peak(self, backward: bool) -> tuple[int, int]:
+        """The operator after which most bytes are alive in the forward, or in the backward."""
+        inside = [x for x in self.timeline() if (x[0] > self.forward_ended) == backward]
+        return max(inside, key=lambda x: x[1], default=(0, 0))
+
+    def alive_at(self, index: int) -> Iterator[tuple[Life, int]]:
+        """Every storage that has bytes after operator `index`, and how many."""
+        found: dict[int, list[Any]] = {}
+        for when, change, life, _ in self._events:
+            if when <= index:
+                found.setdefault(id(life), [life, 0])[1] += change
+        return ((life, size) for life, size in found.values() if size)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(wraps, types)):
+            return NotImplemented  # a DTensor turns into local operators first
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        if kind.view:
+            return func(*args, **kwargs)
+        back = in_backward()
+        if back and not self.forward_ended:
+            self._end_forward()
+        out = func(*args, **kwargs)
+        self.count += 1
+        formula = self._formula_of(func)
+        if formula is not None:
+            phase = "forward" if not back else "replayed" if self._replaying else "backward"
+            part = self._back if back else self._where()[0]
+            self.flops[part, phase] += formula(*args, **kwargs, out_val=out)
+        self._follow(kind, args, kwargs, out, back)
+        return out
+
+    # ---- storages -----------------------------------------------------------------------------
+
+    def _follow(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, back: bool
+    ) -> None:
+        """Takes note of what an operator made and wrote."""
+        inputs = {id(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
+        changed = set()
+        for t in tensors_in((out, written)):
+            storage = t.untyped_storage()
+            key = id(storage)
+            if key in self._alive:
+                if key not in changed:
+                    changed.add(key)
+                    self._write(self._alive[key], kind, inputs - {key})
+            elif key not in inputs:  # else it is older than the meter
+                self._bear(storage, t, kind, inputs, back)
+
+    def _bear(
+        self, storage: UntypedStorage, t: Tensor, kind: Kind, inputs: set[int], back: bool
+    ) -> None:
+        part, path = self._where()
+        life = Life(
+            part=self._back if back else part,
+            path=path,
+            operator=kind.name,
+            shape=tuple(t.shape),
+            dtype=t.dtype,
+            bytes=storage.nbytes(),
+            born=self.count,
+            backward=back,
+            weight=None if kind.allocates else self._of_weights(inputs),
+        )
+        self.lives.append(life)
+        key = id(storage)
+        self._alive[key] = life
+        self._note(life, life.bytes)
+        weakref.finalize(storage, self._bury, key, life)
+
+    def _note(self, life: Life, change: int) -> None:
+        part = self._back if self.forward_ended else self._where()[0]
+        self._events.append((self.count, change, life, part))
+
+    def _write(self, life: Life, kind: Kind, others: set[int]) -> None:
+        """A storage gets values; a sum with something else is no weight any more."""
+        if life.operator in ALLOCATORS:
+            life.operator = kind.name
+        made_of = self._of_weights(others)
+        if made_of is not None and life.weight is not False:
+            life.weight = made_of
+
+    def _bury(self, key: int, life: Life) -> None:
+        if self._alive.get(key) is life:
+            del self._alive[key]
+        life.died = self.count
+        self._note(life, -life.bytes)
+
+    def _of_weights(self, storages: set[int]) -> bool | None:
+        """All of them are made of parameters; None: there is nothing to tell by."""
+        if not storages:
+            return None
+        alive, parameters = self._alive, self._parameters
+        return all(alive[key].weight if key in alive else key in parameters for key in storages)
+
+    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """FSDP2 frees and fills storages without an operator."""
+
+        def resize_(storage: UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            life = self._alive.get(id(storage))
+            if life is not None and life.bytes != size:
+                self._note(life, size - life.bytes)
+                life.bytes = size
+            return out
+
+        return resize_
+
+    def _end_forward(self) -> None:
+        self.forward_ended = self.count
+        shared = set(storages_of(self._documents, set()))
+        host = {id(t.untyped_storage()) for t in self.host()}
+        for key, life in self._alive.items():
+            # An older batch's documents may outlive it: they point at their parts and back.
+            life.batch, life.host = life.batch or key in shared, key in host
+        # As they are now: a storage may be emptied later.
+        self.kept = [dataclasses.replace(life) for life in self._alive.values() if life.bytes]
+        self._documents.clear()
+
+    # ---- where and when -----------------------------------------------------------------------
+
+    def _where(self) -> tuple[str, str]:
+        return self._calls[-1] if self._calls else ("", "")
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        part, path = _split(name)
+        running = self._where()[0]
+        # A part may call another, whose work is then its own: tokens further ahead are looked up.
+        self._calls.append((running, name) if running not in ("", part) else (part, path))
+        if self._calls[-1][1]:  # below a part: FSDP2 has gathered what it reads by now
+            for p in module.parameters():
+                storage = local_part(p).untyped_storage()
+                self._parameters[id(storage)] = storage
+        if not self.forward_ended:
+            self._documents += [a for a in args if isinstance(a, Documents)]
+
+    def _leave_plain(self, module: nn.Module, args: Any, out: Any) -> None:
+        if id(module) in self._names and id(module) not in self._hooked:
+            self._leave_module(module, args, out)
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        part, path = self._calls.pop()
+        if part and not path and not in_backward():
+            for t in tensors_in((vars(out) if dataclasses.is_dataclass(out) else out,)):
+                if t.requires_grad:
+                    t.register_hook(partial(self._enter_backward, part))
+
+    def _enter_backward(self, part: str, grad: Tensor) -> None:
+        self._back = part
+
+    def _unpacking(self, init: Callable[..., None]) -> Callable[..., None]:
+        """What runs to get a saved tensor back is replayed."""
+
+        def watched(
+            hooks: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+        ) -> None:
+            def replayed(held: Any) -> Tensor:
+                self._replaying += 1
+                try:
+                    return unpack(held)
+                finally:
+                    self._replaying -= 1
+
+            init(hooks, pack, replayed)
+
+        return watched
+
+
+def in_backward() -> bool:
+    """The autograd engine runs."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def local_part(t: Tensor) -> Tensor:
+    """What this process stores of a tensor; torchao wraps what FSDP2 is to gather in FP8."""
+    own = getattr(t, "_local_tensor", t)
+    return getattr(own, "_tensor", own)
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a module or parameter belongs to."""
+    return _split(name)[0]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The part and the module below it; the whole model is none."""
+    words = name.split(".")
+    own = 2 if words[0] == "blocks" else 1
+    part = ".".join(words[:own])
+    return ("", "") if part == "blocks" else (part, ".".join(words[own:]))
+
+
+def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Callable[[], None]:
+    """Puts `around(original)` in the place of a method; returns what puts it back."""
+    own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, around(original))
+    return partial(setattr, owner, name, original) if own else partial(delattr, owner, name)

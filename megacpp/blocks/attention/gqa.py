@@ -1,0 +1,185 @@
+"""A blocks: grouped-query attention with rotary positions.
+
+Legend: B rows, T tokens, S cached tokens, D model, N query heads, K key/value heads, H head dim,
+V value head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.blocks.attention.logits import LogitRecorder
+from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
+from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.errors import config_error
+from megacpp.kernels.attention.reference import attend, causal_attention
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.sparse_attention.reference import chosen_mask
+from megacpp.model.documents import Documents, documents_of
+from megacpp.model.init import Rule
+from megacpp.model.linear_init import input_rule, output_rule
+from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam, recomputing
+
+
+class CoreAttention(nn.Module):
+    """softmax(cap(scale q k^T)) v within documents: the part that context parallelism wraps.
+
+    Attributes:
+        recorder: keeps how large the logits of training forwards get; None: nobody asks.
+    """
+
+    seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(self, head_dim: int, config: AttentionConfig) -> None:
+        super().__init__()
+        if config.softcap is not None and config.softcap <= 0:
+            raise config_error(
+                "model.attention.softcap", config.softcap, "must be above 0", "use None for no cap"
+            )
+        self.scale = softmax_scale(head_dim, config)
+        self.softcap = config.softcap
+        self.recorder: LogitRecorder | None = None
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents) -> Tensor:
+        """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K)."""
+        self.observe(q_BTNH, k_BTKH, docs, docs)
+        settings = (docs, self.scale, self.softcap, self.kernels.attention)
+        return self.seam("core_attn", causal_attention, q_BTNH, k_BTKH, v_BTKV, *settings)
+
+    def observe(
+        self,
+        q_BTNH: Tensor,
+        k_BSKH: Tensor,
+        queries: Documents,
+        keys: Documents,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Shows the recorder what a training forward attends to; see `LogitRecorder.record`."""
+        if self.recorder is not None and self.training and not recomputing():
+            self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
+
+    def decode(
+        self, q_B1NH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, chosen_B1C: Tensor | None = None
+    ) -> Tensor:
+        """One query that sees every cached token, or those chosen (-1: none): `[B, 1, N, V]`."""
+        q_B1NH, mask_B1TS = q_B1NH.to(k_BSKH.dtype), None
+        if chosen_B1C is not None:
+            mask_B1TS = chosen_mask(chosen_B1C, k_BSKH.shape[1])[:, None]
+        return attend(q_B1NH, k_BSKH, v_BSKV, self.scale, self.softcap, mask_B1TS)
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Rotated keys and values of the tokens so far; its length is the next position."""
+
+    k_BSKH: Tensor
+    v_BSKH: Tensor
+
+    def append(self, k_B1KH: Tensor, v_B1KH: Tensor) -> KVCache:
+        """The cache with one token more; the old one stays valid (several continuations)."""
+        k_BSKH = torch.cat((self.k_BSKH, k_B1KH.to(self.k_BSKH.dtype)), dim=1)
+        return KVCache(k_BSKH, torch.cat((self.v_BSKH, v_B1KH.to(self.v_BSKH.dtype)), dim=1))
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal attention, N query heads on K key/value heads (GQA, arXiv 2305.13245).
+
+    Rotary on queries and keys, which RMSNorm over the head dim may precede (`qk_norm`). Keeps
+    2 K H numbers per token for decoding. The head count is read from the activations, so that a
+    rank may hold some of the heads.
+
+    Raises:
+        ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
+    """
+
+    seam: Seam = PLAIN
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        attention = config.attention
+        check_heads(attention)
+        self.config, self.head_dim = config, attention.head_dim
+        query_dim = attention.num_heads * attention.head_dim
+        kv_dim = attention.num_kv_heads * attention.head_dim
+        self.wq = nn.Linear(config.dim, query_dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(query_dim, config.dim, bias=False)
+        self.inner = CoreAttention(attention.head_dim, attention)
+        if attention.qk_norm:
+            self.q_norm = RMSNorm(attention.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(attention.head_dim, config.norm_eps)
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        docs = documents_of(x_BTD, docs)
+        table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
+        o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
+        return self.wo(o_BTNH.flatten(2)).to(x_BTD.dtype)
+
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
+        """A cache of no tokens."""
+        shape = (batch_size, 0, self.config.attention.num_kv_heads, self.head_dim)
+        empty = torch.empty(shape, device=device, dtype=dtype)
+        return KVCache(empty, empty)
+
+    def step(
+        self, x_BD: Tensor, state: KVCache, chosen: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
+        """One token `[B, D]` after those in the cache: its output `[B, D]` and the longer cache.
+
+        It attends to all of them and itself, or to the chosen ones.
+        """
+        position, attention = state.k_BSKH.shape[1], self.config.attention
+        table_11P2 = rotary_table_at(position, self.head_dim, attention, like=x_BD)
+        q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_11P2)
+        state = state.append(k_B1KH, v_B1KH)
+        o_B1NH = self.inner.decode(q_B1NH, state.k_BSKH, state.v_BSKH, chosen).to(q_B1NH.dtype)
+        return self.wo(o_B1NH.flatten(2))[:, 0].to(x_BD.dtype), state
+
+    def init_rules(self) -> dict[str, Rule]:
+        rules: dict[str, Rule] = {
+            f"{name}.weight": input_rule(self.config) for name in ("wq", "wk", "wv")
+        }
+        rules["wo.weight"] = output_rule(self.config)
+        if self.config.attention.qk_norm:
+            rules["q_norm.weight"] = self.q_norm.init_rules()["weight"]
+            rules["k_norm.weight"] = self.k_norm.init_rules()["weight"]
+        return rules
+
+    def _qkv(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, split into heads."""
+        q_BTNH, k_BTKH, v_BTKH = (
+            project(x_BTD).unflatten(-1, (-1, self.head_dim))
+            for project in (self.wq, self.wk, self.wv)
+        )
+        if self.config.attention.qk_norm:
+            return *self.seam("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH
+        return rotate(q_BTNH, table_BTP2), rotate(k_BTKH, table_BTP2), v_BTKH
+
+    def _normed(self, q: Tensor, k: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and rotated: rotary goes along, its results are what is kept."""
+        return rotate(self.q_norm(q), table_BTP2), rotate(self.k_norm(k), table_BTP2)
+
+
+def check_heads(config: AttentionConfig) -> None:
+    """Raises ConfigError for head counts or dims that can't be split or rotated in pairs."""
+    key = "model.attention"
+    if config.kind == "gqa" and config.num_heads % config.num_kv_heads:
+        raise config_error(
+            f"{key}.num_kv_heads",
+            config.num_kv_heads,
+            f"must divide model.attention.num_heads ({config.num_heads})",
+            "use a divisor",
+        )
+    field = "head_dim" if config.kind == "gqa" else "qk_rope_head_dim"
+    rotated = getattr(config, field)
+    if rotated % 2 or rotated < 2:
+        raise config_error(
+            f"{key}.{field}", rotated, "rotary turns pairs, it must be even", "use an even number"
+        )

@@ -1,0 +1,135 @@
+"""The lightning indexer of a sparse A block: a few small heads that score every key (DSA).
+
+It looks at what the block looks at and learns from a loss of its own alone: its input is detached,
+so neither does its loss reach the rest of the model nor the model's loss the indexer. Source:
+DeepSeek-V3.2 (arXiv 2512.02556); the mathematics is in megacpp/kernels/sparse_attention/indexer.py.
+
+Legend: B rows, T tokens, S key tokens, D model, L width of what queries are made of, I indexer
+heads, X indexer head dim, C chosen keys of a query.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate_halves
+from megacpp.blocks.experts.router import WideLinear
+from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.kernels.sparse_attention.indexer import choose_keys
+from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
+from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import Fp32Contract
+from megacpp.model.init import Constant, Rule
+from megacpp.model.linear_init import input_rule
+from megacpp.model.norm import LayerNorm
+from megacpp.model.seam import recomputing
+
+KEY_EPS = 1e-6  # of the norm of keys (DeepSeek-V3.2)
+
+
+class Index(NamedTuple):
+    """What keys are scored with: `sum_h w[t, h] relu(q[t, h] . k[s])`."""
+
+    q_BTIX: Tensor
+    k_BSX: Tensor
+    w_BTI: Tensor  # fp32 or wider
+
+    def detached(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_BTIX.detach(), self.k_BSX.detach(), self.w_BTI.detach()
+
+
+class Indexer(AuxiliarySource):
+    """Queries of I heads, one key a token for all of them, and a weight of each head.
+
+    The first dims of queries and keys turn with position, in halves (i, i + P), although MLA turns
+    neighbours: interleaved pairs here were a bug of the first release of DeepSeek-V3.2-Exp.
+
+    Args:
+        query_width: of what queries are made of: MLA's query latent after its norm, or x.
+    """
+
+    def __init__(self, config: ModelConfig, query_width: int) -> None:
+        super().__init__()
+        self.config, self.sparse = config, config.attention.sparse
+        heads, dim = self.sparse.num_heads, self.sparse.head_dim
+        self.rope_dim = index_rope_dim(config.attention)
+        self.wq_b = nn.Linear(query_width, heads * dim, bias=False)
+        self.wk = nn.Linear(config.dim, dim, bias=False)
+        self.k_norm = LayerNorm(dim, KEY_EPS)
+        self.weights_proj = HeadWeights(config.dim, heads)
+        self.register_losses()
+
+    def forward(self, x_BTD: Tensor, latent_BTL: Tensor, docs: Documents) -> Index:
+        """Of tokens of the batch; nothing flows back to the arguments."""
+        table = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
+        return self._index(x_BTD.detach(), latent_BTL.detach(), table)
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        return ("indexer",)
+
+    @property
+    def learns(self) -> bool:
+        """This forward is one that a backward follows."""
+        return self.training and torch.is_grad_enabled()
+
+    def attach(self, o: Tensor, index: Index, target: Target) -> Tensor:
+        """`o`, whose backward also gives the indexer the gradient of its loss."""
+        loss = self.sparse.loss * indexer_loss(*index, target)
+        if not recomputing():
+            self.record({"indexer": loss})
+        return AttachLoss.apply(o, loss, self.aux_scale)  # type: ignore[return-value]
+
+    def step(self, x_B1D: Tensor, latent_B1L: Tensor, keys_BSX: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token after `keys_BSX`: the longer cache of keys, and its choice `[B, 1, C]`."""
+        batch, position = keys_BSX.shape[:2]
+        table = rotary_table_at(position, self.rope_dim, self.config.attention, like=x_B1D)
+        q_B1IX, k_B1X, w_B1I = self._index(x_B1D, latent_B1L, table)
+        keys_BSX = torch.cat((keys_BSX, k_B1X.to(keys_BSX.dtype)), dim=1)
+        row = Documents.rows(batch, position + 1, keys_BSX.device)
+        last = row.take(torch.tensor([position], device=keys_BSX.device))
+        q_B1IX = q_B1IX.to(keys_BSX.dtype)
+        return keys_BSX, choose_keys(q_B1IX, keys_BSX, w_B1I, last, row, self.sparse.top_k)
+
+    def init_rules(self) -> dict[str, Rule]:
+        rules: dict[str, Rule] = {
+            f"{name}.weight": input_rule(self.config) for name in ("wq_b", "wk", "weights_proj")
+        }
+        rules |= {f"k_norm.{name}": rule for name, rule in self.k_norm.init_rules().items()}
+        return rules | {name: Constant(0.0) for name in BUFFERS}
+
+    def _index(self, x_BTD: Tensor, latent_BTL: Tensor, table: Tensor) -> Index:
+        q_BTIX = self.wq_b(latent_BTL).unflatten(-1, (-1, self.sparse.head_dim))
+        k_BT1X = self.k_norm(self.wk(x_BTD))[:, :, None]
+        w_BTI = self.weights_proj(x_BTD)
+        w_BTI = w_BTI * (self.sparse.num_heads * self.sparse.head_dim) ** -0.5
+        return Index(self._turned(q_BTIX, table), self._turned(k_BT1X, table)[:, :, 0], w_BTI)
+
+    def _turned(self, x: Tensor, table: Tensor) -> Tensor:
+        rest = x.shape[-1] - self.rope_dim
+        turning, still = x.split((self.rope_dim, rest), dim=-1)
+        turned = rotate_halves(turning, table)
+        return torch.cat((turned, still), dim=-1) if rest else turned
+
+
+class HeadWeights(Fp32Contract):
+    """A weight for each indexer head, from x, computed in fp32 as upstream does."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, dim))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            w_TI = WideLinear.apply(x_BTD.flatten(0, 1), self.weight)
+        assert isinstance(w_TI, Tensor)
+        return w_TI.unflatten(0, x_BTD.shape[:2])
+
+
+def index_rope_dim(config: AttentionConfig) -> int:
+    """How many dims of an indexer head turn: as many as in MLA, or all for grouped queries."""
+    return config.qk_rope_head_dim if config.kind == "mla" else config.sparse.head_dim

@@ -1,0 +1,139 @@
+"""How large attention logits get, head by head: what QK-clip (optim/qk_clip.py) acts on.
+
+Fused attention never shows its logits, so by default only norms of queries and keys are kept: their
+product is a bound (Cauchy-Schwarz), at O(T) a forward. The true maximum is there for tests and
+small runs; it makes the logits a second time. Logits are meant before a soft cap, as scale q . k:
+that is what grows with the weights, and what scaling these can bring down.
+
+Legend: B rows, T query tokens, S key tokens, N query heads, K key/value heads, G = N / K query
+heads that share one, H query/key head dim, P parts of H, X heads of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megacpp.kernels.attention.reference import document_mask
+from megacpp.kernels.attention.softcap import BLOCK, block_logits
+from megacpp.model.documents import Documents
+
+Statistic = Literal["bound", "max"]
+
+
+class LogitRecorder:
+    """Maxima over the tokens of all forwards since the last `reset`, of this process's heads.
+
+    `bound`: max_t |q_t| and max_s |k_s| apart, because the largest query and the largest key may be
+    on different ranks or in different microbatches. A head dim of several parts (MLA: without
+    position | rotary) is bounded by the sum over parts, so that scaling q_p . k_p of every part by
+    gamma scales the bound by exactly gamma. `max`: the largest scale q . k of a query and a key
+    that it sees.
+
+    Both only grow, so a forward that runs twice changes nothing.
+
+    Args:
+        scale: what q . k is multiplied by before the softmax.
+        parts: sizes that H is cut into.
+    """
+
+    def __init__(self, scale: float, parts: Sequence[int], statistic: Statistic = "bound") -> None:
+        self.scale, self.parts, self.statistic = scale, tuple(parts), statistic
+        self.max_q_PN: Tensor | None = None
+        self.max_k_PK: Tensor | None = None
+        self.max_logit_1N: Tensor | None = None
+
+    @property
+    def least(self) -> float:
+        """The maximum over no tokens."""
+        return 0.0 if self.statistic == "bound" else float("-inf")
+
+    @property
+    def maxima(self) -> tuple[Tensor, ...]:
+        """What was recorded, query heads first; empty before the first forward."""
+        kept = (self.max_q_PN, self.max_k_PK, self.max_logit_1N)
+        return tuple(x for x in kept if x is not None)
+
+    def rows(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], ...]:
+        """Shapes of `maxima` for that many heads."""
+        if self.statistic == "max":
+            return ((1, num_heads),)
+        return (len(self.parts), num_heads), (len(self.parts), num_kv_heads)
+
+    def logits(self, *maxima: Tensor) -> Tensor:
+        """`[..., N]` in fp32 or wider from maxima `[..., P, X]`, which may be of many layers."""
+        if self.statistic == "max":
+            return maxima[0][..., 0, :]
+        max_q, max_k = maxima
+        group = max_q.shape[-1] // max_k.shape[-1]
+        return self.scale * (max_q * max_k.repeat_interleave(group, dim=-1)).sum(-2)
+
+    def reset(self) -> None:
+        """Forgets everything: a new step."""
+        self.max_q_PN = self.max_k_PK = self.max_logit_1N = None
+
+    @torch.no_grad()
+    def record(
+        self,
+        q_BTNH: Tensor,
+        k_BSKH: Tensor,
+        queries: Documents,
+        keys: Documents,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Looks at queries and the keys among which theirs are.
+
+        Args:
+            share: (i, n): these are the i-th of n equal parts of the process's heads.
+        """
+        with torch.autocast(q_BTNH.device.type, enabled=False):
+            if self.statistic == "max":
+                new = largest_logits(q_BTNH, k_BSKH, queries, keys, self.scale)[None]
+                self.max_logit_1N = self._grown(self.max_logit_1N, new, share)
+                return
+            max_q_PN, max_k_PK = (
+                largest_norms(q_BTNH, self.parts),
+                largest_norms(k_BSKH, self.parts),
+            )
+            self.max_q_PN = self._grown(self.max_q_PN, max_q_PN, share)
+            self.max_k_PK = self._grown(self.max_k_PK, max_k_PK, share)
+
+    def _grown(self, old: Tensor | None, new_PX: Tensor, share: tuple[int, int]) -> Tensor:
+        """The maximum of both; heads outside of the share keep theirs."""
+        index, count = share
+        if count > 1:
+            heads = new_PX.shape[1]
+            all_PX = new_PX.new_full((len(new_PX), count * heads), self.least)
+            all_PX[:, index * heads : (index + 1) * heads] = new_PX
+            new_PX = all_PX
+        return new_PX if old is None else torch.maximum(old, new_PX)
+
+
+def largest_norms(x_BTXH: Tensor, parts: Sequence[int]) -> Tensor:
+    """The largest 2-norm of a token, `[P, X]`, of each part of the head dim; fp32 or wider."""
+    dtype = torch.promote_types(x_BTXH.dtype, torch.float32)
+    of_parts = [
+        torch.linalg.vector_norm(part, dim=-1, dtype=dtype).amax((0, 1))
+        for part in x_BTXH.split(tuple(parts), dim=-1)
+    ]
+    return torch.stack(of_parts)
+
+
+def largest_logits(
+    q_BTNH: Tensor, k_BSKH: Tensor, queries: Documents, keys: Documents, scale: float
+) -> Tensor:
+    """The largest scale q . k `(N,)` of a query and a key of its document that isn't later.
+
+    Minus infinity where no query sees a key. Some queries at a time: nothing is `[T, S]`.
+    """
+    q_BKTGH = q_BTNH.unflatten(2, (k_BSKH.shape[2], -1)).transpose(1, 2)
+    k_BKSH, found = k_BSKH.transpose(1, 2), []
+    for rows in (slice(start, start + BLOCK) for start in range(0, q_BTNH.shape[1], BLOCK)):
+        block = Documents(queries.ids_BT[:, rows], queries.positions_BT[:, rows])
+        allowed = document_mask(block, keys)[:, :, :, None]
+        logits_BKTGS = block_logits(q_BKTGH[:, :, rows], k_BKSH, allowed, scale, None)[1]
+        found.append(logits_BKTGS.amax((0, 2, 4)).flatten())
+    return torch.stack(found).amax(0)

@@ -1,0 +1,294 @@
+"""Sparse A blocks: queries attend to the keys that an indexer chose for them (DSA, IndexCache).
+
+An `A.index` block has an indexer, chooses and leaves its choice with the documents of the batch; an
+`A.share` block has none and takes the choice of the last `A.index` before it. In the warm-up
+(`sparse.stage=dense`) nothing is chosen: all blocks attend to all keys, and the indexers alone are
+trained to resemble that. Source: DeepSeek-V3.2 (arXiv 2512.02556).
+
+Legend: B rows, T tokens, S key tokens, D model, N query heads, K key/value heads, H query/key head
+dim, V value head dim, X indexer head dim, C chosen keys of a query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, KVCache
+from megacpp.blocks.attention.indexer import Index, Indexer
+from megacpp.blocks.attention.mla import LatentCache, MultiHeadLatentAttention
+from megacpp.blocks.attention.rope import rotary_table
+from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.kernels.attention.reference import attention_between, causal_attention
+from megacpp.kernels.sparse_attention.indexer import choose_keys
+from megacpp.kernels.sparse_attention.indexer_loss import HeadShard, Target
+from megacpp.kernels.sparse_attention.reference import sparse_attention
+from megacpp.model.documents import Documents, documents_of
+from megacpp.model.init import Rule
+from megacpp.model.pattern import choosing_layer, layer_kinds
+
+Gather = Callable[[Sequence[Tensor], Documents], tuple[tuple[Tensor, ...], Documents]]
+
+
+class SparseCore(CoreAttention):
+    """softmax over chosen keys, times their values; and what the indexer learns from that.
+
+    A recorder of logits is shown all keys, chosen or not: a bound for those that were.
+
+    Attributes:
+        source: the layer whose indexer chooses.
+        gather: what a process has of its keys `[B, T, ...]`, and their documents, as it needs them:
+            of whole rows. Context parallelism replaces it.
+        heads: of the model, where this process has some of them.
+    """
+
+    def __init__(self, head_dim: int, config: AttentionConfig, source: int) -> None:
+        super().__init__(head_dim, config)
+        self.sparse, self.source = config.sparse, source
+        self.gather: Gather = all_here
+        self.heads: HeadShard | None = None
+
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKV: Tensor,
+        docs: Documents,
+        keys: Documents | None = None,
+        indexer: Indexer | None = None,
+        index: Index | None = None,
+    ) -> Tensor:
+        """Output `[B, T, N, V]`.
+
+        Args:
+            keys: documents of the S key tokens (None: `docs`).
+            indexer: of this layer, and what it made of the tokens; else the choice is another's.
+        """
+        keys = docs if keys is None else keys
+        self.observe(q_BTNH, k_BSKH, docs, keys)
+        chosen = None if self.sparse.stage == "dense" else self.choice(index, docs, keys)
+        o_BTNV = self._attend(q_BTNH, k_BSKH, v_BSKV, chosen, docs, keys)
+        if indexer is None or index is None or not indexer.learns:
+            return o_BTNV
+        seen = q_BTNH.detach(), k_BSKH.detach(), self.scale, self.softcap
+        return indexer.attach(o_BTNV, index, Target(*seen, docs, keys, chosen, self.heads))
+
+    def choice(self, index: Index | None, queries: Documents, keys: Documents) -> Tensor:
+        """Keys of each query, int32 `[B, T, C]`: chosen here, or by the layer `source`.
+
+        What runs again attends to the same ones.
+        """
+        if index is None:
+            return noted_choice(queries, self.source)
+        top_k = self.sparse.top_k
+        chosen = self.seam.keep(choose_keys, *index.detached(), queries, keys, top_k)
+        note_choice(queries, self.source, chosen)
+        return chosen
+
+    def _attend(
+        self,
+        q_BTNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKV: Tensor,
+        chosen: Tensor | None,
+        docs: Documents,
+        keys: Documents,
+    ) -> Tensor:
+        parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
+        if chosen is not None:
+            return self.seam("core_attn", sparse_attention, *parts, chosen, docs, keys, *settings)
+        backend = self.kernels.attention
+        if keys is docs:
+            return self.seam("core_attn", causal_attention, *parts, docs, *settings, backend)
+        return self.seam("core_attn", attention_between, *parts, docs, keys, *settings, backend)
+
+
+@dataclass(frozen=True)
+class SparseCache:
+    """Decoding state of a sparse block.
+
+    Attributes:
+        tokens: keys and values, or latents, of the tokens so far.
+        keys_BSX: keys of the indexer; None: it has none.
+        chosen: what the last token attended to, or, before a step of a block that shares, what the
+            token is to attend to.
+    """
+
+    tokens: Any
+    keys_BSX: Tensor | None
+    chosen: Tensor | None = None
+
+
+class SparseLatentAttention(MultiHeadLatentAttention):
+    """Multi-head latent attention to chosen keys."""
+
+    inner: SparseCore
+
+    def __init__(self, config: ModelConfig, kind: str, layer: int) -> None:
+        super().__init__(config)
+        a = config.attention
+        source = choosing_layer(layer_kinds(config), layer)
+        self.inner = SparseCore(self.query_dim, a, source)
+        self.indexer = Indexer(config, a.q_lora_rank or config.dim) if chooses(kind) else None
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        docs = documents_of(x_BTD, docs)
+        table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
+        latent = self.query_latent(x_BTD)
+        q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
+        index = self.indexer(x_BTD, self._normed(latent), docs) if self.indexer else None
+        here = self.latent(x_BTD, table_BTP2)
+        (c_BSC, k_pe_BSR), index, keys = gathered(self.inner, here, index, docs)
+        k_BSNH, v_BSNV = self.seam("mla_kv", self.expand_kv, c_BSC, k_pe_BSR)
+        o_BTNV = self.inner(q_BTNH, k_BSNH, v_BSNV, docs, keys, self.indexer, index)
+        return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
+
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """Caches of no tokens."""
+        tokens = super().init_state(batch_size, device, dtype)
+        return SparseCache(tokens, no_keys(self.indexer, batch_size, device, dtype))
+
+    def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
+        """One token `[B, D]` after those in the caches: its output, and the longer caches."""
+        assert isinstance(state.tokens, LatentCache)
+        if self.indexer is not None:
+            latent = self._normed(self.query_latent(x_BD[:, None]))
+            state = chosen_next(self.indexer, x_BD[:, None], latent, state)
+        dense = self.inner.sparse.stage == "dense"
+        y_BD, tokens = super().step(x_BD, state.tokens, None if dense else state.chosen)
+        return y_BD, replace(state, tokens=tokens)
+
+    def init_rules(self) -> dict[str, Rule]:
+        return super().init_rules() | rules_of(self.indexer)
+
+    def _normed(self, latent: Tensor) -> Tensor:
+        """What the indexer's queries are made of: another norm of the latent, without gradient."""
+        with torch.no_grad():
+            return self.q_norm(latent) if self.config.attention.q_lora_rank else latent
+
+
+class SparseGroupedQueryAttention(GroupedQueryAttention):
+    """Grouped-query attention to chosen keys; its indexer makes queries of x."""
+
+    inner: SparseCore
+
+    def __init__(self, config: ModelConfig, kind: str, layer: int) -> None:
+        super().__init__(config)
+        source = choosing_layer(layer_kinds(config), layer)
+        self.inner = SparseCore(self.head_dim, config.attention, source)
+        self.indexer = Indexer(config, config.dim) if chooses(kind) else None
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        docs = documents_of(x_BTD, docs)
+        table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
+        q_BTNH, k_BTKH, v_BTKV = self._qkv(x_BTD, table_BTP2)
+        index = self.indexer(x_BTD, x_BTD, docs) if self.indexer else None
+        (k_BSKH, v_BSKV), index, keys = gathered(self.inner, (k_BTKH, v_BTKV), index, docs)
+        o_BTNV = self.inner(q_BTNH, k_BSKH, v_BSKV, docs, keys, self.indexer, index)
+        return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
+
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """Caches of no tokens."""
+        tokens = super().init_state(batch_size, device, dtype)
+        return SparseCache(tokens, no_keys(self.indexer, batch_size, device, dtype))
+
+    def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
+        """One token `[B, D]` after those in the caches: its output, and the longer caches."""
+        assert isinstance(state.tokens, KVCache)
+        if self.indexer is not None:
+            state = chosen_next(self.indexer, x_BD[:, None], x_BD[:, None], state)
+        dense = self.inner.sparse.stage == "dense"
+        y_BD, tokens = super().step(x_BD, state.tokens, None if dense else state.chosen)
+        return y_BD, replace(state, tokens=tokens)
+
+    def init_rules(self) -> dict[str, Rule]:
+        return super().init_rules() | rules_of(self.indexer)
+
+
+SparseAttention = SparseLatentAttention | SparseGroupedQueryAttention
+
+
+def chooses(kind: str) -> bool:
+    """A layer of a kind has an indexer."""
+    return "A.index" in kind
+
+
+def note_choice(docs: Documents, layer: int, chosen_BTC: Tensor) -> None:
+    """Leave the keys that `layer` chose with the documents of its queries."""
+    docs.note(("choice", layer), chosen_BTC)
+
+
+def noted_choice(docs: Documents, layer: int) -> Tensor:
+    """Return the keys that `layer` chose, int32 `[B, T, C]`."""
+    return docs.noted(("choice", layer))
+
+
+def all_here(parts: Sequence[Tensor], docs: Documents) -> tuple[tuple[Tensor, ...], Documents]:
+    """A process that has whole rows has all keys."""
+    return tuple(parts), docs
+
+
+def gathered(
+    inner: SparseCore, parts: Sequence[Tensor], index: Index | None, docs: Documents
+) -> tuple[tuple[Tensor, ...], Index | None, Documents]:
+    """What keys are made of, the index and the documents of keys: of whole rows."""
+    if index is None:
+        of_rows, keys = inner.gather(parts, docs)
+        return of_rows, None, keys
+    (*of_rows, k_BSX), keys = inner.gather((*parts, index.k_BSX), docs)
+    return tuple(of_rows), index._replace(k_BSX=k_BSX), keys
+
+
+def chosen_next(
+    indexer: Indexer, x_B1D: Tensor, latent_B1L: Tensor, state: SparseCache
+) -> SparseCache:
+    """The state with one key of the indexer more, and what the new token attends to."""
+    assert state.keys_BSX is not None
+    return SparseCache(state.tokens, *indexer.step(x_B1D, latent_B1L, state.keys_BSX))
+
+
+def handed_on(state: Any, chosen: Tensor | None) -> Any:
+    """The state of any block before a step: of one that shares, with the last block's choice."""
+    if type(state) is tuple:  # of an n-gram memory, and of the mixer behind it
+        return state[0], handed_on(state[1], chosen)
+    shares = isinstance(state, SparseCache) and state.keys_BSX is None
+    return replace(state, chosen=chosen) if shares else state
+
+
+def choice_of(state: Any, before: Tensor | None) -> Tensor | None:
+    """What the last block that chose has chosen for this token."""
+    state = state[1] if type(state) is tuple else state
+    return state.chosen if isinstance(state, SparseCache) else before
+
+
+def no_keys(
+    indexer: Indexer | None, batch: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """A cache of no keys, where there is an indexer."""
+    if indexer is None:
+        return None
+    return torch.empty(batch, 0, indexer.sparse.head_dim, device=device, dtype=dtype)
+
+
+def rules_of(indexer: Indexer | None) -> dict[str, Rule]:
+    """How an indexer starts, by name in the mixer."""
+    found = {} if indexer is None else indexer.init_rules()
+    return {f"indexer.{name}": rule for name, rule in found.items()}
+
+
+def freeze_all_but_indexers(model: nn.Module) -> None:
+    """For the warm-up: parameters that belong to no indexer want no gradient.
+
+    A property of the parameters, so that whoever cuts, shards or moves them needs no word of it:
+    what has no gradient is neither reduced nor clipped nor stepped nor decayed.
+    """
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Indexer):
+            module.requires_grad_(True)

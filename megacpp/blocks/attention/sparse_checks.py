@@ -1,0 +1,105 @@
+"""Rules of sparse attention; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacpp.config.schema import Config, ModelConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.model.pattern import block_letters, layer_kinds, named_ranks
+
+KEY = "model.attention.sparse"
+
+
+def sparse_rules(config: Config) -> Iterator[ConfigError]:
+    """Every broken rule of `model.attention.sparse`; none where no layer is named."""
+    a, sparse = config.model.attention, config.model.attention.sparse
+    try:
+        layer_kinds(config.model)
+    except ConfigError:
+        return  # reported by the rules of the model
+    if not sparse.layers.strip():
+        yield from _nothing_sparse(config)
+        return
+    least = a.qk_rope_head_dim if a.kind == "mla" else 2
+    if sparse.head_dim < least or sparse.head_dim % 2:
+        rotated = f"the {least} rotary dims of MLA" if a.kind == "mla" else "a rotary pair"
+        yield config_error(
+            f"{KEY}.head_dim",
+            sparse.head_dim,
+            f"holds {rotated}, and must be even",
+            f"use {max(least, sparse.head_dim + sparse.head_dim % 2)}",
+        )
+    strange = set(_ranks(config.model, "own")) - set(_ranks(config.model, "layers"))
+    if strange:
+        yield config_error(
+            f"{KEY}.own",
+            sparse.own,
+            f"ranks that choose for themselves are sparse ones ({KEY}.layers={sparse.layers})",
+            f"leave {min(strange)} out, or name it there",
+        )
+    yield from _neighbours(config)
+    if sparse.stage == "dense":
+        yield from _warm_up(config)
+
+
+def sparse_lines(config: Config) -> list[str]:
+    """Which layers choose keys and which take a choice over, for the header of a run."""
+    kinds, sparse = layer_kinds(config.model), config.model.attention.sparse
+    chooses = [i for i, kind in enumerate(kinds) if "A.index" in kind]
+    shares = [i for i, kind in enumerate(kinds) if "A.share" in kind]
+    if not chooses:
+        return []
+    if sparse.stage == "dense":
+        return [
+            f"sparse attention, warm-up: all keys are attended to, only the indexers of layers "
+            f"{_listed(chooses)} are trained"
+        ]
+    taken = f", taken over by {_listed(shares)}" if shares else ""
+    return [f"sparse attention: {sparse.top_k} keys chosen in layers {_listed(chooses)}{taken}"]
+
+
+def _nothing_sparse(config: Config) -> Iterator[ConfigError]:
+    """What says nothing without sparse layers."""
+    sparse = config.model.attention.sparse
+    for name, default in (("own", ""), ("stage", "sparse")):
+        if getattr(sparse, name) != default:
+            yield config_error(
+                f"{KEY}.{name}",
+                getattr(sparse, name),
+                "no layer is sparse",
+                f"name some in {KEY}.layers",
+            )
+
+
+def _neighbours(config: Config) -> Iterator[ConfigError]:
+    """What else must know of a choice."""
+    policy = config.recompute
+    if config.precision.fp8 == "te" and policy.ablock == "full":
+        yield config_error(
+            "recompute.ablock",
+            policy.ablock,
+            "Transformer Engine's recomputation would choose keys again (precision.fp8=te)",
+            "use recompute.ablock=none, or precision.fp8=torchao",
+        )
+
+
+def _warm_up(config: Config) -> Iterator[ConfigError]:
+    """What a warm-up, in which only indexers are trained, can't be together with."""
+    for name, value, off, why in (
+        ("optim.qk_clip", config.optim.qk_clip, 0, "it would scale weights that are to stay"),
+        ("recompute.compress", config.recompute.compress, 0, "it compresses what isn't trained"),
+    ):
+        if value > off:
+            yield config_error(
+                name, value, f"{why} ({KEY}.stage=dense)", f"use {name}={off} for the warm-up"
+            )
+
+
+def _ranks(model: ModelConfig, name: str) -> list[int]:
+    count = block_letters(model.pattern, model.depth).count("A")
+    return named_ranks(f"{KEY}.{name}", getattr(model.attention.sparse, name), count)
+
+
+def _listed(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))

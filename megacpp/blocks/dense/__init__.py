@@ -1,0 +1,5 @@
+"""Dense feed-forward (F).
+
+May import: as megacpp/blocks.
+Start reading: module.py.
+"""

@@ -1,0 +1,75 @@
+"""F blocks: a dense feed-forward, SwiGLU or squared ReLU.
+
+Legend: B rows, T tokens, D model, F hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.config.schema import ModelConfig
+from megacpp.kernels.gated_linear import gated, gated_linear
+from megacpp.model.documents import Documents
+from megacpp.model.init import Rule
+from megacpp.model.linear_init import input_rule, output_rule
+from megacpp.model.seam import PLAIN, Seam
+
+
+class MLP(nn.Module):
+    """w2(silu(w1 x) * w3 x) (SwiGLU, arXiv 2002.05202) or w2(relu(w1 x)^2) (arXiv 2109.08668).
+
+    `hidden_dim` and `activation` are those of `config.mlp` unless given (shared experts give
+    theirs). Tokens don't meet here: documents are ignored and decoding has no state.
+    """
+
+    seam: Seam = PLAIN
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        hidden_dim: int | None = None,
+        activation: Literal["swiglu", "relu2"] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = activation or config.mlp.activation
+        hidden = hidden_dim or config.mlp.hidden_dim
+        self.w1 = nn.Linear(config.dim, hidden, bias=False)
+        if self.activation == "swiglu":
+            self.w3 = nn.Linear(config.dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[..., D]` to `[..., D]`, each token for itself."""
+        hidden = self.seam("mlp", self._hidden, x_BTD)
+        if is_plain(self.w2):
+            return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
+        return self.w2(gated(*hidden)).to(x_BTD.dtype)
+
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Nothing to remember."""
+        return None
+
+    def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
+        """One token `[B, D]`: the same function."""
+        return self(x_BD), None
+
+    def init_rules(self) -> dict[str, Rule]:
+        into = ("w1", "w3") if self.activation == "swiglu" else ("w1",)
+        rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}
+        return rules | {"w2.weight": output_rule(self.config)}
+
+    def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """Gate and up, or what the squared ReLU is taken of."""
+        gate_BTF = self.w1(x_BTD)
+        return (gate_BTF, self.w3(x_BTD)) if self.activation == "swiglu" else (gate_BTF,)
+
+
+def is_plain(linear: nn.Linear) -> bool:
+    """Calling it is `F.linear` of its weight: nothing replaced its forward, nothing looks on."""
+    own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks)
+    return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)

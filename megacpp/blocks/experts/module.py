@@ -1,0 +1,194 @@
+"""E blocks: a mixture of experts with shared experts.
+
+Legend: B rows, T tokens (of all rows, where there is no B), D model, E experts, K experts of a
+token, I hidden of an expert, S slots (copies of tokens in expert order).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.blocks.dense.module import MLP
+from megacpp.blocks.experts.router import Router
+from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.experts.fp8 import Fp8Products
+from megacpp.kernels.experts.grouped_mm import row_multiple
+from megacpp.kernels.experts.mlp import experts_reference, into_experts, out_of_experts
+from megacpp.kernels.experts.rows import (
+    Groups,
+    group_rows,
+    group_rows_to_capacity,
+    sum_rows,
+    weigh_slots,
+)
+from megacpp.model.documents import Documents
+from megacpp.model.init import Rule
+from megacpp.model.linear_init import input_rule, output_rule
+from megacpp.model.seam import PLAIN, Seam
+
+
+class Arrived(NamedTuple):
+    """What the experts of a process work on: rows `[R, D]`, and the slots that hold copies of them.
+
+    `weights_RK` weigh the copies; without them somebody else does it later.
+    """
+
+    x_RD: Tensor
+    groups: Groups
+    weights_RK: Tensor | None = None
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked: w2(silu(w1 x) * w3 x), or w2(relu(w1 x)^2).
+
+    For the backward they keep `x_RD`, gate and up (or what the ReLU is taken of) and the weights.
+    The piece "expert_gemm" makes gate and up again from `x_RD`: it copies rows and multiplies, but
+    neither sorts nor sends.
+    """
+
+    seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
+    fp8: Fp8Products | None = None  # set by checkpointing/fp8.py
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        num, hidden, dim = config.moe.num_experts, config.moe.hidden_dim, config.dim
+        self.w1 = nn.Parameter(torch.empty(num, hidden, dim))
+        if config.moe.activation == "swiglu":
+            self.w3 = nn.Parameter(torch.empty(num, hidden, dim))
+        self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
+
+    def forward(self, x_RD: Tensor, groups: Groups, weights_RK: Tensor | None = None) -> Tensor:
+        """What the expert of each slot makes of the row in it, times its weight: `[S, D]`."""
+        weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
+        if self.kernels.experts == "reference":
+            return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2)
+        hidden = self.seam("expert_gemm", self._into, x_RD, groups)
+        return out_of_experts(hidden, self.w2, weight_S, groups, self.fp8)
+
+    def init_rules(self) -> dict[str, Rule]:
+        into = ("w1", "w3") if self.config.moe.activation == "swiglu" else ("w1",)
+        rules: dict[str, Rule] = {name: input_rule(self.config) for name in into}
+        return rules | {"w2": output_rule(self.config)}
+
+    def _into(self, x_RD: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+        return into_experts(x_RD, groups, *self._weights, fp8=self.fp8)
+
+    @property
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Those that make hidden units."""
+        gated = self.config.moe.activation == "swiglu"
+        return (self.w1, self.w3) if gated else (self.w1,)
+
+
+class SharedExpert(MLP):
+    """What every token visits: one SwiGLU as wide as all shared experts, optionally gated."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        moe = config.moe
+        super().__init__(config, moe.num_shared * moe.shared_hidden_dim, "swiglu")
+        self.gate = nn.Linear(config.dim, 1, bias=False) if moe.shared_gate else None
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[..., D]` to `[..., D]`."""
+        y_BTD = super().forward(x_BTD)
+        return y_BTD if self.gate is None else y_BTD * self.gate(x_BTD).sigmoid().to(y_BTD.dtype)
+
+    def init_rules(self) -> dict[str, Rule]:
+        gate = {} if self.gate is None else {"gate.weight": input_rule(self.config)}
+        return super().init_rules() | gate
+
+
+class MixtureOfExperts(nn.Module):
+    """sum_k weight_k expert_k(x) + shared(x), each token for itself (DeepSeekMoE, 2401.06066).
+
+    Dropless by default: every choice is computed. With `capacity_factor` each expert takes the
+    first `capacity` choices of a batch and the rest contribute nothing; then shapes are static,
+    but whether a token is dropped depends on the tokens before it, of any document. Choices of null
+    experts (`Router`) have no slot and are never sent.
+
+    Expert parallelism replaces `dispatch` and `combine`. Nothing between the two but `experts`
+    touches a row, so recomputing `experts` alone repeats neither.
+    """
+
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.moe = config.moe
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared = SharedExpert(config) if config.moe.num_shared else None
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; documents matter to the sequence loss only."""
+        weights_TK, indices_TK = self.router(x_BTD, docs)
+        return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
+
+    def dispatch(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
+    ) -> tuple[Arrived, Any]:
+        """What the experts are to do, and what `combine` needs to bring the rows back.
+
+        When decoding nothing is dropped and nothing is padded.
+        """
+        num_experts, real = self.moe.num_experts, self.moe.top_k if self.router.nulls else None
+        if decoding:
+            groups = group_rows(indices_TK, num_experts, expected=real)
+        elif self.moe.capacity_factor is None:
+            groups = group_rows(indices_TK, num_experts, row_multiple(x_TD.device), real)
+        else:
+            slots = expert_capacity(len(x_TD), self.moe)
+            groups = group_rows_to_capacity(indices_TK, num_experts, slots)
+        groups = groups.by(self.kernels.experts)
+        return Arrived(x_TD, groups, weights_TK), groups
+
+    def combine(self, rows_SD: Tensor, weights_TK: Tensor, trip: Any) -> Tensor:
+        """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
+
+        `weights_TK` are for a trip whose rows come back without their weights.
+        """
+        return sum_rows(rows_SD, trip)
+
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Nothing to remember."""
+        return None
+
+    def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
+        """One token `[B, D]`: `forward` where nothing is dropped; never counted."""
+        weights_TK, indices_TK = self.router(x_BD, decoding=True)
+        return self._mix(x_BD, weights_TK, indices_TK, decoding=True), None
+
+    def init_rules(self) -> dict[str, Rule]:
+        parts: dict[str, Router | Experts | MLP] = {"router": self.router, "experts": self.experts}
+        if self.shared is not None:
+            parts["shared"] = self.shared
+        return {
+            f"{part}.{name}": rule
+            for part, module in parts.items()
+            for name, rule in module.init_rules().items()
+        }
+
+    def _mix(
+        self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, decoding: bool = False
+    ) -> Tensor:
+        arrived, trip = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
+        y_TD = self.combine(self.experts(*arrived), weights_TK, trip)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return y_TD.to(x_TD.dtype)
+
+
+def expert_capacity(tokens: int, moe: MoEConfig) -> int:
+    """Slots per expert in capacity mode: an even share of the choices times the factor, up.
+
+    Of null experts there are none: top_k is how many real ones a token chooses on average.
+    """
+    assert moe.capacity_factor is not None
+    return math.ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor)

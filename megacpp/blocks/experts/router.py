@@ -1,0 +1,391 @@
+"""The router of a mixture of experts: which experts, with what weight, and how to keep them even.
+
+Legend: B rows, T tokens (of all rows, where there is no B), D model, E experts, K experts of a
+token at most (megacpp/blocks/attention/choices.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megacpp.blocks.attention.choices import columns, first_null_score, null_copies, slots
+from megacpp.config.schema import ModelConfig
+from megacpp.kernels.wanted import wanted_gradients
+from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
+from megacpp.model.documents import Documents, documents_of
+from megacpp.model.init import Constant, Rule
+from megacpp.model.linear_init import input_rule
+from megacpp.model.seam import PLAIN, Seam, recomputing
+
+FINE = 2.0**24  # in what scores are counted
+ROUTER_TERMS = ("balance", "sequence", "z")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the router found for T tokens; all floating tensors in fp32 (or fp64)."""
+
+    logits_TE: Tensor
+    scores_TE: Tensor  # sigmoid or softmax of the logits, without gradient
+    indices_TK: Tensor  # int64, the chosen experts; E is a null
+    weights_TK: Tensor  # of the chosen experts, without the bias; 0 of nulls
+
+
+class Router(AuxiliarySource):
+    """Token-choice routing; sigmoid scores with a selection bias (DeepSeek-V3), or softmax.
+
+    Sigmoid: experts are chosen by score + bias, weighted by score / sum of the chosen scores.
+    Softmax: weighted by the softmax over the chosen logits (`softmax_order="post"`) or by the
+    chosen part of the softmax over all (`"pre"`). With groups, only experts of the `top_k_groups`
+    best groups can be chosen; a group is as good as the sum of its best two. Weights are scaled by
+    `route_scale`. A single normalised weight is constant: with `top_k=1`, sigmoid and post-softmax
+    routers learn from the auxiliary losses alone.
+
+    With `null_rho` < 1 a choice may go to a null expert, which computes nothing and weighs nothing:
+    the K best experts are chosen as far as their score (and bias) is above that of a null. Weights
+    are of the others alone, so that no loss has a gradient for the score of a null, which therefore
+    is no function of the token: a learned row of `weight` would stay what it was at first. It is
+    measured instead: where scores rise or fall together, nothing but their order matters to a loss,
+    and steps of a bias could not keep up.
+
+    Attributes:
+        expert_bias: `(E,)`, added to sigmoid scores for the choice only; moved by `update_bias`.
+        null_score: `()`, with null experts: what their score is, that between the `top_k` best
+            experts of a token and the others (bias included), on average over the last step.
+        null_bias: `()`, added to it (to its logarithm, of a softmax); moved by `update_bias`, so
+            that tokens have `top_k` real experts on average.
+        tokens_per_expert: int64 `(E,)`, choices since the last `update_bias`; sum it over the
+            ranks that hold different tokens before that. With null experts `(E + 2,)`: choices that
+            were null, of K each, and the sum of what `null_score` is the mean of, times `FINE`.
+        gradient_squares: for the record, the squared norms of the gradients of the logits by what
+            comes after the router, and by the auxiliary losses: sums over the tokens of all
+            microbatches since the last `update_bias`, so that sums over ranks are those of one
+            process.
+    """
+
+    expert_bias: Tensor
+    null_score: Tensor
+    null_bias: Tensor
+    tokens_per_expert: Tensor
+    gradient_squares: Tensor
+    seam: Seam = PLAIN
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config, self.moe = config, config.moe
+        num_experts = config.moe.num_experts
+        self.top_k, self.nulls = columns(config.moe), null_copies(config.moe)
+        self.weight = nn.Parameter(torch.empty(num_experts, config.dim))
+        self.register_buffer("expert_bias", torch.empty(num_experts))
+        if self.nulls:
+            self.register_buffer("null_score", torch.empty(()))
+            self.register_buffer("null_bias", torch.empty(()))
+        counts_E = torch.empty(num_experts + 2 * (self.nulls > 0), dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts_E, persistent=False)
+        self.register_losses()
+        self.register_buffer("gradient_squares", torch.empty(2), persistent=False)
+
+    def forward(
+        self, x_BTD: Tensor, docs: Documents | None = None, decoding: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and experts `[T, K]` of all tokens; in training also counts and losses."""
+        logits_TE = self.logits(x_BTD.flatten(0, -2))
+        learns = self.training and not decoding
+        if not learns or not torch.is_grad_enabled() or not self.auxiliary:
+            routing = self.choose(logits_TE)
+            weights_TK = routing.weights_TK
+        else:
+            logits_TE, own_TE = Fork.apply(logits_TE, self.gradient_squares)
+            routing = self.choose(logits_TE)
+            own = replace(routing, logits_TE=own_TE)
+            losses = self.auxiliary_losses(own, documents_of(x_BTD, docs))
+            if not recomputing():
+                self.record(losses)
+            total = torch.stack(list(losses.values())).sum()
+            weights_TK = AttachLoss.apply(routing.weights_TK, total, self.aux_scale)
+        if learns and not recomputing():
+            self.count(routing.indices_TK)
+            if self.nulls:
+                self.measure(routing.scores_TE)
+        return weights_TK, routing.indices_TK
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """Those of its losses that are on."""
+        return tuple(term for term in ROUTER_TERMS if getattr(self.moe, f"{term}_loss"))
+
+    def route(self, x_TD: Tensor) -> Routing:
+        """Scores, choices and weights: a function of the tokens and the bias, no side effect."""
+        return self.choose(self.logits(x_TD))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """`[T, E]`, in the dtype of the weight."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return WideLinear.apply(x_TD, self.weight)  # type: ignore[return-value]
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Sigmoid or softmax."""
+        return logits_TE.sigmoid() if self.moe.score == "sigmoid" else logits_TE.softmax(1)
+
+    def choose(self, logits_TE: Tensor) -> Routing:
+        """The K experts of each token and what they weigh."""
+        pre = self.moe.score == "softmax" and self.moe.softmax_order == "pre"
+        with torch.autocast(logits_TE.device.type, enabled=False):
+            # Elsewhere the weights follow from the chosen logits: backward needs no others.
+            scores_TE = self.scores(logits_TE if pre else logits_TE.detach())
+            indices_TK = self.seam.keep(self._choose, scores_TE.detach())
+            pick = PickReal if self.nulls else Pick
+            weights_TK = pick.apply(scores_TE if pre else logits_TE, indices_TK)
+            if self.moe.score == "sigmoid":
+                weights_TK = weights_TK.sigmoid()
+                weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)
+            elif not pre:
+                weights_TK = weights_TK.softmax(1)
+            if self.nulls and self.moe.score == "softmax":
+                weights_TK = weights_TK.masked_fill(indices_TK == self.moe.num_experts, 0.0)
+        weights_TK = weights_TK * self.moe.route_scale
+        return Routing(logits_TE, scores_TE.detach(), indices_TK, weights_TK)
+
+    @torch.no_grad()
+    def count(self, indices_TK: Tensor) -> None:
+        """Adds choices to `tokens_per_expert`."""
+        chosen_N = indices_TK.flatten()
+        self.tokens_per_expert.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
+
+    @torch.no_grad()
+    def measure(self, scores_TE: Tensor) -> None:
+        """Adds where the score of a null belongs, in whole numbers, whose sum has no order."""
+        best_TK = self._selection(scores_TE).topk(self.top_k, dim=1).values
+        last, next_one = self.moe.top_k - 1, min(self.moe.top_k, self.top_k - 1)
+        between_T = (best_TK[:, last] + best_TK[:, next_one]).double() / 2
+        self.tokens_per_expert[-1] += (between_T * FINE).round().to(torch.int64).sum()
+
+    @property
+    def null_level(self) -> Tensor:
+        """The score of a null with its bias."""
+        if self.moe.score == "sigmoid":
+            return self.null_score + self.null_bias
+        return self.null_score * self.null_bias.exp()
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Once per optimizer step, after the counts were summed over ranks: b += rate * sign.
+
+        sign(mean count - count): idle experts become easier to choose, busy ones harder. The
+        comparison is of integers, so that equal loads leave the bias exactly alone. That of nulls
+        goes up while tokens have more than `top_k` real experts on average, down while fewer. A
+        router that isn't trained chooses as it did.
+        """
+        if not self.weight.requires_grad:
+            self.forget()
+            return
+        counts_E = self.tokens_per_expert[: self.moe.num_experts]
+        if self.nulls:
+            nulls, scores = self.tokens_per_expert[-2:]
+            chosen = counts_E.sum() + nulls
+            too_many = counts_E.sum() * self.top_k - chosen * self.moe.top_k
+            self.null_bias.add_(torch.sign(too_many), alpha=self.moe.bias_update_rate)
+            mean = scores.double() / (chosen / self.top_k).clamp(min=1.0) / FINE
+            self.null_score.copy_(torch.where(chosen > 0, mean, self.null_score))
+        if self.moe.score == "sigmoid":
+            direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
+            self.expert_bias.add_(direction_E, alpha=self.moe.bias_update_rate)
+        self.forget()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drops what was counted and recorded."""
+        super().forget()
+        self.tokens_per_expert.zero_()
+        self.gradient_squares.zero_()
+
+    def auxiliary_losses(self, routing: Routing, docs: Documents) -> dict[str, Tensor]:
+        """coefficient * loss * T of every auxiliary loss that is on (sums over tokens)."""
+        moe, losses = self.moe, {}
+        if moe.z_loss:
+            losses["z"] = moe.z_loss * z_loss(routing.logits_TE)
+        if moe.balance_loss or moe.sequence_loss:
+            p_TE = self.scores(routing.logits_TE)
+            if moe.score == "sigmoid":
+                p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
+            # What plain top-k would choose, without bias and groups (Megatron-LM).
+            plain_TK = self.seam.keep(self._plain, p_TE.detach())
+            if moe.balance_loss:
+                load_E = self.seam.keep(self.batch_load, plain_TK)  # small, and sums over ranks
+                losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
+            if moe.sequence_loss:
+                load_TE = self.document_load(plain_TK, docs)
+                losses["sequence"] = moe.sequence_loss * switch_loss(p_TE, load_TE, moe.top_k)
+        return losses
+
+    def batch_load(self, chosen_TK: Tensor) -> Tensor:
+        """`(E,)`: the part of the microbatch's tokens that chose each expert.
+
+        Replaced where the tokens of a microbatch lie on several ranks, as is `document_load`.
+        """
+        return self._one_hot(chosen_TK).mean(0)
+
+    def document_load(self, chosen_TK: Tensor, docs: Documents) -> Tensor:
+        """`[T, E]`: the part of each token's document that chose each expert."""
+        return document_load(self._one_hot(chosen_TK), docs)
+
+    def init_rules(self) -> dict[str, Rule]:
+        zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
+        rules = {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
+        if self.nulls:
+            rules["null_score"] = Constant(first_null_score(self.config))
+            rules["null_bias"] = Constant(0.0)
+        return rules
+
+    def _one_hot(self, chosen_TK: Tensor) -> Tensor:
+        """Choices as ones in `[T, E]`, in the dtype of the scores."""
+        shape = len(chosen_TK), self.moe.num_experts
+        zeros_TE = torch.zeros(shape, dtype=self.weight.dtype, device=chosen_TK.device)
+        return zeros_TE.scatter_(1, chosen_TK, 1.0)
+
+    def _plain(self, p_TE: Tensor) -> Tensor:
+        """The K most probable experts."""
+        return p_TE.topk(self.moe.top_k, dim=1).indices
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """The K best experts, of the best groups, bias included; E for what a null is better than.
+
+        That is top-k over scores of experts and of all copies of the null, which win where equal.
+        """
+        best_TK, indices_TK = self._selection(scores_TE).topk(self.top_k, dim=1)
+        if not self.nulls:
+            return indices_TK
+        null_TK = best_TK <= self.null_level
+        null_TK[:, : max(0, slots(self.moe) - self.nulls)] = False  # more slots than copies
+        return indices_TK.masked_fill(null_TK, self.moe.num_experts)
+
+    def _selection(self, scores_TE: Tensor) -> Tensor:
+        """Scores with the bias; -inf in closed groups."""
+        moe = self.moe
+        selection_TE = scores_TE + self.expert_bias if moe.score == "sigmoid" else scores_TE
+        if moe.num_groups > 1:
+            by_group_TGE = selection_TE.unflatten(1, (moe.num_groups, -1))
+            group_TG = by_group_TGE.topk(2, dim=2).values.sum(2)
+            open_groups = group_TG.topk(moe.top_k_groups, dim=1).indices
+            closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, open_groups, False)
+            selection_TE = by_group_TGE.masked_fill(closed_TG[..., None], -torch.inf).flatten(1)
+        return selection_TE
+
+
+class WideLinear(torch.autograd.Function):
+    """x W^T in the dtype of the weight, keeping `x` in its own.
+
+    Bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep the wide copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad_TE,), (x_TD, weight_ED) = grads, ctx.saved_tensors
+        wants_x, wants_weight = wanted_gradients(ctx)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            grad_x = grad_TE.mm(weight_ED).to(x_TD.dtype) if wants_x else None
+            grad_weight = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if wants_weight else None
+        return grad_x, grad_weight
+
+
+class Pick(torch.autograd.Function):
+    """`x_TE.gather(1, indices_TK)`, of which autograd would keep `x_TE` for its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(indices_TK)
+        ctx.num_experts = x_TE.shape[1]
+        return x_TE.gather(1, indices_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices_TK,) = ctx.saved_tensors
+        zeros_TE = grads[0].new_zeros(len(indices_TK), ctx.num_experts)
+        return zeros_TE.scatter_(1, indices_TK, grads[0]), None
+
+
+class PickReal(torch.autograd.Function):
+    """`Pick` with indices of nulls (E), which get what a sigmoid and a softmax make 0 of."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(indices_TK)
+        ctx.num_experts = x_TE.shape[1]
+        x_TK = x_TE.gather(1, indices_TK.clamp(max=ctx.num_experts - 1))
+        return x_TK.masked_fill_(indices_TK == ctx.num_experts, torch.finfo(x_TK.dtype).min)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices_TK,) = ctx.saved_tensors
+        zeros_TN = grads[0].new_zeros(len(indices_TK), ctx.num_experts + 1)
+        return zeros_TN.scatter_(1, indices_TK, grads[0])[:, : ctx.num_experts], None
+
+
+class Fork(torch.autograd.Function):
+    """The same tensor twice; in backward the squared norm of each gradient is added to `squares`.
+
+    So the share of the auxiliary losses in what moves a router is known without a second backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.squares = squares
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        for slot, grad in enumerate(grads):
+            ctx.squares[slot] += torch.linalg.vector_norm(grad).square()
+        return grads[0] + grads[1], None
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Sum over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906)."""
+    return logits_TE.logsumexp(1).square().sum()
+
+
+def switch_loss(p_TE: Tensor, load: Tensor, top_k: int) -> Tensor:
+    """Sum over tokens of E / K * sum_e load_e p_te (Switch Transformer, arXiv 2101.03961).
+
+    `load` `(E,)` or `[T, E]` is the part of the tokens (of the batch, of a document) that chose
+    expert e: its sum is K, it has no gradient, and even load gives exactly 1 per token. Divided
+    by T this is E / (K T^2) * sum_e count_e sum_t p_te.
+    """
+    return p_TE.shape[1] / top_k * (p_TE * load).sum()
+
+
+def document_load(chosen_TE: Tensor, docs: Documents) -> Tensor:
+    """For every token, how much of its document chose each expert, `[T, E]`.
+
+    The switch loss with it is the mean over documents, each weighted by its number of tokens.
+    """
+    document_T, length_T = document_lengths(docs)
+    counts_TE = torch.zeros_like(chosen_TE).index_add_(0, document_T, chosen_TE)
+    return counts_TE.index_select(0, document_T) / length_T[:, None]
+
+
+def document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
+    """Of every token of the flattened batch: the number and the length of its document."""
+    return docs.memo("document_lengths", lambda: _document_lengths(docs))
+
+
+def _document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
+    starts_BT = docs.starts_BT.clone()
+    starts_BT[:, 0] = True  # a row that is a slice may begin inside a document
+    document_T = starts_BT.flatten().cumsum(0) - 1
+    length_T = torch.zeros_like(document_T).index_add_(0, document_T, torch.ones_like(document_T))
+    return document_T, length_T.index_select(0, document_T)

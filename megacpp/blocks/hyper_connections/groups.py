@@ -1,0 +1,65 @@
+"""Layers of hyper-connections whose streams run again together; no torch here.
+
+Of a group only the streams at its entry are kept, and what each mixer returned, one stream wide.
+In the backward the last layer of a group asks for its streams; then those of all its layers are
+mixed again, from the entry on, without a mixer (arXiv 2512.24880, section 4.3.2). So of L layers in
+groups of G there are once
+
+    n D (L / G)     entries, kept                   n D G + D G    mixed again, of one group
+
+numbers of a token, fewest with G = sqrt(n L / (n + 1)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megacpp.config.schema import Config
+from megacpp.model.stages import split_layers, stages_per_rank
+
+
+@dataclass(frozen=True)
+class InGroup:
+    """A layer in its group.
+
+    Attributes:
+        place: layers of the group in front of it; 0: the streams that it gets are kept.
+        closes: the streams that it leaves are kept: another group begins, or a stage ends.
+    """
+
+    place: int
+    closes: bool
+
+
+def places_in_groups(config: Config) -> list[InGroup | None]:
+    """Of every layer; None: it runs nothing of its streams again."""
+    found: list[InGroup | None] = [None] * config.model.depth
+    for group in stream_groups(config):
+        for place, layer in enumerate(group):
+            found[layer] = InGroup(place, layer == group[-1])
+    return found
+
+
+def stream_groups(config: Config) -> list[range]:
+    """Groups in layer order, within pipeline stages; never with the last layer of the model.
+
+    None without hyper-connections, where the policy says so, and where somebody else decides what a
+    block keeps: the compiler, or Transformer Engine.
+    """
+    model, size = config.model, config.recompute.mhc_group_size
+    decided = config.train.compile != "off" or config.precision.fp8 == "te"
+    if model.mhc.streams == 1 or size < 0 or decided:
+        return []
+    mesh, found = config.mesh, []
+    stages = mesh.pp * stages_per_rank(mesh.pp_schedule) if mesh.pp > 1 else 1
+    for stage in split_layers(model, stages):
+        layers = range(stage.start, min(stage.stop, model.depth - 1))
+        step = size or group_size(model.mhc.streams, len(layers))
+        found += [layers[first : first + step] for first in range(0, len(layers), step)]
+    return found
+
+
+def group_size(streams: int, layers: int) -> int:
+    """Layers of a group, for the fewest numbers at once."""
+    return max(1, round(math.sqrt(streams * layers / (streams + 1))))

@@ -1,0 +1,5 @@
+"""M2RNN (R): a recurrence over matrix states.
+
+May import: as megacpp/blocks.
+Start reading: module.py.
+"""

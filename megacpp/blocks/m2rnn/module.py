@@ -1,0 +1,206 @@
+"""The M2RNN mixer (arXiv 2603.14360): short convolution, matrix-state recurrence, gate, norm.
+
+Parameter names are those of lm-engine, except that its one input projection and one convolution
+are a module per part here, so that heads can be cut in each part: megacpp/model/upstream.py maps
+both ways. Nothing below counts heads by the configuration where a weight or an activation can tell:
+a weight may hold some of the heads only.
+
+Legend: B rows, T tokens of a row, D model, N heads (of v, forget, gate and state weight), K key,
+V value, C convolved channels, Y the channels q heads * K | k heads * K, X = N * V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacpp.config.schema import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
+from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_step
+from megacpp.kernels.recurrent_gates import gated_residual
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
+from megacpp.model.linear_init import input_rule, output_rule
+from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.short_conv import ShortConv, stacked
+from megacpp.model.sizes import m2rnn_heads
+
+
+@dataclass(frozen=True)
+class M2RNNState:
+    """What decoding carries from token to token."""
+
+    h_BNKV: Tensor  # at least fp32
+    taps_BCJ: Tensor  # the last conv_kernel - 1 inputs of the convolution
+
+
+class DecayGate(Fp32Contract):
+    """Forget values exp(-exp(A_log) softplus(x + dt_bias)) in (0, 1), at least fp32."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self, x_BTN: Tensor) -> Tensor:
+        return torch.exp(-torch.exp(self.A_log) * F.softplus(wide(x_BTN) + self.dt_bias))
+
+    def init_rules(self) -> dict[str, Rule]:
+        return {"A_log": LogUniform(0.0, 16.0), "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4)}
+
+
+def input_rows(config: ModelConfig) -> dict[str, int]:
+    """Rows of each input projection, in upstream's order."""
+    r = config.m2rnn
+    heads = m2rnn_heads(config)
+    return {
+        "in_q": r.num_q_heads * r.key_dim,
+        "in_k": r.num_k_heads * r.key_dim,
+        "in_v": heads * r.value_dim,
+        "in_forget": heads,
+        "in_gate": heads * r.value_dim,
+    }
+
+
+class M2RNN(Fp32Contract):
+    """R block mixer, `[B, T, D]` to `[B, T, D]`.
+
+    out = output_projection(norm((y + v D) * silu(g))), with y from the recurrence over q, k, v and
+    the forget values, and the norm over all heads at once.
+
+    Attributes:
+        keep_states: for backward, of every token; else it runs the recurrence again, chunk by
+            chunk (`m2rnn_chunked`).
+    """
+
+    seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
+    keep_states: bool = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        r = config.m2rnn
+        rows = input_rows(config)
+        N = rows["in_forget"]  # of the whole layer; forward goes by what its weights hold
+        self.num_heads, self.key_dim, self.value_dim = N, r.key_dim, r.value_dim
+        self.chunk_size = r.chunk_size
+        self.clip = None
+        if r.gradient_clip is not None:
+            self.clip = StateClip(r.gradient_clip, r.clip_mode)
+        self.in_q = nn.Linear(config.dim, rows["in_q"], bias=False)
+        self.in_k = nn.Linear(config.dim, rows["in_k"], bias=False)
+        self.in_v = nn.Linear(config.dim, rows["in_v"], bias=False)
+        self.in_forget = nn.Linear(config.dim, rows["in_forget"], bias=False)
+        self.in_gate = nn.Linear(config.dim, rows["in_gate"], bias=False)
+        self.conv_q = ShortConv(rows["in_q"], r.conv_kernel)
+        self.conv_k = ShortConv(rows["in_k"], r.conv_kernel)
+        self.conv_v = ShortConv(rows["in_v"], r.conv_kernel)
+        self.decay_gate = DecayGate(N)
+        self.state_weight = nn.Parameter(torch.empty(N, r.value_dim, r.value_dim))
+        self.D = nn.Parameter(torch.empty(N, r.value_dim))
+        self.g_norm = RMSNorm(N * r.value_dim, config.norm_eps)
+        self.output_projection = nn.Linear(N * r.value_dim, config.dim, bias=False)
+        self._linear_rules = {
+            **{f"{name}.weight": input_rule(config) for name in rows},
+            "output_projection.weight": output_rule(config),
+        }
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        qk_BTY, v_BTX, f_BTN, g_BTX, q_rows = self._project(x_BTD)
+        qk_BTY = self.convolve(qk_BTY, stacked(self.conv_q, self.conv_k), docs)
+        v_BTX = self.convolve(v_BTX, self.conv_v.weight, docs)
+        q_BTNK, k_BTNK, v_BTNV = self._heads(qk_BTY, v_BTX, q_rows)
+        f_BTN = self.decay_gate(f_BTN)
+        y_BTNV = self.scan(q_BTNK, k_BTNK, v_BTNV, f_BTN, self.state_weight, docs)
+        return self._output(y_BTNV, v_BTNV, g_BTX).to(x_BTD.dtype)
+
+    def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
+        """Short convolution and SiLU of some channels; it looks a few tokens back."""
+        return self.seam("conv_bc", causal_conv, x_BTC, weight_C1K, docs)
+
+    def scan(
+        self,
+        q_BTNK: Tensor,
+        k_BTNK: Tensor,
+        v_BTNV: Tensor,
+        f_BTN: Tensor,
+        w_NVV: Tensor,
+        docs: Documents | None,
+    ) -> Tensor:
+        """The recurrence `[B, T, N, V]`: where all tokens of a document meet."""
+        y_BTNV, _ = m2rnn_chunked(
+            q_BTNK,
+            k_BTNK,
+            v_BTNV,
+            f_BTN,
+            w_NVV,
+            docs,
+            clip=self.clip,
+            chunk_size=self.chunk_size,
+            final_states=False,
+            keep_states=self.keep_states,
+            backend=self.kernels.m2rnn,
+        )
+        return y_BTNV
+
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> M2RNNState:
+        """The state of `batch_size` empty documents."""
+        wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        h_shape = batch_size, self.num_heads, self.key_dim, self.value_dim
+        convs = self.conv_q, self.conv_k, self.conv_v
+        taps_shape = batch_size, sum(c.num_channels for c in convs), self.conv_v.num_taps - 1
+        return M2RNNState(
+            torch.zeros(h_shape, dtype=wide_dtype, device=device),
+            torch.zeros(taps_shape, dtype=dtype, device=device),
+        )
+
+    def step(self, x_BD: Tensor, state: M2RNNState) -> tuple[Tensor, M2RNNState]:
+        """One token: output `[B, D]` and the next state."""
+        qk_BY, v_BX, f_BN, g_BX, q_rows = self._project(x_BD)
+        weight_C1J = stacked(self.conv_q, self.conv_k, self.conv_v)
+        qkv_BC = torch.cat([qk_BY, v_BX], -1)
+        qkv_BC, taps_BCJ = causal_conv_step(qkv_BC, state.taps_BCJ, weight_C1J)
+        qk_BY, v_BX = qkv_BC.split([qk_BY.shape[-1], v_BX.shape[-1]], -1)
+        q_BNK, k_BNK, v_BNV = self._heads(qk_BY, v_BX, q_rows)
+        y_BNV, h_BNKV = m2rnn_step(
+            q_BNK, k_BNK, v_BNV, self.decay_gate(f_BN), self.state_weight, state.h_BNKV
+        )
+        return self._output(y_BNV, v_BNV, g_BX).to(x_BD.dtype), M2RNNState(h_BNKV, taps_BCJ)
+
+    def init_rules(self) -> dict[str, Rule]:
+        children = {"decay_gate": self.decay_gate, "g_norm": self.g_norm}
+        convs = {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
+        rules: dict[str, Rule] = {"state_weight": Identity(), "D": Constant(1.0)}
+        rules |= self._linear_rules
+        rules |= {f"{name}.weight": conv.rule() for name, conv in convs.items()}
+        for prefix, child in children.items():
+            rules |= {f"{prefix}.{name}": rule for name, rule in child.init_rules().items()}
+        return rules
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """The channels q | k, v, forget, gate, and how many channels are of q.
+
+        q, k and forget read x in one product: all heads share a q and a k, so together they are a
+        matrix worth its launch, and copying their few rows is cheap.
+        """
+        thin = self.in_q.weight, self.in_k.weight, self.in_forget.weight
+        q, k, f = (len(w) for w in thin)
+        qk_BTY, f_BTN = F.linear(x, torch.cat(thin)).split([q + k, f], -1)
+        return qk_BTY, self.in_v(x), f_BTN, self.in_gate(x), q
+
+    def _heads(self, qk: Tensor, v: Tensor, q_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[..., q heads, K]`, k `[..., k heads, K]` and v `[..., N, V]`."""
+        q, k = qk.split([q_rows, qk.shape[-1] - q_rows], -1)
+        heads = -1, self.key_dim
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, (-1, self.value_dim))
+
+    def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        """Residual, gate, then the norm (gate first), and the way out; y and v `[..., N, V]`."""
+        gated = self.seam("conv_bc", gated_residual, y, v, self.D, g)
+        return self.output_projection(self.g_norm(gated).to(g.dtype))

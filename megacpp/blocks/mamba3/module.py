@@ -1,0 +1,233 @@
+"""M blocks: Mamba-3 (arXiv 2603.15569), a linear recurrence with a rotating state.
+
+Parameter names follow the authors' module (state-spaces mamba), except that its one input
+projection and one convolution are a module per part here, so that heads can be cut in each part:
+megacpp/model/upstream.py maps both ways. Nothing below counts heads by the configuration where a
+weight or an activation can tell: a weight may hold some of the heads only.
+
+Legend: B rows, T tokens of a row, D model, H heads, G groups of heads that share B and C, R MIMO
+rank (1: SISO), N state size, P head dim, A rotated pairs, W inner width H P, C conv channels, S the
+channels B | C, 2 R G N of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacpp.config.schema import ModelConfig
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.mamba3.reference import mamba3_scan, mamba3_step
+from megacpp.model.documents import Documents, documents_of
+from megacpp.model.fp32 import Fp32Contract, wide
+from megacpp.model.init import Constant, Rule, TimeStepBias
+from megacpp.model.linear_init import input_rule, output_rule
+from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.short_conv import ShortConv, stacked
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba3Decode:
+    """Decoding state of a layer: the scan's, and the convolution's last inputs if there is one."""
+
+    scan: Mamba3State
+    taps_BCK1: Tensor | None
+
+
+def input_rows(config: ModelConfig) -> dict[str, int]:
+    """Rows of each input projection, in upstream's order; those of B and C are (R, G, N)."""
+    m = config.mamba3
+    inner, bc = m.expand * config.dim, m.mimo_rank * m.ngroups * m.d_state
+    heads, angles = inner // m.headdim, int(m.d_state * m.rope_fraction) // 2
+    rows = {"in_z": inner, "in_x": inner, "in_B": bc, "in_C": bc}
+    return rows | {"in_dt": heads, "in_A": heads, "in_trap": heads, "in_angles": angles}
+
+
+class Mamba3(Fp32Contract):
+    """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
+
+    seam: Seam = PLAIN
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        m = config.mamba3
+        self.config, self.mamba = config, m
+        rows = input_rows(config)
+        # Of the whole layer, for decoding; forward goes by what its weights hold.
+        self.num_heads, self.num_angles = rows["in_dt"], rows["in_angles"]
+        # The authors' kernels pair (2i, 2i + 1) in SISO and (i, i + N/2) in MIMO.
+        self.pairing: Pairing = "half" if m.mimo_rank > 1 else "interleaved"
+        H, R, N, P = self.num_heads, m.mimo_rank, m.d_state, m.headdim
+        self.in_z = nn.Linear(config.dim, rows["in_z"], bias=False)
+        self.in_x = nn.Linear(config.dim, rows["in_x"], bias=False)
+        self.in_B = nn.Linear(config.dim, rows["in_B"], bias=False)
+        self.in_C = nn.Linear(config.dim, rows["in_C"], bias=False)
+        self.in_dt = nn.Linear(config.dim, H, bias=False)
+        self.in_A = nn.Linear(config.dim, H, bias=False)
+        self.in_trap = nn.Linear(config.dim, H, bias=False)
+        self.in_angles = nn.Linear(config.dim, self.num_angles, bias=False)
+        if m.conv_kernel:
+            self.conv_x = ShortConv(rows["in_x"], m.conv_kernel)
+            self.conv_B = ShortConv(rows["in_B"], m.conv_kernel)
+            self.conv_C = ShortConv(rows["in_C"], m.conv_kernel)
+        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.B_bias = nn.Parameter(torch.empty(H, R, N))
+        self.C_bias = nn.Parameter(torch.empty(H, R, N))
+        self.D = nn.Parameter(torch.empty(H))
+        self.B_norm = RMSNorm(N, config.norm_eps)
+        self.C_norm = RMSNorm(N, config.norm_eps)
+        if R > 1:
+            self.mimo_x = nn.Parameter(torch.empty(H, R, P))
+            self.mimo_z = nn.Parameter(torch.empty(H, R, P))
+            self.mimo_o = nn.Parameter(torch.empty(H, R, P))
+        self.norm = RMSNorm(H * P, config.norm_eps) if m.out_norm else None
+        self.out_proj = nn.Linear(H * P, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`; the recurrence restarts where documents start."""
+        docs = documents_of(x_BTD, docs)
+        z_BTW, v_BTW, bc_BTS, rest = self._project(x_BTD)
+        if self.mamba.conv_kernel:
+            v_BTW = self.convolve(v_BTW, self.conv_x.weight, docs)
+            bc_BTS = self.convolve(bc_BTS, stacked(self.conv_B, self.conv_C), docs)
+        inputs = self._inputs(z_BTW, v_BTW, bc_BTS, rest)
+        y_BTHP, _ = self.scan(inputs, self.head_weights(), docs)
+        return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype)
+
+    def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents) -> Tensor:
+        """Short convolution and SiLU of some channels; it looks a few tokens back."""
+        return self.seam("conv_bc", causal_conv, x_BTC, weight_C1K, docs)
+
+    def scan(
+        self,
+        inputs: ScanInputs,
+        weights: HeadWeights,
+        docs: Documents,
+        initial: Mamba3State | None = None,
+    ) -> tuple[Tensor, Mamba3State | None]:
+        """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row.
+
+        The state is None where the backend has none to give: nobody asks for it in training.
+        """
+        given = (inputs, weights, docs, self.pairing, self.mamba.chunk_size, initial)
+        return mamba3_scan(*given, seam=self.seam, backend=self.kernels.mamba3)
+
+    def head_weights(self) -> HeadWeights:
+        """The scan's parameters, all under the fp32 contract."""
+        mimo = self.mamba.mimo_rank > 1
+        return HeadWeights(
+            Q_bias=self.C_bias,
+            K_bias=self.B_bias,
+            D=self.D,
+            mimo_x=self.mimo_x if mimo else None,
+            mimo_z=self.mimo_z if mimo else None,
+            mimo_o=self.mimo_o if mimo else None,
+            norm=None if self.norm is None else self._by_head(self.norm.weight),
+            norm_eps=self.config.norm_eps,
+        )
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str, dtype: torch.dtype
+    ) -> Mamba3Decode:
+        """The state in front of the first token; `dtype` is that of the activations."""
+        m = self.mamba
+        v_BHP = torch.zeros(batch_size, self.num_heads, m.headdim, device=device, dtype=dtype)
+        taps = None
+        if m.conv_kernel:
+            channels = self.in_x.out_features + self.in_B.out_features + self.in_C.out_features
+            taps = v_BHP.new_zeros(batch_size, channels, m.conv_kernel - 1)
+        return Mamba3Decode(Mamba3State.zeros(v_BHP, self.num_angles, m.mimo_rank, m.d_state), taps)
+
+    def step(self, x_BD: Tensor, state: Mamba3Decode) -> tuple[Tensor, Mamba3Decode]:
+        """One token: output `[B, D]` and the next state, at a cost that no prefix changes."""
+        z_B1W, v_B1W, bc_B1S, rest = self._project(x_BD[:, None])
+        taps = state.taps_BCK1
+        if self.mamba.conv_kernel:
+            assert taps is not None
+            weight_C1K = stacked(self.conv_x, self.conv_B, self.conv_C)
+            vbc_BC, taps = causal_conv_step(torch.cat([v_B1W, bc_B1S], -1)[:, 0], taps, weight_C1K)
+            v_B1W, bc_B1S = vbc_BC[:, None].split([v_B1W.shape[-1], bc_B1S.shape[-1]], -1)
+        inputs = self._inputs(z_B1W, v_B1W, bc_B1S, rest)
+        y_B1HP, scan = mamba3_step(inputs, self.head_weights(), state.scan, self.pairing)
+        y_BD = self.out_proj(y_B1HP.flatten(1)).to(x_BD.dtype)
+        return y_BD, Mamba3Decode(scan, taps)
+
+    def init_rules(self) -> dict[str, Rule]:
+        m = self.mamba
+        into = input_rule(self.config)
+        rules: dict[str, Rule] = {
+            **{f"{name}.weight": into for name in input_rows(self.config)},
+            "out_proj.weight": output_rule(self.config),
+            "dt_bias": TimeStepBias(m.dt_min, m.dt_max, m.dt_init_floor),
+            "B_bias": Constant(1.0),
+            "C_bias": Constant(1.0),
+            "D": Constant(1.0),
+            "B_norm.weight": Constant(1.0),
+            "C_norm.weight": Constant(1.0),
+        }
+        if m.mimo_rank > 1:
+            share = Constant(1.0 / m.mimo_rank)
+            rules |= {"mimo_x": share, "mimo_z": Constant(1.0), "mimo_o": share}
+        if self.norm is not None:
+            rules["norm.weight"] = Constant(1.0)
+        if m.conv_kernel:
+            convs = {"conv_x": self.conv_x, "conv_B": self.conv_B, "conv_C": self.conv_C}
+            rules |= {f"{name}.weight": conv.rule() for name, conv in convs.items()}
+        return rules
+
+    def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
+
+        The thin parts read x_BTD in one product: together they are a matrix worth its launch, and
+        copying their few rows is cheap. z and x are wide; backward would keep a copy of both.
+        """
+        bc = self.in_B.weight, self.in_C.weight
+        rest = self.in_dt.weight, self.in_A.weight, self.in_trap.weight, self.in_angles.weight
+        widths = [sum(len(w) for w in bc), *(len(w) for w in rest)]
+        bc_BTS, *rest_BT = F.linear(x_BTD, torch.cat([*bc, *rest])).split(widths, -1)
+        return self.in_z(x_BTD), self.in_x(x_BTD), bc_BTS, tuple(rest_BT)
+
+    def _inputs(
+        self, z_BTW: Tensor, v_BTW: Tensor, bc_BTS: Tensor, rest: tuple[Tensor, ...]
+    ) -> ScanInputs:
+        """What the scan takes, from the projections."""
+        dt_BTH, a_BTH, trap_BTH, angles_BTA = rest
+        Q, K, ADT_BHT, DT_BHT = self.seam("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
+        return ScanInputs(
+            Q=Q,
+            K=K,
+            V=self._by_head(v_BTW),
+            Z=self._by_head(z_BTW),
+            ADT=ADT_BHT,
+            DT=DT_BHT,
+            Trap=trap_BTH.mT,
+            Angles=angles_BTA[:, :, None],
+        )
+
+    def _steps(self, bc_BTS: Tensor, dt_BTH: Tensor, a_BTH: Tensor) -> tuple[Tensor, ...]:
+        """Norms of C and B, and in fp32 the log decay A dt and the step dt."""
+        B_BTC, C_BTC = bc_BTS.chunk(2, -1)
+        shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
+        DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT
+        ADT_BHT = self._decay_rate(wide(a_BTH)).mT * DT_BHT
+        Q, K = C_BTC.unflatten(-1, shape), B_BTC.unflatten(-1, shape)
+        return self.C_norm(Q), self.B_norm(K), ADT_BHT, DT_BHT
+
+    def _by_head(self, x_W: Tensor) -> Tensor:
+        """`[..., H P]` as `[..., H, P]`, however many heads there are."""
+        return x_W.unflatten(-1, (-1, self.mamba.headdim))
+
+    def _decay_rate(self, a: Tensor) -> Tensor:
+        """A = -activation(a), at most -a_floor."""
+        if self.mamba.a_activation == "softplus":
+            positive = F.softplus(a)
+        else:  # 1 + a for a >= 0, else 1 / (1 - a): slope and value continuous, slow to reach 0
+            positive = F.relu(a) + 1.0 / (1.0 - a.clamp(max=0.0))
+        return -positive.clamp(min=self.mamba.a_floor)

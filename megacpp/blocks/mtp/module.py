@@ -1,0 +1,178 @@
+"""Multi-token prediction: from what the trunk says of a token, and the tokens after it, the next.
+
+    depth k = 1 .. K, token i     fed: the embedding of token i + k        label: token i + k + 1
+
+Ids and labels are moved by k each, separately: labels are one token ahead already. Moving both from
+the labels, as some ports do, would feed the embedding of the very token that is asked for.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2), FastMTP (2509.18362, one block for all),
+Megatron-LM's multi_token_prediction.py (order of the projection's halves, mean over valid tokens).
+
+Legend: B rows, T tokens, D model, K depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.blocks.mtp.plan import block_model, coefficient, depth_weights, num_blocks
+from megacpp.config.schema import ModelConfig
+from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
+from megacpp.model.block import Block
+from megacpp.model.documents import Documents
+from megacpp.model.head import Ahead, LossSum
+from megacpp.model.init import Constant, Rule
+from megacpp.model.linear_init import input_rule
+from megacpp.model.norm import RMSNorm
+from megacpp.model.seam import PLAIN, Seam
+
+IGNORED = -100
+
+
+class PredictionBlock(nn.Module):
+    """One depth: norms, projection of both halves to one, attention, feed-forward, norm.
+
+    The blocks are plain: no experts, no Mamba, no sparse attention, no memories (2509.18362).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        plain = block_model(config)
+        self.config = plain
+        self.embed_norm = RMSNorm(config.dim, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
+        self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.attention = Block("A", plain)
+        self.feed_forward = Block("F", plain)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(
+        self, hidden_BTD: Tensor, embedded_BTD: Tensor, docs: Documents
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states of this depth, before their norm and after it: `[B, T, D]` each."""
+        # Autocast leaves the residual stream as wide as embeddings are; so it does here.
+        x_BTD = self.projection(self._halves(hidden_BTD, embedded_BTD)).to(embedded_BTD.dtype)
+        x_BTD = self.feed_forward(self.attention(x_BTD, docs), docs)
+        return x_BTD, self.norm(x_BTD)
+
+    def _halves(self, hidden_BTD: Tensor, embedded_BTD: Tensor) -> Tensor:
+        """What is projected, `[B, T, 2 D]`."""
+        halves = self.embed_norm(embedded_BTD), self.hidden_norm(hidden_BTD)
+        first = self.config.mtp.order == "embedding_hidden"
+        return torch.cat(halves if first else halves[::-1], -1)
+
+    def init_rules(self) -> dict[str, Rule]:
+        rules: dict[str, Rule] = {"projection.weight": input_rule(self.config)}
+        for name in ("embed_norm", "hidden_norm", "attention", "feed_forward", "norm"):
+            own = getattr(self, name).init_rules().items()
+            rules |= {f"{name}.{leaf}": rule for leaf, rule in own}
+        return rules
+
+
+class MultiTokenPrediction(AuxiliarySource):
+    """All depths. The embedding and the head are the model's own.
+
+    The loss of depth k is the mean over its valid labels in the whole step, on whatever ranks and
+    in whatever microbatches: `weights_K` undoes the 1 / tokens of `aux_scale`.
+
+    Attributes:
+        weights_K: what the summed loss of each depth is multiplied by, set before the forward of a
+            step (`weigh`): coefficient * weight of the depth * tokens / valid labels of it.
+    """
+
+    weights_K: Tensor
+    seam: Seam = PLAIN  # of each depth; blocks inside have theirs
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mtp = config.mtp
+        self.blocks = nn.ModuleList(PredictionBlock(config) for _ in range(num_blocks(config.mtp)))
+        self.register_losses()
+        self.register_buffer("weights_K", torch.empty(config.mtp.depths), persistent=False)
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        return ("mtp",)
+
+    def forward(
+        self, embed: nn.Module, x_BTD: Tensor, normed_BTD: Tensor, docs: Documents
+    ) -> Tensor:
+        """What the head reads of all depths, one below the other: `[K B, T, D]`.
+
+        Args:
+            embed: looks tokens up, those of all depths in one call: what shards it gathers its
+                weight, and what cuts words sums over ranks, as often as it is called.
+            x_BTD, normed_BTD: the trunk's last hidden states, before and after its last norm.
+        """
+        embedded_NTD = embed(self.ids(docs))
+        post = self.mtp.hidden == "post_norm"
+        hidden_BTD, found = normed_BTD if post else x_BTD, []
+        if self.mtp.detach_trunk:
+            hidden_BTD, embedded_NTD = hidden_BTD.detach(), embedded_NTD.detach()
+        for k, embedded_BTD in enumerate(embedded_NTD.chunk(self.mtp.depths)):
+            block = self.blocks[min(k, len(self.blocks) - 1)]
+            states = self.seam("block", block, hidden_BTD, embedded_BTD, docs)
+            hidden_BTD = states[post]
+            found.append(states[1])
+            del states  # what isn't handed on goes
+        return torch.cat(found)
+
+    def ids(self, docs: Documents) -> Tensor:
+        """`[K B, T]`: tokens 1 to K ahead; 0 where the document has no such token."""
+        return torch.cat([docs.tokens_beside(k, 0) for k in self._depths()])
+
+    def ahead(self, hidden_NTD: Tensor, docs: Documents) -> Ahead:
+        """What the head is asked beside the next token."""
+        labels_NT = torch.cat([docs.labels_beside(k, IGNORED) for k in self._depths()])
+        weights_N = self.weights_K.repeat_interleave(labels_NT.numel() // self.mtp.depths)
+        return Ahead(hidden_NTD, labels_NT, weights_N, self.mtp.detach_head)
+
+    def attach(self, out: LossSum) -> LossSum:
+        """The head's answer, with the loss of all depths hung onto that of the next token."""
+        assert out.ahead_sum is not None
+        self.record({"mtp": out.ahead_sum.detach()})
+        loss_sum = AttachLoss.apply(out.loss_sum, out.ahead_sum, self.aux_scale)
+        loss_sum = loss_sum.clone()  # type: ignore[union-attr]  # views: pytorch#181850
+        return LossSum(loss_sum, out.valid_tokens, out.nll_sum)
+
+    @torch.no_grad()
+    def weigh(self, tokens: int, valid_K: Tensor, step: int, steps: int) -> None:
+        """Sets `weights_K` for an optimizer step.
+
+        Args:
+            tokens: of the step, over all ranks; `valid_K`: labels of each depth that count.
+            step: number of the step, of `steps` in the run.
+        """
+        share = coefficient(self.mtp, step, steps)
+        for k, weight in enumerate(depth_weights(self.mtp)):
+            self.weights_K[k] = share * weight * tokens
+        self.weights_K /= valid_K.clamp(min=1)
+
+    def init_rules(self) -> dict[str, Rule]:
+        rules: dict[str, Rule] = {name: Constant(0.0) for name in (*BUFFERS, "weights_K")}
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, PredictionBlock)
+            own = block.init_rules().items()
+            rules |= {f"blocks.{number}.{name}": rule for name, rule in own}
+        return rules
+
+    def _depths(self) -> range:
+        return range(1, self.mtp.depths + 1)
+
+
+def with_depths(
+    mtp: MultiTokenPrediction,
+    embed: nn.Module,
+    head: nn.Module,
+    x_BTD: Tensor,
+    normed_BTD: Tensor,
+    labels_BT: Tensor,
+    docs: Documents,
+) -> LossSum:
+    """The head's loss of the next token and, hung onto it, those of the tokens after it.
+
+    One call of the head for all depths, too: what shards it reduces its gradient once.
+    """
+    hidden_NTD = mtp(embed, x_BTD, normed_BTD, docs)
+    return mtp.attach(head(normed_BTD, labels_BT, mtp.ahead(hidden_NTD, docs)))

@@ -1,0 +1,53 @@
+"""Multi-token prediction as numbers: its block's settings, weights of depths; no torch import."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megacpp.config.schema import (
+    EngramConfig,
+    HyperConnectionConfig,
+    ModelConfig,
+    MTPConfig,
+    SparseAttentionConfig,
+)
+
+WIDTH_MULTIPLE = 16  # of hidden units whose number nobody gave
+
+
+def block_model(model: ModelConfig) -> ModelConfig:
+    """A model whose A and F blocks are those of multi-token prediction: plain ones.
+
+    The depth stays, so that what writes to the residual stream starts as small as elsewhere.
+    """
+    return replace(
+        model,
+        attention=replace(model.attention, sparse=SparseAttentionConfig()),
+        mlp=replace(model.mlp, hidden_dim=hidden_width(model)),
+        engram=EngramConfig(),
+        mhc=HyperConnectionConfig(),
+    )
+
+
+def hidden_width(model: ModelConfig) -> int:
+    """Hidden units of its feed-forward: as given, or 4 * dim, of three matrices two thirds."""
+    if model.mtp.hidden_dim:
+        return model.mtp.hidden_dim
+    units = 4 * model.dim * (2 if model.mlp.activation == "swiglu" else 3) // 3
+    return -(-units // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
+def num_blocks(mtp: MTPConfig) -> int:
+    """Blocks with weights of their own."""
+    return min(1, mtp.depths) if mtp.shared else mtp.depths
+
+
+def depth_weights(mtp: MTPConfig) -> list[float]:
+    """What each depth counts: beta^k, normalised to a sum of 1."""
+    powers = [mtp.beta**k for k in range(mtp.depths)]
+    return [power / sum(powers) for power in powers]
+
+
+def coefficient(mtp: MTPConfig, step: int, steps: int) -> float:
+    """Of the weighted mean over depths, in optimizer step `step` (the first is 0) of `steps`."""
+    return mtp.loss if step < mtp.switch * steps else mtp.loss_final

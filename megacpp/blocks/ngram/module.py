@@ -1,0 +1,69 @@
+"""Hashed n-grams: what the last two, three, ... tokens were, looked up and added to the embedding.
+
+Each order of n-gram has `heads` tables, and all of them stand in one, one below the other. A row is
+found by hashing token ids (megacpp/blocks/ngram/hashing.py), so nothing that is learned decides
+what is read, and the rows of a whole batch are known before the first block runs.
+
+Legend: B rows of the batch, T tokens, D model, K tables, U numbers of a table's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
+from megacpp.config.schema import ModelConfig
+from megacpp.model.documents import Documents
+from megacpp.model.init import Constant, Normal, Rule
+from megacpp.model.sizes import ngram_primes, ngram_rows
+from megacpp.model.transfer import listed
+
+SEED = 2_718_281  # of the multipliers: what is learned belongs to it
+
+
+class NgramEmbedding(nn.Module):
+    """Rows of all tables side by side, projected to the model; zero at the start.
+
+    An n-gram that would begin before its document holds PAD in the places outside.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.init_std, self.order = config.init_std, config.ngram.max_order
+        flat = ngram_primes(config.ngram)
+        heads, width = config.ngram.heads, config.ngram.dim
+        self.primes = [flat[i : i + heads] for i in range(0, len(flat), heads)]  # by order
+        self.first = [0, *accumulate(flat)][:-1]  # rows of the tables above
+        self.multipliers = odd_multipliers(SEED, 0, config.vocab_size, self.order)
+        shape = ngram_rows(config.ngram), width
+        self.tables = nn.Embedding(*shape, _weight=torch.empty(shape))
+        self.proj = nn.Linear(len(flat) * width, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
+        """Adds to the embedded tokens of `docs`, which knows the ids of whole rows."""
+        return x_BTD + self.proj(self.tables(self.rows_of(docs)).flatten(2))
+
+    def rows_of(self, docs: Documents) -> Tensor:
+        """int64 `[B, T, K]`: row of the stacked table for each token and table, in order of n."""
+        return self._rows([docs.tokens_beside(-back, PAD) for back in range(self.order)])
+
+    def init_state(self, batch: int, device: torch.device) -> Tensor:
+        """The last ids before an empty sequence, `[B, order - 1]`, the nearest first."""
+        return torch.full((batch, self.order - 1), PAD, device=device)
+
+    def step(self, x_BD: Tensor, ids_B: Tensor, state_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds to one embedded token; also the next state."""
+        recent_BN = torch.cat([ids_B[:, None], state_BN], 1)
+        rows_BK = self._rows(recent_BN.split(1, 1))
+        return x_BD + self.proj(self.tables(rows_BK[:, 0]).flatten(1)), recent_BN[:, :-1]
+
+    def init_rules(self) -> dict[str, Rule]:
+        return {"tables.weight": Normal(self.init_std), "proj.weight": Constant(0.0)}
+
+    def _rows(self, ids_by_shift: Sequence[Tensor]) -> Tensor:
+        rows_BTK = hashed_orders(ids_by_shift, self.multipliers, self.primes)
+        return rows_BTK + listed(self.first, rows_BTK.device)

@@ -1,0 +1,5 @@
+"""The whole configuration of a run: schema, presets, command line, files, and checks.
+
+May import: megacpp/ without torch.
+Start reading: schema.py, then presets.py.
+"""

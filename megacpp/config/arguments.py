@@ -1,0 +1,380 @@
+"""From the command line to a checked Config: `PRESET [--config FILE] [--section.key value ...]`.
+
+Unknown flags and unreadable values are one line. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megacpp.config.checks.every import check, lookup, resolve
+from megacpp.config.checks.mesh import batch_ranks, mesh_rules
+from megacpp.config.file import ConfigFile, read_config_file
+from megacpp.config.help import run_help
+from megacpp.config.presets import preset
+from megacpp.config.recompute_flags import FALSE, TRUE, compiles, translate
+from megacpp.config.schema import Config, YarnConfig
+from megacpp.config.settings import MISSING, settings_of
+from megacpp.config.settings import flatten as flatten
+from megacpp.config.values import read_value as read_value
+from megacpp.config.values import suggestion, utf8_words
+from megacpp.errors import ConfigError, MegacppError, config_error, shortened
+from megacpp.launch.environment import ranks_started
+from megacpp.launch.outcome import note, wait_quietly
+from megacpp.terminal.screen import NOBODY_READS, nobody_reads, show_any_text
+
+Parsed = TypeVar("Parsed")
+Default = TypeVar("Default")
+GIVEN = ("command line", "config file")  # sources of what somebody asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A configuration ready to run and where each value came from.
+
+    Attributes:
+        provenance: dotted key -> default, preset, config file, command line, derived or fitted.
+        notes: flags that were read as others.
+    """
+
+    config: Config
+    provenance: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> list[str]:
+        """Keys that the command line or a file set."""
+        return [key for key, source in self.provenance.items() if source in GIVEN]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A configuration as it is written, no rule checked.
+
+    Attributes:
+        base: the preset.
+        sources: keys that were given -> `command line` or `config file`.
+        notes: flags that were read as others.
+    """
+
+    config: Config
+    base: Config
+    sources: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Keys that were given and their values."""
+        return {key: lookup(self.config, key) for key in self.sources}
+
+
+def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Resolved:
+    """Reads `[PRESET] [--config FILE] [flags]`, checks every rule, resolves what is derived.
+
+    Args:
+        resumes: the run starts now: what it has saved says how many tokens a step has.
+
+    Raises:
+        ConfigError: unknown preset, flag or value, or a broken rule.
+    """
+    written = read_run(argv)
+    config, notes = written.config, list(written.notes)
+    if config.memory.fit == "auto" and (freed := _free_mesh(config, world_size)):
+        config, note_of_it = freed
+        notes.append(note_of_it)
+        kept = {
+            key: s
+            for key, s in written.sources.items()
+            if not _other(config, key, written.given[key])
+        }
+        written = dataclasses.replace(written, config=config, sources=kept)
+    if resumes:
+        config, as_saved = _as_saved(config, world_size)
+        notes += as_saved
+    check(config, world_size)
+    final = resolve(config, world_size)
+    return Resolved(final, _provenance(written, final), tuple(notes))
+
+
+def read_run(argv: Sequence[str]) -> Written:
+    """The configuration as written, no rule checked.
+
+    Raises:
+        ConfigError: unknown preset, flag or value, or a file that can't be read.
+    """
+    arguments = list(argv)
+    path = take_value(arguments, "--config", None)
+    file = None if path is None else read_config_file(Path(path))
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
+    base = preset(_preset_name(name, file))
+    fit = take_value(arguments, "--fit", None)
+    if fit is not None:  # a way to start, so it has a short name
+        arguments += ["--memory.fit", fit]
+    config, sources = base, {}
+    if file is not None:
+        config = replace_keys(base, file.values)
+        changed = [key for key, value in flatten(config).items() if _other(base, key, value)]
+        sources = dict.fromkeys(changed, "config file")
+    arguments, notes = translate(arguments, compiles(arguments, config.train.compile != "off"))
+    given = dict(read_flags(arguments))
+    sources |= dict.fromkeys(given, "command line")
+    return Written(replace_keys(config, given), base, sources, tuple(notes))
+
+
+def _preset_name(name: str, file: ConfigFile | None) -> str:
+    """The preset that the command line or a file names, else `tiny`."""
+    if file is None or not file.preset or name in ("", file.preset):
+        return name or (file.preset if file else "") or "tiny"
+    raise config_error(
+        "preset", name, f"{file.path} is of the preset {file.preset}", "leave one of them out"
+    )
+
+
+def _other(base: Config, key: str, value: Any) -> bool:
+    """Whether the preset has another value there, or (YaRN) none."""
+    try:
+        return lookup(base, key) != value
+    except AttributeError:
+        return True
+
+
+def _free_mesh(config: Config, world_size: int) -> tuple[Config, str] | None:
+    """Without the mesh that was given, where it can't lie on this world; None: it can.
+
+    So an elastic launch with `--fit auto` goes on when nodes are gone.
+    """
+    error = next(mesh_rules(config, world_size), None)
+    if error is None:
+        return None
+    free = dataclasses.replace(config.mesh, pp=1, dp_replicate=1, dp_shard=-1, cp=1, tp=1, ep=1)
+    why = str(error).partition(". Fix:")[0]
+    return dataclasses.replace(config, mesh=free), f"{why}: memory.fit=auto chooses the mesh"
+
+
+def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
+    """With the tokens a step of the run that goes on, if neither they nor microbatches are given.
+
+    The same command is then the same run on any number of ranks.
+    """
+    train, folder = config.train, Path(config.run.dir.replace("{preset}", config.preset))
+    if train.tokens_per_step or train.grad_accum or config.checkpoint.resume != "auto":
+        return config, []
+    saved = folder / "checkpoints"
+    try:
+        name = (saved / "latest").read_text().strip()
+        tokens = json.loads((saved / name / "extra.json").read_text())["extra"]["tokens_per_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config, []  # nothing was saved, or what is damaged is said on resume
+    per_micro = train.device_batch_size * config.data.seq_len
+    if tokens == per_micro * batch_ranks(config.mesh, world_size):
+        return config, []
+    train = dataclasses.replace(train, tokens_per_step=tokens)
+    note = f"train.tokens_per_step = {tokens} of {saved / name}"
+    return dataclasses.replace(config, train=train), [note]
+
+
+def parse_or_exit(program: str) -> Resolved:
+    """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
+    show_any_text()
+    try:
+        ranks = ranks_started(os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)  # it has no rank to go by
+        raise SystemExit(error.exit_code) from None
+    try:
+        words = utf8_words(sys.argv[1:])
+        if flag := next((word for word in words if word in ("--help", "-h")), ""):
+            after = words[words.index(flag) + 1 :]
+            print_and_exit(run_help(program, after[0] if after else ""))
+        return parse_run(words, ranks, resumes=True)
+    except MegacppError as error:
+        exit_on_error(error)
+
+
+def print_and_exit(text: str) -> typing.NoReturn:
+    """Prints and ends, quietly also where nobody reads on (`--help | head`)."""
+    try:
+        print(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        nobody_reads(error)
+        raise SystemExit(NOBODY_READS) from None
+    raise SystemExit(0)
+
+
+def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
+    """Prints the one line and exits with the error's code.
+
+    Other ranks than the first (of a node, or of all if they agreed) print only an error of their
+    `own`; otherwise they wait until the first has printed, because torchrun ends everybody as soon
+    as one rank is gone.
+    """
+    rank = os.environ.get("RANK" if error.agreed else "LOCAL_RANK", "0")
+    if rank == "0" or own:
+        note(error.exit_code, str(error))
+        whose = "" if rank == "0" else f"rank {rank}: "
+        print(f"error: {whose}{error}", file=sys.stderr, flush=True)
+    else:
+        wait_quietly()
+        note(error.exit_code, str(error))
+    raise SystemExit(error.exit_code)
+
+
+def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str]]:
+    """`cls` from its own flags and positional words, and the words that are of something else.
+
+    Raises:
+        ConfigError: a value that can't be read or is out of range, or one that is missing.
+    """
+    settings = settings_of(cls, top=True)
+    kinds = {key: one.kind for key, one in settings.items()}
+    places = [key for key, one in settings.items() if one.positional]
+    left, values, rest = list(argv), {}, []
+    while left:
+        word = left.pop(0)
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        key = name if name in kinds else name.removeprefix("no_")
+        if not word.startswith("-") and places:
+            place = places[0]
+            if typing.get_origin(kinds[place]) is tuple:  # all further words
+                kind = typing.get_args(kinds[place])[0]
+                values[place] = (*values.get(place, ()), read_value(place, kind, word))
+                continue
+            values[place] = read_value(place, kinds[place], word)
+            del places[0]
+        elif not word.startswith("--") or key not in kinds:
+            rest.append(word)
+        else:
+            own = [word, *(_value_words(kinds[key], left) if "=" not in word else ())]
+            values |= dict(read_flags(own, kinds))
+            places = [place for place in places if place != key]
+    for key, one in settings.items():
+        if key in values and (error := one.broken(values[key])):
+            raise error
+        if key not in values and one.default is MISSING:
+            form = key.upper() if one.positional else f"{one.flag} VALUE"
+            raise config_error(key, "", "is needed", f"write {form}")
+    return cls(**values), rest
+
+
+def _value_words(kind: Any, left: list[str]) -> list[str]:
+    """The words behind a flag that are its value, removed from `left`."""
+    if typing.get_origin(kind) is tuple:
+        return list(_take_words(left))
+    if not left or left[0].startswith("--") or (kind is bool and left[0] not in TRUE + FALSE):
+        return []
+    return [left.pop(0)]
+
+
+def parse_args(cls: type[Parsed], argv: Sequence[str]) -> Parsed:
+    """The arguments of a command that has only its own, `[FIRST] [--name value ...]`.
+
+    Raises:
+        ConfigError: as `split_args`, or a word that is none of them.
+    """
+    args, rest = split_args(cls, argv)
+    for _ in read_flags(rest, {k: one.kind for k, one in settings_of(cls, top=True).items()}):
+        pass  # the first word is refused
+    return args
+
+
+def take_value(arguments: list[str], flag: str, default: Default) -> str | Default:
+    """Removes each `flag VALUE` (or `flag=VALUE`) from the arguments; the last value counts."""
+    value: str | Default = default
+    left = list(arguments)
+    arguments.clear()
+    while left:
+        word = left.pop(0)
+        if word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+        elif word != flag:
+            arguments.append(word)
+        elif not left:
+            raise ConfigError(f"{flag}=: needs a value. Fix: write {flag} VALUE.")
+        else:
+            value = left.pop(0)
+    return value
+
+
+def read_flags(
+    arguments: Sequence[str], kinds: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Pairs of dotted key and value from `--a.b c`, `--a.b=c`, `--a.flag` and `--a.no-flag`."""
+    fix, see = "write --section.key value", "see train.py --help"
+    if kinds is not None:
+        fix = see = "see --help"
+    kinds = leaf_types(Config) if kinds is None else kinds
+    left = list(arguments)
+    while left:
+        flag = left.pop(0)
+        if not flag.startswith("--"):
+            raise config_error("argument", flag, "is no flag", fix)
+        text, equals, inline = flag[2:].partition("=")
+        key = text.replace("-", "_")
+        section, dot, leaf = key.rpartition(".")
+        positive = f"{section}{dot}{leaf.removeprefix('no_')}"
+        if key not in kinds and leaf.startswith("no_") and kinds.get(positive) is bool:
+            if equals:
+                raise config_error(positive, inline, f"--{text} takes no value", f"write --{text}")
+            yield positive, False
+            continue
+        if key not in kinds:
+            near = suggestion(key, kinds, otherwise=see)
+            raise ConfigError(f"--{shortened(text)}: no such setting. Fix: {near}.")
+        bare = not equals and (not left or left[0].startswith("--"))
+        if kinds[key] is bool and bare:
+            yield key, True
+            continue
+        if typing.get_origin(kinds[key]) is tuple and not equals and not bare:
+            yield key, tuple(_take_words(left))
+            continue
+        if bare:
+            raise config_error(key, "", "needs a value", f"write --{text} VALUE")
+        yield key, read_value(key, kinds[key], inline if equals else left.pop(0))
+
+
+def _take_words(left: list[str]) -> Iterator[str]:
+    """The words up to the next flag, removed from `left`."""
+    while left and not left[0].startswith("--"):
+        yield left.pop(0)
+
+
+def leaf_types(cls: Any, top: bool = False) -> dict[str, Any]:
+    """Dotted key -> type of every setting that a flag may set (see `settings_of`)."""
+    return {key: one.kind for key, one in settings_of(cls, top=top).items()}
+
+
+def replace_keys(config: Config, values: dict[str, Any]) -> Config:
+    """`config` with dotted keys replaced; a YaRN key switches YaRN on."""
+    for key, value in values.items():
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+def _replace(node: Any, path: list[str], value: Any) -> Any:
+    if len(path) == 1:
+        return dataclasses.replace(node, **{path[0]: value})
+    inner = getattr(node, path[0])
+    if inner is None:
+        inner = YarnConfig()
+    return dataclasses.replace(node, **{path[0]: _replace(inner, path[1:], value)})
+
+
+def _provenance(written: Written, final: Config) -> dict[str, str]:
+    defaults = flatten(Config()) | flatten(YarnConfig(), "model.attention.yarn.")
+    config, source = written.config, {}
+    for key, value in flatten(final).items():
+        if key in written.sources and lookup(config, key) == value:
+            source[key] = written.sources[key]
+        elif lookup(config, key) != value:
+            source[key] = "derived"
+        else:
+            source[key] = "default" if defaults.get(key) == value else "preset"
+    return source

@@ -1,0 +1,253 @@
+"""Rules between a mesh and the model that is to lie on it; no torch import here.
+
+One line an axis. A message that names another degree names the nearest one that breaks no rule of
+this mesh and model; where there is none, it names what else would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megacpp.blocks.engram.sizes import ROWS_MULTIPLE
+from megacpp.blocks.experts.checks import straddling_groups
+from megacpp.blocks.mtp.plan import hidden_width
+from megacpp.config.schema import Config, MeshConfig, ModelConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.launch.environment import MOST_RANKS
+from megacpp.model.pattern import block_letters
+from megacpp.model.primes import divisors
+from megacpp.model.sizes import m2rnn_heads, ngram_rows
+
+AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
+DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the world
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that a mesh breaks.
+
+    Attributes:
+        axes: axes of which another degree may mend it, best first.
+        otherwise: what else mends it.
+        ranks: of a world that may mend it.
+    """
+
+    key: str
+    value: object
+    rule: str
+    axes: tuple[str, ...] = ()
+    otherwise: str = ""
+    ranks: int = 0
+
+
+def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
+    """Every broken rule; those between mesh and model only once the axes make a mesh."""
+    for broken in _broken(config, world_size):
+        near = _nearest_legal(config, world_size, broken.axes)
+        mends = 0 < broken.ranks <= MOST_RANKS and first_broken(config, broken.ranks) is None
+        more = f"start {broken.ranks} ranks" if mends else ""
+        fix = ", or ".join(part for part in (near, broken.otherwise, more) if part)
+        yield config_error(
+            f"mesh.{broken.key}", broken.value, broken.rule, fix or "use fewer axes at once"
+        )
+
+
+def first_broken(config: Config, world_size: int) -> Broken | None:
+    """The first rule that is broken, without looking for what would mend it."""
+    return next(_broken(config, world_size), None)
+
+
+def _broken(config: Config, world_size: int) -> Iterator[Broken]:
+    axes = list(_axes(config.mesh, world_size))
+    yield from axes
+    if axes:
+        return
+    try:
+        letters = set(block_letters(config.model.pattern, config.model.depth))
+    except ConfigError:
+        return  # reported by the rules of the model
+    letters |= {"A"} if config.model.mtp.depths else set()  # its blocks attend
+    mesh = resolve_mesh(config.mesh, world_size)
+    yield from _tensor(config, mesh, letters)
+    yield from _context(config, mesh, letters)
+    yield from _experts(config, mesh, letters)
+    yield from _sparse(config, mesh)
+
+
+def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> str:
+    """`use mesh.AXIS=N` with the degree closest to what is wanted that breaks no rule."""
+    for axis in axes:
+        wanted = getattr(config.mesh, axis)
+        for degree in sorted(divisors(world_size), key=lambda d: (abs(d - wanted), d)):
+            other = replace(config, mesh=replace(config.mesh, **{axis: degree}))
+            if degree != wanted and next(_broken(other, world_size), None) is None:
+                return f"use mesh.{axis}={degree}"
+    return ""
+
+
+def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
+    """`dp_shard` filled in."""
+    if mesh.dp_shard != -1:
+        return mesh
+    rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    return replace(mesh, dp_shard=max(1, world_size // rest))
+
+
+def batch_ranks(mesh: MeshConfig, world_size: int) -> int:
+    """Ranks (or groups of them) that read different rows."""
+    return mesh.dp_replicate * resolve_mesh(mesh, world_size).dp_shard
+
+
+def row_chunks(mesh: MeshConfig) -> int:
+    """Equal chunks into which context parallelism cuts a row."""
+    return mesh.cp * 2 if mesh.cp > 1 and mesh.cp_order == "head_tail" else mesh.cp
+
+
+def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
+    if mesh.dp_shard == 0:
+        rule = "must be -1 (fill) or at least 1"
+        yield Broken("dp_shard", mesh.dp_shard, rule, otherwise="use mesh.dp_shard=-1")
+        return
+    rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
+    large = [axis for axis in DENSE if getattr(mesh, axis) > 1]
+    factors = " * ".join(f"{axis}={getattr(mesh, axis)}" for axis in large)
+    if mesh.dp_shard == -1 and world_size % rest:
+        large.sort(key=lambda axis: -getattr(mesh, axis))
+        yield Broken(
+            large[0],
+            getattr(mesh, large[0]),
+            f"{factors if len(large) > 1 else 'it'} must divide the world ({world_size} ranks)",
+            tuple(large),
+            ranks=-(-world_size // rest) * rest,
+        )
+        return
+    if mesh.dp_shard != -1 and rest * mesh.dp_shard != world_size:
+        yield Broken(
+            "dp_shard",
+            mesh.dp_shard,
+            f"makes {rest * mesh.dp_shard} ranks{' with ' if factors else ''}{factors}, "
+            f"not {world_size}",
+            otherwise="" if world_size % rest else "use mesh.dp_shard=-1",
+            ranks=rest * mesh.dp_shard,
+        )
+        return
+    folded = resolve_mesh(mesh, world_size).dp_shard * mesh.cp * mesh.tp
+    if folded % mesh.ep:
+        rule = f"must divide dp_shard * cp * tp ({folded}), whose ranks share the experts"
+        yield Broken("ep", mesh.ep, rule, ("ep",))
+
+
+def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
+    """What `tp` must divide, by setting."""
+    dims = {"model.vocab_size": config.vocab_size}
+    a, m, r, e = config.attention, config.mamba3, config.m2rnn, config.moe
+    if config.ngram.heads:
+        dims["the rows of all n-gram tables"] = ngram_rows(config.ngram)
+    if "A" in letters:
+        dims["model.attention.num_heads"] = a.num_heads
+        if a.kind == "gqa":
+            dims["model.attention.num_kv_heads"] = a.num_kv_heads
+        if config.engram.layers:
+            dims["model.dim, channels of model.engram"] = config.dim
+            dims["rows of the tables of model.engram"] = ROWS_MULTIPLE
+    if "F" in letters:
+        dims["model.mlp.hidden_dim"] = config.mlp.hidden_dim
+    if config.mtp.depths:
+        dims["model.mtp.hidden_dim"] = hidden_width(config)
+    if "E" in letters and e.num_shared:
+        dims["model.moe.num_shared * shared_hidden_dim"] = e.num_shared * e.shared_hidden_dim
+    if "M" in letters:
+        dims["the number of Mamba-3 heads"] = m.expand * config.dim // m.headdim
+    if "R" in letters:
+        dims["the number of M2RNN heads"] = m2rnn_heads(config)
+        for name in ("num_q_heads", "num_k_heads"):
+            if getattr(r, name) > 1:
+                dims[f"model.m2rnn.{name}"] = getattr(r, name)
+    return dims
+
+
+def _tensor(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
+    """The first dimension that `tp` doesn't divide."""
+    if mesh.tp == 1:
+        return
+    for name, size in tensor_dims(config.model, letters).items():
+        if size % mesh.tp:
+            yield Broken("tp", mesh.tp, f"must divide {name} ({size})", ("tp",))
+            return
+    groups = config.model.mamba3.ngroups
+    if "M" in letters and groups % mesh.tp and mesh.tp % groups:
+        rule = f"must divide model.mamba3.ngroups ({groups}) or be a multiple of it"
+        yield Broken("tp", mesh.tp, rule, ("tp",))
+        return
+    tokens = config.data.seq_len // mesh.cp
+    if tokens % mesh.tp:
+        rule = f"must divide data.seq_len / mesh.cp ({tokens}): sequence parallelism cuts tokens"
+        yield Broken("tp", mesh.tp, rule, ("tp",))
+
+
+def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
+    if mesh.cp == 1:
+        return
+    chunks, model, row = row_chunks(mesh), config.model, config.data.seq_len
+    if row % chunks:
+        unit = chunks * mesh.tp
+        rule = f"{mesh.cp_order} order cuts data.seq_len ({row}) into {chunks} chunks"
+        yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={-(-row // unit) * unit}")
+        return
+    taps = [
+        kernel
+        for letter, kernel in (("M", model.mamba3.conv_kernel), ("R", model.m2rnn.conv_kernel))
+        if letter in letters
+    ]
+    back = max(taps, default=0) - 1
+    if model.engram.layers:
+        back = max(back, (model.engram.conv_kernel - 1) * model.engram.max_order)
+    if row // chunks < back:
+        rule = f"leaves chunks of {row // chunks} tokens, a convolution looks back {back}"
+        yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={back * chunks} or more")
+    ranks = mesh.tp * mesh.cp
+    for letter, key, name, heads in _head_exchanges(config, mesh):
+        if letter in letters and heads % ranks:
+            other = {"cp_attention": "all_gather", "cp_mamba3": "state", "cp_m2rnn": "serial"}[key]
+            rule = f"tp * cp ({ranks}) must divide {name} ({heads})"
+            yield Broken(key, "heads", rule, otherwise=f"use mesh.{key}={other}")
+
+
+def _head_exchanges(config: Config, mesh: MeshConfig) -> Iterator[tuple[str, str, str, int]]:
+    """Letter, setting, name and number of the heads that are to be exchanged for tokens."""
+    model, a = config.model, config.model.attention
+    if mesh.cp_attention == "heads":
+        grouped = a.kind == "gqa"  # where these divide, so do the query heads
+        name = "num_kv_heads" if grouped else "num_heads"
+        yield "A", "cp_attention", f"model.attention.{name}", getattr(a, name)
+    if mesh.cp_mamba3 == "heads":
+        heads = model.mamba3.expand * model.dim // model.mamba3.headdim
+        yield "M", "cp_mamba3", "the number of Mamba-3 heads", heads
+    if mesh.cp_m2rnn == "heads":
+        yield "R", "cp_m2rnn", "the number of M2RNN heads", m2rnn_heads(model)
+
+
+def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
+    experts = config.model.moe.num_experts
+    if mesh.ep > 1 and "E" not in letters:
+        yield Broken("ep", mesh.ep, "the model has no E block to spread", ("ep",))
+    elif experts % mesh.ep:
+        yield Broken("ep", mesh.ep, f"must divide model.moe.num_experts ({experts})", ("ep",))
+    elif "E" in letters and (rule := straddling_groups(config.model.moe, mesh)):
+        yield Broken("ep", mesh.ep, rule, ("ep",))
+
+
+def _sparse(config: Config, mesh: MeshConfig) -> Iterator[Broken]:
+    """What a choice of keys, and a warm-up that trains the choosers alone, can't be cut into."""
+    sparse = config.model.attention.sparse
+    if not sparse.layers.strip():
+        return
+    if mesh.cp > 1 and mesh.cp_attention != "all_gather":
+        rule = "sparse attention chooses among the keys of whole rows, for all heads alike"
+        yield Broken(
+            "cp_attention", mesh.cp_attention, rule, (), "use mesh.cp_attention=all_gather"
+        )
+    if mesh.pp > 1 and sparse.stage == "dense":
+        rule = "a stage without indexer would have no backward (model.attention.sparse.stage=dense)"
+        yield Broken("pp", mesh.pp, rule, ("pp",))

@@ -1,0 +1,46 @@
+"""Rules of the recompute policy, of compiled blocks and of FP8; no torch import here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacpp.config.checks.fp8 import fp8_rules
+from megacpp.config.schema import Config
+from megacpp.errors import ConfigError, config_error
+
+
+def recompute_rules(config: Config) -> Iterator[ConfigError]:
+    """Every broken rule of `config.recompute` and of what it meets."""
+    yield from fp8_rules(config)
+    policy = config.recompute
+    if config.model.attention.kind != "mla":
+        for name in ("mla_q_upproj", "mla_kv"):
+            if getattr(policy, name):
+                yield config_error(
+                    f"recompute.{name}",
+                    True,
+                    "there is no latent, model.attention.kind=gqa",
+                    f"use recompute.{name}=false",
+                )
+    if policy.compress and not set("AF") & set(config.model.pattern):
+        yield config_error(
+            "recompute.compress",
+            policy.compress,
+            f"is for A and F blocks, and model.pattern={config.model.pattern} has none",
+            "use recompute.compress=0",
+        )
+    for name, off in (("compress", 0), ("offload", "none")):
+        if getattr(policy, name) != off and config.train.compile != "off":
+            yield config_error(
+                f"recompute.{name}",
+                getattr(policy, name),
+                "in a compiled block the compiler alone decides what is kept",
+                f"use recompute.{name}={off}, or train.compile=off",
+            )
+    if policy.activation_memory_budget < 1 and config.train.compile == "off":
+        yield config_error(
+            "recompute.activation_memory_budget",
+            policy.activation_memory_budget,
+            "is what the compiler goes by, and no block is compiled",
+            "use train.compile=inductor, or a policy by block kind such as recompute.ablock=full",
+        )

@@ -1,0 +1,417 @@
+"""The whole configuration of a run as frozen dataclasses; no torch import here.
+
+Flags are the dotted field names (`--model.depth 12`, `--optim.lr 3e-3`). A preset is a function
+that returns a `Config` (megacpp/config/presets.py). A field's sentence, unit and range are its
+metadata (megacpp/config/settings.py); rules between fields live in megacpp/config/checks/every.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megacpp.config.model import (
+    WIDEST,
+    AttentionConfig,
+    EngramConfig,
+    HyperConnectionConfig,
+    M2RNNConfig,
+    Mamba3Config,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    NgramConfig,
+    SparseAttentionConfig,
+    TOPConfig,
+    YarnConfig,
+)
+from megacpp.config.settings import setting
+
+__all__ = [
+    "AttentionConfig",
+    "EngramConfig",
+    "HyperConnectionConfig",
+    "M2RNNConfig",
+    "MLPConfig",
+    "MTPConfig",
+    "Mamba3Config",
+    "MoEConfig",
+    "ModelConfig",
+    "NgramConfig",
+    "SparseAttentionConfig",
+    "TOPConfig",
+    "YarnConfig",
+]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run lives, how long it is, how often it reports."""
+
+    dir: str = setting("runs/{preset}", "Folder of the run; {preset} is filled in.")
+    steps: int = setting(1000, "Optimizer steps of the run.", "steps", at_least=0)
+    seed: int = setting(42, "Seed of weights and of the order of data; below 2**63.", at_least=0)
+    log_every: int = setting(
+        1, "Steps from one line on the screen to the next.", "steps", at_least=1
+    )
+    eval_every: int = setting(
+        0, "Steps from one evaluation to the next (0: only at the end).", "steps", at_least=0
+    )
+    eval_rows: int = setting(
+        0, "Held-out rows of an evaluation (0: all of them).", "rows", at_least=0
+    )
+    sample_tokens: int = setting(
+        120, "Tokens of the sample at the end (0: no sample).", "tokens", at_least=0, at_most=WIDEST
+    )
+    sample_prompt: str = setting(
+        "", "Text that the sample continues (empty: first words of a held-out document)."
+    )
+    tensorboard: bool = setting(True, "Write TensorBoard events into the run folder.")
+    wandb: str = setting(
+        "", "Project of Weights & Biases (empty: none; WANDB_MODE=offline stays here)."
+    )
+    profile: str = setting(
+        "", "Steps to trace for Perfetto, counted from 1: 10, or 10:12 for three (empty: none)."
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A corpus made by `megacpp data prepare`, and the length of its rows."""
+
+    path: str = setting("data/torch-headers", "Folder of the corpus.")
+    seq_len: int = setting(256, "Tokens of a row.", "tokens", at_least=2, at_most=WIDEST)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch of one optimizer step; gradient accumulation is derived unless it is given."""
+
+    device_batch_size: int = setting(
+        8, "Rows of a rank's microbatch.", "rows", at_least=1, at_most=1 << 20
+    )
+    tokens_per_step: int = setting(
+        0, "Tokens of a step over all ranks (0: follows from grad_accum).", "tokens", at_least=0
+    )
+    grad_accum: int = setting(
+        0,
+        "Microbatches of a step (0: follows from tokens_per_step).",
+        "microbatches",
+        at_least=0,
+        at_most=1_000_000,
+    )
+    batch_warmup_steps: int = setting(
+        0,
+        "Steps over which grad_accum grows from an eighth to all of it (0: none).",
+        "steps",
+        at_least=0,
+        at_most=1_000_000,  # every one is counted when the schedule is made
+    )
+    divisor: Literal["tokens", "microbatches"] = setting(
+        "tokens", "Gradient over valid tokens of the step, or mean of microbatches' own means."
+    )
+    # resident: parameters are gathered once a step as well.
+    gradient_sync: Literal["defer", "each", "resident"] = setting(
+        "defer", "Sum over data ranks once a step, after each microbatch, or once, all gathered."
+    )
+    nonfinite: Literal["skip", "sanitize", "raise"] = setting(
+        "skip", "A step with a non-finite gradient: leave it out, put zeros in its place, or stop."
+    )
+    max_skips: int = setting(
+        10, "Steps left out in a row that end the run (exit code 5).", "steps", at_least=1
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Device of every rank (auto: a GPU if there is one)."
+    )
+    compile: Literal["off", "inductor", "aot_eager"] = setting(
+        "off", "Compile each block; activation_memory_budget then replaces the recompute policy."
+    )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Degrees of each mesh axis; their product, without ep, is the number of ranks."""
+
+    pp: int = setting(1, "Pipeline parallelism: stages of layers.", "ranks", at_least=1)
+    dp_replicate: int = setting(
+        1, "Data parallelism with whole copies of the shards (HSDP).", "ranks", at_least=1
+    )
+    dp_shard: int = setting(
+        -1, "Data parallelism with FSDP2's shards (-1: fills the world).", "ranks", at_least=-1
+    )
+    cp: int = setting(1, "Context parallelism: chunks of a row.", "ranks", at_least=1)
+    tp: int = setting(
+        1, "Tensor and sequence parallelism; divides heads and widths.", "ranks", at_least=1
+    )
+    ep: int = setting(
+        1, "Expert parallelism; divides dp_shard * cp * tp and the experts.", "ranks", at_least=1
+    )
+    # With a pipeline, parameters are kept from their last forward to the end of the step. For
+    # keeping them all through a step see train.gradient_sync.
+    reshard: Literal["auto", "always", "never"] = setting(
+        "auto", "Free gathered parameters after each forward (auto: always above 1 GiB)."
+    )
+    cp_order: Literal["head_tail", "contiguous"] = setting(
+        "head_tail", "Order of a row's chunks over the ranks of cp."
+    )
+    cp_attention: Literal["all_gather", "ring", "heads"] = setting(
+        "all_gather", "Exchange of attention over cp: gather keys, pass them round, or swap heads."
+    )
+    cp_mamba3: Literal["state", "heads"] = setting(
+        "state", "Exchange of Mamba-3 over cp: hand states on, or swap heads."
+    )
+    cp_m2rnn: Literal["auto", "heads", "serial"] = setting(
+        "auto", "Exchange of M2RNN over cp (auto: heads where cp divides them)."
+    )
+    ep_dispatch: Literal["per_rank", "per_expert"] = setting(
+        "per_rank", "Copies of a token sent: one to each rank, or one to each chosen expert."
+    )
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"] = setting(
+        "1f1b", "Order of forwards and backwards in a pipeline."
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Muon on hidden matrices and AdamW on the rest, or AdamW alone."""
+
+    name: Literal["muon_adamw", "adamw"] = setting(
+        "muon_adamw", "Muon on hidden matrices with AdamW on the rest, or AdamW alone."
+    )
+    lr: float = setting(3e-3, "Peak learning rate of AdamW.", at_least=0)
+    embed_lr: float = setting(0.0, "Peak rate of the embedding (0: lr).", at_least=0)
+    head_lr: float = setting(0.0, "Peak rate of the head (0: lr).", at_least=0)
+    vector_lr: float = setting(
+        0.0, "Peak rate of norms, biases and other vectors (0: lr).", at_least=0
+    )
+    beta1: float = setting(0.9, "AdamW's decay of the first moment.", at_least=0, below=1)
+    beta2: float = setting(0.95, "AdamW's decay of the second moment.", at_least=0, below=1)
+    eps: float = setting(1e-8, "Term that AdamW adds to the root of the second moment.", above=0)
+    weight_decay: float = setting(0.1, "Decoupled weight decay of AdamW's matrices.", at_least=0)
+    cautious_weight_decay: bool = setting(
+        False, "Decay a weight only where its update shrinks it too."
+    )
+    adamw_state: Literal["fp32", "8bit", "4bit", "cpu_offload"] = setting(
+        "fp32", "Moments of AdamW: 8 bytes a parameter, fewer by torchao, or in host memory."
+    )
+    muon_lr: float = setting(2e-2, "Peak learning rate of Muon.", at_least=0)
+    muon_momentum: float = setting(0.95, "Muon's decay of momentum.", at_least=0, below=1)
+    muon_nesterov: bool = setting(True, "Look ahead by Nesterov's rule in Muon.")
+    muon_momentum_dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "Type of stored momentum (auto: bf16; fp64 in fp64 runs)."
+    )
+    muon_weight_decay: float = setting(
+        0.0, "Decoupled weight decay of Muon's matrices.", at_least=0
+    )
+    muon_steps: int = setting(
+        5, "Newton-Schulz iterations of Muon.", "iterations", at_least=1, at_most=100
+    )
+    muon_coefficients: Literal["quintic", "polar_express"] = setting(
+        "quintic", "Polynomials of the Newton-Schulz iterations."
+    )
+    muon_dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "Type of Newton-Schulz and of what ranks exchange for it."
+    )
+    muon_scale: Literal["spectral", "rms"] = setting(
+        "spectral", "Scale of Muon's update by the shape of its matrix."
+    )
+    muon_bucket_mib: int = setting(
+        32, "Most that a rank sends at once in Muon's exchange.", "MiB", at_least=1, at_most=1 << 20
+    )
+    qk_clip: float = setting(
+        0.0, "MuonClip: largest attention logit left alone (0: off; 100 is published).", at_least=0
+    )
+    schedule: Literal["cosine", "wsd", "constant"] = setting(
+        "cosine", "Learning rate after warmup: cosine, flat with a linear tail (wsd), or constant."
+    )
+    warmup_steps: int = setting(
+        0, "Steps of linear warmup (0: by warmup_ratio).", "steps", at_least=0
+    )
+    warmup_ratio: float = setting(
+        0.03, "Part of run.steps that is warmup when warmup_steps is 0.", at_least=0, at_most=1
+    )
+    decay_ratio: float = setting(
+        0.2, "Part of run.steps that is the tail of wsd.", at_least=0, at_most=1
+    )
+    final_lr_ratio: float = setting(
+        0.1, "Learning rate at the end over its peak.", at_least=0, at_most=1
+    )
+    clip_norm: float = setting(1.0, "Largest global gradient norm (0: off).", at_least=0)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Types of compute and of FP8 layers; fp64 exists for proofs."""
+
+    # A CPU computes in bf16 when told to, and slowly in fp16: to see what they do to a run.
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = setting(
+        "auto", "Type of compute (auto: bf16 on a GPU that has it, fp32 on a CPU)."
+    )
+    loss_scale: float = setting(
+        65536.0, "First loss scale of fp16, halved by each overflow; a power of two.", above=0
+    )
+    loss_scale_growth: int = setting(
+        2000, "Good steps in a row that double fp16's loss scale.", "steps", at_least=1
+    )
+    fp8: Literal["off", "torchao", "te"] = setting(
+        "off", "Library of FP8 matrix products: torchao, or Transformer Engine (A and F blocks)."
+    )
+    fp8_layers: str = setting("AFE", "Letters of the block kinds that are in FP8.")
+    fp8_ends: int = setting(
+        2, "First layers, and as many last ones, that stay out of FP8.", "layers", at_least=0
+    )
+    # gw_hp: weight gradients aren't in FP8. Experts are scaled by row in any case.
+    fp8_recipe: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = setting(
+        "rowwise_with_gw_hp", "What has an FP8 scale of its own: a row, or a whole tensor."
+    )
+    # All recipes but the first, and Transformer Engine, scale over all tokens of a microbatch.
+    fp8_local_scales: bool = setting(
+        False, "Allow scales from a rank's own tokens, which make the loss depend on the mesh."
+    )
+    fp8_all_gather: bool = setting(
+        False, "Have FSDP2 gather linear layers in FP8 (recipe tensorwise)."
+    )
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Code of each hot operation; a backend that is named and can't run is refused."""
+
+    attention: Literal["auto", "varlen", "flex", "varlen_padded", "torch", "reference"] = setting(
+        "auto", "Backend of attention (auto: the first that can run here)."
+    )
+    mamba3: Literal["auto", "mamba_ssm", "tilelang", "torch", "reference"] = setting(
+        "auto", "Backend of Mamba-3's scan (auto: the first that can run here)."
+    )
+    m2rnn: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto", "Backend of M2RNN's recurrence (auto: the first that can run here)."
+    )
+    experts: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto", "Backend of the experts' products (auto: the first that can run here)."
+    )
+    cross_entropy: Literal["auto", "triton", "torch", "reference"] = setting(
+        "auto", "Backend of head and loss (auto: the first that can run here)."
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointingPolicy:
+    """Activation memory: what the backward computes again instead of keeping, by block kind.
+
+    (Saved training state is `CheckpointConfig`.) By default all is kept. The last layer keeps all
+    in any case: its backward comes at once. In a compiled block the compiler follows
+    `activation_memory_budget` alone. `megacpp activations` shows what each costs.
+    """
+
+    ablock: Literal["none", "selective", "full"] = setting(
+        "none", "A blocks; selective: softmax(q k^T) v, and for MLA its projections too."
+    )
+    # expert_gemm_only: nothing is routed or sent again.
+    eblock: Literal["none", "expert_gemm_only", "full"] = setting(
+        "none", "E blocks; expert_gemm_only: rows and hidden units of the experts."
+    )
+    mblock: Literal["none", "conv_bc_only"] = setting(
+        "none", "M blocks; conv_bc_only: convolution, norms, rotations, never the scan."
+    )
+    rblock: Literal["none", "recurrence", "full_plus_norms"] = setting(
+        "recurrence", "R blocks; recurrence: from the states where chunks start."
+    )
+    fblock: Literal["none", "full"] = setting("none", "F blocks: nothing, or all of the block.")
+    norms: bool = setting(False, "Norms of every block.")
+    core_attn: bool = setting(False, "Scores and output of attention, as ablock=selective does.")
+    mlp: bool = setting(False, "Hidden units of F blocks and of shared experts.")
+    mla_q_upproj: bool = setting(False, "Queries of MLA, from the latent they are projected from.")
+    mla_kv: bool = setting(False, "Keys and values of MLA, from the latent.")
+    mtp: bool = setting(True, "Each depth of multi-token prediction.")
+    mhc_group_size: int = setting(
+        0,
+        "Layers with hyper-connections that run again together (0: chosen, -1: none).",
+        "layers",
+        at_least=-1,
+    )
+    last_layer: Literal["never"] = setting("never", "The last layer keeps all it needs.")
+    fp8_wrapper: Literal["auto", "te_checkpoint", "torchao"] = setting(
+        "auto", "Checkpoint function of FP8 layers (auto: the one that their library needs)."
+    )
+    offload: Literal["none", "block_inputs", "saved_tensors"] = setting(
+        "none", "Move to host memory until the backward: inputs of blocks, or all that is kept."
+    )
+    offload_min_mib: float = setting(1.0, "Smallest tensor that is offloaded.", "MiB", at_least=0)
+    offload_host_gib: float = setting(
+        64.0, "Most that waits on the host; the rest stays on the device.", "GiB", above=0
+    )
+    compress: float = setting(
+        0.0,
+        "Part of their width to which inputs of linear layers are projected (0: off).",
+        at_least=0,
+        below=1,
+    )
+    compress_redraw: int = setting(
+        200, "Steps after which projections are drawn again (0: never).", "steps", at_least=0
+    )
+    activation_memory_budget: float = setting(
+        1.0, "Part of a compiled block's usual activations that is kept.", at_least=0, at_most=1
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saved training state: when, how many, and what to resume from."""
+
+    every: int = setting(
+        500, "Steps from one save to the next (0: only at the end).", "steps", at_least=0
+    )
+    keep: int = setting(2, "Newest checkpoints that are kept (0: all).", "checkpoints", at_least=0)
+    resume: str = setting(
+        "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
+    )
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The launch gate: an estimate before the start, a record of what came true, snapshots."""
+
+    gate: Literal["on", "off"] = setting(
+        "on", "Refuse a launch that doesn't fit; off: start it, and record that it doesn't."
+    )
+    device_gib: float = setting(
+        0.0, "Memory of a device (0: what this one has).", "GiB", at_least=0, at_most=1 << 20
+    )
+    headroom: float = setting(
+        0.10, "Part of the device that the estimate leaves free.", at_least=0, below=1
+    )
+    expandable_segments: bool = setting(
+        True, "Let a GPU's allocator grow its segments, which wastes less between tensors."
+    )
+    # smoke is a candidate's trial: it ends with its last step, saves nothing and shows nothing.
+    fit: Literal["off", "auto", "smoke"] = setting(
+        "off", "auto: try planned settings for four steps each and train the first that fits."
+    )
+    calibration: str = setting(
+        "runs/calibration", "Folder of what earlier estimates were off by (empty: none)."
+    )
+    snapshot_every: int = setting(
+        1000, "Steps between snapshots of allocated memory (0: none).", "steps", at_least=0
+    )
+    snapshot_gap: int = setting(
+        100, "Steps from a snapshot to the one it is compared with.", "steps", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is; `preset` is the function that it came from."""
+
+    preset: str = "tiny"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    recompute: CheckpointingPolicy = field(default_factory=CheckpointingPolicy)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)

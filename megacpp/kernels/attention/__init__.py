@@ -1,0 +1,5 @@
+"""Causal attention over packed documents.
+
+May import: as megacpp/kernels.
+Start reading: reference.py.
+"""

@@ -1,0 +1,139 @@
+"""Attention to keys that arrive in parts: no part is needed again to add the next.
+
+Legend: B rows, T query tokens, S key tokens of a part, N query heads, K key/value heads, G = N / K
+query heads that share one, H query/key head dim, V value head dim.
+
+Forward is the online softmax (arXiv 1805.02867) over parts as in ring attention (arXiv 2310.01889);
+backward rebuilds p = e^(logit - lse) of each part from what forward kept for each query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacpp.kernels.attention.softcap import (
+    block_gradients,
+    block_logits,
+    query_blocks,
+    rows_times,
+)
+from megacpp.model.fp32 import wide
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a query scores a key: scale q . k, capped if there is a cap."""
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class RunningAttention:
+    """sum e^(logit - top) v and sum e^(logit - top) over the keys so far, in fp32 or wider.
+
+    Attributes:
+        top_BKTG1: the largest logit so far. Every query's first part must have a key for it.
+    """
+
+    top_BKTG1: Tensor
+    total_BKTG1: Tensor
+    sum_BKTGV: Tensor
+    scores: Scores
+
+    @staticmethod
+    def of_no_keys(q_BKTGH: Tensor, value_dim: int, scores: Scores) -> RunningAttention:
+        wide_q = wide(q_BKTGH.new_empty(0))
+        top_BKTG1 = wide_q.new_full((*q_BKTGH.shape[:-1], 1), float("-inf"))
+        # Tokens before heads in memory, as in softcap_attention.
+        shape = (*q_BKTGH.transpose(1, 2).shape[:-1], value_dim)
+        sum_BKTGV = wide_q.new_zeros(shape).transpose(1, 2)
+        return RunningAttention(top_BKTG1, torch.zeros_like(top_BKTG1), sum_BKTGV, scores)
+
+    def rows(self, rows: slice) -> RunningAttention:
+        """Some of the queries; what they add, they add here too."""
+        parts = (self.top_BKTG1, self.total_BKTG1, self.sum_BKTGV)
+        top, total, sum_of_rows = (x[:, :, rows] for x in parts)
+        return RunningAttention(top, total, sum_of_rows, self.scores)
+
+    def add(
+        self, q_BKTGH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, mask_B1TS: Tensor | None
+    ) -> None:
+        """Looks at the keys of one part: all of them, or those where the mask is True."""
+        for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, mask_B1TS, causal=False):
+            now, scores = self.rows(rows), self.scores
+            logits_BKTGS = block_logits(
+                q_BKTGH[:, :, rows], k_BKSH, allowed, scores.scale, scores.softcap
+            )[1]
+            top_BKTG1 = torch.maximum(now.top_BKTG1, logits_BKTGS.amax(-1, keepdim=True))
+            kept_BKTG1 = (now.top_BKTG1 - top_BKTG1).exp_()
+            weight_BKTGS = logits_BKTGS.sub_(top_BKTG1).exp_()
+            now.total_BKTG1.mul_(kept_BKTG1).add_(weight_BKTGS.sum(-1, keepdim=True))
+            now.sum_BKTGV.mul_(kept_BKTG1).add_(rows_times(weight_BKTGS, v_BKSV))
+            now.top_BKTG1.copy_(top_BKTG1)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The attention `[B, K, T, G, V]` and the log of each softmax denominator."""
+        return self.sum_BKTGV / self.total_BKTG1, self.top_BKTG1 + self.total_BKTG1.log()
+
+
+@dataclass(frozen=True)
+class AttentionGradient:
+    """Backward of a finished `RunningAttention`: what each part gives to dq, dk and dv.
+
+    Attributes:
+        lse_BKTG1: log of each softmax denominator.
+        mean_BKTG1: sum p dp over all keys, which is do . o.
+        dq_BKTGH: the sum of the parts so far, in fp32 or wider.
+    """
+
+    do_BKTGV: Tensor
+    lse_BKTG1: Tensor
+    mean_BKTG1: Tensor
+    dq_BKTGH: Tensor
+    scores: Scores
+
+    @staticmethod
+    def of(
+        q_BKTGH: Tensor, o_BKTGV: Tensor, do_BKTGV: Tensor, lse_BKTG1: Tensor, scores: Scores
+    ) -> AttentionGradient:
+        mean_BKTG1 = (wide(do_BKTGV) * wide(o_BKTGV)).sum(-1, keepdim=True)
+        dq_BKTGH = torch.zeros_like(wide(q_BKTGH))
+        return AttentionGradient(do_BKTGV, lse_BKTG1, mean_BKTG1, dq_BKTGH, scores)
+
+    def rows(self, rows: slice) -> AttentionGradient:
+        """Some of the queries; what they add, they add here too."""
+        parts = (self.do_BKTGV, self.lse_BKTG1, self.mean_BKTG1, self.dq_BKTGH)
+        do, lse, mean, dq = (x[:, :, rows] for x in parts)
+        return AttentionGradient(do, lse, mean, dq, self.scores)
+
+    def add(
+        self,
+        q_BKTGH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSV: Tensor,
+        mask_B1TS: Tensor | None,
+        dk_BKSH: Tensor,
+        dv_BKSV: Tensor,
+    ) -> None:
+        """Adds the part to dq, and to its own `dk_BKSH` and `dv_BKSV` (fp32 or wider)."""
+        for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, mask_B1TS, causal=False):
+            now = self.rows(rows)
+            now.dq_BKTGH.add_(
+                block_gradients(
+                    q_BKTGH[:, :, rows],
+                    k_BKSH,
+                    v_BKSV,
+                    now.do_BKTGV,
+                    now.lse_BKTG1,
+                    now.mean_BKTG1,
+                    dk_BKSH,
+                    dv_BKSV,
+                    allowed,
+                    self.scores.scale,
+                    self.scores.softcap,
+                )
+            )

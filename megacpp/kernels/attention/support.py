@@ -1,0 +1,87 @@
+"""What speaks against backends of attention; no torch import here."""
+
+from __future__ import annotations
+
+from megacpp.config.schema import Config
+from megacpp.kernels.host import Host
+from megacpp.kernels.support import dotted, old_gpu, old_triton, version
+
+NARROW = ("bf16", "fp16")
+VARLEN_TORCH = (2, 11)  # varlen_attn with a scale and a causal window
+WIDEST_FLASH = 256  # head dim of torch's flash kernels, in steps of 8
+# Their backward needs shared memory of these for head dims above 192.
+WIDE_BACKWARD = ((8, 0), (9, 0), (10, 0))
+LEAST_FLEX = 16  # head dim: what a product of Triton takes
+
+
+def varlen(config: Config, host: Host) -> str | None:
+    """Flash kernels for packed rows, one head dim."""
+    against = varlen_padded(config, host)
+    query, value = head_dims(config)
+    if against is None and query != value:
+        return (
+            f"takes one head dim (q and k: {query}, v: {value}; "
+            "varlen_padded takes these with zero columns)"
+        )
+    return against
+
+
+def varlen_padded(config: Config, host: Host) -> str | None:
+    """The same, the narrower of two head dims with zero columns."""
+    attention, widest = config.model.attention, max(head_dims(config))
+    against = _narrow_gpu(host) or _old_torch(host) or _parts_of_rows(config, ("heads",))
+    if against:
+        return against
+    if attention.softcap is not None:
+        return f"takes no soft cap (model.attention.softcap={attention.softcap:g})"
+    if widest % 8 or widest > WIDEST_FLASH:
+        return f"takes head dims that are a multiple of 8 and at most {WIDEST_FLASH} ({widest})"
+    if widest > 192 and host.capability not in (None, *WIDE_BACKWARD):
+        return f"its backward of head dims above 192 ({widest}) needs capability 8.0, 9.0 or 10.0"
+    return None
+
+
+def flex(config: Config, host: Host) -> str | None:
+    """Kernels that torch compiles around masks and score functions."""
+    least = min(head_dims(config))
+    against = _narrow_gpu(host) or _parts_of_rows(config, ("all_gather", "heads"))
+    against = against or old_triton(host)
+    if against:
+        return against
+    if least < LEAST_FLEX:
+        return f"takes head dims of at least {LEAST_FLEX} ({least})"
+    return None
+
+
+def head_dims(config: Config) -> tuple[int, int]:
+    """Of queries and keys, and of values."""
+    attention = config.model.attention
+    if attention.kind == "mla":
+        query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        return query, attention.v_head_dim
+    return attention.head_dim, attention.head_dim
+
+
+def _narrow_gpu(host: Host) -> str | None:
+    against = old_gpu(host)
+    if against is None and host.dtype not in NARROW:
+        return f"computes in bf16 or fp16 (precision.dtype={host.dtype})"
+    return against
+
+
+def _old_torch(host: Host) -> str | None:
+    found = host.packages.get("torch", "")
+    if found and version(found) < VARLEN_TORCH:
+        return f"needs torch {dotted(VARLEN_TORCH)} ({found})"
+    return None
+
+
+def _parts_of_rows(config: Config, takes: tuple[str, ...]) -> str | None:
+    """Under context parallelism a rank's queries are a part of rows; `heads` gathers whole ones."""
+    mesh = config.mesh
+    if mesh.cp > 1 and mesh.cp_attention not in takes:
+        cut = f"mesh.cp={mesh.cp}, mesh.cp_attention={mesh.cp_attention}"
+        if mesh.cp_attention == "ring":
+            return f"a ring merges parts by torch itself ({cut})"
+        return f"takes whole rows ({cut})"
+    return None

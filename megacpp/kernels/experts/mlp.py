@@ -1,0 +1,223 @@
+"""The routed experts' feed-forward, of which gate and up are kept and nothing else.
+
+    x_RD ── rows_SD ── w1, w3 ── gate_SI, up_SI ── act(gate, up) weight ── w2 ── y_SD
+    kept    again                kept              again                         nobody's
+
+The weight of a copy goes to its hidden units, in fp32 and before they are rounded, not to its
+output: sum_k w2 (weight_k h_k) is sum_k weight_k (w2 h_k), and then no output is needed for the
+gradient of the weight, which is <dL / d(weight_k h_k), h_k>. `x_RD` is whatever the rows are copies
+of: tokens, or rows that arrived from other ranks.
+
+Legend: R rows that the slots hold copies of, S slots (rows in expert order), D model, I hidden of
+an expert, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.experts.fp8 import Fp8Products, outer_sums, rows_times
+from megacpp.kernels.experts.grouped_mm import CPU_ROWS, autocast
+from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
+from megacpp.kernels.wanted import wanted_gradients
+from megacpp.model.fp32 import wide
+
+# Elements between products are worked on in blocks of rows: at most so many, none smaller than so
+# many elements (which a core's cache holds), for what is wide and temporary to stay small.
+BLOCKS, BLOCK_ELEMENTS = 16, 2**16
+
+
+def into_experts(
+    x_RD: Tensor, groups: Groups, *weights_EID: Tensor, fp8: Fp8Products | None = None
+) -> tuple[Tensor, ...]:
+    """For each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
+    x_RD, *weights = autocast(x_RD, *weights_EID)
+    return _Into.apply(x_RD, *weights, groups, fp8)  # type: ignore[return-value]
+
+
+def out_of_experts(
+    hidden: tuple[Tensor, ...],
+    w2_EDI: Tensor,
+    weight_S: Tensor | None,
+    groups: Groups,
+    fp8: Fp8Products | None = None,
+) -> Tensor:
+    """`[S, D]`: w2 (weight * act), act = silu(gate) * up of two, relu(h)^2 of one.
+
+    `weight_S` is in fp32 (or fp64) and 1 if None.
+    """
+    (w2_EDI,) = autocast(w2_EDI)
+    weight = () if weight_S is None else (weight_S,)
+    return _OutOf.apply(w2_EDI, *hidden, *weight, len(hidden), groups, fp8)  # type: ignore[return-value]
+
+
+def experts_reference(
+    x_RD: Tensor, groups: Groups, weight_S: Tensor | None, *weights: Tensor
+) -> Tensor:
+    """The definition, one expert after another under autograd: `[S, D]`, 0 where nobody owns.
+
+    Args:
+        weights: w1, w3 and w2 of silu(w1 x) * w3 x, or w1 and w2 of relu(w1 x)^2.
+    """
+    *into, w2_EDI = weights
+    experts, slots = len(w2_EDI), len(groups.token_S)
+    counts = groups.counts_E if groups.counts_E is not None else [slots // experts] * experts
+    sizes = list(counts.tolist() if isinstance(counts, Tensor) else counts)
+    sizes[-1] = slots - sum(sizes[:-1])
+    parts = []
+    for e, rows in enumerate(x_RD[groups.token_S].split(sizes)):
+        if e == experts:
+            parts.append(rows * 0.0)
+            continue
+        hidden = [F.linear(rows, w_EID[e].to(rows.dtype)) for w_EID in into]
+        act = F.silu(hidden[0]) * hidden[1] if len(hidden) == 2 else F.relu(hidden[0]).square()
+        parts.append(F.linear(act, w2_EDI[e].to(rows.dtype)))
+    y_SD = torch.cat(parts)
+    return y_SD if weight_S is None else (y_SD * weight_S[:, None]).to(y_SD.dtype)
+
+
+class _Into(torch.autograd.Function):
+    """Copies rows to slots and multiplies; backward copies them again instead of keeping them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *weights, groups, fp8 = rest
+        ctx.save_for_backward(x_RD, *weights)
+        ctx.groups, ctx.fp8 = groups, fp8
+        rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
+        return tuple(rows_times(rows_SD, [w_EID.mT for w_EID in weights], groups.counts_E, fp8))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, *weights = ctx.saved_tensors
+        groups, counts_E, fp8 = ctx.groups, ctx.groups.counts_E, ctx.fp8
+        wants_x, *wants_w = wanted_gradients(ctx)[:-2]
+        found: list[Tensor | None] = [None] * (1 + len(weights))
+        if any(wants_w):
+            rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
+            for i, grad_SI in enumerate(grads):
+                if wants_w[i]:
+                    found[1 + i] = outer_sums(grad_SI, rows_SD, counts_E, len(weights[i]), fp8)
+            del rows_SD
+        if wants_x:
+            (grad_SD,) = rows_times(grads[0], [weights[0]], counts_E, fp8)
+            for grad_SI, w_EID in zip(grads[1:], weights[1:], strict=True):
+                grad_SD += rows_times(grad_SI, [w_EID], counts_E, fp8)[0]
+            found[0] = sum_of_slots(grad_SD, groups).to(x_RD.dtype)
+        return *found, None, None
+
+
+class _OutOf(torch.autograd.Function):
+    """Keeps gate and up; their product is made again for the gradient of w2."""
+
+    @staticmethod
+    def forward(ctx: Any, w2_EDI: Tensor, *rest: Any) -> Tensor:
+        *units, num_hidden, groups, fp8 = rest  # tensors first: `wanted_gradients`
+        ctx.save_for_backward(w2_EDI, *units)
+        ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
+        ctx.fp8 = fp8
+        h_SI = _weighed(_Units.of(units, num_hidden), groups.backend)
+        return rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        w2_EDI, *tensors = ctx.saved_tensors
+        units, grad_SD, counts_E = _Units.of(tensors, ctx.num_hidden), grads[0], ctx.counts
+        wants_w2, *wants_units = wanted_gradients(ctx)[: 1 + len(tensors)]
+        h_SI, grad_w2 = None, None
+        grad_units: list[Tensor | None] = [None] * len(tensors)
+        if any(wants_units):
+            (grad_SI,) = rows_times(grad_SD, [w2_EDI], counts_E, ctx.fp8)
+            grad_units[:], h_SI = _backward(units, grad_SI, wants_w2, ctx.backend)
+            del grad_SI
+        if wants_w2:
+            h_SI = _weighed(units, ctx.backend) if h_SI is None else h_SI
+            grad_w2 = outer_sums(grad_SD, h_SI, counts_E, len(w2_EDI), ctx.fp8)
+        return grad_w2, *grad_units, None, None, None
+
+
+class _Units(NamedTuple):
+    """What the hidden units are made of; without `up` they are relu(gate)^2."""
+
+    gate_SI: Tensor
+    up_SI: Tensor | None
+    weight_S: Tensor | None
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], num_hidden: int) -> _Units:
+        hidden, weight = tensors[:num_hidden], tensors[num_hidden:]
+        return _Units(hidden[0], hidden[1] if num_hidden == 2 else None, *weight or (None,))
+
+    def blocks(self) -> Iterator[tuple[slice, _Units]]:
+        """Some rows at a time, in at least fp32; see `BLOCKS`."""
+        slots, width = self.gate_SI.shape
+        each = max(-(-slots // BLOCKS), BLOCK_ELEMENTS // max(1, width), 1)
+        each = -(-each // CPU_ROWS) * CPU_ROWS
+        if torch.compiler.is_compiling():  # it fuses what the blocks are for
+            each = max(slots, 1)
+        for start in range(0, slots, each):
+            rows = slice(start, start + each)
+            gate, up, weight = (None if x is None else x[rows] for x in self)
+            assert gate is not None
+            up = None if up is None else wide(up)
+            yield rows, _Units(wide(gate), up, None if weight is None else weight[:, None])
+
+
+def _weighed(units: _Units, backend: str) -> Tensor:
+    """`[S, I]`: weight * act, rounded once."""
+    if backend == "triton":
+        from megacpp.kernels.experts import triton as experts_triton
+
+        return experts_triton.weighed_units(*units)
+    h_SI = torch.empty_like(units.gate_SI)
+    for rows, (gate, up, weight) in units.blocks():
+        act = F.relu(gate).square_() if up is None else F.silu(gate).mul_(up)
+        _round(act, weight, h_SI[rows])
+    return h_SI
+
+
+def _backward(
+    units: _Units, grad_SI: Tensor, wants_h: bool, backend: str
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of all that `units` has, from that of the hidden units, whose place one takes.
+
+    On the way the hidden units themselves, if they are wanted.
+    """
+    if backend == "triton":
+        from megacpp.kernels.experts import triton as experts_triton
+
+        return experts_triton.units_backward(*units, grad_SI, wants_h)
+    h_SI = torch.empty_like(grad_SI) if wants_h else None
+    swiglu = units.up_SI is not None
+    grad_gate_SI = torch.empty_like(grad_SI) if swiglu else grad_SI
+    grad_weight_S = None if units.weight_S is None else torch.empty_like(units.weight_S)
+    for rows, (gate, up, weight) in units.blocks():
+        part = F.relu(gate) if up is None else F.silu(gate)
+        act, grad = part * (part if up is None else up), wide(grad_SI[rows])
+        if weight is not None and grad_weight_S is not None:
+            torch.sum(grad * act, 1, out=grad_weight_S[rows])
+            grad = grad.mul_(weight)
+        if h_SI is not None:
+            _round(act, weight, h_SI[rows])
+        if up is None:
+            torch.mul(grad.mul_(2.0), part, out=grad_SI[rows])
+        else:
+            grad_gate_SI[rows] = torch.ops.aten.silu_backward(torch.mul(grad, up, out=act), gate)
+            torch.mul(part, grad, out=grad_SI[rows])
+    grads = [grad_gate_SI, grad_SI] if swiglu else [grad_gate_SI]
+    return grads if grad_weight_S is None else [*grads, grad_weight_S], h_SI
+
+
+def _round(act: Tensor, weight: Tensor | None, out: Tensor) -> None:
+    if weight is None:
+        out.copy_(act)
+    else:
+        torch.mul(act, weight, out=out)

@@ -1,0 +1,351 @@
+"""Cross entropy of a linear head without the logits of the whole batch.
+
+Tokens go through in chunks: logits, softmax and both gradients of a chunk are made before the next
+one starts, so that three matrix products do forward and backward, and at most one chunk of logits
+exists (Liger fused linear cross entropy, arXiv 2410.10989).
+
+Legend: N tokens, D model, V vocabulary, n tokens of a chunk, v words of a vocabulary shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORED = -100
+FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
+PRODUCT_BYTES = 2**26  # of the weight's gradient, of which a GPU makes so much at a time
+
+
+class CrossEntropy(NamedTuple):
+    """What a head knows about its tokens; `loss_sum` alone is differentiable."""
+
+    loss_sum: Tensor  # Σ over valid tokens of nll + z_loss * lse², at least fp32
+    valid_tokens: Tensor  # int64: targets that aren't -100
+    nll_sum: Tensor  # Σ over valid tokens of -log p(target), nats
+    lse_N: Tensor  # log Σ exp(logits), of ignored tokens too
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The words that this process holds, when a head's vocabulary is spread over several.
+
+    Attributes:
+        first: number of the first word here.
+        merge: statistics of a chunk of tokens over these words to those over all words; one
+            exchange of `[3, n]` numbers with the other processes (parallel/tensor.py).
+    """
+
+    first: int
+    merge: Callable[[ShardStatistics], ShardStatistics]
+
+
+def linear_cross_entropy(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    shard: VocabularyShard | None = None,
+    weight_N: Tensor | None = None,
+    backend: str = "torch",
+) -> CrossEntropy:
+    """Summed cross entropy of `softcap * tanh(x W^T / softcap)`, never holding `[N, V]`.
+
+    Products run in the dtype of `x` (under autocast: in its dtype), the softmax and the sums in
+    fp32 or wider, and the weight gradient is accumulated in fp32 or wider and rounded once.
+    Gradients are made in the forward and scaled in place in the backward, so backward runs once.
+
+    Args:
+        target_N: int64 in [0, V), or -100 to ignore a token. Without a valid token the loss and
+            both gradients are exactly 0. Other values are the data layer's to refuse.
+        z_loss: coefficient of lse² (PaLM, arXiv 2204.02311).
+        chunk: tokens at a time, by default `chunk_rows`.
+        shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
+            vocabulary; the gradient of `x` is the part that these words contribute.
+        weight_N: factors of the tokens' losses in `loss_sum`, at least fp32; without gradient.
+        backend: of `cross_entropy` (megacpp/kernels/selection.py): what goes over a chunk of
+        logits.
+            Products are torch's with any of them.
+    """
+    if backend == "reference":
+        assert shard is None
+        return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
+    device = x_ND.device.type
+    autocast = torch.is_autocast_enabled(device)
+    x_ND = x_ND.to(torch.get_autocast_dtype(device)) if autocast else x_ND
+    rows = chunk or chunk_rows(x_ND, weight_VD)
+    terms = Terms(softcap, z_loss, shard)
+    go_over = chunk_function(backend)
+    grad = torch.is_grad_enabled()  # inside the function it is always off
+    with torch.autocast(device, enabled=False):
+        out = _LinearCrossEntropy.apply(
+            x_ND, weight_VD, target_N, terms, rows, grad, weight_N, go_over
+        )
+    return CrossEntropy(*out)
+
+
+def linear_cross_entropy_plain(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    weight_N: Tensor | None = None,
+) -> CrossEntropy:
+    """The same from whole logits and autograd: the reference of `linear_cross_entropy`."""
+    logits_NV = soft_cap(_wide(F.linear(x_ND, weight_VD)), softcap)
+    valid_N = target_N != IGNORED
+    nll_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=IGNORED)
+    lse_N = logits_NV.logsumexp(1)
+    counts_N = valid_N if weight_N is None else valid_N * weight_N
+    loss_sum = ((nll_N + z_loss * lse_N.square()) * counts_N).sum()
+    return CrossEntropy(loss_sum, valid_N.sum(), nll_N.detach().sum(), lse_N.detach())
+
+
+def chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
+    """Tokens of a chunk such that its logits hold about as many numbers as `x_ND`.
+
+    The power of two at or above N D / V, so that memory doesn't grow with V, but at least 128: on a
+    CPU, 64 rows cost 1.3 times the time of 128 and more than 256 gain 5 % at most (D 256, V 4096).
+    """
+    wanted = max(FEWEST_ROWS, -(-x_ND.numel() // len(weight_VD)))
+    return min(max(1, len(x_ND)), 1 << (wanted - 1).bit_length())
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap * tanh(logits / cap)`, or the logits when `cap` is None."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class ShardStatistics(NamedTuple):
+    """What one shard of the vocabulary tells about each token; enough for the whole softmax."""
+
+    max_N: Tensor
+    sumexp_N: Tensor  # Σ exp(logit - max)
+    correct_N: Tensor  # logit of the target, 0 where another shard holds it
+
+    @property
+    def lse_N(self) -> Tensor:
+        """log Σ exp(logits) of this shard."""
+        return self.max_N + self.sumexp_N.log()
+
+
+@torch.no_grad()
+def vocab_shard_statistics(
+    x_ND: Tensor,
+    weight_vD: Tensor,
+    target_N: Tensor,
+    first: int,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> ShardStatistics:
+    """Statistics of the words `[first, first + v)`, a chunk of tokens at a time."""
+    local_N = target_N - first
+    here_N = (local_N >= 0) & (local_N < weight_vD.shape[0])
+    index_N = torch.where(here_N, local_N, 0)
+    rows = chunk or chunk_rows(x_ND, weight_vD)
+    chunks = (t.split(rows) for t in (x_ND, index_N, here_N))
+    parts = []
+    for x_nD, index_n, here_n in zip(*chunks, strict=True):
+        logits_nv = soft_cap(_wide(x_nD @ weight_vD.T), softcap)
+        parts.append(_exponentiate(logits_nv, index_n, here_n))
+    return ShardStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def merge_statistics(shards: Sequence[ShardStatistics]) -> ShardStatistics:
+    """Statistics of the joint vocabulary: a MAX, then sums of what is relative to it."""
+    max_N = torch.stack([shard.max_N for shard in shards]).amax(0)
+    sums = [shard.sumexp_N * torch.exp(shard.max_N - max_N) for shard in shards]
+    correct_N = torch.stack([shard.correct_N for shard in shards]).sum(0)
+    return ShardStatistics(max_N, torch.stack(sums).sum(0), correct_N)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of what the loss of a token is made: the arguments of `linear_cross_entropy`."""
+
+    softcap: float | None
+    z_loss: float
+    shard: VocabularyShard | None
+
+    @property
+    def first(self) -> int:
+        """Number of the first word here."""
+        return 0 if self.shard is None else self.shard.first
+
+    def merged(self, own: ShardStatistics) -> ShardStatistics:
+        """Statistics over the words of all shards."""
+        return own if self.shard is None else self.shard.merge(own)
+
+
+class ChunkFunction(Protocol):
+    """Statistics over all words, and on request the gradient by the products, in their dtype."""
+
+    def __call__(
+        self,
+        x_nD: Tensor,
+        w_vD: Tensor,
+        target_n: Tensor,
+        weight_n: Tensor | None,
+        terms: Terms,
+        want: bool,
+    ) -> tuple[ShardStatistics, Tensor | None]: ...
+
+
+def chunk_function(backend: str) -> ChunkFunction:
+    """What goes over a chunk of logits, by the backend's name."""
+    if backend == "triton":
+        from megacpp.kernels.linear_cross_entropy.triton import chunk
+
+        return chunk
+    assert backend == "torch", backend
+    return _chunk
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        target_N: Tensor,
+        terms: Terms,
+        rows: int,
+        grad: bool,
+        weight_N: Tensor | None,
+        go_over: ChunkFunction,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
+        w_VD = weight_VD.to(x_ND.dtype)
+        valid_N = target_N != IGNORED
+        nll_N = torch.empty_like(valid_N, dtype=_wide_dtype(x_ND.dtype))
+        lse_N = torch.empty_like(nll_N)
+        dx_ND = torch.empty_like(x_ND) if want_x else None
+        dw_VD = torch.empty_like(w_VD, dtype=nll_N.dtype) if want_weight else None
+        if dw_VD is not None and not len(x_ND):
+            dw_VD.zero_()  # no first chunk will set it
+        for start in range(0, len(x_ND), rows):
+            part = slice(start, start + rows)
+            weight_n = None if weight_N is None else weight_N[part]
+            x_nD, want = x_ND[part], want_x or want_weight
+            found, g_nV = go_over(x_nD, w_VD, target_N[part], weight_n, terms, want)
+            lse_N[part] = lse_n = found.lse_N
+            nll_N[part] = torch.where(valid_N[part], lse_n - found.correct_N, 0)
+            if g_nV is not None:
+                if dx_ND is not None:
+                    torch.mm(g_nV, w_VD, out=dx_ND[part])
+                if dw_VD is not None:
+                    accumulate(dw_VD, g_nV, x_nD, first=start == 0)
+            del g_nV  # before the next chunk is made: one at a time
+        dw_VD = None if dw_VD is None else dw_VD.to(weight_VD.dtype)
+        ctx.save_for_backward(dx_ND, dw_VD)  # type: ignore[arg-type]
+        nll_sum = nll_N.sum()
+        # an output of its own for autograd
+        loss_sum = nll_sum.clone() if weight_N is None else (nll_N * weight_N).sum()
+        if terms.z_loss:
+            counts_N = valid_N if weight_N is None else valid_N * weight_N
+            loss_sum += terms.z_loss * (lse_N.square() * counts_N).sum()
+        out = loss_sum, valid_N.sum(), nll_sum, lse_N
+        ctx.mark_non_differentiable(*out[1:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.saved_tensors  # type: ignore[attr-defined]
+        for grad in grads:
+            # In place: no second [V, D]. A second backward is refused by the version counter.
+            # Looking at the value would make a GPU wait, so only the CPU skips a factor of 1.
+            if grad is not None and (scale.device.type != "cpu" or scale.item() != 1.0):
+                grad.mul_(scale)
+        return *grads, None, None, None, None, None, None
+
+
+def _chunk(
+    x_nD: Tensor,
+    w_vD: Tensor,
+    target_n: Tensor,
+    weight_n: Tensor | None,
+    terms: Terms,
+    want: bool,
+) -> tuple[ShardStatistics, Tensor | None]:
+    """A `ChunkFunction` of torch operators, on logits of at least fp32."""
+    valid_n, local_n = target_n != IGNORED, target_n - terms.first
+    here_n = valid_n
+    if terms.shard is not None:
+        here_n = valid_n & (local_n >= 0) & (local_n < len(w_vD))
+    index_n = torch.where(here_n, local_n, 0)
+    logits_nV, slope_nV = _logits(x_nD, w_vD, terms.softcap, want)
+    own = _exponentiate(logits_nV, index_n, here_n)
+    whole = terms.merged(own)
+    if not want:
+        return whole, None
+    if weight_n is not None:
+        valid_n, here_n = valid_n * weight_n, here_n * weight_n
+    factor_n = valid_n * (1 + 2 * terms.z_loss * whole.lse_N) / whole.sumexp_N
+    if terms.shard is not None:
+        factor_n = factor_n * (own.max_N - whole.max_N).exp()
+    g_nV = _logit_gradient(logits_nV, factor_n, index_n, here_n, slope_nV)
+    return whole, g_nV.to(x_nD.dtype)
+
+
+def _logits(
+    x_nD: Tensor, w_VD: Tensor, cap: float | None, want_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Soft-capped logits and, on request, the slope of the cap, 1 - (capped / cap)²."""
+    logits_nV = _wide(x_nD @ w_VD.T)
+    if cap is None:
+        return logits_nV, None
+    logits_nV.div_(cap).tanh_()
+    slope_nV = logits_nV.square().neg_().add_(1) if want_slope else None
+    return logits_nV.mul_(cap), slope_nV
+
+
+def _exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardStatistics:
+    """Statistics of a chunk; `logits_nV` becomes exp(logits - max) in place."""
+    correct_n = torch.where(here_n, logits_nV.gather(1, index_n[:, None])[:, 0], 0)
+    max_n = logits_nV.amax(1)
+    logits_nV.sub_(max_n[:, None]).exp_()
+    return ShardStatistics(max_n, logits_nV.sum(1), correct_n)
+
+
+def _logit_gradient(
+    exp_nV: Tensor, factor_n: Tensor, index_n: Tensor, here_n: Tensor, slope_nV: Tensor | None
+) -> Tensor:
+    """(factor * exp - onehot(target, if here)) * slope in place; ignored tokens have factor 0."""
+    g_nV = exp_nV.mul_(factor_n[:, None])
+    g_nV.scatter_add_(1, index_n[:, None], -here_n.to(g_nV.dtype)[:, None])
+    return g_nV if slope_nV is None else g_nV.mul_(slope_nV)
+
+
+def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
+    """dw += g^T x (dw = g^T x at first) without rounding the product to a narrow type.
+
+    On a GPU by `PRODUCT_BYTES` of words at a time: a wide product of narrow matrices is a tensor of
+    its own, and that of all words would be a second gradient.
+    """
+    if g_nV.is_cuda and g_nV.dtype != dw_VD.dtype:
+        words = max(1, PRODUCT_BYTES // (dw_VD.shape[1] * dw_VD.itemsize))
+        for some_vD, g_nv in zip(dw_VD.split(words), g_nV.split(words, 1), strict=True):
+            product_vD = torch.mm(g_nv.T, x_nD, out_dtype=dw_VD.dtype)
+            some_vD.copy_(product_vD) if first else some_vD.add_(product_vD)
+            del product_vD  # before the next is made
+        return
+    g_nV, x_nD = g_nV.to(dw_VD.dtype), x_nD.to(dw_VD.dtype)
+    dw_VD.addmm_(g_nV.T, x_nD, beta=0 if first else 1)
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(_wide_dtype(t.dtype))

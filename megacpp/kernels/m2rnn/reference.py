@@ -1,0 +1,209 @@
+"""The M2RNN recurrence (arXiv 2603.14360): a matrix state per head, updated through a tanh.
+
+    h_t = f_t h_{t-1} + (1 - f_t) tanh(h_{t-1} W + k_t v_t^T)        y_t = q_t^T h_t
+
+`m2rnn_sequential` is the definition under autograd. `m2rnn_chunked` keeps the state only where
+chunks start and recomputes each chunk in backward (megacpp/kernels/m2rnn/chunks.py). The tanh
+rules out a parallel scan: tokens go one after another, in both.
+
+Legend: B rows, T tokens of a row, N heads, K key, V value, S sequences: runs of tokens that share
+a state, one per document, in the order of the flattened batch. Inputs may have fewer heads than N
+when their number divides N; neighbouring heads then share one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megacpp.kernels.m2rnn.chunks import Chunked, Plan, StateClip, no_autocast, repeat_heads
+from megacpp.kernels.restarts import Sequences, sequences_of
+
+if TYPE_CHECKING:
+    from megacpp.model.documents import Documents
+
+__all__ = [
+    "StateClip",
+    "m2rnn_carried",
+    "m2rnn_chunked",
+    "m2rnn_sequential",
+    "m2rnn_step",
+]
+
+
+def m2rnn_sequential(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    docs: Documents | None = None,
+    initial_SNKV: Tensor | None = None,
+    clip: StateClip | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, T, N, V]` and final states `[S, N, K, V]`, token by token under autograd.
+
+    Args:
+        f_BTN: forget values in (0, 1).
+        w_NVV: state weight, applied from the right.
+        docs: the state restarts with each document; None: one document per row.
+        initial_SNKV: the state before each sequence; None: zeros.
+
+    States are fp32 (fp64 when an input is); outputs have the dtype of `v_BTNV`. A row's first
+    token always starts a sequence, whatever `docs` says.
+    """
+    seqs = sequences_of(docs, v_BTNV)
+    (B, T), K, V = v_BTNV.shape[:2], k_BTNK.shape[-1], v_BTNV.shape[-1]
+    num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    h_BNKV = torch.zeros(B, num_heads, K, V, dtype=dtype, device=v_BTNV.device)
+    ys_BNV, hs_BNKV = [], []
+    for t in range(T):
+        start_BNKV = initial_SNKV[seqs.index_BT[:, t]] if initial_SNKV is not None else 0.0
+        h_BNKV = torch.where(seqs.starts_BT[:, t, None, None, None], start_BNKV, h_BNKV)
+        y_BNV, h_BNKV = m2rnn_step(
+            q_BTNK[:, t], k_BTNK[:, t], v_BTNV[:, t], f_BTN[:, t], w_NVV, h_BNKV, clip
+        )
+        ys_BNV.append(y_BNV)
+        hs_BNKV.append(h_BNKV)
+    return torch.stack(ys_BNV, 1), torch.stack(hs_BNKV, 1)[seqs.ends_BT]
+
+
+def m2rnn_step(
+    q_BNK: Tensor,
+    k_BNK: Tensor,
+    v_BNV: Tensor,
+    f_BN: Tensor,
+    w_NVV: Tensor,
+    h_BNKV: Tensor,
+    clip: StateClip | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token: the output `[B, N, V]` in the dtype of `v_BNV`, and the next state."""
+    num_heads, dtype = h_BNKV.shape[1], h_BNKV.dtype
+    q_BNK, k_BNK, v_wide_BNV, f_BN11, w_NVV = (
+        repeat_heads(x.to(dtype), num_heads, dim)
+        for x, dim in ((q_BNK, 1), (k_BNK, 1), (v_BNV, 1), (f_BN[..., None, None], 1), (w_NVV, 0))
+    )
+    with no_autocast(v_BNV):
+        x_BNKV = h_BNKV @ w_NVV + k_BNK[..., :, None] * v_wide_BNV[..., None, :]
+        h_BNKV = f_BN11 * h_BNKV + (1 - f_BN11) * torch.tanh(x_BNKV)
+        if clip is not None and clip.mode == "total":
+            h_BNKV = _clip_gradient(h_BNKV, clip.limit)
+        y_BNV = (q_BNK[..., None, :] @ h_BNKV)[..., 0, :].to(v_BNV.dtype)
+        if clip is not None and clip.mode == "carried":
+            h_BNKV = _clip_gradient(h_BNKV, clip.limit)
+    return y_BNV, h_BNKV
+
+
+def m2rnn_chunked(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    docs: Documents | None = None,
+    initial_SNKV: Tensor | None = None,
+    clip: StateClip | None = None,
+    chunk_size: int = 64,
+    final_states: bool = True,
+    keep_states: bool = False,
+    *,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor | None]:
+    """`m2rnn_sequential` with a hand-derived backward and T / chunk_size kept states, by a backend
+    of `m2rnn` (megacpp/kernels/selection.py): `torch`, `triton`, or the `reference` itself.
+
+    Keeps for backward its inputs and states `[T / chunk_size, N, B, K, V]`, from which backward
+    runs each chunk again; with `keep_states` states and tanh of every token instead, twice
+    `[T, N, B, K, V]`, and nothing runs again. `final_states=False` returns None for them: with
+    packed documents their number must be read from the device.
+    """
+    if backend == "reference":
+        return m2rnn_sequential(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
+    num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    plan = Plan(
+        sequences_of(docs, v_BTNV),
+        clip,
+        chunk_size,
+        num_heads,
+        dtype,
+        final_states,
+        keep_states=keep_states,
+    )
+    initial_SNKV = initial_SNKV.to(dtype) if initial_SNKV is not None else None
+    with no_autocast(v_BTNV):
+        return _chunks_by(backend).apply(  # type: ignore[return-value]
+            q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, initial_SNKV, plan
+        )
+
+
+def m2rnn_carried(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    docs: Documents,
+    entering_BNKV: Tensor,
+    clip: StateClip | None = None,
+    chunk_size: int = 64,
+    keep_states: bool = False,
+    *,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """`m2rnn_chunked` for a part of each row: a state enters on its left, one leaves on its right.
+
+    The first token of a row sees `entering`, whatever `docs` says. Both states `[B, N, K, V]` have
+    the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
+    tokens that it comes from were here, so that parts of a row add up to the row.
+    """
+    num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
+    seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
+    seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
+    plan = Plan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
+    with no_autocast(v_BTNV):
+        return _chunks_by(backend).apply(  # type: ignore[return-value]
+            q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan
+        )
+
+
+class _RowStates(Sequences):
+    """Restarts where only rows have an initial and a final state: the index is that of the row."""
+
+    def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
+        return super().enter(h_NBKV, initial_SNKV if t == 0 else None, t)
+
+    def leave(
+        self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int
+    ) -> Tensor:
+        return super().leave(dh_NBKV, None, None, t)
+
+
+def _chunks_by(backend: str) -> type[Function]:
+    """What goes over chunks forward and backward; all take the arguments of `Chunked`."""
+    if backend == "triton":
+        from megacpp.kernels.m2rnn.triton import TritonChunked
+
+        return TritonChunked
+    assert backend == "torch", backend
+    return Chunked
+
+
+def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:
+    """h itself, but its gradient is clipped on the way back."""
+    if h_BNKV.requires_grad:
+        h_BNKV = h_BNKV.clone()
+        h_BNKV.register_hook(lambda dh_BNKV: dh_BNKV.clamp(-bound, bound))
+    return h_BNKV
+
+
+def _heads_and_dtype(
+    q_BTNK: Tensor, k_BTNK: Tensor, v_BTNV: Tensor, f_BTN: Tensor, w_NVV: Tensor
+) -> tuple[int, torch.dtype]:
+    """N and the dtype of states: fp64 if any input is, else fp32."""
+    counts = [q_BTNK.shape[2], k_BTNK.shape[2], v_BTNV.shape[2], f_BTN.shape[2], len(w_NVV)]
+    assert all(max(counts) % count == 0 for count in counts), f"heads must divide: {counts}"
+    dtypes = [x.dtype for x in (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)]
+    return max(counts), torch.float64 if torch.float64 in dtypes else torch.float32

@@ -1,0 +1,279 @@
+"""M2RNN in Triton: the recurrence of m2rnn_chunks.py, a state in the registers of a program.
+
+Forward is one launch: a program per row and head takes its tokens one after another and stores the
+state where chunks start. Backward goes from the last chunk to the first: `run` makes the chunk's
+states again, `walk` takes dL/dh back through its tokens, `gradients` and one batched product do
+what needs no order (megacpp/kernels/m2rnn/triton_kernels.py). No atomics: results repeat exactly.
+
+Beside what it returns, forward holds one state per row and head; backward `3 C N B K V` numbers in
+fp32 (of one chunk the states in front of tokens, tanh and dL/dh), and for inputs that heads share
+`C N B` vectors of each.
+
+Legend: B rows, T tokens of a row, N heads, K key, V value, C tokens of a chunk, X chunks of a row,
+S sequences (megacpp/kernels/restarts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.m2rnn.chunks import Plan, no_autocast
+from megacpp.kernels.m2rnn.triton_launch import Launch, Span
+
+CLIPS = {None: 0, "carried": 1, "total": 2}  # the kernels' names of them
+
+
+class TritonChunked(torch.autograd.Function):
+    """`Chunked` of m2rnn_chunks.py: the same arguments, results and kept tensors (of every token
+    the state in front of it only, so one state less)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BTNK: Tensor,
+        k_BTNK: Tensor,
+        v_BTNV: Tensor,
+        f_BTN1: Tensor,
+        w_NVV: Tensor,
+        initial_SNKV: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert plan.dtype == torch.float32, f"the kernels compute in fp32, not in {plan.dtype}"
+        tensors = q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV
+        starts_BT, index_BT = _restarts(plan)
+        y_BTNV, final_SNKV, *kept = forward(
+            *_ready(*tensors),
+            *(starts_BT, index_BT, plan.num_heads, plan.chunk_size),
+            *(_num_finals(plan, index_BT), plan.by_row, plan.keep_states),
+        )
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)  # final states are rarely used
+        return y_BTNV, final_SNKV if plan.final_states else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
+        # Read once: what is rebuilt is rebuilt at each reading.
+        q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV, *kept = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        B, T, _, V = v_BTNV.shape
+        dy = v_BTNV.new_zeros(B, T, plan.num_heads, V) if dy_BTNV is None else dy_BTNV
+        mode, bound = (plan.clip.mode, plan.clip.limit) if plan.clip else (None, 0.0)
+        with no_autocast(w_NVV):
+            dq, dk, dv, df_BTN, dw_NVV, dinitial_SNKV = backward(
+                dy.contiguous(),
+                None if dfinal_SNKV is None else dfinal_SNKV.contiguous(),
+                *_ready(q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV),
+                *(*_restarts(plan), kept, plan.num_heads, plan.chunk_size),
+                *(plan.by_row, CLIPS[mode], bound),
+            )
+        wanted = None if initial_SNKV is None else dinitial_SNKV
+        return dq, dk, dv, df_BTN.view_as(f_BTN1), dw_NVV, wanted, None
+
+
+def _ready(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN1: Tensor,
+    w_NVV: Tensor,
+    initial_SNKV: Tensor | None,
+) -> tuple[Any, ...]:
+    """The inputs with contiguous vectors and matrices."""
+    vectors = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTNK, k_BTNK, v_BTNV))
+    initial_SNKV = None if initial_SNKV is None else initial_SNKV.contiguous()
+    return *vectors, f_BTN1[..., 0], w_NVV.contiguous(), initial_SNKV
+
+
+def _restarts(plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+    """Where rows restart behind their first token, and the sequence of each token; None: nowhere.
+
+    bool and int64 `[B, T]`.
+    """
+    if not plan.seqs.entries:
+        return None, None
+    return F.pad(plan.seqs.starts_BT[:, 1:], (1, 0)), plan.seqs.index_BT.contiguous()
+
+
+def _num_finals(plan: Plan, index_BT: Tensor | None) -> int:
+    """Final states that are wanted: one per row or one per sequence (waits for the device)."""
+    if not plan.final_states:
+        return 0
+    if plan.by_row or index_BT is None:
+        return len(plan.seqs.starts_BT)
+    return int(index_BT[-1, -1]) + 1
+
+
+# Operators of their own, so that tensors without values pass, and so that a compiler need not look
+# inside.
+@torch.library.custom_op("megacpp::m2rnn_forward", mutates_args=())
+def forward(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    initial_SNKV: Tensor | None,
+    starts_BT: Tensor | None,
+    index_BT: Tensor | None,
+    num_heads: int,
+    chunk_size: int,
+    finals: int,
+    by_row: bool,
+    keep_states: bool,
+) -> list[Tensor]:
+    """Outputs, final states, and what backward needs: states at chunk starts `[X, B, N, K, V]` or,
+    with `keep_states`, of each token the state in front and tanh, `[N, T, B, K, V]` each.
+
+    Args:
+        initial_SNKV: fp32, one per sequence, or per row if `by_row` or nothing restarts.
+        finals: number of final states; 0: none are wanted.
+    """
+    launch = Launch(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, starts_BT, index_BT, num_heads)
+    rows = None if by_row else index_BT
+    results = _results(k_BTNK, v_BTNV, num_heads, chunk_size, finals, keep_states)
+    y_BTNV, final_SNKV, *kept = results
+    if initial_SNKV is None:
+        shape = len(v_BTNV), num_heads, k_BTNK.shape[-1], v_BTNV.shape[-1]
+        entering_BNKV = v_BTNV.new_zeros(shape, dtype=torch.float32)
+    else:
+        entering_BNKV = initial_SNKV if rows is None else initial_SNKV[rows[:, 0]]
+    T = v_BTNV.shape[1]
+    launch.run(
+        Span(0, T, 0, T),
+        entering_BNKV,
+        None if rows is None else initial_SNKV,
+        chunk_size,
+        y_BTNV,
+        None if keep_states else kept[0],
+        final_SNKV if finals else None,
+        rows is None,
+        kept if keep_states else (),
+    )
+    return results
+
+
+@forward.register_fake
+def _results_of(
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    _f: Any,
+    _w: Any,
+    _initial: Any,
+    _starts: Any,
+    _index: Any,
+    num_heads: int,
+    chunk_size: int,
+    finals: int,
+    _by_row: bool,
+    keep_states: bool,
+) -> list[Tensor]:
+    return _results(k_BTNK, v_BTNV, num_heads, chunk_size, finals, keep_states)
+
+
+def _results(
+    k_BTNK: Tensor, v_BTNV: Tensor, N: int, chunk_size: int, finals: int, keep_states: bool
+) -> list[Tensor]:
+    """Room for what forward returns."""
+    (B, T, _, V), K = v_BTNV.shape, k_BTNK.shape[-1]
+    kept = [(N, T, B, K, V)] * 2 if keep_states else [(-(-T // chunk_size), B, N, K, V)]
+    shapes = [(finals, N, K, V), *kept]
+    states = [v_BTNV.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return [v_BTNV.new_empty(B, T, N, V), *states]
+
+
+@torch.library.custom_op("megacpp::m2rnn_backward", mutates_args=())
+def backward(
+    dy_BTNV: Tensor,
+    dfinal_SNKV: Tensor | None,
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    initial_SNKV: Tensor | None,
+    starts_BT: Tensor | None,
+    index_BT: Tensor | None,
+    kept: Sequence[Tensor],
+    num_heads: int,
+    chunk_size: int,
+    by_row: bool,
+    clip: int,
+    bound: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, f, W and the initial states (no numbers if there were none).
+
+    Args:
+        kept: what forward made for it: states at chunk starts, or all states and tanh.
+        clip: one of `CLIPS`, with its `bound`.
+    """
+    inputs = q_BTNK, k_BTNK, v_BTNV, f_BTN
+    launch = Launch(*inputs, w_NVV, starts_BT, index_BT, num_heads)
+    (B, T, _, V), K, N = v_BTNV.shape, k_BTNK.shape[-1], num_heads
+    C, rows = min(chunk_size, T), None if by_row else index_BT
+    grads = [x.new_empty(x.shape) for x in inputs]
+    dw_NVV = w_NVV.new_zeros(N, V, V, dtype=torch.float32)
+    dh_BNKV = _behind_the_rows(dfinal_SNKV, rows, dw_NVV.new_zeros(B, N, K, V))
+    dinitial_SNKV = None if initial_SNKV is None else torch.zeros_like(initial_SNKV)
+    inside = (None, None) if rows is None else (dinitial_SNKV, dfinal_SNKV)
+    g_NCBKV, *again = dw_NVV.new_empty(3 if len(kept) == 1 else 1, N, C, B, K, V).unbind(0)
+    # Of inputs that heads share a gradient per head, of one chunk.
+    wide = [None if x.shape[2] == N else dw_NVV.new_empty(B, C, N, *x.shape[3:]) for x in inputs]
+    for first in reversed(range(0, T, C)):
+        count = min(C, T - first)
+        if again:
+            span, (before_NCBKV, z_NCBKV) = Span(first, count, 0, C), again
+            initial = None if rows is None else initial_SNKV
+            launch.run(span, kept[0][first // C], initial, kept=again)
+        else:
+            span, (before_NCBKV, z_NCBKV) = Span(first, count, first, T), kept
+        launch.walk(span, dy_BTNV, z_NCBKV, g_NCBKV, dh_BNKV, *inside, clip, bound)
+        chunks = [dx[:, first : first + count] for dx in grads]
+        parts = [dx if heads is None else heads for dx, heads in zip(chunks, wide, strict=True)]
+        launch.gradients(span, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, parts)
+        for dx, heads in zip(chunks, wide, strict=True):
+            if heads is not None:
+                dx.copy_(heads[:, :count].unflatten(2, (dx.shape[2], -1)).sum(3))
+        before_NCBKV = before_NCBKV[:, span.place : span.place + count]
+        dw_NVV.baddbmm_(before_NCBKV.flatten(1, 3).mT, g_NCBKV[:, :count].flatten(1, 3))
+    if dinitial_SNKV is None:
+        dinitial_SNKV = dw_NVV.new_empty(0)
+    elif rows is None:
+        dinitial_SNKV = dh_BNKV
+    else:
+        dinitial_SNKV.index_copy_(0, rows[:, 0], dh_BNKV)
+    dw_NVV = dw_NVV.unflatten(0, (len(w_NVV), -1)).sum(1).to(w_NVV.dtype)
+    return [*grads, dw_NVV, dinitial_SNKV]
+
+
+def _behind_the_rows(dfinal_SNKV: Tensor | None, rows: Tensor | None, zeros_BNKV: Tensor) -> Tensor:
+    """The gradient that comes to each row's last state from outside."""
+    if dfinal_SNKV is None:
+        return zeros_BNKV
+    return dfinal_SNKV.clone() if rows is None else dfinal_SNKV[rows[:, -1]]
+
+
+@backward.register_fake
+def _gradients_of(
+    _dy: Any,
+    _dfinal: Any,
+    q_BTNK: Tensor,
+    k_BTNK: Tensor,
+    v_BTNV: Tensor,
+    f_BTN: Tensor,
+    w_NVV: Tensor,
+    initial_SNKV: Tensor | None,
+    *_: Any,
+) -> list[Tensor]:
+    grads = [x.new_empty(x.shape) for x in (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)]
+    if initial_SNKV is None:
+        return [*grads, w_NVV.new_empty(0, dtype=torch.float32)]
+    return [*grads, torch.empty_like(initial_SNKV)]

@@ -1,0 +1,151 @@
+"""The Mamba-3 scan (arXiv 2603.15569): one token, token by token, and in chunks.
+
+Per head, with lambda = sigmoid(trap), alpha = exp(adt), angle the running sum of pi tanh(a) dt:
+
+    S[t] = alpha S[t-1] + alpha dt (1 - lambda) v[t-1] k[t-1]^T + dt lambda v[t] k[t]^T
+    y[t] = S[t] q[t] + D v[t]        q, k = Rotate(angle)(Q + Q_bias), Rotate(angle)(K + K_bias)
+
+With MIMO rank R, k, q and v have R vectors a token that share one S: outer products are summed,
+and there are R outputs. All of it restarts at each document.
+
+Legend: as megacpp/kernels/mamba3/inputs.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
+from megacpp.kernels.mamba3.inputs import (
+    HeadWeights,
+    Mamba3State,
+    Pairing,
+    ScanInputs,
+    check_contract,
+    from_halves,
+    to_halves,
+)
+from megacpp.kernels.mamba3.library import mamba3_library
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import wide
+from megacpp.model.seam import PLAIN, Seam
+
+__all__ = [
+    "Scan",
+    "mamba3_chunked",
+    "mamba3_scan",
+    "mamba3_sequential",
+    "mamba3_step",
+    "scan_documents",
+]
+
+Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba3State]]
+
+
+def mamba3_step(
+    inputs: ScanInputs, weights: HeadWeights, state: Mamba3State, pairing: Pairing
+) -> tuple[Tensor, Mamba3State]:
+    """The recurrence for one token (T = 1): output `[B, 1, H, P]` and the next state."""
+    check_contract(inputs, weights)
+    V_BHP, ADT_BH, DT_BH = inputs.V[:, 0], inputs.ADT[..., 0], inputs.DT[..., 0]
+    with torch.autocast(V_BHP.device.type, enabled=False):
+        turn_BHA = math.pi * torch.tanh(wide(inputs.Angles[:, 0])) * DT_BH[..., None]
+        angle_BHA = torch.remainder(state.angle + turn_BHA, 2 * math.pi)
+        q_BHRN = _rotated(_per_head(inputs.Q, weights.Q_bias), angle_BHA, pairing)
+        k_BHRN = _rotated(_per_head(inputs.K, weights.K_bias), angle_BHA, pairing)
+        v_BHRP, before_BHRP = weights.ranks_of_token(V_BHP), weights.ranks_of_token(state.v)
+        lambda_BH, alpha_BH = torch.sigmoid(wide(inputs.Trap[..., 0])), ADT_BH.exp()
+        beta_BH, gamma_BH = alpha_BH * DT_BH * (1 - lambda_BH), DT_BH * lambda_BH
+        ssm_BHPN = (
+            alpha_BH[..., None, None] * state.ssm
+            + beta_BH[..., None, None] * (before_BHRP.mT @ wide(state.k))
+            + gamma_BH[..., None, None] * (v_BHRP.mT @ k_BHRN)
+        )
+        y_BHRP = q_BHRN @ ssm_BHPN.mT + weights.D[:, None, None] * v_BHRP
+        y_B1HP = weights.merged(y_BHRP[:, None], inputs)
+    return y_B1HP, Mamba3State(angle_BHA, ssm_BHPN, k_BHRN, V_BHP)
+
+
+def mamba3_sequential(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    pairing: Pairing,
+    initial: Mamba3State | None = None,
+) -> tuple[Tensor, Mamba3State]:
+    """Reference of `mamba3_chunked`: `mamba3_step` over the tokens, reset where documents start."""
+    N, R, A = inputs.Q.shape[-1], inputs.Q.shape[2], inputs.Angles.shape[-1]
+    state = initial or Mamba3State.zeros(inputs.V[:, 0], A, R, N)
+    ys_B1HP = []
+    for t in range(inputs.V.shape[1]):
+        if t > 0:
+            state = state.kept(docs.ids_BT[:, t] == docs.ids_BT[:, t - 1])
+        token = inputs.part(slice(None), slice(t, t + 1))
+        y_B1HP, state = mamba3_step(token, weights, state, pairing)
+        ys_B1HP.append(y_B1HP)
+    return torch.cat(ys_B1HP, 1), state
+
+
+def mamba3_scan(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    pairing: Pairing,
+    chunk_size: int,
+    initial: Mamba3State | None = None,
+    *,
+    seam: Seam = PLAIN,
+    backend: str = "torch",
+    with_state: bool = False,
+) -> tuple[Tensor, Mamba3State | None]:
+    """`mamba3_chunked`, or the same by another backend of `mamba3` (megacpp/kernels/selection.py).
+
+    The state after each row is None where finding it is work of its own, unless `with_state`.
+    """
+    if backend == "reference":
+        return mamba3_sequential(inputs, weights, docs, pairing, initial)
+    if backend in ("mamba_ssm", "tilelang"):
+        return mamba3_library(
+            inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
+        )
+    assert backend == "torch", backend
+    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, seam=seam)
+
+
+def scan_documents(
+    scan: Scan, inputs: ScanInputs, docs: Documents, initial: Mamba3State | None = None
+) -> tuple[Tensor, Mamba3State]:
+    """A scan with one initial and one final state per document of the batch, in row order.
+
+    One call of `scan` per document: for packed prompts whose states are wanted, not for training.
+    """
+    T, boundaries = docs.ids_BT.shape[1], docs.cu_seqlens.tolist()
+    ys, finals = [], []
+    for i, (start, end) in enumerate(pairwise(boundaries)):
+        row, first = divmod(start, T)
+        part = inputs.part(slice(row, row + 1), slice(first, first + end - start))
+        whole = Documents.rows(1, end - start, docs.ids_BT.device)
+        y, final = scan(part, whole, initial and initial.rows(slice(i, i + 1)))
+        ys.append(y)
+        finals.append(final)
+    return torch.cat(ys, 1).view(inputs.V.shape), Mamba3State.stack(finals)
+
+
+def _per_head(x_B1RGN: Tensor, bias_HRN: Tensor) -> Tensor:
+    x_BGRN = wide(x_B1RGN[:, 0]).transpose(1, 2)
+    return x_BGRN.repeat_interleave(bias_HRN.shape[0] // x_BGRN.shape[1], 1) + bias_HRN
+
+
+def _rotated(x_BHRN: Tensor, angle_BHA: Tensor, pairing: Pairing) -> Tensor:
+    """Pair i of N turned by angle i; pairs without an angle stay."""
+    first, second = to_halves(x_BHRN, pairing).chunk(2, -1)
+    angle = F.pad(angle_BHA, (0, first.shape[-1] - angle_BHA.shape[-1]))[:, :, None]
+    cos, sin = angle.cos(), angle.sin()
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+    return from_halves(turned, pairing)

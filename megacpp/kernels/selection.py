@@ -1,0 +1,230 @@
+"""Which code does each hot operation on a host, and why; no torch import here.
+
+An operation has backends by name, in the order in which `auto` takes them: the first that nothing
+speaks against. A backend that is asked for by name (`--kernels.m2rnn triton`) and can't run is an
+error, never replaced by another. What speaks against each is in megacpp/kernels/support.py; what
+they are is in megacpp/kernels/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from megacpp.config.schema import Config, KernelsConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.kernels.attention.support import flex, varlen, varlen_padded
+from megacpp.kernels.host import Host, installed
+from megacpp.kernels.m2rnn.support import m2rnn_triton
+from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso
+from megacpp.kernels.support import (
+    always,
+    dotted,
+    experts_triton,
+    triton_kernels,
+    whole_rows,
+    whole_vocabulary,
+)
+from megacpp.model.pattern import block_letters
+from megacpp.versions import TORCH, TRITON
+
+# What torch's builds for GPUs come with.
+BROUGHT = {"torch": TORCH, "triton": TRITON[TORCH]}
+
+# Why a backend can't do its operation for a configuration on a host; None: it can.
+Refusal = Callable[[Config, Host], str | None]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to do an operation.
+
+    Attributes:
+        by_itself: `auto` may take it. The definitions that others are tested against it may not.
+    """
+
+    name: str
+    what: str
+    refusal: Refusal
+    by_itself: bool = True
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is done, the kinds of block that do it (empty: every model), and the ways to do it."""
+
+    what: str
+    letters: str
+    backends: tuple[Backend, ...]
+
+    def backend(self, name: str) -> Backend:
+        """The backend of that name."""
+        return next(b for b in self.backends if b.name == name)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What does an operation in a run.
+
+    Attributes:
+        asked: the setting: a backend's name, or `auto`.
+        passed_over: of backends that `auto` would rather have taken, why they can't run.
+    """
+
+    operation: str
+    backend: str
+    asked: str
+    passed_over: Mapping[str, str]
+
+    @property
+    def reason(self) -> str:
+        """`asked for by name`, or what speaks against the others."""
+        if self.asked != "auto":
+            return "asked for by name"
+        against = "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
+        return f"auto; {against}" if against else "auto"
+
+    @property
+    def taken(self) -> str:
+        """`torch (auto; triton: needs a GPU)`."""
+        return f"{self.backend} ({self.reason})"
+
+
+def _definition(what: str, refusal: Refusal = always) -> Backend:
+    return Backend("reference", what, refusal, by_itself=False)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "attention": Operation(
+        "softmax(q k^T) v within documents",
+        "A",
+        (
+            Backend("varlen", "flash kernels over documents end to end", varlen),
+            Backend("flex", "kernels compiled around documents and soft cap", flex),
+            Backend("varlen_padded", "varlen, v in the dim of q", varlen_padded, False),
+            Backend("torch", "scaled_dot_product_attention, a mask for packed rows", always),
+            _definition("one query after another", whole_rows),
+        ),
+    ),
+    "mamba3": Operation(
+        "the Mamba-3 scan",
+        "M",
+        (
+            Backend("mamba_ssm", "SISO: the Triton kernels of mamba-ssm", mamba3_siso),
+            Backend("tilelang", "MIMO: the TileLang kernels of mamba-ssm", mamba3_mimo),
+            Backend("torch", "matrix products over chunks", always),
+            _definition("one token after another"),
+        ),
+    ),
+    "m2rnn": Operation(
+        "the M2RNN recurrence",
+        "R",
+        (
+            Backend("triton", "a program per row and head, its state in registers", m2rnn_triton),
+            Backend("torch", "chunk by chunk, one token after another inside", always),
+            _definition("one token after another under autograd", whole_rows),
+        ),
+    ),
+    "experts": Operation(
+        "rows to the experts that they chose, and back",
+        "E",
+        (
+            Backend("triton", "grouped products, Triton between them", experts_triton),
+            Backend("torch", "grouped products; a product per expert where torch has none", always),
+            _definition("one expert after another under autograd"),
+        ),
+    ),
+    "cross_entropy": Operation(
+        "a linear head and its loss, without logits of all tokens",
+        "",
+        (
+            Backend("triton", "chunks of tokens, two passes over their logits", triton_kernels),
+            Backend("torch", "chunks of tokens, elementwise passes by torch", always),
+            _definition("logits of all tokens under autograd", whole_vocabulary),
+        ),
+    ),
+}
+
+
+def choose(config: Config, host: Host) -> dict[str, Choice]:
+    """The backend of every operation that the model has.
+
+    Raises:
+        ConfigError: a backend that is asked for by name can't run here.
+    """
+    letters = set(block_letters(config.model.pattern, config.model.depth))
+    if config.model.mtp.depths:
+        letters |= {"A"}  # its blocks attend
+    found = {}
+    for name, operation in OPERATIONS.items():
+        if not operation.letters or letters & set(operation.letters):
+            found[name] = _choice(name, operation, config, host)
+    return found
+
+
+def _choice(name: str, operation: Operation, config: Config, host: Host) -> Choice:
+    asked = getattr(config.kernels, name)
+    if asked != "auto":
+        against = operation.backend(asked).refusal(config, host)
+        if against:
+            raise refused(name, asked, against)
+        return Choice(name, asked, asked, {})
+    passed_over = {}
+    for backend in operation.backends:
+        if backend.by_itself:
+            against = backend.refusal(config, host)
+            if against is None:
+                return Choice(name, backend.name, asked, passed_over)
+            passed_over[backend.name] = against
+    raise AssertionError(f"{name}: torch runs everywhere")
+
+
+def plain_loss(found: Mapping[str, Choice], host: Host) -> str | None:
+    """What a run is warned of: a GPU for whose head there is no kernel; None: nothing.
+
+    On a CPU the torch form is the one there is, and who asks for it by name knows.
+    """
+    choice = found["cross_entropy"]
+    if host.device == "cpu" or choice.asked != "auto" or choice.backend != "torch":
+        return None
+    capability = f" ({dotted(host.capability)})" if host.capability else ""
+    why = "; ".join(f"{name}: {why}" for name, why in choice.passed_over.items())
+    name = f"{host.name or 'this GPU'}{capability}"
+    return f"cross entropy: no native kernel for {name}: the chunked torch path ({why})"
+
+
+def refused(operation: str, backend: str, why: str) -> ConfigError:
+    """The error of a backend that was asked for by name."""
+    return config_error(
+        f"kernels.{operation}", backend, why, f"use kernels.{operation}=auto, or mend that"
+    )
+
+
+def kernel_rules(config: Config) -> Iterator[ConfigError]:
+    """Named backends that can't run, as far as a configuration and what is installed can tell."""
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    host = replace(planned_host(config, device), packages=installed())
+    for name in (f.name for f in fields(KernelsConfig)):
+        asked = getattr(config.kernels, name)
+        if asked != "auto":
+            against = OPERATIONS[name].backend(asked).refusal(config, host)
+            if against:
+                yield refused(name, asked, against)
+
+
+def planned_host(config: Config, device: str) -> Host:
+    """A host that nobody has looked at: a CPU, or some GPU with what torch's own builds bring.
+
+    Plans must not depend on what is installed where they are made.
+    """
+    dtype = config.precision.dtype
+    if dtype == "auto":
+        dtype = "bf16" if device == "cuda" else "fp32"
+    return Host(device, dtype, packages=BROUGHT)
+
+
+def planned_kernels(config: Config, device: str) -> KernelsConfig:
+    """`auto` settled as on a host that nobody has looked at; names stay as they are."""
+    found = choose(replace(config, kernels=KernelsConfig()), planned_host(config, device))
+    free = {n: c.backend for n, c in found.items() if getattr(config.kernels, n) == "auto"}
+    return replace(config.kernels, **free)

@@ -1,0 +1,277 @@
+"""The ladder of a fitted run: candidates in turn until one takes four sound steps.
+
+    plan -> four steps of the first -> out of memory? the next one that keeps recomputing as it is
+         -> median of steps 1 to 3  -> gradient norms against their average -> train
+
+A candidate that ran out of memory was predicted to fit, so its estimate is off by some bytes: those
+that are predicted to need as much aren't tried, nor those a little below (`BUMP`). From then on the
+first are those that recompute as the last one did, of these the ones that change one setting and no
+more, and then the planner's order counts. Whatever else goes wrong is a bug, and ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Literal, Protocol
+
+from megacpp.config.arguments import flatten
+from megacpp.config.schema import Config
+from megacpp.errors import ConfigError, MegacppError, config_error
+from megacpp.memory.budget import words
+from megacpp.memory.estimate import MemoryEstimate
+from megacpp.run.health import Health
+
+STEPS = 4
+BUMP = 0.02  # of an estimate that ran out of memory, that the next one has to be below it
+# Follow from the mesh and the batch of a candidate, whose tokens a step are all the same.
+DERIVED = ("train.grad_accum", "mesh.dp_shard")
+
+
+class Candidate(Protocol):
+    """A configuration that the planner scored (megacpp/memory/planner.py)."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def estimate(self) -> MemoryEstimate: ...
+    @property
+    def score(self) -> Any: ...
+    @property
+    def checkpointing(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of four steps.
+
+    `unsound`: they ran, and their gradients say that training would not. `failed`: anything that
+    another configuration would not mend.
+
+    Attributes:
+        step_s, tokens_per_s, grad_norms: of every step.
+        peak_bytes: of rank 0.
+        code: exit code of the first rank that failed.
+    """
+
+    kind: Literal["ok", "oom", "unsound", "failed"]
+    detail: str = ""
+    step_s: tuple[float, ...] = ()
+    tokens_per_s: tuple[float, ...] = ()
+    grad_norms: tuple[float | None, ...] = ()
+    peak_bytes: int | None = None
+    code: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Of the steps after the first, in which kernels are built and memory is taken."""
+        return median(self.step_s[1:]) if len(self.step_s) > 1 else None
+
+    @property
+    def median_tokens_per_s(self) -> float | None:
+        return median(self.tokens_per_s[1:]) if len(self.tokens_per_s) > 1 else None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One rung.
+
+    Attributes:
+        changed: settings that differ from the attempt before (from the configuration asked for,
+            in the first), new values by name; `knobs`: what a person would call them.
+        headroom: part of the device that estimates had to leave free.
+    """
+
+    number: int
+    candidate: Candidate
+    changed: dict[str, Any]
+    knobs: tuple[str, ...]
+    headroom: float
+    outcome: Outcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """For launch.json."""
+        o = self.outcome
+        return {
+            "attempt": self.number,
+            "changed": self.changed,
+            "knobs": list(self.knobs),
+            "checkpointing": self.candidate.checkpointing,
+            "headroom": self.headroom,
+            "predicted_bytes": self.candidate.estimate.point,
+            "outcome": o.kind,
+            "detail": o.detail,
+            "peak_bytes": o.peak_bytes,
+            "median_step_s": o.median_step_s,
+            "median_tokens_per_s": o.median_tokens_per_s,
+            "grad_norms": list(o.grad_norms),
+            "wall_s": o.wall_s,
+        }
+
+
+@dataclass
+class Ladder:
+    """Chooses the next candidate from what came of those before; nothing here runs anything.
+
+    Args:
+        candidates: in the planner's order, scored, all of the same tokens a step.
+        asked: the configuration that was asked for.
+        device_bytes, budget_bytes: memory of a device, and what estimates may use of it.
+        extra_bytes: what a candidate's estimate is known to miss (see calibration.py).
+    """
+
+    candidates: Sequence[Candidate]
+    asked: Config
+    device_bytes: int
+    budget_bytes: int
+    extra_bytes: Callable[[Candidate], int] = lambda _: 0
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert all(c.score is not None for c in self.candidates), "a candidate was never scored"
+        self._ceiling = float(self.budget_bytes)
+        self._tried: set[int] = set()
+
+    def next(self) -> Candidate | None:
+        """What to try now; None: nothing is left."""
+        left = [
+            (i, c)
+            for i, c in enumerate(self.candidates)
+            if i not in self._tried and c.estimate.point <= self._ceiling
+        ]
+        if any(attempt.outcome.kind == "oom" for attempt in self.attempts):
+            before = self.attempts[-1].candidate
+            left.sort(
+                key=lambda one: (
+                    one[1].checkpointing != before.checkpointing,
+                    len(knobs_between(before.config, one[1].config)) > 1,
+                    one[0],
+                )
+            )
+        for i, candidate in left:
+            if self._needs(candidate) <= self._ceiling:
+                self._now = i
+                return candidate
+        return None
+
+    def note(self, outcome: Outcome) -> Attempt:
+        """Takes in what came of the candidate that `next` returned last."""
+        candidate = self.candidates[self._now]
+        before = self.attempts[-1].candidate.config if self.attempts else self.asked
+        attempt = Attempt(
+            len(self.attempts) + 1,
+            candidate,
+            difference(before, candidate.config),
+            knobs_between(before, candidate.config),
+            round(1 - self._ceiling / self.device_bytes, 4),
+            outcome,
+        )
+        self.attempts.append(attempt)
+        self._tried.add(self._now)
+        if outcome.kind == "oom":
+            self._ceiling = min(self._ceiling, self._needs(candidate) * (1 - BUMP))
+        return attempt
+
+    def _needs(self, candidate: Candidate) -> int:
+        return candidate.estimate.point + self.extra_bytes(candidate)
+
+
+def climb(ladder: Ladder, run: Callable[[int, Candidate], Outcome]) -> Candidate:
+    """Walks the ladder until a candidate is sound.
+
+    Args:
+        run: four steps of a candidate; the number of the attempt counts from 1.
+
+    Raises:
+        ConfigError: nothing is left.
+        MegacppError: an attempt failed for another reason than memory; with its exit code.
+    """
+    while (candidate := ladder.next()) is not None:
+        number = len(ladder.attempts) + 1
+        attempt = ladder.note(run(number, candidate))
+        outcome = attempt.outcome
+        if outcome.kind == "ok":
+            return candidate
+        if outcome.kind == "failed":
+            raise _bug(attempt)
+    raise _nothing_left(ladder)
+
+
+def difference(before: Config, after: Config) -> dict[str, Any]:
+    """Settings that differ, with their new values."""
+    old = flatten(before)
+    return {key: value for key, value in flatten(after).items() if old.get(key) != value}
+
+
+def knobs_between(before: Config, after: Config) -> tuple[str, ...]:
+    """What a person would have turned; the levers of a recompute policy are one knob."""
+    keys = [key for key in difference(before, after) if key not in DERIVED]
+    return tuple(dict.fromkeys("recompute" if k.startswith("recompute.") else k for k in keys))
+
+
+def judged(records: Sequence[Mapping[str, Any]]) -> Outcome:
+    """The outcome of the steps that a smoke run recorded in metrics.jsonl.
+
+    Gradient norms are held against their average by the rules of `Health`: one that is not finite,
+    a step that was left out, or a norm beyond the critical limit makes a candidate unsound.
+    """
+    norms = tuple(row["grad_norm"] for row in records)
+    outcome = Outcome(
+        "ok",
+        step_s=tuple(row["step_s"] for row in records),
+        tokens_per_s=tuple(row["tokens_per_s"] for row in records),
+        grad_norms=norms,
+        peak_bytes=max((row["peak_bytes"] for row in records), default=None),
+    )
+    if len(records) != STEPS:
+        return _as(outcome, "failed", f"{len(records)} of {STEPS} steps are on record")
+    health = Health()
+    for row, norm in zip(records, norms, strict=True):
+        step = row["step"]
+        if norm is None or row["loss"] is None or not math.isfinite(norm):
+            return _as(outcome, "unsound", f"step {step + 1} is not finite")
+        if row["skipped"] or row["nonfinite"]:
+            return _as(outcome, "unsound", f"step {step + 1} has gradients that are not finite")
+        warned = health.observe(step, row["loss"], norm)
+        ratio = health.figures()["grad_norm_ratio"]
+        if ratio is not None and ratio >= health.critical:
+            return _as(outcome, "unsound", warned[0])
+    return outcome
+
+
+def _as(outcome: Outcome, kind: Literal["unsound", "failed"], detail: str) -> Outcome:
+    return replace(outcome, kind=kind, detail=detail)
+
+
+def _nothing_left(ladder: Ladder) -> ConfigError:
+    tried = len(ladder.attempts)
+    least = min((c.estimate.point for c in ladder.candidates), default=None)
+    if least is None:
+        rule = "the plan has no candidate for these ranks"
+    elif not tried:
+        rule = (
+            f"no candidate fits: the smallest of {len(ladder.candidates)} needs {words(least)}, "
+            f"{words(ladder.budget_bytes)} may be used"
+        )
+    else:
+        ends = ", ".join(f"{a.number}: {a.outcome.kind}" for a in ladder.attempts)
+        rule = (
+            f"none of {tried} candidates that were tried is left ({ends}), and no other is below "
+            f"{words(max(0.0, ladder._ceiling))}"
+        )
+    return config_error(
+        "memory.fit", "auto", rule, "use more ranks, a shorter data.seq_len or a smaller model"
+    )
+
+
+def _bug(attempt: Attempt) -> MegacppError:
+    said = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in attempt.changed.items())
+    error = MegacppError(
+        f"memory.fit=auto: attempt {attempt.number} ({said or 'as asked'}) failed, and not for "
+        f"lack of memory: {attempt.outcome.detail}. Fix: run it alone with --memory.fit smoke."
+    )
+    error.exit_code = attempt.outcome.code or 1
+    return error

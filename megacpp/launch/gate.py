@@ -1,0 +1,247 @@
+"""The launch gate: what a run will need is estimated first, and refused where it doesn't fit.
+
+Nothing is written and no process group exists yet. The first rank of each machine judges for all of
+its ranks: what a host has left changes while the others start, and ranks must not disagree.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp.config.arguments import Resolved
+from megacpp.config.schema import Config
+from megacpp.launch.kernels import as_chosen
+from megacpp.launch.record import device_name, versions
+from megacpp.memory.budget import (
+    BRIEF,
+    GIB,
+    Estimator,
+    as_run,
+    fullest,
+    host_available_bytes,
+    words,
+)
+from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
+from megacpp.memory.estimate import MemoryEstimate, estimate
+from megacpp.memory.fixes import refusal
+from megacpp.run.precision import compute_dtype
+
+VERDICTS = {
+    "fits": "fits",
+    "at_risk": "fits, unless routers or the allocator do their worst",
+    "does_not_fit": "DOES NOT FIT",
+    "unknown": "nobody knows what this device has",
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that one rank may use.
+
+    Attributes:
+        device_bytes: of its device, or its part of the machine; None: not known.
+        source: where that figure is from.
+        headroom: part of it that stays free.
+    """
+
+    device_bytes: int | None
+    source: str
+    headroom: float
+
+    @property
+    def budget_bytes(self) -> int | None:
+        if self.device_bytes is None:
+            return None
+        return int(self.device_bytes * (1 - self.headroom))
+
+    def __str__(self) -> str:
+        if self.device_bytes is None:
+            return self.source
+        return f"{words(self.device_bytes)} {self.source}, {self.headroom:.0%} headroom"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was known of a launch's memory before it began.
+
+    Attributes:
+        estimate: of the fullest rank, against the budget less the calibration's margin.
+        rank: which one that is.
+        gate: `on`, or `off`: nothing would have been refused.
+        settled: the configuration as this device runs it.
+        calibration: folder of records, or nothing.
+        plan, attempts: of a fitted run, for launch.json.
+    """
+
+    estimate: MemoryEstimate
+    rank: int
+    gate: str
+    room: Room
+    margin: Margin
+    situation: Situation
+    settled: Config
+    calibration: str
+    plan: dict[str, Any] | None = None
+    attempts: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What a measurement is compared with."""
+        return comparable_bytes(self.estimate, self.settled.train.device)
+
+    def lines(self) -> list[str]:
+        """For the header of a run."""
+        e = self.estimate
+        at = f" in {e.moment}" if e.moment else ""
+        largest = sorted(e.components.items(), key=lambda one: -one[1])[:5]
+        off = "; memory.gate=off: it starts whatever the estimate says" * (self.gate == "off")
+        number = len(self.attempts)
+        whole = ", of tensors: a step's line has the whole process"
+        whole *= self.settled.train.device == "cpu"
+        return [
+            f"{words(e.point)} expected{at} on rank {self.rank}, {words(e.upper)} at most{whole}",
+            ", ".join(f"{name} {words(n)}" for name, n in largest if n),
+            f"{_may_use(e.budget)} ({self.room}): {VERDICTS[e.verdict]}{off}",
+            self.margin.line(),
+            *([f"chosen by attempt {number} of memory.fit=auto"] if number else []),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For launch.json."""
+        m = self.margin
+        return {
+            "estimate": self.estimate.as_dict(),
+            "rank": self.rank,
+            "gate": self.gate,
+            "budget": self.estimate.budget,
+            "device_bytes": self.room.device_bytes,
+            "device_bytes_from": self.room.source,
+            "headroom": self.room.headroom,
+            "calibration": {
+                "key": self.situation.key,
+                "source": m.source,
+                "rows": m.rows,
+                "residual": m.residual,
+                "trusted": m.trusted,
+                "extra_bytes": m.extra_bytes,
+                "unreadable": list(m.unreadable),
+            },
+        }
+
+
+class Assessor:
+    """Estimates configurations of one launch, each with the margin that was learned for it.
+
+    Args:
+        size: ranks.
+        estimator: of one rank.
+    """
+
+    def __init__(
+        self, config: Config, size: int, device: torch.device, estimator: Estimator = estimate
+    ) -> None:
+        self.size, self.device, self.estimator = size, device, estimator
+        self.room = room_of(config, device)
+        found = versions()
+        self.versions = {name: found.get(name) for name in ("torch", "megacpp")}
+
+    def settled(self, config: Config) -> Config:
+        """`auto` as it will run here."""
+        narrow = compute_dtype(config.precision, self.device) == torch.bfloat16
+        return as_run(as_chosen(config, self.device), self.device.type, narrow)
+
+    def price(self, config: Config, extra_bytes: int = 0) -> MemoryEstimate:
+        """What the fullest rank needs, against the budget less what a margin takes of it."""
+        budget = self.room.budget_bytes
+        left = None if budget is None else max(0, budget - extra_bytes)
+        brief = BRIEF if self.estimator is estimate else self.estimator
+        return fullest(self.settled(config), self.size, left, brief)[1]
+
+    def assess(self, config: Config) -> Admission:
+        """The estimate of a configuration with all that its verdict rests on."""
+        settled = self.settled(config)
+        where = situation(settled, self.size, device_name(self.device), self.versions)
+        rank, plain = fullest(settled, self.size, self.room.budget_bytes, self.estimator)
+        folder = config.memory.calibration
+        records, unreadable = read_records(Path(folder)) if folder else ([], ())
+        point = comparable_bytes(plain, self.device.type)
+        learned = replace(margin(point, where, records), unreadable=unreadable)
+        left = None if plain.budget is None else max(0, plain.budget - learned.extra_bytes)
+        return Admission(
+            replace(plain, budget=left),
+            rank,
+            config.memory.gate,
+            self.room,
+            learned,
+            where,
+            settled,
+            config.memory.calibration,
+        )
+
+    def judge(self, found: Admission) -> None:
+        """On the first rank of a machine, unless `memory.gate` is off.
+
+        Raises:
+            ConfigError: with the three cheapest changes that help.
+        """
+        if found.gate == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        if found.estimate.verdict != "does_not_fit":
+            return
+        extra = found.margin.extra_bytes
+        room = f"{self.room}{f', {words(extra)} for what was misjudged before' if extra else ''}"
+        price = lambda other: self.price(other, extra)  # noqa: E731
+        raise refusal(found.settled, self.size, found.rank, price, found.estimate, room)
+
+
+def admit(resolved: Resolved, size: int, device: torch.device) -> Admission:
+    """Estimates a run before it starts.
+
+    Raises:
+        ConfigError: it doesn't fit, and `memory.gate` is on.
+    """
+    assessor = Assessor(resolved.config, size, device)
+    found = assessor.assess(resolved.config)
+    assessor.judge(found)
+    return found
+
+
+def set_allocator(config: Config, device: torch.device) -> None:
+    """What `memory.expandable_segments` says, on a GPU; call it before the first tensor.
+
+    Other settings of `PYTORCH_ALLOC_CONF` stay.
+    """
+    if device.type == "cuda":
+        grow = config.memory.expandable_segments
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")
+
+
+def room_of(config: Config, device: torch.device) -> Room:
+    """What is configured; else the smallest GPU of this machine's ranks, or a part of its host."""
+    memory, ranks = config.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if memory.device_gib:
+        return Room(int(memory.device_gib * GIB), "given", memory.headroom)
+    if device.type == "cuda":
+        found = range(min(ranks, torch.cuda.device_count()))
+        least = min(torch.cuda.get_device_properties(i).total_memory for i in found)
+        return Room(least, f"of {device_name(device)}", memory.headroom)
+    host = host_available_bytes()
+    if host is None:
+        return Room(None, "nothing says how much memory this machine has left", memory.headroom)
+    share = f"of {words(host)} left for {ranks} ranks" if ranks > 1 else "left on this machine"
+    return Room(host // ranks, share, memory.headroom)
+
+
+def comparable_bytes(estimate: MemoryEstimate, device: str) -> int:
+    """The part of an estimate that can be measured: not what a process on a CPU has loaded."""
+    loaded = estimate.components.get("runtime_reserved", 0) if device == "cpu" else 0
+    return estimate.point - loaded
+
+
+def _may_use(budget: int | None) -> str:
+    return "no budget" if budget is None else f"{words(budget)} may be used"

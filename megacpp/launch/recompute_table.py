@@ -1,0 +1,65 @@
+"""What each layer runs again in backward, for the header of a run and for launch.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from megacpp.config.checks.fp8 import fp8_blocks
+from megacpp.config.schema import Config
+from megacpp.model.pattern import block_letters
+from megacpp.model.pieces import Piece, layer_pieces
+
+WORDS: dict[Piece, str] = {
+    "block": "all of the block",
+    "norm": "norms",
+    "core_attn": "core attention",
+    "mla_q_upproj": "queries from their latent",
+    "mla_kv": "keys and values from their latent",
+    "mlp": "hidden units of dense feed-forwards",
+    "expert_gemm": "rows and hidden units of experts",
+    "conv_bc": "convolution to scan inputs",
+}
+
+
+def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, Any]]:
+    """One row per layer, in order; with FP8 also whether it computes in it.
+
+    Args:
+        compiled: layers where the compiler decides, of all or of a part, and in which words.
+    """
+    letters = block_letters(config.model.pattern, config.model.depth)
+    pieces = layer_pieces(config.recompute, config.model)
+    rows, in_fp8 = [], fp8_blocks(config)
+    for layer, (letter, chosen) in enumerate(zip(letters, pieces, strict=True)):
+        names = [word for piece, word in WORDS.items() if piece in chosen]
+        if letter == "R" and config.recompute.rblock != "none":
+            names.append("recurrence from its chunks' first states")
+        if layer in compiled:  # of an E block the shared expert alone
+            names = [*(names if letter == "E" else []), compiled[layer]]
+        row = {"layer": layer, "kind": letter, "runs_again": names}
+        rows.append(row if config.precision.fp8 == "off" else row | {"fp8": layer in in_fp8})
+    return rows
+
+
+def table_lines(config: Config, compiled: Mapping[int, str]) -> list[str]:
+    """A line for all layers of a kind that do the same; the last layer apart."""
+    *rows, last = layer_rows(config, compiled)
+    key = lambda row: (row["kind"], row["runs_again"], row.get("fp8", False))  # noqa: E731
+    found = []
+    for (kind, names, fp8), same in groupby(sorted(rows, key=key), key):
+        words = ", ".join(names) or "keeps all"
+        found.append(f"{kind} x {len(list(same)):<3} {words}{' (FP8)' * fp8}")
+    names = ", ".join(last["runs_again"])
+    found.append(f"last {last['kind']} {names or 'keeps all, its backward comes at once'}")
+    policy = config.recompute
+    if policy.offload != "none":
+        what = {"block_inputs": "what pieces start from", "saved_tensors": "all that is kept"}
+        found.append(
+            f"{what[policy.offload]} from {policy.offload_min_mib:g} MiB waits on the host, "
+            f"up to {policy.offload_host_gib:g} GiB"
+        )
+    if policy.compress:
+        found.append(f"inputs of linear layers kept as projections to {policy.compress:g} of them")
+    return found

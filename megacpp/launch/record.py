@@ -1,0 +1,126 @@
+"""What was launched: the header on the screen, config.json and launch.json in the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp.config.schema import Config
+from megacpp.memory.calibration import fingerprint
+from megacpp.model.count import ParameterCount
+from megacpp.terminal.screen import columns, wrapped
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich")
+
+
+def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> None:
+    """config.json: the resolved configuration and where each value came from."""
+    content = {"config": dataclasses.asdict(config), "provenance": provenance}
+    write_json(folder / "config.json", content)
+
+
+def write_launch(
+    folder: Path, config: Config, mesh: dict[str, int], count: ParameterCount, **more: Any
+) -> None:
+    """launch.json: configuration and its hash, commit, versions, device, mesh, parameter counts.
+
+    A resumed run writes `launch-<step>.json` beside it.
+    """
+    content = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "platform": platform.platform(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "mesh": mesh,
+        "parameters": dataclasses.asdict(count),
+        "policy": dataclasses.asdict(config.recompute),
+        "config": dataclasses.asdict(config),
+        "config_hash": fingerprint(dataclasses.asdict(config)),
+        **more,
+    }
+    first = more.get("first_step", 0)
+    write_json(folder / (f"launch-{first:06d}.json" if first else "launch.json"), content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON whole or not at all (temporary name, then rename)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200`, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver, as nvidia-smi says it; None: it doesn't."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line.strip() for line in done.stdout.splitlines() if line.strip()), None)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a run depends on."""
+    found = {"megacpp": metadata.version("megacpp")} if _installed("megacpp") else {}
+    return found | {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout, with `-dirty` if it has changes; None outside of git."""
+    root = Path(__file__).parents[2]
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("-dirty" if _git(root, "status", "--porcelain") else "")
+
+
+def print_header(sections: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """The header of a run: named groups of lines, wrapped to the screen."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for title, lines in sections:
+        console.print(f"[bold]{title}[/bold]")
+        for text in lines:
+            # Spaces inside a line align the columns of a table, which is narrow as it is.
+            fits = len(text) + 2 <= columns()
+            for line in [f"  {text}"] if fits else wrapped(text, "    ", "  "):
+                console.print(line, markup=False)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

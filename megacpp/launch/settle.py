@@ -1,0 +1,177 @@
+"""Whether a run may start, and with which configuration: the gate, or a fitted run's ladder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp.config.arguments import Resolved, parse_run
+from megacpp.config.schema import Config
+from megacpp.errors import MegacppError, config_error
+from megacpp.launch import fit
+from megacpp.launch.fit import Ladder, Outcome, climb, difference
+from megacpp.launch.gate import Admission, Assessor, admit
+from megacpp.launch.peers import Peers
+from megacpp.launch.smoke import Order, arguments_of, nobody_met, order_of, run_order
+from megacpp.memory.planner import Candidate, Plan, plan
+
+PORTS = 3  # that may turn out to be taken
+SHOWN = 10  # candidates in the launch record
+
+
+def settle(resolved: Resolved, peers: Peers, device: torch.device) -> tuple[Resolved, Admission]:
+    """The configuration that a run starts with, and what its memory was estimated to be.
+
+    That is the one given, unless `memory.fit` is `auto`. Called by every rank before any process
+    group exists.
+
+    Raises:
+        ConfigError: it doesn't fit and the gate is on; or no candidate does.
+        MegacppError: an attempt failed for another reason than memory.
+    """
+    if resolved.config.memory.fit != "auto":
+        return resolved, admit(resolved, peers.size, device)
+    size, assessor = peers.size, Assessor(resolved.config, peers.size, device)
+    try:
+        if peers.rank:
+            config, told = _follow(peers, size), {}
+        else:
+            config, told = _lead(peers, assessor, resolved)
+    except Exception:
+        peers.gather("over", True)
+        raise
+    peers.gather("over", True)  # the store may be rank 0's: it leaves last
+    found = replace(assessor.assess(config), **told)
+    return _refit(resolved, config), found
+
+
+def planned(assessor: Assessor, resolved: Resolved) -> Plan:
+    """The plan of a run; what its command line says stays as it is."""
+    budget = assessor.room.budget_bytes
+    assert budget is not None
+    settled = assessor.settled(resolved.config)
+    found = plan(settled, assessor.size, budget, settled.train.tokens_per_step, resolved.given)
+    return replace(
+        found, candidates=tuple(_unsettled(c, resolved.config) for c in found.candidates)
+    )
+
+
+def _unsettled(candidate: Candidate, asked: Config) -> Candidate:
+    """With `auto` where it was asked for: it was estimated as what that comes to here."""
+    train = replace(candidate.config.train, device=asked.train.device)
+    return replace(
+        candidate, config=replace(candidate.config, train=train, precision=asked.precision)
+    )
+
+
+def _lead(peers: Peers, assessor: Assessor, resolved: Resolved) -> tuple[Config, dict[str, Any]]:
+    """Rank 0: plans, has all ranks try, and says which configuration it is."""
+    asked, room = resolved.config, assessor.room
+    folder = _own_folder(Path(resolved.config.run.dir))
+    orders = _Orders(peers, assessor.size, folder)
+    try:
+        if room.device_bytes is None or room.budget_bytes is None:
+            raise config_error("memory.fit", "auto", room.source, "give memory.device_gib")
+        found = planned(assessor, resolved)
+        ladder = Ladder(
+            found.candidates,
+            asked,
+            room.device_bytes,
+            room.budget_bytes,
+            lambda c: assessor.assess(c.config).margin.extra_bytes,
+        )
+        print(f"memory.fit=auto: {len(found.candidates)} candidates, the first that fits runs now")
+        config = climb(ladder, orders.run).config
+    except Exception as error:
+        code = error.exit_code if isinstance(error, MegacppError) else 1
+        orders.say({"error": str(error), "code": code})
+        raise
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # nothing failed
+        folder.parent.rmdir()
+    orders.say({"go": arguments_of(config)})
+    attempts = tuple(attempt.as_dict() for attempt in ladder.attempts)
+    return config, {"plan": summary(found, asked), "attempts": attempts}
+
+
+def _follow(peers: Peers, size: int) -> Config:
+    """Any other rank: does what rank 0 says until it says which configuration it is."""
+    number = 1
+    while True:
+        said = peers.hear(f"order/{number}")
+        if "go" in said:
+            return parse_run(said["go"], size).config
+        if "error" in said:
+            error = MegacppError(said["error"])
+            error.exit_code = said["code"]
+            raise error
+        order = Order(**{**said["run"], "arguments": tuple(said["run"]["arguments"])})
+        run_order(order, peers)
+        number += 1
+
+
+@dataclass
+class _Orders:
+    """What rank 0 has told the others so far."""
+
+    peers: Peers
+    size: int
+    folder: Path
+    number: int = 0
+
+    def say(self, what: dict[str, Any]) -> None:
+        self.number += 1
+        self.peers.tell(f"order/{self.number}", what)
+
+    def run(self, number: int, candidate: fit.Candidate) -> Outcome:
+        for _ in range(PORTS):
+            own = self.folder / f"attempt-{number}"
+            order = order_of(self.number + 1, candidate.config, self.size, own)
+            self.say({"run": asdict(order)})
+            outcome = run_order(order, self.peers)
+            assert outcome is not None
+            if not nobody_met(outcome):
+                break
+        took = f"{outcome.median_step_s:.3f} s a step" if outcome.median_step_s else outcome.detail
+        print(f"attempt {number}: {outcome.kind}, {took}", flush=True)
+        return outcome
+
+
+def summary(found: Plan, asked: Config) -> dict[str, Any]:
+    """A plan for the launch record."""
+    return {
+        "world": found.world,
+        "budget_bytes": found.budget_bytes,
+        "tokens_per_step": found.tokens_per_step,
+        "considered": found.considered,
+        "out": dict(found.out),
+        "candidates": len(found.candidates),
+        "first": [
+            {
+                "changed": difference(asked, c.config),
+                "predicted_bytes": c.estimate.point,
+                "verdict": c.estimate.verdict,
+                "score": list(c.score),
+                "checkpointing": c.checkpointing,
+            }
+            for c in found.candidates[:SHOWN]
+        ],
+    }
+
+
+def _refit(resolved: Resolved, config: Config) -> Resolved:
+    """The command line with what was found out; each setting says where it is from."""
+    changed = difference(resolved.config, config)
+    notes = tuple(f"{key} = {value} (memory.fit=auto)" for key, value in sorted(changed.items()))
+    provenance = {**resolved.provenance, **dict.fromkeys(changed, "fitted")}
+    return Resolved(config, provenance, (*resolved.notes, *notes))
+
+
+def _own_folder(run: Path) -> Path:
+    """Beside the run's folder, one for each start: what failed can be read later."""
+    return run.with_name(f"{run.name}.fit") / time.strftime("%Y%m%d-%H%M%S")

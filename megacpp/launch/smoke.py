@@ -1,0 +1,229 @@
+"""Four steps of a candidate, in processes of their own, on the very ranks of the run.
+
+Every rank starts `train.py` again beside itself, with the candidate's mesh and a rendezvous of its
+own. A fresh process, because nothing less undoes running out of memory: a failed rank may leave
+collectives half done, an allocator in pieces, or be killed. Not a fork, because neither a CUDA
+driver nor threads survive one. The ranks that wait speak through the launcher's store: rank 0 says
+what to run and hears how it ended; one failed child ends all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from megacpp.config.arguments import flatten, parse_run, replace_keys
+from megacpp.config.presets import preset
+from megacpp.config.schema import Config
+from megacpp.launch.fit import STEPS, Outcome, judged
+from megacpp.launch.peers import POLL_S, Peers
+from megacpp.run.failure import PEER_LOST
+from megacpp.run.oom import NO_MEMORY
+
+LINE = 400  # characters of a message
+GRACE_S = 10.0  # for children to notice by themselves that a peer is gone
+KILLED = -signal.SIGKILL  # how the kernel ends whoever took its last memory
+SAID = (*NO_MEMORY, "OutOfMemoryError:", "MemoryError:", "std::bad_alloc")
+# What a candidate's four steps have otherwise than its run: nothing is kept of them.
+SETTINGS: dict[str, Any] = {
+    "run.steps": STEPS,
+    "run.eval_every": 0,
+    "run.log_every": 1,
+    "run.sample_tokens": 0,
+    "run.tensorboard": False,
+    "run.wandb": "",
+    "run.profile": "",
+    "train.batch_warmup_steps": 0,
+    "optim.warmup_steps": 0,
+    "optim.warmup_ratio": 0.0,
+    "checkpoint.every": 0,
+    "memory.fit": "smoke",
+    "memory.gate": "off",
+    "memory.snapshot_every": 0,
+}
+
+
+class Child(Protocol):
+    """A started process, as `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks start: `train.py` with these arguments.
+
+    Attributes:
+        number: of the order; an attempt may take several.
+        folder: of the attempt, the same path on every machine.
+        address, port: where its rank 0 lets the others meet.
+    """
+
+    number: int
+    arguments: tuple[str, ...]
+    folder: str
+    address: str
+    port: int
+
+
+def order_of(number: int, config: Config, size: int, folder: Path) -> Order:
+    """Four steps of a resolved configuration, and nothing but that.
+
+    The arguments are read back and compared: what runs is what was scored.
+
+    Args:
+        folder: of the attempt.
+    """
+    smoke = replace_keys(config, {**SETTINGS, "run.dir": str(folder)})
+    arguments = arguments_of(smoke)
+    assert parse_run(arguments, size).config == smoke, "flags that don't say the configuration"
+    return Order(number, tuple(arguments), str(folder), *_meeting_point())
+
+
+def arguments_of(config: Config) -> list[str]:
+    """The command line that means a resolved configuration: its preset, and all that differs."""
+    base = flatten(preset(config.preset))
+    return [
+        config.preset,
+        *(
+            f"--{key.replace('_', '-')}={_text(value)}"
+            for key, value in flatten(config).items()
+            if key != "preset" and (key not in base or base[key] != value)
+        ),
+    ]
+
+
+def run_order(order: Order, peers: Peers) -> Outcome | None:
+    """Runs it on all ranks together; the outcome on rank 0, nothing elsewhere."""
+    folder, began = Path(order.folder), time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"log-{peers.rank}.txt").open("w") as log:
+        child = spawn(order.arguments, _environment(order, peers), log)
+        try:
+            code, ended = _until_over(child, f"{order.number}/failed", peers)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    end = {"code": code, "ended": ended, "said": _last_words(folder, peers.rank)}
+    ends = peers.gather(f"{order.number}/end", end)
+    if peers.rank:
+        return None
+    outcome = replace(_outcome(ends, folder), wall_s=time.perf_counter() - began)
+    if outcome.kind == "ok":
+        shutil.rmtree(folder, ignore_errors=True)
+    return outcome
+
+
+def nobody_met(outcome: Outcome) -> bool:
+    """Whether somebody else took the port between the order and its start."""
+    return outcome.kind == "failed" and "EADDRINUSE" in outcome.detail
+
+
+def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> Child:
+    """A new interpreter with the script that runs here; it doesn't outlive this process."""
+    return subprocess.Popen(
+        [sys.executable, sys.argv[0], *arguments],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel for an end together with the parent: a launcher knows nothing of children."""
+    pr_set_pdeathsig = 1  # <linux/prctl.h>
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _until_over(child: Child, failed: str, peers: Peers) -> tuple[int, bool]:
+    """The child's exit code, and whether it was ended from here because another rank's failed."""
+    deadline: float | None = None
+    while (code := child.poll()) is None:
+        if deadline is None and peers.told(failed):
+            deadline = time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            child.kill()
+            return child.wait(), True
+        time.sleep(POLL_S)
+    if code:
+        peers.tell(failed, peers.rank)
+    return code, False
+
+
+def _environment(order: Order, peers: Peers) -> dict[str, str]:
+    """This rank's own, but for the place where the group meets."""
+    if peers.size == 1:
+        return dict(os.environ)
+    where = {"MASTER_ADDR": order.address, "MASTER_PORT": str(order.port)}
+    # Its rank 0 opens the store; torchrun's is for the run itself.
+    return {**os.environ, **where, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _outcome(ends: Sequence[Mapping[str, Any]], folder: Path) -> Outcome:
+    """What all ranks' ends come to: memory explains every other failure beside it."""
+    for rank, end in enumerate(ends):
+        if out_of_memory(end):
+            return Outcome("oom", f"rank {rank}: {end['said'] or 'killed'}", code=end["code"])
+    bad = [(rank, end) for rank, end in enumerate(ends) if end["code"] and not end["ended"]]
+    if bad:  # a rank that lost a peer has less to say than that peer
+        rank, end = min(bad, key=lambda one: (one[1]["code"] == PEER_LOST, one[0]))
+        said = f"rank {rank}: {end['said'] or 'no message'} ({folder}/log-{rank}.txt)"
+        kind = "unsound" if end["code"] == 5 else "failed"
+        return Outcome(kind, said, code=end["code"] if end["code"] > 0 else 1)
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    return judged([json.loads(row) for row in rows])
+
+
+def out_of_memory(end: Mapping[str, Any]) -> bool:
+    """Whether a rank ended for lack of memory, by what it said or who killed it."""
+    if end["ended"] or not end["code"]:
+        return False
+    return end["code"] == KILLED or any(word in end["said"] for word in SAID)
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    """The message of a rank that failed: of its exception, else the end of what it printed."""
+    own, log = folder / "failures" / f"rank-{rank}.txt", folder / f"log-{rank}.txt"
+    with contextlib.suppress(OSError):
+        lines = own.read_text(errors="replace").splitlines()
+        frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+        message = lines[frames[-1] + 1 :] if frames else lines
+        return " ".join(" ".join(message).split())[:LINE]
+    with contextlib.suppress(OSError):
+        lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()][-50:]
+        for telling in (SAID, ("error: ",), ("",)):
+            found = [line for line in lines if any(word in line for word in telling)]
+            if found:
+                return found[-1][:LINE]
+    return ""
+
+
+def _meeting_point() -> tuple[str, int]:
+    """An address that all ranks know, with a port that is free on it now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return os.environ.get("MASTER_ADDR", "localhost"), probe.getsockname()[1]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,230 @@
+"""The start of a run: the last checks, the header on the screen, config.json and launch.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacpp.config.arguments import Resolved, flatten
+from megacpp.config.checks.every import tokens_formula
+from megacpp.config.checks.mesh import batch_ranks
+from megacpp.config.schema import Config
+from megacpp.data.batches import Corpus
+from megacpp.data.schedule import batch_schedule
+from megacpp.kernels.selection import Choice
+from megacpp.launch.features import feature_lines
+from megacpp.launch.gate import Admission, set_allocator
+from megacpp.launch.kernels import as_chosen, choices, kernel_lines, kernel_record
+from megacpp.launch.peers import Peers
+from megacpp.launch.recompute_table import layer_rows
+from megacpp.launch.recompute_table import table_lines as recompute_lines
+from megacpp.launch.record import device_name, print_header, write_config, write_launch
+from megacpp.launch.settle import settle
+from megacpp.memory.budget import as_run
+from megacpp.memory.forms.activations import activation_bytes
+from megacpp.model.count import count_parameters, table_lines
+from megacpp.model.flops import train_flops_per_token
+from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
+from megacpp.run.kernel_check import verify_kernels
+from megacpp.run.metrics import device_peak_flops
+from megacpp.run.precision import check_device, compute_dtype, storage_dtype
+from megacpp.run.sinks import check_sinks
+from megacpp.terminal.screen import check_folder
+
+
+def prepare(resolved: Resolved, peers: Peers, device: torch.device) -> Launch:
+    """All that can be settled, or be wrong, before ranks meet; every rank calls it.
+
+    Raises:
+        DataError: the corpus is missing or damaged.
+        ConfigError: corpus, device, sinks, kernels or memory don't go with the configuration.
+    """
+    check_folder("run.dir", Path(resolved.config.run.dir))
+    corpus = open_corpus(resolved.config)
+    check_corpus(resolved.config, corpus)
+    check_device(resolved.config, device)
+    check_sinks(resolved.config)
+    kernels = choices(resolved.config, device)
+    resolved, admission = settle(resolved, peers, device)
+    set_allocator(resolved.config, device)
+    agreed = verify_kernels(resolved.config, device, kernels)
+    return Launch(resolved, corpus, device, admission, kernels, tuple(agreed))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was settled before ranks met.
+
+    Attributes:
+        resolved: the configuration that runs (of a fitted run the one that was found).
+        admission: what its memory was estimated to be.
+        kernels: what does each hot operation, and why.
+        agreed: a line for each kernel that was compared with its definition.
+    """
+
+    resolved: Resolved
+    corpus: Corpus
+    device: torch.device
+    admission: Admission
+    kernels: Mapping[str, Choice]
+    agreed: tuple[str, ...]
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    @property
+    def retried_s(self) -> float:
+        """Seconds of attempts that ran out of memory."""
+        return sum(a["wall_s"] for a in self.admission.attempts if a["outcome"] == "oom")
+
+
+def announce(
+    launch: Launch,
+    mesh: Mapping[str, int],
+    active: bool,
+    optimizer: Sequence[str],
+    compiled: Mapping[int, str],
+    fp8: Sequence[str],
+    first_step: int,
+    changed: Sequence[str],
+) -> Callable[[float], float | None]:
+    """Prints the header and writes the launch record, where `active`.
+
+    Args:
+        mesh: degree of each axis.
+        optimizer, fp8: lines of the header.
+        compiled: layers where the compiler decides what is kept, in which words.
+        changed: settings that differ from those of the checkpoint that the run goes on from.
+
+    Returns:
+        Model FLOP utilisation for a number of tokens per second; None on devices whose peak
+        nobody published.
+    """
+    resolved, corpus, device = launch.resolved, launch.corpus, launch.device
+    kernels, agreed, admission = launch.kernels, launch.agreed, launch.admission
+    config = resolved.config
+    axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep folds others
+    ranks, rows = math.prod(axes.values()), batch_ranks(config.mesh, math.prod(axes.values()))
+    flops = train_flops_per_token(config.model, config.data.seq_len)
+    peak = device_peak_flops(device)
+    if active:
+        folder = Path(config.run.dir)
+        write_config(folder, config, resolved.provenance)
+        count = count_parameters(config.model)
+        write_launch(
+            folder,
+            config,
+            dict(mesh),
+            count,
+            flops_per_token=flops,
+            data_fingerprint=corpus.fingerprint,
+            first_step=first_step,
+            device=device_name(device),
+            recompute=layer_rows(config, compiled),
+            fp8=list(fp8),
+            kernels=kernel_record(kernels),
+            kernels_agreed=list(agreed),
+            activations=kept_by_a_microbatch(config, ranks, device),
+            memory=admission.as_dict(),
+            plan=admission.plan,
+            attempts=list(admission.attempts),
+        )
+        given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
+        print_header(
+            [
+                (f"megacpp {config.preset}", [f"run folder {folder}", *given, *resolved.notes]),
+                ("model", [*table_lines(config.model), *feature_lines(config)]),
+                ("mesh", [_mesh_line(mesh, device), _precision_line(config, device)]),
+                (
+                    "batch",
+                    [
+                        tokens_formula(config.train, config.data.seq_len, rows),
+                        *_warmup_line(config, ranks),
+                        _gradient_line(config),
+                        f"{flops:,.0f} FLOPs a token, forward and backward",
+                    ],
+                ),
+                ("kernels", [*kernel_lines(kernels), *agreed]),
+                ("memory", admission.lines()),
+                ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
+                ("optimizer" + _whose(mesh), optimizer),
+                ("data", [*corpus.describe(), *vocabulary_lines(config, corpus)]),
+                ("start", [_start_line(config, first_step), *changed]),
+            ]
+        )
+    return lambda tokens_per_s: None if peak is None else tokens_per_s * flops / (peak * ranks)
+
+
+def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
+    """What the forward keeps on the first rank, by kind of block, from closed forms."""
+    narrow = compute_dtype(config.precision, device) == torch.bfloat16
+    return activation_bytes(as_run(as_chosen(config, device), device.type, narrow), ranks).as_dict()
+
+
+def _given(resolved: Resolved) -> dict[str, object]:
+
+    values = flatten(resolved.config)
+    return {key: values[key] for key in resolved.given}
+
+
+def _whose(mesh: Mapping[str, int]) -> str:
+    """Parameters are counted whole over shards, but only those of this rank's stages."""
+    return f" (stages of the first of {mesh['pp']} pipeline ranks)" if mesh.get("pp", 1) > 1 else ""
+
+
+def _mesh_line(mesh: Mapping[str, int], device: torch.device) -> str:
+    if not mesh:
+        return f"one process, no process group, on {device.type}"
+    backend = "NCCL" if device.type == "cuda" else "gloo"
+    axes = " x ".join(f"{name} {n}" for name, n in mesh.items() if n > 1 and name != "ep")
+    experts = f", experts on ep {mesh['ep']} of them" if mesh["ep"] > 1 else ""
+    return f"{axes or 'one rank'}{experts}, FSDP2 over {backend}"
+
+
+def _warmup_line(config: Config, ranks: int) -> list[str]:
+    schedule, reason = batch_schedule(config, ranks)
+    warms_up = [f"batch warmup: {schedule.describe()}"] if schedule.warmup_steps else []
+    return [reason] if reason else warms_up
+
+
+def _gradient_line(config: Config) -> str:
+    """The accumulation boundary: divisor, when ranks add up, what a bad step costs."""
+    train = config.train
+    mean = {"tokens": "over the valid tokens of a step", "microbatches": "of microbatches' means"}
+    summed = {
+        "defer": "summed over ranks once a step",
+        "each": "summed over ranks after each microbatch",
+        "resident": "summed over ranks once a step, parameters gathered once as well",
+    }
+    bad = {
+        "skip": f"a step that is not finite is skipped ({train.max_skips} in a row end the run)",
+        "sanitize": "what is not finite is taken as zero",
+        "raise": "a step that is not finite ends the run",
+    }
+    return (
+        f"gradients: of the mean {mean[train.divisor]}, {summed[train.gradient_sync]}; "
+        f"{bad[train.nonfinite]}"
+    )
+
+
+def _precision_line(config: Config, device: torch.device) -> str:
+    stored = str(storage_dtype(config.precision)).removeprefix("torch.")
+    computed = str(compute_dtype(config.precision, device)).removeprefix("torch.")
+    return f"parameters {stored}, compute {computed}, fp32-contract parameters never narrower"
+
+
+def _start_line(config: Config, first_step: int) -> str:
+    if first_step and first_step == config.run.steps:
+        return (
+            f"resumed at step {first_step} of {config.run.steps}: nothing is left to train "
+            "(--checkpoint.resume never starts over)"
+        )
+    if first_step:
+        return f"resumed at step {first_step} of {config.run.steps}"
+    return f"fresh start, {config.run.steps} steps, seed {config.run.seed}"

@@ -1,0 +1,5 @@
+"""Text on a terminal: width, wrapped lines, tables, progress with ETA.
+
+May import: the standard library and rich.
+Start reading: screen.py.
+"""

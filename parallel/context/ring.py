@@ -1,0 +1,268 @@
+"""Ring attention (arXiv 2310.01889): keys and values go around the context ranks.
+
+Each rank keeps its queries and passes a block of keys and values (of MLA: latents) from its left
+to its right neighbour, looking at it meanwhile. It holds its own block, the one at hand and the
+one that arrives, whatever the number of ranks. Backward sends the blocks around once more and
+their gradients behind them, which every rank adds to on the way home.
+
+Legend: B rows, t this rank's tokens of a row, S key tokens of a block, N query heads, K key/value
+heads, G = N / K, H query/key head dim, V value head dim, X numbers of a token in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacpp.kernels.attention.parts import AttentionGradient, RunningAttention, Scores
+from megacpp.kernels.attention.reference import document_mask
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import wide
+from megacpp.model.transfer import to_device
+from parallel.context.layout import ContextLayout
+from parallel.context.segments import row_of
+
+Expand = Callable[..., tuple[Tensor, Tensor]]
+Observe = Callable[[Tensor, Tensor, Documents, Documents], None]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What the ranks of a ring agree on.
+
+    Attributes:
+        docs: of this rank's tokens, a part of whole rows in the layout's order.
+        expand: keys `[B, S, K, H]` and values `[B, S, K, V]` of a block `[B, S, X]` in fp32 or
+            wider and of the weights, in any dtype; differentiable, without collectives.
+        observe: is shown, in forward, the queries `[B, t, N, H]` and the keys `[B, S, K, H]` of
+            every block that some of them see, and the documents of both.
+    """
+
+    layout: ContextLayout
+    group: dist.ProcessGroup
+    docs: Documents
+    expand: Expand
+    scores: Scores
+    observe: Observe | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """Queries of one chunk and the keys of a block that are not all behind them."""
+
+    rows: slice
+    num_keys: int
+    mask_B1TS: Tensor | None
+
+
+def ring_attention(
+    q_BtNH: Tensor, block_BtX: Tensor, ring: Ring, weights: Sequence[Tensor] = ()
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks, `[B, t, N, V]`.
+
+    W - 1 blocks leave each rank in forward; in backward W - 1 blocks and as many gradients, these
+    in at least fp32. Weights get the gradient of this rank's queries alone.
+    """
+    with torch.autocast(q_BtNH.device.type, enabled=False):
+        return _RingAttention.apply(q_BtNH, block_BtX, ring, *weights)  # type: ignore[return-value]
+
+
+def seen_chunks(layout: ContextLayout, chunk: int, source: int) -> tuple[int, ...]:
+    """The chunks of a rank at which queries of a chunk may look: those not behind it."""
+    return tuple(c for c in layout.chunks[source] if c <= chunk)
+
+
+def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int]) -> Documents:
+    """Documents of the tokens of some chunks of the rows of `docs`. Once per batch."""
+    row = row_of(docs, layout)
+
+    def make() -> Documents:
+        size = row.ids_BT.shape[1] // layout.num_chunks
+        index = [torch.arange(c * size, (c + 1) * size) for c in chunks]
+        return row.take(to_device(torch.cat(index), row.ids_BT.device))
+
+    return docs.memo(("chunks", tuple(chunks)), make)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Keeps queries, own block, output and one number per query and head for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BtNH: Tensor, block_BtX: Tensor, ring: Ring, *weights: Tensor
+    ) -> Tensor:
+        running, q_BKtGH = None, q_BtNH
+        for source, block in _around(block_BtX.contiguous(), ring):
+            looks = _looks(ring, source)
+            if not looks:
+                continue
+            k_BSKH, v_BSKV = ring.expand(wide(_seen(block, looks)), *weights)
+            if ring.observe is not None:
+                keys_seen = _documents_seen(ring, source, looks)
+                ring.observe(q_BtNH, k_BSKH, ring.docs, keys_seen)
+            k, v = _by_head((k_BSKH, v_BSKV))
+            if running is None:  # the own block, in which every query finds at least itself
+                q_BKtGH = _grouped(q_BtNH, k.shape[1])
+                running = RunningAttention.of_no_keys(q_BKtGH, v.shape[-1], ring.scores)
+            for look in looks:
+                keys = slice(look.num_keys)
+                part = q_BKtGH[:, :, look.rows], k[:, :, keys], v[:, :, keys]
+                running.rows(look.rows).add(*part, look.mask_B1TS)
+        assert running is not None
+        o_BKtGV, lse_BKtG1 = running.finish()
+        o_BtNV = o_BKtGV.transpose(1, 2).flatten(2, 3).to(q_BtNH.dtype)
+        ctx.save_for_backward(q_BtNH, block_BtX, o_BtNV, lse_BKtG1, *weights)
+        ctx.ring = ring
+        return o_BtNV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _gradients(ctx, grads[0])
+
+
+def _gradients(ctx: Any, do_BtNV: Tensor) -> tuple[Tensor | None, ...]:
+    """Of q, the own block and the weights."""
+    q_BtNH, block_BtX, o_BtNV, lse_BKtG1, *weights = ctx.saved_tensors
+    ring: Ring = ctx.ring
+    heads = lse_BKtG1.shape[1]
+    q, o, do = (_grouped(x, heads) for x in (q_BtNH, o_BtNV, do_BtNV))
+    gradient = AttentionGradient.of(q, o, do, lse_BKtG1, ring.scores)
+    d_weights = [
+        torch.zeros_like(wide(w)) if need else None
+        for w, need in zip(weights, ctx.needs_input_grad[3:], strict=True)
+    ]
+    d_own, home = None, None
+    for source, block in _around(block_BtX.contiguous(), ring):
+        d_block = _block_gradient(
+            q, block, _looks(ring, source), gradient, ring, weights, d_weights
+        )
+        if d_own is None:
+            d_own = d_block
+            continue
+        if home is not None:
+            d_block += home.wait()
+        home = _Passing(d_block, ring)
+    assert d_own is not None
+    if home is not None:
+        d_own += home.wait()
+    dq_BtNH = gradient.dq_BKTGH.transpose(1, 2).flatten(2, 3).to(q_BtNH.dtype)
+    of_weights = (
+        None if d is None else d.to(w.dtype) for d, w in zip(d_weights, weights, strict=True)
+    )
+    return dq_BtNH, d_own.to(block_BtX.dtype), None, *of_weights
+
+
+def _block_gradient(
+    q_BKtGH: Tensor,
+    block_BtX: Tensor,
+    looks: list[Look],
+    gradient: AttentionGradient,
+    ring: Ring,
+    weights: list[Tensor],
+    d_weights: list[Tensor | None],
+) -> Tensor:
+    """What this rank's queries give to a block, `[B, t, X]` in fp32 or wider.
+
+    What they give to queries and weights is added to `gradient` and `d_weights`.
+    """
+    d_block = torch.zeros_like(wide(block_BtX))
+    if not looks:
+        return d_block
+    with torch.enable_grad():
+        seen = wide(_seen(block_BtX, looks)).detach().requires_grad_()
+        leaves = [
+            w.detach().requires_grad_(d is not None)
+            for w, d in zip(weights, d_weights, strict=True)
+        ]
+        expanded = ring.expand(seen, *leaves)
+    k, v = _by_head(tuple(x.detach() for x in expanded))
+    dk, dv = torch.zeros_like(wide(k)), torch.zeros_like(wide(v))
+    for look in looks:
+        keys = slice(look.num_keys)
+        part = q_BKtGH[:, :, look.rows], k[:, :, keys], v[:, :, keys]
+        gradient.rows(look.rows).add(*part, look.mask_B1TS, dk[:, :, keys], dv[:, :, keys])
+    d_expanded = [d.transpose(1, 2).to(x.dtype) for d, x in zip((dk, dv), expanded, strict=True)]
+    wanted = [(w, d) for w, d in zip(leaves, d_weights, strict=True) if d is not None]
+    d_seen, *d_wanted = torch.autograd.grad(expanded, [seen, *(w for w, _ in wanted)], d_expanded)
+    d_block[:, : seen.shape[1]] = d_seen
+    for (_, total), d in zip(wanted, d_wanted, strict=True):
+        total += d
+    return d_block
+
+
+def _looks(ring: Ring, source: int) -> list[Look]:
+    """This rank's chunks that see something of the rank `source`: none behind its last token."""
+    layout, docs = ring.layout, ring.docs
+    size = docs.ids_BT.shape[1] // layout.per_rank
+    looks = []
+    for place, chunk in enumerate(layout.chunks[layout.rank]):
+        seen = seen_chunks(layout, chunk, source)
+        if not seen:
+            continue
+        mask_B1TS = None
+        if chunk in seen or not row_of(docs, layout).whole:
+            own, others = (chunk_documents(docs, layout, chunks) for chunks in ((chunk,), seen))
+            mask_B1TS = document_mask(own, others)
+        looks.append(Look(slice(place * size, (place + 1) * size), len(seen) * size, mask_B1TS))
+    return looks
+
+
+class _Passing:
+    """A tensor on its way to the right neighbour, and its like from the left."""
+
+    def __init__(self, leaving: Tensor, ring: Ring) -> None:
+        rank, degree = ring.layout.rank, ring.layout.degree
+        self.leaving, self.arriving = leaving, torch.empty_like(leaving)  # alive until both are
+        right, left = (rank + 1) % degree, (rank - 1) % degree
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self.leaving, group=ring.group, group_peer=right),
+                dist.P2POp(dist.irecv, self.arriving, group=ring.group, group_peer=left),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def _around(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's block and the rank, from the own to the left; the next arrives meanwhile."""
+    rank, degree = ring.layout.rank, ring.layout.degree
+    for step in range(degree):
+        passing = _Passing(block, ring) if step + 1 < degree else None
+        yield (rank - step) % degree, block
+        if passing is not None:
+            block = passing.wait()
+
+
+def _seen(block_BtX: Tensor, looks: list[Look]) -> Tensor:
+    """The tokens of a block at which some query looks."""
+    return block_BtX[:, : max(look.num_keys for look in looks)]
+
+
+def _documents_seen(ring: Ring, source: int, looks: list[Look]) -> Documents:
+    """Of the tokens that `_seen` takes of the block of a rank."""
+    size = ring.docs.ids_BT.shape[1] // ring.layout.per_rank
+    num_chunks = max(look.num_keys for look in looks) // size
+    return chunk_documents(ring.docs, ring.layout, ring.layout.chunks[source][:num_chunks])
+
+
+def _grouped(x_BtNH: Tensor, num_kv_heads: int) -> Tensor:
+    """`[B, t, N, H]` as `[B, K, t, G, H]`."""
+    return x_BtNH.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
+
+
+def _by_head(keys_values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, S, K, ...]` as `[B, K, S, ...]`."""
+    k, v = (x.transpose(1, 2) for x in keys_values)
+    return k, v

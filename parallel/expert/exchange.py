@@ -1,0 +1,323 @@
+"""Rows to the ranks that hold their experts, and back: by copy, by token, or in fixed slots.
+
+    copies   one row per chosen expert; weighed and summed where the token is
+    tokens   one row per rank that holds a chosen expert; weighed and summed there, in fp32, so
+             that one row comes back; the token's rank sums over ranks
+    slots    every expert takes a fixed number of rows of every rank: equal splits, nothing counted
+
+A choice of a null expert (id E) goes nowhere. Every `send_*` returns what the experts of this rank
+want (the rows that came, and the slots that hold copies of them) and the trip, whose `back` returns
+the tokens' outputs. Rows travel in the
+dtype of the tokens, gate weights in fp32 (or fp64). Against one process in bf16, `tokens` rounds
+once more: each rank's partial sum of a token, and each rank's part of its gradient, to 2^-9 of that
+part; the others round nothing more.
+
+For the backward the experts' rank keeps the rows that came; the token's rank keeps those that came
+back where it weighs them (`copies`, `slots`), for the gradient of the weights.
+
+The sizes of `copies` and `tokens` depend on what the routers chose. The ranks tell each other how
+much comes in one small all-to-all, and the host waits for the figures once: splits and groups
+follow from them without waiting again. `EvenRouting` chooses for the routers, so that the host
+knows all sizes and nothing waits.
+
+Legend: T tokens, K experts of a token, E experts of all ranks, e experts of a rank, W ranks, D
+model, R rows that arrive, S slots (rows in order of destination or expert), L labels of a row: the
+most experts that it can want of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacpp.blocks.attention.choices import circle, columns
+from megacpp.blocks.experts.module import Arrived
+from megacpp.config.schema import MoEConfig
+from megacpp.kernels.experts.rows import (
+    Groups,
+    gather_rows,
+    group_rows_of_sizes,
+    group_rows_to_capacity,
+    spread_rows,
+    sum_rows,
+)
+from megacpp.model.transfer import listed
+from parallel.collectives import send_rows, send_rows_plain
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Who holds which experts: rank r of the group has experts [r * each, (r + 1) * each).
+
+    Attributes:
+        backend: of `experts`, what moves rows within a rank.
+    """
+
+    num_experts: int
+    group: dist.ProcessGroup
+    backend: str = "torch"
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    @property
+    def each(self) -> int:
+        assert self.num_experts % self.ranks == 0, f"{self.num_experts} experts, {self.ranks} ranks"
+        return self.num_experts // self.ranks
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The trip of one row per chosen expert."""
+
+    owners: Owners
+    leaving: list[int]  # rows to each rank
+    arriving: list[int]  # rows from each rank
+    at_source: Groups
+    at_experts: Groups
+
+    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Rows in expert order to outputs of this rank's tokens, `[T, D]` in fp32 (or fp64)."""
+        rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
+        rows_SD = send_rows(rows_RD, self.arriving, self.leaving, self.owners.group)
+        return gather_rows(rows_SD, weights_TK, self.at_source)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The trip of one row per rank that holds a chosen expert."""
+
+    owners: Owners
+    leaving: list[int]
+    arriving: list[int]
+    at_source: Groups
+    at_experts: Groups
+
+    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
+        """As `Copies.back`; rows are weighed already."""
+        part_RD = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype)
+        part_SD = send_rows(part_RD, self.arriving, self.leaving, self.owners.group)
+        return sum_rows(part_SD, self.at_source)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The trip of a fixed number of rows for every expert."""
+
+    owners: Owners
+    at_source: Groups
+    at_experts: Groups
+
+    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
+        """As `Copies.back`; a token gets nothing from an expert that had no slot for it."""
+        each = [len(rows_SD) // self.owners.ranks] * self.owners.ranks
+        rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
+        rows_SD = send_rows(rows_RD, each, each, self.owners.group)
+        return gather_rows(rows_SD, weights_TK, self.at_source)
+
+
+Trip = Copies | Tokens | Slots
+
+
+@dataclass(frozen=True)
+class EvenRouting:
+    """Choices that any host can foretell: all experts get an even share, on every rank alike.
+
+    Of the columns of the choices the first top_k are real experts, which is their mean.
+
+    A token visits K neighbours on a shuffled circle of all experts, so that it meets about as many
+    ranks as it would by chance. For runs without values (fake process groups, fake tensors) and for
+    measurements that are to be free of luck; every rank must have as many tokens.
+    """
+
+    num_experts: int
+    top_k: int
+    columns: int = 0  # of the choices (0: top_k); the rest are nulls
+    num_groups: int = 1
+    top_k_groups: int = 1
+
+    @staticmethod
+    def of(moe: MoEConfig) -> EvenRouting:
+        groups = moe.num_groups, moe.top_k_groups
+        return EvenRouting(moe.num_experts, moe.top_k, columns(moe), *groups)
+
+    @property
+    def circle(self) -> Sequence[int]:
+        """Every expert once."""
+        return circle(self.num_experts, self.num_groups, self.top_k_groups)
+
+    def indices(self, tokens: int, device: torch.device) -> Tensor:
+        """`[T, K]`."""
+        place_N = torch.arange(tokens * self.top_k, device=device) % self.num_experts
+        circle_E = listed(self.circle, device)
+        chosen_TK = circle_E[place_N].view(tokens, self.top_k)
+        nulls = max(0, self.columns - self.top_k)
+        return F.pad(chosen_TK, (0, nulls), value=self.num_experts) if nulls else chosen_TK
+
+    def copies(self, tokens: int) -> list[int]:
+        """Copies that the tokens of a rank send to each expert."""
+        rounds, rest = divmod(tokens * self.top_k, self.num_experts)
+        counts = [rounds] * self.num_experts
+        for expert in self.circle[:rest]:
+            counts[expert] += 1
+        return counts
+
+    def rows(self, tokens: int, each: int) -> list[int]:
+        """Rows that the tokens of a rank send to each rank of `each` experts."""
+        E, K = self.num_experts, self.top_k
+        period = E // math.gcd(E, K)
+        counts = [0] * (E // each)
+        for t in range(min(period, tokens)):
+            times = (tokens - t - 1) // period + 1
+            for rank in {self.circle[(t * K + k) % E] // each for k in range(K)}:
+                counts[rank] += times
+        return counts
+
+
+def send_copies(
+    x_TD: Tensor, indices_TK: Tensor, owners: Owners, multiple: int, even: EvenRouting | None
+) -> tuple[Arrived, Copies]:
+    """One row per chosen expert; groups are padded to a multiple of `multiple` rows."""
+    E, W, e = owners.num_experts, owners.ranks, owners.each
+    counts_We = _count(indices_TK, E + 1)[:E].view(W, e)
+    if even is None:
+        to_We, from_We = _agree(counts_We, owners)
+    else:
+        _announce(counts_We, owners)
+        to_We = _split(even.copies(len(x_TD)), W)
+        from_We = [to_We[owners.group.rank()]] * W
+    leaving, arriving = [sum(n) for n in to_We], [sum(n) for n in from_We]
+    at_source = group_rows_of_sizes(indices_TK, [n for of_rank in to_We for n in of_rank])
+    at_source = at_source.by(owners.backend)
+    rows_RD = send_rows(spread_rows(x_TD, at_source), leaving, arriving, owners.group)
+    # They arrive by rank, and by expert within a rank.
+    expert_R = torch.arange(e, device=x_TD.device).repeat(W)
+    sizes_R = listed([n for of_rank in from_We for n in of_rank], x_TD.device)
+    expert_R = expert_R.repeat_interleave(sizes_R, output_size=len(rows_RD))
+    at_experts = group_rows_of_sizes(expert_R[:, None], _columns(from_We), multiple)
+    at_experts = at_experts.by(owners.backend)
+    trip = Copies(owners, leaving, arriving, at_source, at_experts)
+    return Arrived(rows_RD, at_experts), trip
+
+
+def send_tokens(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    owners: Owners,
+    multiple: int,
+    even: EvenRouting | None,
+) -> tuple[Arrived, Tokens]:
+    """One row per rank that holds a chosen expert, with the ids and weights of its experts."""
+    W, e = owners.ranks, owners.each
+    expert_TK, order_TK = indices_TK.sort(1)  # experts of one rank are neighbours, nulls last
+    weights_TK = weights_TK.gather(1, order_TK)
+    rank_TK = expert_TK // e
+    first_TK = torch.ones_like(rank_TK, dtype=torch.bool)
+    first_TK[:, 1:] = rank_TK[:, 1:] != rank_TK[:, :-1]
+    to_TK = torch.where(first_TK, rank_TK, W)
+    counts_W = _count(to_TK, W + 1)[:W, None]
+    counts_E = _count(indices_TK, owners.num_experts + 1)[:-1]
+    counts_Wn = torch.cat([counts_W, counts_E.view(W, e)], 1)
+    if even is None:
+        to_Wn, from_Wn = _agree(counts_Wn, owners)
+    else:
+        _announce(counts_Wn, owners)
+        copies_We = _split(even.copies(len(x_TD)), W)
+        to_Wn = [[n, *c] for n, c in zip(even.rows(len(x_TD), e), copies_We, strict=True)]
+        from_Wn = [to_Wn[owners.group.rank()]] * W
+    leaving, arriving = [n[0] for n in to_Wn], [n[0] for n in from_Wn]
+    at_source = group_rows_of_sizes(to_TK, leaving).by(owners.backend)
+    labels = _label(expert_TK, weights_TK, at_source, e)
+    rows_RD = send_rows(spread_rows(x_TD, at_source), leaving, arriving, owners.group)
+    weights_RL, expert_RL = send_rows(labels, leaving, arriving, owners.group).chunk(2, 1)
+    expert_RL = expert_RL.detach().to(torch.int64)
+    at_experts = group_rows_of_sizes(expert_RL, _columns(from_Wn)[1:], multiple)
+    at_experts = at_experts.by(owners.backend)
+    trip = Tokens(owners, leaving, arriving, at_source, at_experts)
+    return Arrived(rows_RD, at_experts, weights_RL), trip
+
+
+def send_slots(
+    x_TD: Tensor, indices_TK: Tensor, owners: Owners, capacity: int
+) -> tuple[Arrived, Slots]:
+    """`capacity` rows of every rank for every expert; copies past that are dropped, latest first.
+
+    Nothing waits for the host and no shape depends on a value.
+    """
+    at_source = group_rows_to_capacity(indices_TK, owners.num_experts, capacity).by(owners.backend)
+    rows_SD = spread_rows(x_TD, at_source)
+    each = [len(rows_SD) // owners.ranks] * owners.ranks
+    rows_RD = send_rows(rows_SD, each, each, owners.group)
+    at_experts = _regrouped(len(rows_RD), owners.ranks, owners.each, x_TD.device).by(owners.backend)
+    return Arrived(rows_RD, at_experts), Slots(owners, at_source, at_experts)
+
+
+def _regrouped(rows: int, outer: int, inner: int, device: torch.device) -> Groups:
+    """Slots of rows that lie in equal groups by `outer`, then `inner`: by `inner`, then `outer`."""
+    place_R = torch.arange(rows, device=device)
+    row_S, slot_R = (
+        place_R.view(a, b, -1).transpose(0, 1).flatten()
+        for a, b in ((outer, inner), (inner, outer))
+    )
+    return Groups(slot_R[None], row_S, None)
+
+
+def _label(expert_TK: Tensor, weights_TK: Tensor, groups: Groups, each: int) -> Tensor:
+    """Of each row that leaves `[S, 2L]`: weights and local ids of the experts it wants.
+
+    Experts of a token are sorted, so those of a rank follow the copy that stands for the row. The
+    ids are exact as floating numbers and so travel with the weights; a place without an expert has
+    the id `each` and weight 0.
+    """
+    T, K = expert_TK.shape
+    L, device = min(K, each), expert_TK.device
+    copy_KT = torch.arange(T * K, device=device).view(T, K).T
+    slot_KT = groups.slot_KT
+    if groups.kept_KT is not None:  # the others write past the end
+        slot_KT = torch.where(groups.kept_KT, slot_KT, len(groups.token_S))
+    copy_S = copy_KT.new_zeros(len(groups.token_S) + 1)
+    copy_S = copy_S.scatter_(0, slot_KT.flatten(), copy_KT.flatten())[:-1]
+    place_SL = (copy_S % K)[:, None] + torch.arange(L, device=device)
+    copy_SL = (copy_S[:, None] // K) * K + place_SL.clamp(max=K - 1)
+    expert_SL = expert_TK.flatten()[copy_SL]
+    here_SL = (place_SL < K) & (expert_SL // each == expert_SL[:, :1] // each)
+    weights_SL = torch.where(here_SL, weights_TK.flatten()[copy_SL], 0.0)
+    ids_SL = torch.where(here_SL, expert_SL % each, each)
+    return torch.cat([weights_SL, ids_SL.to(weights_SL.dtype)], 1)
+
+
+def _count(ids: Tensor, kinds: int) -> Tensor:
+    """int64 `(kinds,)`: how often each id occurs."""
+    ids_N = ids.flatten()
+    return ids_N.new_zeros(kinds).scatter_add_(0, ids_N, torch.ones_like(ids_N))
+
+
+def _announce(counts_Wn: Tensor, owners: Owners) -> Tensor:
+    """Row w to rank w; what rank w has for this one as row w."""
+    each = [counts_Wn.shape[1]] * owners.ranks
+    arrived_N = send_rows_plain(counts_Wn.flatten(), each, each, owners.group)
+    return arrived_N.view_as(counts_Wn)
+
+
+def _agree(counts_Wn: Tensor, owners: Owners) -> tuple[list[list[int]], list[list[int]]]:
+    """The counts and what the others have for this rank, on the host: the one wait."""
+    to_Wn, from_Wn = torch.stack([counts_Wn, _announce(counts_Wn, owners)]).tolist()
+    return to_Wn, from_Wn
+
+
+def _split(counts: Sequence[int], ranks: int) -> list[list[int]]:
+    each = len(counts) // ranks
+    return [list(counts[r * each : (r + 1) * each]) for r in range(ranks)]
+
+
+def _columns(table: list[list[int]]) -> list[int]:
+    """Sum of each column."""
+    return [sum(column) for column in zip(*table, strict=True)]

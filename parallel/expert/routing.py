@@ -1,0 +1,118 @@
+"""Auxiliary losses of a router whose tokens are spread over ranks: loads are counted over all.
+
+Each rank keeps the sum over its own tokens of E / K * sum_e load_e p_te
+(megacpp/blocks/experts/router.py). If the loads, which have no gradient, are those of the whole
+microbatch and of whole documents, the sum over ranks is the loss of one process, and so are its
+gradients.
+
+Legend: B rows, T tokens of all ranks in a row, t tokens of this rank (of all rows, where there is
+no B), n tokens of all rows and all ranks of `row`, K experts of a token, E experts, W ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from megacpp.blocks.experts.router import Router, document_lengths
+from megacpp.model.documents import Documents
+from parallel.collectives import all_sum_plain, gather_plain
+
+
+class SpreadRouter(ParallelStyle):
+    """A router of some tokens of a microbatch; applied over all ranks of a stage.
+
+    Args:
+        row: the ranks that hold tokens of the same rows. Where there is more than one, `docs` must
+            be a part that remembers its rows (`Documents.take`), of as many tokens on each rank.
+    """
+
+    def __init__(self, row: DeviceMesh) -> None:
+        self.row = row
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        router, stage, row = module, device_mesh.get_group(), self.row.get_group()
+
+        def batch_load(chosen_tK: Tensor) -> Tensor:
+            return load_of_all(chosen_tK, router.moe.num_experts, router.weight.dtype, stage)
+
+        def document_load(chosen_tK: Tensor, docs: Documents) -> Tensor:
+            experts, dtype = router.moe.num_experts, router.weight.dtype
+            return load_of_documents(chosen_tK, docs, experts, dtype, row)
+
+        if stage.size() > 1:
+            router.batch_load = batch_load  # type: ignore[method-assign]
+        if row.size() > 1:
+            router.document_load = document_load  # type: ignore[method-assign]
+        return router
+
+
+def load_of_all(
+    chosen_tK: Tensor, num_experts: int, dtype: torch.dtype, group: dist.ProcessGroup
+) -> Tensor:
+    """`(E,)`: the part of all ranks' tokens that chose each expert; one small all-reduce."""
+    chosen = chosen_tK.flatten()
+    counts_E = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    counts_E = all_sum_plain(counts_E, group)
+    tokens = counts_E.sum() // chosen_tK.shape[1]
+    return counts_E.to(dtype) / tokens.to(dtype)
+
+
+def load_of_documents(
+    chosen_tK: Tensor,
+    docs: Documents,
+    num_experts: int,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """`[t, E]`: the part of each token's document, on whatever ranks, that chose each expert.
+
+    The number of documents is nowhere on the host and nothing waits for it: every rank gets the
+    choices of all tokens of its rows (2 bytes each) and counts those of its own documents.
+    """
+    spread = docs.memo(("documents of ranks", group.group_name), lambda: _spread(docs, group))
+    assert num_experts <= torch.iinfo(torch.int16).max
+    bytes_tK = chosen_tK.to(torch.int16).view(torch.uint8)  # not every backend sends int16
+    chosen_nK = gather_plain(bytes_tK, 0, group).view(torch.int16).to(torch.int64)
+    place_N = (spread.slot_n[:, None] * num_experts + chosen_nK).flatten()
+    ones_N = torch.ones_like(place_N, dtype=dtype)
+    counts = ones_N.new_zeros((len(chosen_tK) + 1) * num_experts).index_add_(0, place_N, ones_N)
+    counts_SE = counts.view(-1, num_experts)
+    return counts_SE.index_select(0, spread.slot_t) / spread.length_t[:, None]
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Documents of this rank's tokens, numbered by slots of which there are t.
+
+    Attributes:
+        slot_n: of every token of the rows in the order in which a gather leaves them: the slot of
+            its document, or t if no token of it is here.
+        slot_t, length_t: of this rank's tokens: their document's slot, and its length in the row.
+    """
+
+    slot_n: Tensor
+    slot_t: Tensor
+    length_t: Tensor
+
+
+def _spread(docs: Documents, group: dist.ProcessGroup) -> _Spread:
+    """Slots of documents; one small all-gather of the ranks' positions, once per batch."""
+    row, index_t = docs.row, docs.index_T
+    assert row is not None and index_t is not None, "documents of a part know the whole rows"
+    B, T = row.ids_BT.shape
+    document_BT, length_BT = (x.view(B, T) for x in document_lengths(row))
+    index_n = gather_plain(index_t, 0, group)
+    document_n = document_BT[:, index_n].view(B, group.size(), -1).transpose(0, 1).flatten()
+    document_t = document_BT[:, index_t].flatten()
+    t = len(document_t)
+    # A document's slot is its first token here, so that its size follows from shapes.
+    slot_D = document_t.new_full((B * T,), t)
+    slot_D.scatter_reduce_(0, document_t, torch.arange(t, device=slot_D.device), "amin")
+    return _Spread(slot_D[document_n], slot_D[document_t], length_BT[:, index_t].flatten())

@@ -1,0 +1,171 @@
+"""A rank without peers and a model without memory: fake process groups, fake tensors.
+
+The process group is fake (peers answer at once, with anything), the model is built on the meta
+device by the functions that build every run, and its tensors are fake: they have shapes and types,
+no values. Everything that a mesh does to a model can be seen on them, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacpp.config.schema import Config
+from megacpp.data.batches import Batch
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from parallel.boundary import AccumulationBoundary
+from parallel.build import plan_model
+from parallel.mesh import World, join
+from parallel.simulate.gpu_stand_ins import on_gpu
+from parallel.simulate.stand_ins import memory_stand_ins, stand_ins
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
+    """Rank `rank` of `size`, of which this process is the only one; one rank has no meshes.
+
+    No process group may exist. `config.mesh` must be resolved.
+    """
+    if size == 1:
+        yield World(0, 1, CPU)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    # "2 sequential all_gather ...": DTensor about layouts that FSDP2 chose.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield join(config.mesh, CPU)
+    finally:
+        dist.destroy_process_group()
+        # DTensor remembers results by meshes that compare equal to those of another rank.
+        _clear_sharding_prop_cache()
+
+
+@contextmanager
+def fake_tensors(
+    memory: bool = False, every_chunk: bool = True, gpu: bool = False
+) -> Iterator[None]:
+    """Tensors made inside of the block have no values; local work is replaced by its shape.
+
+    Args:
+        memory: replace only what keeps and computes the same (parallel/simulate/stand_ins.py).
+        every_chunk: see there.
+        gpu: allocate as on a GPU (parallel/simulate/gpu_stand_ins.py).
+    """
+    instead = memory_stand_ins(every_chunk) if memory else stand_ins()
+    device = on_gpu() if gpu else nullcontext()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _RealStaysReal(), _real_offsets(), instead, device:
+        yield
+
+
+@contextmanager
+def _real_offsets() -> Iterator[None]:
+    """Lets a DTensor read where its strided shards lie, from tensors that would be fake as well.
+
+    Shapes alone are asked for, and torch 2.13 makes no more than these (pytorch#184945).
+    """
+    plain = _StridedShard.local_shard_size_and_offset
+
+    def with_values(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return plain(*args, **kwargs)
+
+    _StridedShard.local_shard_size_and_offset = with_values
+    try:
+        yield
+    finally:
+        _StridedShard.local_shard_size_and_offset = plain
+
+
+def as_trained(config: Config) -> Config:
+    """`auto` means bf16, as on a GPU, in compute and in Muon, unless the run is to be on a CPU.
+
+    Blocks are not compiled: the compiler takes no tensors without values.
+    """
+    config = replace(config, train=replace(config.train, compile="off"))
+    if config.train.device == "cpu":
+        return config
+    precision, optim = config.precision, config.optim
+    if precision.dtype == "auto":
+        precision = replace(precision, dtype="bf16")
+    if optim.muon_dtype == "auto" and precision.dtype != "fp64":
+        optim = replace(optim, muon_dtype="bf16")
+    return replace(config, precision=precision, optim=optim)
+
+
+def whole_model(config: Config) -> HybridLM:
+    """The model on the meta device, of no mesh."""
+    return plan_model(config, World(0, 1, CPU))
+
+
+def planned_model(
+    config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
+) -> HybridLM:
+    """The model on the meta device, cut and sharded: what `build_model` then materialises.
+
+    Where experts lie on several ranks they are chosen evenly: sizes can't depend on values here.
+    """
+    return plan_model(config, world, prepare, balanced=config.mesh.ep > 1)
+
+
+def fake_batch(config: Config) -> Batch:
+    """The rows of a rank's microbatch; make it where tensors are fake."""
+    shape = config.train.device_batch_size, config.data.seq_len
+    ids_BT = torch.zeros(shape, dtype=torch.int64)
+    numel = ids_BT.numel()
+    return Batch(ids_BT, ids_BT, Documents.from_ids(ids_BT), numel, numel, tuple(range(shape[0])))
+
+
+class FakeBoundary(AccumulationBoundary):
+    """The boundary without peers to agree with."""
+
+    def __init__(self, model: HybridLM, world: World, config: Config) -> None:
+        super().__init__(model, world, config)
+        if self.pipeline is not None:
+            self.pipeline.dry = True
+
+
+class _RealStaysReal(TorchDispatchMode):
+    """Real tensors (ranks of a mesh) keep their values; what the host reads of others is made up.
+
+    A fraction is 1.0 and a truth value true: the host looks at a scale or a norm to see whether
+    there is something to do. A whole number must be real: it could be a size.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # let DTensor turn into local operators first
+        if FakeTensor in types:
+            if func is torch.ops.prim.device.default:
+                return args[0].fake_device  # more than half of all calls, so the short way
+            if func is torch.ops._c10d_functional.wait_tensor.default:
+                return args[0]  # as of real tensors: no memory of its own
+            if func is torch.ops.aten._local_scalar_dense.default:
+                if args[0].is_floating_point():
+                    return 1.0
+                if args[0].dtype == torch.bool:
+                    return True
+            return func(*args, **(kwargs or {}))
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not tensors or any(t.is_meta for t in tensors):
+            return func(*args, **(kwargs or {}))
+        with unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,90 @@
+"""What a step allocates on a GPU, on fake tensors of a CPU: our Triton kernels without launches.
+
+The Python around a kernel makes its results and its scratch. Run as it is, but for the launches, on
+tensors without values it allocates what it allocates on a GPU. Beside that, what asks `is_cuda`
+goes the way of a GPU, and groups of experts are padded as there.
+
+What is inside of a library (mamba-ssm, compiled FlexAttention) has no stand-in: torch's form is
+traced in its place, and who traces says so (`traced_kernels`). torch's flash kernels for packed
+rows are operators whose results and scratch torch itself tells.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from megacpp.config.schema import Config
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.experts import grouped_mm
+from megacpp.model.documents import Documents
+
+# Of each operation, backends whose allocations a trace has, beside torch's.
+TRACED = {
+    "attention": ("varlen", "varlen_padded"),
+    "mamba3": ("mamba_ssm",),
+    "m2rnn": ("triton",),
+    "experts": ("triton",),
+    "cross_entropy": ("triton",),
+}
+
+
+def traced_kernels(config: Config) -> Kernels:
+    """The backends that a trace counts: on a GPU those named, as far as it can; else torch's."""
+    if config.train.device != "cuda":
+        return PLAIN_KERNELS
+    triton = importlib.util.find_spec("triton") is not None
+    wanted = {name: getattr(config.kernels, name) for name in TRACED}
+    counted = {
+        n: b
+        for n, b in wanted.items()
+        if b in TRACED[n] and (triton or b not in ("triton", "mamba_ssm"))
+    }
+    return Kernels(**counted)
+
+
+@contextmanager
+def on_gpu() -> Iterator[None]:
+    """Tensors without values tell whom asks that they are on a GPU; kernels aren't launched."""
+    changed: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, instead: Any) -> None:
+        changed.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, instead)
+
+    for kind in (FakeTensor, nn.Parameter, DTensor):
+        put(kind, "is_cuda", property(lambda _: True))
+    put(grouped_mm, "CPU_ROWS", grouped_mm.GPU_ROWS)
+    put(Documents, "_cu_seqlens", _boundaries)
+    if importlib.util.find_spec("triton") is not None:
+        from triton.runtime.jit import KernelInterface
+
+        from megacpp.kernels.experts import triton as experts_triton
+        from megacpp.kernels.m2rnn import triton as m2rnn_triton
+
+        put(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
+        put(m2rnn_triton.Launch, "_start", lambda *_, **__: None)
+        for module in (m2rnn_triton, experts_triton):  # operators: what is inside of them
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.library.CustomOpDef):
+                    put(module, name, value._init_fn)
+    try:
+        yield
+    finally:
+        for owner, name, before in reversed(changed):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _boundaries(docs: Documents) -> Tensor:
+    """In place of the boundaries of documents, whose number is a value: of rows."""
+    return docs.ids_BT.new_zeros(len(docs.ids_BT) + 1, dtype=torch.int32)

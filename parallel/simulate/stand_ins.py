@@ -1,0 +1,215 @@
+"""Local work that a run without values only needs the shape of.
+
+A recurrence runs token by token, and how many rows an expert gets is a value: under fake tensors
+the one is minutes of Python for results without values, the other isn't there. None of the
+functions below calls a collective, so a dry run puts outputs of the right shape and type in their
+place, joined to the same inputs in autograd's graph. tests/parallel/test_dry_run.py holds that real
+ranks, which compute everything, issue the same collectives.
+
+Who asks what a forward keeps gets `memory_stand_ins` instead: nothing is left out but the loop over
+tokens inside the chunks of M2RNN, a product of as many FLOPs in its place, and the number of rows
+that each expert gets. tests/checkpointing/test_meter.py holds that real tensors are the same, byte
+by byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacpp.kernels.experts.rows import Groups, group_rows, most_slots
+from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
+from megacpp.kernels.m2rnn.chunks import Chunked, Plan
+from megacpp.kernels.mamba3.chunks import mamba3_chunked
+from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
+from megacpp.kernels.sparse_attention.indexer import query_blocks
+from megacpp.model.documents import Documents
+from megacpp.model.fp32 import wide
+from megacpp.model.seam import PLAIN, Seam
+
+Shape = tuple[Sequence[int], torch.dtype]
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Puts the stand-ins wherever a module of the project has imported an original."""
+    with _instead(
+        (mamba3_chunked, scan),
+        (Chunked, Recurrence),
+        (group_rows, balanced_rows),
+    ):
+        yield
+
+
+@contextmanager
+def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
+    """The same for fewer originals: what is kept and computed is as it always is.
+
+    Args:
+        every_chunk: of M2RNN, and of the queries of an indexer; else the first and the last ones
+            are run. They need what others need, and do less.
+    """
+    few = () if every_chunk else ((Plan, FewChunks), (query_blocks, ends_of_queries))
+    with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
+        yield
+
+
+@contextmanager
+def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
+    """Puts the second of each pair wherever a module of the project has imported the first."""
+    changed: list[tuple[Any, str, Any]] = []
+    modules = [m for name, m in sys.modules.items() if name.startswith(("megacpp.", "parallel."))]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            for original, other in instead:
+                if value is original and module.__name__ != __name__:
+                    setattr(module, name, other)
+                    changed.append((module, name, original))
+    try:
+        yield
+    finally:
+        for module, name, original in changed:
+            setattr(module, name, original)
+
+
+def scan(
+    inputs: ScanInputs,
+    weights: HeadWeights,
+    docs: Documents,
+    pairing: Pairing,
+    chunk_size: int,
+    initial: Mamba3State | None = None,
+    *,
+    seam: Seam = PLAIN,
+) -> tuple[Tensor, Mamba3State]:
+    """In place of `mamba3_chunked`."""
+    (B, _, H, P), dtype, state_dtype = inputs.V.shape, inputs.V.dtype, wide(inputs.V[:0]).dtype
+    R, N, A = inputs.Q.shape[2], inputs.Q.shape[-1], inputs.Angles.shape[-1]
+    shapes: list[Shape] = [
+        (inputs.V.shape, dtype),
+        ((B, H, A), state_dtype),
+        ((B, H, P, N), state_dtype),
+        ((B, H, R, N), dtype),
+        ((B, H, P), dtype),
+    ]
+    given = (*vars(inputs).values(), *vars(weights).values(), *vars(initial or inputs).values())
+    y_BTHP, *state = shaped(shapes, *(x for x in given if isinstance(x, Tensor)))
+    return y_BTHP, Mamba3State(*state)
+
+
+class Recurrence:
+    """In place of `m2rnn_chunks.Chunked`."""
+
+    @staticmethod
+    def apply(
+        q_BTNK: Tensor,
+        k_BTNK: Tensor,
+        v_BTNV: Tensor,
+        f_BTN1: Tensor,
+        w_NVV: Tensor,
+        initial_SNKV: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor | None]:
+        (B, T, _, V), K, N = v_BTNV.shape, k_BTNK.shape[-1], plan.num_heads
+        shapes: list[Shape] = [((B, T, N, V), v_BTNV.dtype)]
+        if plan.final_states:
+            assert initial_SNKV is not None, "the number of documents is known to a device alone"
+            shapes.append(((len(initial_SNKV), N, K, V), plan.dtype))
+        tensors = (q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV)
+        out = shaped(shapes, *(x for x in tensors if x is not None))
+        return out[0], out[1] if plan.final_states else None
+
+
+def balanced_rows(
+    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+) -> Groups:
+    """In place of `group_rows`: every expert has an even share of the copies."""
+    (T, K), new = expert_TK.shape, expert_TK.new_zeros
+    sizes = [(T * (expected or K) + e) // num_experts for e in range(num_experts)]
+    slots = sum(-(-size // multiple) * multiple for size in sizes)
+    if expert_TK.is_cuda:
+        slots = most_slots(num_experts, T * K, multiple)
+    if expected is None:
+        return Groups(new(K, T), new(slots), new(num_experts))
+    kept_KT = new(K, T, dtype=torch.bool)
+    return Groups(new(K, T), new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
+
+
+class ChunkAtOnce(m2rnn_chunks._Chunk):
+    """In place of `m2rnn_chunks._Chunk`: the tokens of a chunk meet W in one product.
+
+    It is as large as theirs are together. Every token could start a document, for all that tensors
+    without values say; none is taken to.
+    """
+
+    def __init__(self, plan: Plan, span: slice, *rest: Any) -> None:
+        super().__init__(replace(plan, seqs=replace(plan.seqs, entries=())), span, *rest)
+
+    def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
+        before_CNBKV = states_C1NBKV[:-1]
+        _by_head(self.z_CNBKV).baddbmm_(_by_head(before_CNBKV), self.w_NVV)
+        return {}
+
+    def state_gradients(
+        self,
+        dy_CNBV: Tensor,
+        dh_NBKV: Tensor,
+        dinitial_SNKV: Tensor | None,
+        dfinal_SNKV: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dafter_CNBKV = self.q_CNBK[..., :, None] * dy_CNBV[..., None, :]
+        dx_CNBKV = (1 - self.z_CNBKV.square()).mul_(1 - self.f_CNB11)
+        w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
+        _by_head(dafter_CNBKV).baddbmm_(_by_head(dx_CNBKV), w_back_NVV)
+        return dafter_CNBKV, dx_CNBKV, dh_NBKV
+
+
+class _Ends(list[slice]):
+    """As long as all chunks of a row; goes through those at its ends."""
+
+    def __iter__(self) -> Iterator[slice]:
+        last = max(2, len(self) - 2)
+        return iter([*self[:2], *self[last:]])
+
+
+@dataclass(frozen=True, eq=False)
+class FewChunks(Plan):
+    """In place of `m2rnn_chunks.Plan`: what a chunk leaves behind is overwritten by the next."""
+
+    def spans(self) -> list[slice]:
+        return _Ends(super().spans())
+
+
+def ends_of_queries(tokens: int) -> list[slice]:
+    """In place of `lightning_indexer.query_blocks`: the first block, and the last, the fullest."""
+    blocks = query_blocks(tokens)
+    return [*blocks[:-1][:1], blocks[-1]]
+
+
+def _by_head(x_CNBKV: Tensor) -> Tensor:
+    """The memory of `[C, N, B, K, V]` as rows of N matrices; without values their order is free."""
+    return x_CNBKV.view(x_CNBKV.shape[1], -1, x_CNBKV.shape[-1])
+
+
+def shaped(outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of these shapes and dtypes that depend on `inputs`, without values."""
+    apply: Callable[..., tuple[Tensor, ...]] = _Shaped.apply  # type: ignore[assignment]
+    return apply(outputs, *inputs)
+
+
+class _Shaped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *(torch.empty_like(x) if needed else None for x, needed in inputs)
