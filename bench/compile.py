@@ -22,16 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megacpp.config.schema import (
-    AttentionConfig,
-    Config,
-    HyperConnectionConfig,
-    Mamba3Config,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-    PrecisionConfig,
-)
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 
 B, D = 2, 64
 PLAIN = ModelConfig(

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.presets import PRESETS, preset
-from megacpp.config.schema import (
-    AttentionConfig,
-    Config,
-    DataConfig,
-    MLPConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from megacpp.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 
 def dense_4m() -> Config:

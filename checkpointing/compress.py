@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from megacpp.blocks.descriptor import BlockKind
+from megacpp.blocks.kinds import KINDS
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
 from megacpp.kernels.wanted import wanted_gradients
@@ -36,27 +37,8 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
 
 
-@dataclass(frozen=True)
-class Readers:
-    """Layers of one kind of block that read the normed input, which nobody else then keeps.
-
-    Not here, since their input would be kept all the same: the output projection (attention keeps
-    what it read), what follows SwiGLU (made again from gate and up), what reads a latent of MLA
-    (narrow already, and its norm keeps it), and all of E (router and experts keep the tokens).
-    """
-
-    letter: str
-    names: tuple[str, ...]
-
-
-READERS = (
-    Readers("A", ("wq", "wq_a", "wk", "wv", "wkv_a")),
-    Readers("F", ("w1", "w3")),
-)
-
-
 def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
-    """Gives the layers of READERS latents, in place; names of the weights that have one now.
+    """Gives layers with `Parameter.compress` latents, in place; names of the weights that have one now.
 
     Call it before FSDP2 shards the blocks, on the meta device or not; where tensor parallelism
     came first, a latent is cut as its weight is. Every block is included, the last one too: its
@@ -69,8 +51,9 @@ def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
     Raises:
         ConfigError: no block of the whole model has such layers.
     """
-    if not any(readers.letter in model.letters for readers in READERS):
-        kinds = " and ".join(readers.letter for readers in READERS)
+    compressed = {letter: _layers(kind) for letter, kind in KINDS.items() if _layers(kind)}
+    if not any(letter in model.letters for letter in compressed):
+        kinds = " and ".join(compressed)
         raise config_error(
             "recompute.compress",
             ratio,
@@ -81,12 +64,22 @@ def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
     for key in model.blocks:
         name = f"blocks.{key}.mixer"
         mixer = model.get_submodule(name)
-        for readers in READERS:
-            if readers.letter == model.letters[int(key)]:
-                layers = [layer for layer in readers.names if hasattr(mixer, layer)]
-                _compress(mixer, layers, ratio, seed, name)
-                found += [f"{name}.{layer}.weight" for layer in layers]
+        names = compressed.get(model.letters[int(key)], ())
+        layers = [layer for layer in names if hasattr(mixer, layer)]
+        _compress(mixer, layers, ratio, seed, name)
+        found += [f"{name}.{layer}.weight" for layer in layers]
     return found
+
+
+def _layers(kind: BlockKind) -> tuple[str, ...]:
+    """Linear layers that read the normed input, which then no other operator keeps.
+
+    Not among them, since their input is kept anyway: output projections (attention keeps what it
+    returned), what follows SwiGLU (made again from gate and up), what reads a latent of MLA (narrow
+    already, and its norm keeps it), and all of E (router and experts keep the tokens).
+    """
+    rows = (row for row in kind.parameters if row.compress)
+    return tuple(name.removesuffix(".weight") for row in rows for name in row.names)
 
 
 class Projection:

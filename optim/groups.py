@@ -21,8 +21,8 @@ from typing import Literal
 
 from torch import nn
 
-from megacpp.blocks.attention.mla import MultiHeadLatentAttention
-from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.descriptor import BlockKind, Parameter
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
@@ -32,7 +32,7 @@ from optim.ownership import MatrixView
 
 Algorithm = Literal["muon", "adamw", "fold"]
 Rate = Literal["lr", "embed_lr", "head_lr", "vector_lr"]
-View = Callable[[nn.Module], MatrixView]
+View = Callable[[ModelConfig], MatrixView]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Row:
         letters: kinds of block whose mixer has the parameter; empty: outside of all mixers.
         names: patterns of its name below the mixer (outside: of its whole name).
         decays: weight decay applies.
-        view: Muon's matrices, from the mixer that owns the parameter.
+        view: Muon's matrices, from a model's settings.
         rate: the setting of `OptimConfig` that is the peak learning rate under AdamW, where 0 means
             `lr`; under Muon it is `muon_lr`.
         lr_factor: of that rate, for this row alone; `factor`: the same, from a model's settings.
@@ -53,7 +53,7 @@ class Row:
     names: tuple[str, ...]
     algorithm: Algorithm
     decays: bool
-    view: View = lambda mixer: MatrixView()
+    view: View = lambda model: MatrixView()
     rate: Rate = "lr"
     lr_factor: float = 1.0
     factor: Callable[[ModelConfig], float] = lambda model: 1.0
@@ -63,41 +63,50 @@ class Row:
         return inside and any(fnmatchcase(name, pattern) for pattern in self.names)
 
 
-def rows_by_head(projection: str, head_rows: str) -> View:
-    """Each head of an M2RNN projection is a matrix of `head_rows` (an attribute) rows."""
-
-    def view(mixer: nn.Module) -> MatrixView:
-        assert isinstance(mixer, M2RNN)
-        height = getattr(mixer, head_rows)
-        rows = getattr(mixer, projection).weight.shape[0]
-        return MatrixView((height,) * (rows // height))
-
-    return view
-
-
-def latent_rows(mixer: nn.Module) -> MatrixView:
-    """The latent | the rotary key that all heads share."""
-    assert isinstance(mixer, MultiHeadLatentAttention)
-    return MatrixView((mixer.latent_dim, mixer.rope_dim))
-
-
-def key_value_rows(mixer: nn.Module) -> MatrixView:
-    """k | v of every head in turn."""
-    assert isinstance(mixer, MultiHeadLatentAttention)
-    heads = mixer.config.attention.num_heads
-    return MatrixView((mixer.nope_dim, mixer.value_dim) * heads)
-
-
-def stream_rows(model: nn.Module) -> MatrixView:
+def stream_rows(model: ModelConfig) -> MatrixView:
     """The keys of each residual stream are a matrix."""
-    assert isinstance(model, HybridLM)
-    streams = model.config.mhc.streams
-    return MatrixView((model.config.dim,) * streams) if streams > 1 else MatrixView()
+    streams = model.mhc.streams
+    return MatrixView((model.dim,) * streams) if streams > 1 else MatrixView()
 
 
-def experts(mixer: nn.Module) -> MatrixView:
-    """Each expert is a matrix."""
+def each_expert(model: ModelConfig) -> MatrixView:
+    """A matrix per expert."""
     return MatrixView(batched=True)
+
+
+def whole(model: ModelConfig) -> MatrixView:
+    """One matrix."""
+    return MatrixView()
+
+
+def stacked(rows: Callable[[ModelConfig], tuple[int, ...]]) -> View:
+    """Matrices of `rows(model)` rows each."""
+    return lambda model: MatrixView(rows(model))
+
+
+def mixer_rows(kind: BlockKind) -> Iterator[Row]:
+    """Rows of a block kind: parameters that are moved alike share one."""
+
+    def alike(row: Parameter) -> tuple[object, ...]:
+        return row.group, row.decay, row.rows, len(row.letters) == 3
+
+    for key in dict.fromkeys(map(alike, kind.parameters)):
+        rows = [row for row in kind.parameters if alike(row) == key]
+        names = tuple(dict.fromkeys(name for row in rows for name in row.names))
+        first = rows[0]
+        if first.group == "vector":
+            yield vectors(kind.letter, *names)
+            continue
+        view = whole
+        if first.group == "muon":
+            view = each_expert if len(first.letters) == 3 else whole
+            view = stacked(first.rows) if first.rows else view
+        yield Row(kind.letter, names, first.group, first.decay, view)
+
+
+def has_latents(kind: BlockKind) -> bool:
+    """`recompute.compress` applies to a layer of the kind."""
+    return any(row.compress for row in kind.parameters)
 
 
 def ngram_factor(model: ModelConfig) -> float:
@@ -136,32 +145,8 @@ TABLE = (
     vectors("", "norm.weight", "blocks.*.norm.weight", "mtp.blocks.*norm.weight"),
     Row("", ("blocks.*.connection.phi",), "adamw", True),  # to a few numbers of a token
     vectors("", "blocks.*.connection.scale", "blocks.*.connection.bias"),
-    Row("A", ("wq.weight", "wk.weight", "wv.weight", "wo.weight"), "muon", True),
-    Row("A", ("wq_a.weight", "wq_b.weight"), "muon", True),
-    Row("A", ("wkv_a.weight",), "muon", True, latent_rows),
-    Row("A", ("wkv_b.weight",), "muon", True, key_value_rows),
-    vectors("A", "q_norm.weight", "k_norm.weight", "kv_norm.weight"),
-    Row("A", ("indexer.wq_b.weight", "indexer.wk.weight"), "adamw", True),
-    Row("A", ("indexer.weights_proj.weight",), "adamw", True),
-    vectors("A", "indexer.k_norm.weight", "indexer.k_norm.bias"),
-    Row("M", ("in_[zxBC].weight", "out_proj.weight"), "muon", True),
-    Row("M", ("in_dt.weight", "in_A.weight", "in_trap.weight", "in_angles.weight"), "adamw", True),
-    vectors("M", "B_norm.weight", "C_norm.weight", "norm.weight"),
-    vectors("M", "dt_bias", "B_bias", "C_bias", "D"),
-    Row("M", ("mimo_[xzo]",), "adamw", False),
-    Row("E", ("experts.w[123]",), "muon", True, experts),
-    Row("E", ("shared.w[123].weight",), "muon", True),
-    Row("E", ("router.weight", "shared.gate.weight"), "adamw", True),
-    Row("R", ("in_q.weight",), "muon", True, rows_by_head("in_q", "key_dim")),
-    Row("R", ("in_k.weight",), "muon", True, rows_by_head("in_k", "key_dim")),
-    Row("R", ("in_v.weight",), "muon", True, rows_by_head("in_v", "value_dim")),
-    Row("R", ("in_gate.weight", "output_projection.weight"), "muon", True),
-    Row("R", ("in_forget.weight",), "adamw", True),
-    vectors("R", "g_norm.weight", "D", "decay_gate.A_log", "decay_gate.dt_bias"),
-    Row("R", ("state_weight",), "adamw", False),
-    Row("MR", ("conv_?.weight",), "adamw", False),
-    Row("F", ("w[123].weight",), "muon", True),
-    Row("AF", ("*.latent",), "adamw", True),
+    *(row for kind in KINDS.values() for row in mixer_rows(kind)),
+    *(Row(k.letter, ("*.latent",), "adamw", True) for k in KINDS.values() if has_latents(k)),
 )
 
 
@@ -235,7 +220,7 @@ def _assignments(
     model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...]
 ) -> Iterator[Assignment]:
     for name, parameter in model.named_parameters():
-        letter, mixer, short = _place(model, name)
+        letter, short = _place(model, name)
         rows = [row for row in table if row.matches(letter, short)]
         if len(rows) != 1:
             found = " and ".join(str(row.names) for row in rows) or "none"
@@ -252,17 +237,17 @@ def _assignments(
             yield Assignment(name, parameter, rows[0], moved, MatrixView(), of_it)
             continue
         muon = algorithm == "muon_adamw" and rows[0].algorithm == "muon"
-        view = rows[0].view(mixer) if muon else MatrixView()
+        view = rows[0].view(model.config) if muon else MatrixView()
         by: Algorithm = "muon" if muon else "adamw"
         factor = rows[0].factor(model.config)
         yield Assignment(name, parameter, rows[0], by, view, factor=factor)
 
 
-def _place(model: HybridLM, name: str) -> tuple[str, nn.Module, str]:
-    """Letter and mixer that a parameter belongs to (none outside), and its name below."""
+def _place(model: HybridLM, name: str) -> tuple[str, str]:
+    """Letter of the block whose mixer has a parameter (empty outside), and its name below."""
     owner, inside, short = name.partition(".mixer.")
     if inside:
         block = model.get_submodule(owner)
         assert isinstance(block, Block)
-        return block.letter, block.mixer, short
-    return "", model, name
+        return block.letter, short
+    return "", name

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.logits import LogitRecorder, Statistic
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import softmax_scale
 from megacpp.blocks.mtp.plan import num_blocks
-from megacpp.config.schema import AttentionConfig
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
 from optim.boxes import cutting_order, shard_bounds

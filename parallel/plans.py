@@ -6,11 +6,9 @@ gradient (other tokens, or other heads); the accumulation boundary adds these up
 FSDP2 then cuts dim 0 of every local part over the data axes (parallel/fsdp.py), so `fsdp` is not
 written here.
 
-Letters: V vocabulary, D model, Q and K query and key/value heads x head dim, W heads x head dim, H
-heads, L latent, F hidden, S groups x state, R MIMO rank, N state, P head dim, A angles, E experts,
-I hidden of an expert, X heads x dim of an indexer, Z random projection, O one, J taps, Y rows of
-n-gram tables, U numbers of one or two D, C channels of all residual streams (or one), M memory, B
-rows, T tokens.
+Letters: V vocabulary, D model, O one, Z random projection, Y rows of n-gram tables, U numbers of
+one or two D, C channels of all residual streams (or one), M memory, B rows, T tokens; those of a
+block kind are in its descriptor (megacpp/blocks).
 """
 
 from __future__ import annotations
@@ -21,6 +19,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from megacpp.blocks.descriptor import Parameter
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.model.hybrid import HybridLM
 from parallel.notation import Array, Move
@@ -43,22 +43,9 @@ class Row:
     when: Callable[[ModelConfig], bool] = lambda config: True
 
 
-def own_q(config: ModelConfig) -> bool:
-    """M2RNN's query heads are several, so they are cut like the others."""
-    return config.m2rnn.num_q_heads > 1
-
-
-def own_k(config: ModelConfig) -> bool:
-    return config.m2rnn.num_k_heads > 1
-
-
-def shared_q(config: ModelConfig) -> bool:
-    """One query head serves all heads, so every rank has it."""
-    return not own_q(config)
-
-
-def shared_k(config: ModelConfig) -> bool:
-    return not own_k(config)
+def latents(row: Parameter) -> tuple[str, ...]:
+    """Names of the latents of weights that `recompute.compress` applies to."""
+    return tuple(f"{name.removesuffix('.weight')}.latent" for name in row.names)
 
 
 PARAMETERS = (
@@ -78,62 +65,18 @@ PARAMETERS = (
     Row("", ("blocks.*.engram.wk.weight", "blocks.*.engram.wv.weight"), "[C, M]"),
     Row("", ("blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"), "[C]"),
     Row("", ("blocks.*.engram.conv.weight",), "[C_tp, O, J]"),
-    # A: heads are cut, the latents of MLA are whole
-    Row("A", ("wq.weight",), "[Q_tp, D]"),
-    Row("A", ("wk.weight", "wv.weight"), "[K_tp, D]"),
-    Row("A", ("wo.weight",), "[D, Q_tp]"),
-    Row("A", ("q_norm.weight", "k_norm.weight", "kv_norm.weight"), "[N]"),
-    Row("A", ("wq_a.weight", "wkv_a.weight"), "[L, D]"),
-    Row("A", ("wq_b.weight", "wkv_b.weight"), "[Q_tp, L]"),
-    # the indexer of a sparse block is whole: every rank chooses for all tokens
-    Row("A", ("indexer.wq_b.weight",), "[X, L]"),
-    Row("A", ("indexer.wk.weight", "indexer.weights_proj.weight"), "[X, D]"),
-    Row("A", ("indexer.k_norm.weight", "indexer.k_norm.bias"), "[X]"),
-    # latents of compressed layers (checkpointing/compress.py) lie as the weights' rows do
-    Row("A", ("wq.latent",), "[Q_tp, Z]"),
-    Row("A", ("wk.latent", "wv.latent"), "[K_tp, Z]"),
-    Row("A", ("wq_a.latent", "wkv_a.latent"), "[L, Z]"),
-    Row("F", ("w1.latent", "w3.latent"), "[F_tp, Z]"),
-    # F and the shared expert: hidden units are cut
-    Row("F", ("w1.weight", "w3.weight"), "[F_tp, D]"),
-    Row("F", ("w2.weight",), "[D, F_tp]"),
-    Row("E", ("shared.w1.weight", "shared.w3.weight"), "[F_tp, D]"),
-    Row("E", ("shared.w2.weight",), "[D, F_tp]"),
-    Row("E", ("shared.gate.weight",), "[O, D]"),
-    # E: whole experts on the ranks of ep
-    Row("E", ("router.weight",), "[E, D]"),
-    Row("E", ("experts.w1", "experts.w3"), "[E_ep, I, D]"),
-    Row("E", ("experts.w2",), "[E_ep, D, I]"),
-    # M: what a head owns is cut by head; B, C and the angles, which heads share, are whole
-    Row("M", ("in_z.weight", "in_x.weight"), "[W_tp, D]"),
-    Row("M", ("in_dt.weight", "in_A.weight", "in_trap.weight"), "[H_tp, D]"),
-    Row("M", ("in_B.weight", "in_C.weight"), "[S, D]"),
-    Row("M", ("in_angles.weight",), "[A, D]"),
-    Row("M", ("conv_x.weight",), "[W_tp, O, J]"),
-    Row("M", ("conv_B.weight", "conv_C.weight"), "[S, O, J]"),
-    Row("M", ("dt_bias", "D"), "[H_tp]"),
-    Row("M", ("B_bias", "C_bias"), "[H_tp, R, N]"),
-    Row("M", ("mimo_x", "mimo_z", "mimo_o"), "[H_tp, R, P]"),
-    Row("M", ("B_norm.weight", "C_norm.weight"), "[N]"),
-    Row("M", ("norm.weight",), "[W_tp]"),
-    Row("M", ("out_proj.weight",), "[D, W_tp]"),
-    # R: heads are cut; a query or key head that all heads share is whole
-    Row("R", ("in_v.weight", "in_gate.weight"), "[W_tp, D]"),
-    Row("R", ("in_forget.weight",), "[H_tp, D]"),
-    Row("R", ("in_q.weight",), "[Q_tp, D]", own_q),
-    Row("R", ("in_q.weight",), "[Q, D]", shared_q),
-    Row("R", ("in_k.weight",), "[K_tp, D]", own_k),
-    Row("R", ("in_k.weight",), "[K, D]", shared_k),
-    Row("R", ("conv_v.weight",), "[W_tp, O, J]"),
-    Row("R", ("conv_q.weight",), "[Q_tp, O, J]", own_q),
-    Row("R", ("conv_q.weight",), "[Q, O, J]", shared_q),
-    Row("R", ("conv_k.weight",), "[K_tp, O, J]", own_k),
-    Row("R", ("conv_k.weight",), "[K, O, J]", shared_k),
-    Row("R", ("decay_gate.A_log", "decay_gate.dt_bias"), "[H_tp]"),
-    Row("R", ("state_weight",), "[H_tp, P, P]"),
-    Row("R", ("D",), "[H_tp, P]"),
-    Row("R", ("g_norm.weight",), "[W_tp]"),
-    Row("R", ("output_projection.weight",), "[D, W_tp]"),
+    *(
+        Row(letter, row.names, row.dims, row.when)
+        for letter, kind in KINDS.items()
+        for row in kind.parameters
+    ),
+    # Latents of compressed layers (checkpointing/compress.py) are sharded as the weights' rows are.
+    *(
+        Row(letter, latents(row), f"[{row.dims[1:].partition(',')[0]}, Z]", row.when)
+        for letter, kind in KINDS.items()
+        for row in kind.parameters
+        if row.compress
+    ),
 )
 
 
@@ -169,9 +112,11 @@ DOORS = (
         "v[B, T_tp, C] -> v[B, T, C_tp]",
         "v[B, T, C_tp] -> v[B, T_tp, C]",
     ),
-    Door("AFMR", "", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp} -> y[B, T_tp, D]"),
-    # Router and routed experts work on the rank's own tokens; only the shared expert is cut.
-    Door("E", "shared", "x[T_tp, D] -> x[T, D]", "y[T, D]{tp} -> y[T_tp, D]"),
+    *(
+        Door(letter, layout.module, layout.enter, layout.leave)
+        for letter, kind in KINDS.items()
+        for layout in kind.layouts
+    ),
     Door("", "top", "x[B, T_tp, D] -> x[B, T, D]", None),
     Door("", "head", "x[B, T_tp, D] -> x[B, T, D]", None),
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
+from megacpp.blocks.attention.config import YarnConfig
 from megacpp.cli.main import COMMANDS
 from megacpp.config.arguments import (
     flatten,
@@ -29,7 +30,7 @@ from megacpp.config.arguments import (
 from megacpp.config.checks.every import lookup
 from megacpp.config.help import command_help, run_help
 from megacpp.config.presets import PRESETS, preset, tiny
-from megacpp.config.schema import Config, YarnConfig
+from megacpp.config.schema import Config
 from megacpp.config.settings import Setting, setting, settings_of
 from megacpp.errors import EXIT_CODES, ConfigError, MegacppError
 

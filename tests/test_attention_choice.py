@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.config.presets import nam56r, tiny
-from megacpp.config.schema import AttentionConfig, Config, KernelsConfig, MeshConfig
+from megacpp.config.schema import Config, KernelsConfig, MeshConfig
 from megacpp.errors import ConfigError
 from megacpp.kernels.host import Host
 from megacpp.kernels.selection import OPERATIONS, choose

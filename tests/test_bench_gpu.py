@@ -19,8 +19,9 @@ from bench.gpu.recompute import mark
 from bench.gpu.record import COLUMNS, GOALS, Record, as_markdown, reached
 from bench.gpu.shapes import MODELS, hybrid, ready
 from bench.gpu.steps import CapturedSteps, Steps, graph_refusal, in_use, made_up
+from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.checks.every import check
-from megacpp.config.schema import CheckpointingPolicy, MTPConfig, PrecisionConfig
+from megacpp.config.schema import CheckpointingPolicy, PrecisionConfig
 from megacpp.kernels.selection import OPERATIONS
 from megacpp.launch.kernels import host_of
 from megacpp.model.flops import train_flops_per_token

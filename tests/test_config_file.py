@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megacpp.blocks.attention.config import YarnConfig
 from megacpp.cli.main import main
 from megacpp.config.arguments import Resolved, flatten, parse_run, read_run
-from megacpp.config.schema import YarnConfig
 from megacpp.errors import ConfigError
 
 TOML = """

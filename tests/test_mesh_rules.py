@@ -7,10 +7,13 @@ import itertools
 
 import pytest
 
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.config.checks.every import broken
 from megacpp.config.checks.mesh import mesh_rules, resolve_mesh, tensor_dims
 from megacpp.config.presets import PRESETS, preset
-from megacpp.config.schema import AttentionConfig, Config, EngramConfig, MeshConfig, NgramConfig
+from megacpp.config.schema import Config, MeshConfig
 
 # preset, world, mesh, other settings -> what the line says
 CASES = [

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import PER_BLOCK, nam56r_base, tiny
-from megacpp.config.schema import (
-    AttentionConfig,
-    CheckpointingPolicy,
-    Config,
-    DataConfig,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-    TrainConfig,
-)
+from megacpp.config.schema import CheckpointingPolicy, Config, DataConfig, ModelConfig, TrainConfig
 
 
 def _dense(name: str, dim: int, depth: int, heads: int, hidden: int, rows: int) -> Config:

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megacpp.blocks.attention.config import YarnConfig
 from megacpp.config.checks.every import check, lookup, resolve
 from megacpp.config.checks.mesh import batch_ranks, mesh_rules
 from megacpp.config.file import ConfigFile, read_config_file
 from megacpp.config.help import run_help
 from megacpp.config.presets import preset
 from megacpp.config.recompute_flags import FALSE, TRUE, compiles, translate
-from megacpp.config.schema import Config, YarnConfig
+from megacpp.config.schema import Config
 from megacpp.config.settings import MISSING, settings_of
 from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value

@@ -9,25 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.blocks.m2rnn.config import M2RNNConfig
+from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.blocks.mtp.config import MTPConfig
+from megacpp.blocks.ngram.config import NgramConfig
+from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.schema import (
-    AttentionConfig,
     CheckpointConfig,
     CheckpointingPolicy,
     Config,
     DataConfig,
-    EngramConfig,
-    HyperConnectionConfig,
-    M2RNNConfig,
-    Mamba3Config,
-    MLPConfig,
     ModelConfig,
-    MoEConfig,
-    MTPConfig,
-    NgramConfig,
     OptimConfig,
     RunConfig,
-    SparseAttentionConfig,
-    TOPConfig,
     TrainConfig,
 )
 from megacpp.errors import ConfigError, did_you_mean

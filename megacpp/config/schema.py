@@ -10,39 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megacpp.config.model import (
-    WIDEST,
-    AttentionConfig,
-    EngramConfig,
-    HyperConnectionConfig,
-    M2RNNConfig,
-    Mamba3Config,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-    MTPConfig,
-    NgramConfig,
-    SparseAttentionConfig,
-    TOPConfig,
-    YarnConfig,
-)
-from megacpp.config.settings import setting
-
-__all__ = [
-    "AttentionConfig",
-    "EngramConfig",
-    "HyperConnectionConfig",
-    "M2RNNConfig",
-    "MLPConfig",
-    "MTPConfig",
-    "Mamba3Config",
-    "MoEConfig",
-    "ModelConfig",
-    "NgramConfig",
-    "SparseAttentionConfig",
-    "TOPConfig",
-    "YarnConfig",
-]
+from megacpp.config.model import ModelConfig as ModelConfig
+from megacpp.config.settings import WIDEST, setting
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from typing import Any
 
 from megacpp.errors import ConfigError, config_error
 
+# Most of a size: beyond them nothing can be trained, and rules and reports count one by one.
+WIDEST = 1 << 24  # dims: 256 times the width of the widest model
+MANY = 1 << 16  # heads, and dims of one
+
 
 @dataclass(frozen=True)
 class Range:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from megacpp.blocks.attention.choices import columns, null_copies
 from megacpp.blocks.attention.sparse_checks import sparse_lines
 from megacpp.blocks.engram.sizes import engram_parameters
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.mtp.plan import depth_weights
-from megacpp.config.schema import Config, MoEConfig
+from megacpp.config.schema import Config
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.sizes import ngram_primes, ngram_rows
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.hyper_connections.groups import places_in_groups
+from megacpp.blocks.kinds import KINDS
+from megacpp.blocks.m2rnn.descriptor import num_heads as m2rnn_heads
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.model.flops import ahead_flops, block_flops, connection_flops
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
-from megacpp.model.sizes import m2rnn_heads
 
 
 def replayed_flops_per_token(config: Config) -> float:
@@ -33,7 +34,7 @@ def replayed_flops_per_token(config: Config) -> float:
         if pieces >= BLOCK:
             total += block_flops(kind, model, config.data.seq_len)
             if model.mhc.streams == 1 or group is not None:
-                total -= _last_product(letter, model)
+                total -= 2.0 * KINDS[letter].last_product(model)
             total += _padded_values(config) if kind.partition("+")[0] == "A" else 0.0
             total += _learnt_again(config) if "A.index" in kind else 0.0
         else:
@@ -52,17 +53,6 @@ def _ahead(config: Config) -> float:
     whole = ahead_flops(model, config.data.seq_len) / model.mtp.depths
     own = whole - 2.0 * model.dim * model.vocab_size + _padded_values(config)
     return model.mtp.depths * own
-
-
-def _last_product(letter: str, model: ModelConfig) -> float:
-    """A block that runs again stops before the projection that nothing reads."""
-    if letter == "A":
-        a = model.attention
-        width = a.num_heads * (a.head_dim if a.kind == "gqa" else a.v_head_dim)
-        return 2.0 * model.dim * width
-    if letter == "R":
-        return 2.0 * model.dim * m2rnn_heads(model) * model.m2rnn.value_dim
-    return 0.0
 
 
 def _padded_values(config: Config) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megacpp.blocks.attention.choices import columns
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.hyper_connections.groups import stream_groups
+from megacpp.blocks.m2rnn.descriptor import num_heads as m2rnn_heads
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
@@ -24,7 +25,7 @@ from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.pieces import BLOCK, pieces_of
-from megacpp.model.sizes import m2rnn_heads, ngram_width
+from megacpp.model.sizes import ngram_width
 from megacpp.model.stages import SPLIT_BACKWARD, choice_bytes, stage_parts
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it

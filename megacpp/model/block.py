@@ -7,41 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.gqa import GroupedQueryAttention
-from megacpp.blocks.attention.mla import MultiHeadLatentAttention
-from megacpp.blocks.attention.sparse import SparseGroupedQueryAttention, SparseLatentAttention
-from megacpp.blocks.dense.module import MLP
 from megacpp.blocks.engram.module import Engram
-from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.hyper_connections.module import HyperConnection
-from megacpp.blocks.m2rnn.module import M2RNN
-from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.seam import PLAIN, Seam
-
-Mixer = GroupedQueryAttention | MultiHeadLatentAttention | Mamba3 | M2RNN | MixtureOfExperts | MLP
-
-
-def build_mixer(kind: str, config: ModelConfig, layer: int = 0) -> Mixer:
-    """The mixer of a kind of layer (see `layer_kinds` in megacpp/model/pattern.py)."""
-    letter = kind[0]
-    if letter == "A":
-        mla = config.attention.kind == "mla"
-        if kind.startswith("A."):
-            sparse = SparseLatentAttention if mla else SparseGroupedQueryAttention
-            return sparse(config, kind, layer)
-        return MultiHeadLatentAttention(config) if mla else GroupedQueryAttention(config)
-    if letter == "M":
-        return Mamba3(config)
-    if letter == "E":
-        return MixtureOfExperts(config)
-    if letter == "R":
-        return M2RNN(config)
-    assert letter == "F", letter
-    return MLP(config)
 
 
 class Block(nn.Module):
@@ -59,7 +32,8 @@ class Block(nn.Module):
         remembers = "+engram" in kind
         self.engram = Engram(config, layer, config.mhc.streams) if remembers else None
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.mixer: Mixer = build_mixer(kind, config, layer)
+        # Any: nn.Module declares none of forward(x, docs), init_state, step and init_rules.
+        self.mixer: Any = KINDS[self.letter].build(kind, config, layer)
         several = config.mhc.streams > 1
         self.connection = HyperConnection(config, layer) if several else None
 

@@ -9,10 +9,11 @@ it to FlopCounterMode.
 from __future__ import annotations
 
 from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.sizes import m2rnn_heads, ngram_width
+from megacpp.model.sizes import ngram_width
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -40,8 +41,7 @@ def ahead_flops(config: ModelConfig, seq_len: int) -> float:
 
 def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token in one block of a kind (`layer_kinds`)."""
-    kinds = {"A": _attention, "M": _mamba3, "E": _moe, "R": _m2rnn, "F": _mlp}
-    own = kinds[kind[0]](config, seq_len)
+    own = KINDS[kind[0]].multiply_adds(config, seq_len)
     memory = _engram(config) if "+engram" in kind else 0.0
     chosen = indexer_flops(config, seq_len) if "A.index" in kind else 0.0
     return 2.0 * (own + memory) + chosen
@@ -68,57 +68,6 @@ def connection_flops(config: ModelConfig) -> tuple[float, float]:
     return 2.0 * n * d * (n * n + 2 * n + 1), 2.0 * n * n * d
 
 
-def _attention(config: ModelConfig, seq_len: int) -> float:
-    """Multiply-adds a token: projections, scores and values over the whole row."""
-    a, d = config.attention, config.dim
-    if a.kind == "gqa":
-        projections = 2 * d * a.head_dim * (a.num_heads + a.num_kv_heads)
-        return projections + 2 * seq_len * a.num_heads * a.head_dim
-    qk, n = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads
-    q = d * a.q_lora_rank + a.q_lora_rank * n * qk if a.q_lora_rank else d * n * qk
-    kv = d * (a.kv_lora_rank + a.qk_rope_head_dim)
-    expand = a.kv_lora_rank * n * (a.qk_nope_head_dim + a.v_head_dim)
-    return q + kv + expand + n * a.v_head_dim * d + seq_len * n * (qk + a.v_head_dim)
-
-
 def _engram(config: ModelConfig) -> float:
     """A key for each residual stream, and a value for all; looking up multiplies nothing."""
     return (config.mhc.streams + 1) * config.dim * memory_width(config)
-
-
-def _mamba3(config: ModelConfig, seq_len: int) -> float:
-    """Projections and four products a chunk: q.k, weights.v, k.v and q.state."""
-    m, d = config.mamba3, config.dim
-    inner = m.expand * d
-    heads, rank, chunk = inner // m.headdim, m.mimo_rank, min(m.chunk_size, seq_len)
-    angles = int(m.d_state * m.rope_fraction) // 2
-    groups = 2 * m.ngroups * m.d_state * rank
-    projections = d * (2 * inner + groups + 3 * heads + angles) + inner * d
-    rows = rank * chunk  # of a chunk's product, MIMO ranks side by side
-    inside = rank * rows * (m.d_state + m.headdim)
-    state = 2 * rank * m.d_state * m.headdim
-    return projections + heads * (inside + state)
-
-
-def _moe(config: ModelConfig, seq_len: int) -> float:
-    """Router, the chosen experts, the shared ones and their gate."""
-    e, d = config.moe, config.dim
-    matrices = 3 if e.activation == "swiglu" else 2
-    routed = e.top_k * matrices * d * e.hidden_dim
-    shared = 3 * d * e.shared_hidden_dim * e.num_shared + d * (e.shared_gate and e.num_shared > 0)
-    return d * e.num_experts + routed + shared
-
-
-def _m2rnn(config: ModelConfig, seq_len: int) -> float:
-    """Projections, and per head h W and q h (k v^T is element-wise)."""
-    r, d = config.m2rnn, config.dim
-    heads = m2rnn_heads(config)
-    qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
-    projections = d * (qk + 2 * v + heads) + v * d
-    recurrence = heads * r.key_dim * (r.value_dim**2 + r.value_dim)
-    return projections + recurrence
-
-
-def _mlp(config: ModelConfig, seq_len: int) -> float:
-    f = config.mlp
-    return (3 if f.activation == "swiglu" else 2) * config.dim * f.hidden_dim

@@ -6,17 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import primes_from
 
-LETTERS = {
-    "A": "attention",
-    "M": "Mamba-3",
-    "E": "mixture of experts",
-    "R": "M2RNN",
-    "F": "dense feed-forward",
-}
+LETTERS = {letter: kind.name for letter, kind in KINDS.items()}
 
 
 def expand_pattern(pattern: str, depth: int) -> tuple[str, ...]:

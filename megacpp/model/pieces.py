@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import CheckpointingPolicy, ModelConfig
 from megacpp.model.pattern import block_letters
 
@@ -28,26 +29,11 @@ BLOCK: frozenset[Piece] = frozenset({"block"})
 
 def pieces_of(policy: CheckpointingPolicy, model: ModelConfig, letter: str) -> frozenset[Piece]:
     """What a block of `letter` runs again, unless it is the last."""
-    kinds = {"A": policy.ablock, "E": policy.eblock, "R": policy.rblock, "F": policy.fblock}
-    if kinds.get(letter) in ("full", "full_plus_norms"):
+    kind = KINDS[letter]
+    if kind.whole and getattr(policy, kind.whole) in ("full", "full_plus_norms"):
         return BLOCK
     found: set[Piece] = {"norm"} if policy.norms else set()
-    if letter == "A":
-        mla, selective = model.attention.kind == "mla", policy.ablock == "selective"
-        wanted: dict[Piece, bool] = {
-            "core_attn": selective or policy.core_attn,
-            "mla_q_upproj": mla and (selective or policy.mla_q_upproj),
-            "mla_kv": mla and (selective or policy.mla_kv),
-            "engram": selective and bool(model.engram.layers),
-        }
-        found |= {piece for piece, is_wanted in wanted.items() if is_wanted}
-    if letter in "EF" and policy.mlp:
-        found.add("mlp")
-    if letter == "E" and policy.eblock == "expert_gemm_only":
-        found.add("expert_gemm")
-    if letter == "M" and policy.mblock == "conv_bc_only":
-        found.add("conv_bc")
-    return frozenset(found)
+    return frozenset(found | kind.regions(policy, model))
 
 
 def layer_pieces(policy: CheckpointingPolicy, model: ModelConfig) -> list[frozenset[Piece]]:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import add
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import choice_across, expand_pattern, layer_kinds
@@ -25,7 +26,6 @@ from megacpp.model.sizes import (
     embedding_parameters,
     head_parameters,
     layer_parameters,
-    m2rnn_heads,
 )
 
 LOOPED = ("interleaved", "zbv", "dualpipev")  # two stages a rank
@@ -219,22 +219,13 @@ def _split_context_rules(config: Config) -> Iterator[ConfigError]:
     mesh, model = config.mesh, config.model
     letters = {letter for stage in expand_pattern(model.pattern, model.depth) for letter in stage}
     why, fix = "walks a graph twice", "use mesh.pp_schedule=interleaved or 1f1b"
-    uneven = m2rnn_heads(model) % (mesh.tp * mesh.cp) > 0
-    serial = mesh.cp_m2rnn == "serial" or (mesh.cp_m2rnn == "auto" and uneven)
-    if "R" in letters and serial:
-        yield config_error(
-            "mesh.pp_schedule",
-            mesh.pp_schedule,
-            f"{why}, but M2RNN states travel over cp in series, once",
-            f"{fix}, or mesh.cp_m2rnn=heads" if not uneven else fix,
-        )
-    if "M" in letters and model.mamba3.mimo_rank > 1 and mesh.cp_mamba3 == "state":
-        yield config_error(
-            "mesh.pp_schedule",
-            mesh.pp_schedule,
-            f"{why}, but MIMO Mamba-3 states are handed over cp once",
-            f"{fix}, or mesh.cp_mamba3=heads",
-        )
+    for exchange in (kind.context for letter, kind in KINDS.items() if letter in letters):
+        found = exchange.once(model, mesh) if exchange else None
+        if found is not None:
+            other = f", or {found[1]}" if found[1] else ""
+            yield config_error(
+                "mesh.pp_schedule", mesh.pp_schedule, f"{why}, but {found[0]}", f"{fix}{other}"
+            )
 
 
 def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigError]:

@@ -37,8 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.blocks.attention.choices import circle, columns
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived
-from megacpp.config.schema import MoEConfig
 from megacpp.kernels.experts.rows import (
     Groups,
     gather_rows,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.apply import Keeper
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
-    MLPConfig,
     ModelConfig,
     PrecisionConfig,
     TrainConfig,

@@ -33,13 +33,13 @@ from checkpointing.compile import (
 )
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.blocks.attention.logits import LogitRecorder
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
     MeshConfig,
-    MLPConfig,
     ModelConfig,
     PrecisionConfig,
     TrainConfig,

@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
 from checkpointing.compile import Compiler, compile_blocks
-from megacpp.config.schema import Config, HyperConnectionConfig, PrecisionConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.config.schema import Config, PrecisionConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM

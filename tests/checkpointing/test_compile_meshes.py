@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from checkpointing.compile import Compiler, compile_blocks
-from megacpp.config.schema import Config, MeshConfig, MLPConfig, PrecisionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.config.schema import Config, MeshConfig, PrecisionConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary

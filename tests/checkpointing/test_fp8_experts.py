@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.fp8 import check_fp8_device, to_fp8
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.checks.fp8 import fp8_blocks, fp8_layers
-from megacpp.config.schema import Config, KernelsConfig, MeshConfig, MLPConfig, ModelConfig
+from megacpp.config.schema import Config, KernelsConfig, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.kernels.experts.fp8 import (
     E4M3,

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
     Mamba3State,

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig
 from megacpp.blocks.attention.sparse import SparseLatentAttention, noted_choice
-from megacpp.config.schema import AttentionConfig, ModelConfig, SparseAttentionConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.reference import document_mask
 from megacpp.kernels.sparse_attention.indexer import index_scores
 from megacpp.kernels.sparse_attention.reference import chosen_mask

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.engram.module import NORM_EPS, Engram, layer_hash
-from megacpp.config.schema import EngramConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.primes import primes_from
 from tests.golden.harness import GoldenFile

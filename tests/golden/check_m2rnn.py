@@ -9,12 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megacpp.blocks.m2rnn.config import M2RNNConfig
+from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.module import M2RNN
-from megacpp.config.schema import M2RNNConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.model.documents import Documents
-from megacpp.model.upstream import m2rnn_from_upstream, m2rnn_to_upstream
+from megacpp.model.upstream import from_upstream, to_upstream
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("m2rnn_*.safetensors",)
@@ -84,14 +86,14 @@ def check_layer(
         layer = M2RNN(config).to(golden.dtype)
         layer.kernels = Kernels(m2rnn=backend)
         stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
-        layer.load_state_dict(m2rnn_from_upstream(stored, config))
+        layer.load_state_dict(from_upstream(M2RNN_KIND, stored, config))
         x = golden.input("x", grad=True)
         y = layer(x, documents(golden))
         y.backward(golden.input("d_y"))
         golden.expect("y", y)
         golden.expect("grad.x", x.grad)
         grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        for name, grad in m2rnn_to_upstream(grads).items():
+        for name, grad in to_upstream(M2RNN_KIND, grads).items():
             golden.expect(f"grad.{name}", grad)
 
 

@@ -9,13 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential, scan_documents
 from megacpp.model.documents import Documents
-from megacpp.model.upstream import mamba3_from_upstream, mamba3_to_upstream
+from megacpp.model.upstream import from_upstream, to_upstream
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("mamba3_*.safetensors",)
@@ -135,7 +137,7 @@ def check_layer(
         (y_BTD * golden.input("d_out")).sum().backward()
         golden.expect("grad.u", u_BTD.grad)
         grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        for name, grad in mamba3_to_upstream(grads).items():
+        for name, grad in to_upstream(MAMBA3, grads).items():
             golden.expect(f"grad.{name}", grad)
 
 
@@ -166,5 +168,5 @@ def build_layer(golden: GoldenFile, chunk: int) -> Mamba3:
     config = ModelConfig(dim=c["d_model"], norm_eps=1e-5, mamba3=mamba)
     layer = Mamba3(config).to(golden.dtype)
     stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
-    layer.load_state_dict(mamba3_from_upstream(stored, config))
+    layer.load_state_dict(from_upstream(MAMBA3, stored, config))
     return layer

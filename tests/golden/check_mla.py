@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
 from megacpp.blocks.attention.mla import LATENT_EPS, MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import inverse_frequencies
-from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels
 from megacpp.model.documents import Documents
 from tests.golden.harness import GoldenFile

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import Router, Routing
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.mtp.module import IGNORED, MultiTokenPrediction, PredictionBlock
-from megacpp.config.schema import ModelConfig, MTPConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents, beside
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise

@@ -17,6 +17,7 @@ import torch
 from checkpointing.apply import Keeper
 from checkpointing.tracing.activations import Activations, activations, one_of_each, standing_for
 from checkpointing.tracing.meter import Meter
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.cli.activations import POLICIES
 from megacpp.cli.measure import measure
 from megacpp.config.checks.every import check
@@ -26,7 +27,6 @@ from megacpp.config.schema import (
     Config,
     DataConfig,
     MeshConfig,
-    MLPConfig,
     PrecisionConfig,
     TrainConfig,
 )

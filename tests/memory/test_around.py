@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from megacpp.blocks.ngram.config import NgramConfig
+from megacpp.blocks.top.config import TOPConfig
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import MeshConfig, NgramConfig, TOPConfig
+from megacpp.config.schema import MeshConfig
 from megacpp.kernels.token_order import Ahead
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.working import backward, forward

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.config.presets import tiny
-from megacpp.config.schema import AttentionConfig, Config, KernelsConfig
+from megacpp.config.schema import Config, KernelsConfig
 from megacpp.memory.forms.activation_blocks import attention
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.engram.sizes import table_rows
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import tiny
-from megacpp.config.schema import CheckpointingPolicy, EngramConfig, MeshConfig, TrainConfig
+from megacpp.config.schema import CheckpointingPolicy, MeshConfig, TrainConfig
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import Config, MeshConfig, MTPConfig
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import rank_bytes

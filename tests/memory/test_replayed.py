@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.cli.measure import measure
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import tiny
-from megacpp.config.schema import AttentionConfig, CheckpointingPolicy, Config, TrainConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, TrainConfig
 from megacpp.memory.replayed import replayed_flops_per_token
 
 NOTHING = CheckpointingPolicy(rblock="none")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megacpp.blocks.attention.config import SparseAttentionConfig
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, SparseAttentionConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.kernels.attention import softcap as softcap_attention
 from megacpp.kernels.sparse_attention import indexer as lightning_indexer
 from megacpp.kernels.sparse_attention import reference as sparse_attention

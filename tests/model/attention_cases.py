@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention, varlen
 
+from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
-from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention import flex as attention_flex
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, initialise

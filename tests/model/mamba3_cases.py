@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.presets import tiny
-from megacpp.config.schema import KernelsConfig, Mamba3Config, ModelConfig
+from megacpp.config.schema import KernelsConfig, ModelConfig
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.memory.forms.activation_share import Share
 from megacpp.model.documents import Documents

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.mamba3 import library as mamba3_library
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs

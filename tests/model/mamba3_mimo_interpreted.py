@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacpp.config.schema import Mamba3Config
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.library import _imported, mamba3_library
 from megacpp.kernels.mamba3.reference import mamba3_chunked

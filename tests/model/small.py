@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig, YarnConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.m2rnn.config import M2RNNConfig
+from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.blocks.ngram.config import NgramConfig
+from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.presets import PRESETS
-from megacpp.config.schema import (
-    AttentionConfig,
-    EngramConfig,
-    M2RNNConfig,
-    Mamba3Config,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-    NgramConfig,
-    SparseAttentionConfig,
-    TOPConfig,
-    YarnConfig,
-)
+from megacpp.config.schema import ModelConfig
 
 # Sizes only: a preset keeps its pattern, its options and its ties.
 SMALL_ATTENTION = {

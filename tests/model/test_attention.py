@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megacpp.blocks.attention import rope
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
-from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.kernels.attention import reference as kernel
 from megacpp.model.documents import Documents

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.engram.module import NORM_EPS, Engram, LayerHash, layer_hash
 from megacpp.blocks.engram.sizes import engram_primes, table_rows
-from megacpp.config.schema import Config, EngramConfig, ModelConfig, PrecisionConfig
+from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.kernels.memory_gate import LEAST, memory_gate, memory_gate_reference
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM

@@ -11,19 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megacpp.blocks.experts.module
 import megacpp.kernels.flop_formulas
+from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.hyper_connections.module import HyperConnection
+from megacpp.blocks.mtp.config import MTPConfig
+from megacpp.blocks.ngram.config import NgramConfig
+from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.presets import tiny
-from megacpp.config.schema import (
-    AttentionConfig,
-    EngramConfig,
-    HyperConnectionConfig,
-    MLPConfig,
-    ModelConfig,
-    MTPConfig,
-    NgramConfig,
-    SparseAttentionConfig,
-    TOPConfig,
-)
+from megacpp.config.schema import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.flops import (

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.dense.module import MLP, is_plain
-from megacpp.config.schema import MLPConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels import gated_linear as kernel
 from megacpp.kernels.gated_linear import gated, gated_gradients, gated_linear, gated_product
 from megacpp.kernels.wanted import wanted_gradients

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.hyper_connections.module import HyperConnection, Spread
-from megacpp.config.schema import Config, HyperConnectionConfig, ModelConfig, PrecisionConfig
+from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.kernels.hyper_connections import reference as kernel
 from megacpp.kernels.hyper_connections.reference import (
     Coefficients,

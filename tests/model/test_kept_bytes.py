@@ -14,7 +14,9 @@ import torch
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
-from megacpp.config.schema import AttentionConfig, MLPConfig, ModelConfig
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
-from megacpp.config.schema import M2RNNConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.kernels.restarts import sequences_of
 from megacpp.model.documents import Documents

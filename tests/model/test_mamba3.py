@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from checkpointing.compile import Compiler
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters

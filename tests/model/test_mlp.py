@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.dense.module import MLP
-from megacpp.config.schema import MLPConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.init import Normal, initialise
 
 BOTH = pytest.mark.parametrize("activation", ["swiglu", "relu2"])

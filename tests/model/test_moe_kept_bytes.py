@@ -22,9 +22,10 @@ import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our oper
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.blocks.experts import module as moe_module
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import document_lengths
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise

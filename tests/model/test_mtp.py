@@ -17,9 +17,10 @@ from torch import Tensor
 import megacpp.model.head
 from checkpointing.apply import set_seams
 from checkpointing.rebuild import Replays
+from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.mtp.plan import coefficient, depth_weights, hidden_width
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, MTPConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
 from megacpp.data.batches import IGNORED, Batch
 from megacpp.errors import ConfigError
 from megacpp.model.count import count_parameters, meta_model

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.ngram.module import NgramEmbedding
-from megacpp.config.schema import Config, ModelConfig, NgramConfig, OptimConfig, PrecisionConfig
+from megacpp.config.schema import Config, ModelConfig, OptimConfig, PrecisionConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.primes import is_prime

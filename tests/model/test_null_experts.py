@@ -21,9 +21,10 @@ from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.blocks.attention.choices import circle, columns, null_copies, slots, visited_ranks
 from megacpp.blocks.experts import module as moe_module
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import Router
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
 from megacpp.kernels.experts.grouped_mm import outer_products, products
 from megacpp.kernels.experts.rows import group_rows, group_rows_to_capacity, spread_rows, sum_rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacpp.blocks.attention import rope
-from megacpp.config.schema import YarnConfig
+from megacpp.blocks.attention.config import YarnConfig
 from megacpp.model.documents import Documents
 from tests.model.attention_cases import GQA, MLA, close, noise, packed
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.router import Router, document_load, switch_loss, z_loss
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.auxiliary import TERMS, AttachLoss
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise

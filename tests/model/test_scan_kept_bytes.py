@@ -18,9 +18,11 @@ from torch import Tensor
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
+from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.schema import M2RNNConfig, Mamba3Config, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked
 from megacpp.kernels.mamba3 import chunks as mamba3_chunks

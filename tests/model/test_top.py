@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megacpp.config.schema import Config, ModelConfig, PrecisionConfig, TOPConfig
+from megacpp.blocks.top.config import TOPConfig
+from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
+from megacpp.config.schema import ModelConfig
 from tests.model.small import small
 
 GQA = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6)

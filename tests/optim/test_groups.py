@@ -9,20 +9,17 @@ import torch
 from torch import nn
 
 from checkpointing.compress import compress_linears
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.blocks.m2rnn.config import M2RNNConfig
+from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.blocks.mtp.config import MTPConfig
+from megacpp.blocks.ngram.config import NgramConfig
+from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.presets import PRESETS
-from megacpp.config.schema import (
-    AttentionConfig,
-    EngramConfig,
-    HyperConnectionConfig,
-    M2RNNConfig,
-    Mamba3Config,
-    ModelConfig,
-    MoEConfig,
-    MTPConfig,
-    NgramConfig,
-    OptimConfig,
-    TOPConfig,
-)
+from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from optim.build import groups

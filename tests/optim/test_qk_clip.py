@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.logits import LogitRecorder, Statistic, largest_logits
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import inverse_frequencies
-from megacpp.config.schema import (
-    AttentionConfig,
-)
 from megacpp.kernels.attention.reference import causal_attention
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
-from megacpp.config.schema import MeshConfig, ModelConfig, MoEConfig
+from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Slice, initialise
 from parallel.context.layout import ContextLayout

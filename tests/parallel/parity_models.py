@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from megacpp.config.schema import (
-    EngramConfig,
-    HyperConnectionConfig,
-    ModelConfig,
-    MTPConfig,
-    NgramConfig,
-    SparseAttentionConfig,
-    TOPConfig,
-)
+from megacpp.blocks.attention.config import SparseAttentionConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.blocks.mtp.config import MTPConfig
+from megacpp.blocks.ngram.config import NgramConfig
+from megacpp.blocks.top.config import TOPConfig
+from megacpp.config.schema import ModelConfig
 from tests.model.small import shrunk, small, variants
 
 SPARSE = SparseAttentionConfig(top_k=3, num_heads=2, head_dim=6, loss=0.1)

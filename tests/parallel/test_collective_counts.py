@@ -14,17 +14,17 @@ from typing import Literal
 import pytest
 import torch
 
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.cli.dry_run import rooms
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.schema import (
-    AttentionConfig,
     Config,
     DataConfig,
-    Mamba3Config,
     MeshConfig,
-    MLPConfig,
     ModelConfig,
-    MoEConfig,
     OptimConfig,
     PrecisionConfig,
     TrainConfig,

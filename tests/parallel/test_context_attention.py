@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
-from megacpp.config.schema import AttentionConfig, ModelConfig, YarnConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention import softcap as softcap_attention
 from megacpp.kernels.attention.parts import Scores
 from megacpp.model.documents import Documents

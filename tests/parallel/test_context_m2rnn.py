@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
-from megacpp.config.schema import M2RNNConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_carried, m2rnn_sequential
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout, Order

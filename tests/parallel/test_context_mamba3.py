@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from checkpointing.apply import give
 from checkpointing.rebuild import BlockSeam, Replays
+from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.schema import Mamba3Config, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.pieces import Piece
 from parallel.context.convolution import convolve_with_halo

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
-from megacpp.config.schema import MeshConfig, ModelConfig, MoEConfig
+from megacpp.config.schema import MeshConfig, ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from parallel.expert.exchange import EvenRouting

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megacpp.blocks.attention.choices import visited_ranks
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.model.init import initialise
 from parallel.expert.parallel import ExpertParallel
 from parallel.mesh import join

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from checkpointing.apply import Keeper
-from megacpp.config.schema import Config, DataConfig, MLPConfig, OptimConfig, RunConfig, TrainConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.config.schema import Config, DataConfig, OptimConfig, RunConfig, TrainConfig
 from megacpp.data.batches import Batch
 from optim.build import build_optimizer
 from optim.clip import clip_gradients

@@ -16,14 +16,8 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megacpp.config.schema import (
-    Config,
-    MeshConfig,
-    ModelConfig,
-    MTPConfig,
-    OptimConfig,
-    PrecisionConfig,
-)
+from megacpp.blocks.mtp.config import MTPConfig
+from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig, PrecisionConfig
 from megacpp.model.init import Normal, Slice, initialise, tensor_key, uniform, whole
 from megacpp.state.tensors import model_tensors
 from optim.build import build_optimizer

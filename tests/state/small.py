@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megacpp.config.schema import (
-    AttentionConfig,
-    M2RNNConfig,
-    Mamba3Config,
-    MLPConfig,
-    ModelConfig,
-    MoEConfig,
-)
+from megacpp.blocks.attention.config import AttentionConfig
+from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.m2rnn.config import M2RNNConfig
+from megacpp.blocks.mamba3.config import Mamba3Config
+from megacpp.config.schema import ModelConfig
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from megacpp.state.tensors import is_persistent

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megacpp.config.schema import AttentionConfig, MTPConfig, YarnConfig
+from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
+from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.fp32 import contract_parameters
 from megacpp.state import export

@@ -12,7 +12,8 @@ import random
 from functools import lru_cache
 from statistics import NormalDist
 
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.blocks.experts.config import MoEConfig
+from megacpp.config.schema import ModelConfig
 
 
 def null_copies(moe: MoEConfig) -> int:

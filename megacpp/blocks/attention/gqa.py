@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
-from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.attention.reference import attend, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels

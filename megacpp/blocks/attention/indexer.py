@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate_halves
 from megacpp.blocks.experts.router import WideLinear
-from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import Target, indexer_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource

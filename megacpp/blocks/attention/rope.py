@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from megacpp.config.schema import AttentionConfig, YarnConfig
+from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 

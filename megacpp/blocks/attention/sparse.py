@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, KVCache
 from megacpp.blocks.attention.indexer import Index, Indexer
 from megacpp.blocks.attention.mla import LatentCache, MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import rotary_table
-from megacpp.config.schema import AttentionConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.attention.reference import attention_between, causal_attention
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import HeadShard, Target

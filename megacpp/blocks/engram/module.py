@@ -24,9 +24,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.engram.sizes import engram_primes, memory_width, table_rows
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
-from megacpp.config.schema import EngramConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
 from megacpp.kernels.memory_gate import memory_gate

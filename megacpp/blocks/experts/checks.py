@@ -1,11 +1,69 @@
-"""Rules of null experts and of groups of experts; no torch import here."""
+"""Rules between the settings of experts; no torch import here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from megacpp.config.schema import MeshConfig, MoEConfig
 from megacpp.errors import ConfigError, config_error
+from megacpp.model.primes import nearest_divisor
+
+if TYPE_CHECKING:
+    from megacpp.blocks.experts.config import MoEConfig
+    from megacpp.config.schema import Config, MeshConfig
+
+
+def checks(config: Config) -> Iterator[ConfigError]:
+    """Broken rules of `model.moe`."""
+    e = config.model.moe
+    yield from null_rules(e)
+    if e.top_k > e.num_experts:
+        yield config_error(
+            "model.moe.top_k",
+            e.top_k,
+            f"must not exceed num_experts ({e.num_experts})",
+            f"use model.moe.top_k={e.num_experts} or less",
+        )
+        return
+    if e.num_experts % e.num_groups:
+        near = nearest_divisor(e.num_experts, e.num_groups)
+        yield config_error(
+            "model.moe.num_groups",
+            e.num_groups,
+            f"must divide num_experts ({e.num_experts})",
+            f"use model.moe.num_groups={near}",
+        )
+        return
+    if e.top_k_groups > e.num_groups:
+        yield config_error(
+            "model.moe.top_k_groups",
+            e.top_k_groups,
+            f"must not exceed num_groups ({e.num_groups})",
+            f"use model.moe.top_k_groups={e.num_groups} or less",
+        )
+        return
+    open_experts = e.top_k_groups * e.num_experts // e.num_groups
+    if e.top_k > open_experts:
+        yield config_error(
+            "model.moe.top_k",
+            e.top_k,
+            f"the {e.top_k_groups} kept groups hold only {open_experts} experts",
+            "raise top_k_groups or lower top_k",
+        )
+    if e.num_groups > 1 and e.num_experts // e.num_groups < 2:
+        yield config_error(
+            "model.moe.num_groups",
+            e.num_groups,
+            "a group's score is its best two experts, so it needs 2",
+            f"use {e.num_experts // 2} or less",
+        )
+    if e.shared_gate and not e.num_shared:
+        yield config_error(
+            "model.moe.shared_gate",
+            True,
+            "there is no shared expert to gate",
+            "set num_shared=1 or turn it off",
+        )
 
 
 def null_rules(moe: MoEConfig) -> Iterator[ConfigError]:

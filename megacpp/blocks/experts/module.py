@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.dense.module import MLP
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.router import Router
-from megacpp.config.schema import ModelConfig, MoEConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.kernels.experts.grouped_mm import row_multiple

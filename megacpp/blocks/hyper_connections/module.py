@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megacpp.config.schema import HyperConnectionConfig, ModelConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.hyper_connections.reference import Coefficients, mix, read
 from megacpp.kernels.hyper_connections.sinkhorn import EPS
 from megacpp.model.fp32 import Fp32Contract

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
@@ -29,7 +30,6 @@ from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import ShortConv, stacked
-from megacpp.model.sizes import m2rnn_heads
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,6 @@ class DecayGate(Fp32Contract):
         return {"A_log": LogUniform(0.0, 16.0), "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4)}
 
 
-def input_rows(config: ModelConfig) -> dict[str, int]:
-    """Rows of each input projection, in upstream's order."""
-    r = config.m2rnn
-    heads = m2rnn_heads(config)
-    return {
-        "in_q": r.num_q_heads * r.key_dim,
-        "in_k": r.num_k_heads * r.key_dim,
-        "in_v": heads * r.value_dim,
-        "in_forget": heads,
-        "in_gate": heads * r.value_dim,
-    }
-
-
 class M2RNN(Fp32Contract):
     """R block mixer, `[B, T, D]` to `[B, T, D]`.
 
@@ -86,28 +73,28 @@ class M2RNN(Fp32Contract):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         r = config.m2rnn
-        rows = input_rows(config)
-        N = rows["in_forget"]  # of the whole layer; forward goes by what its weights hold
+        rows = M2RNN_KIND.rows(config)
+        N = rows["in_forget.weight"]  # of the whole layer; forward goes by what its weights hold
         self.num_heads, self.key_dim, self.value_dim = N, r.key_dim, r.value_dim
         self.chunk_size = r.chunk_size
         self.clip = None
         if r.gradient_clip is not None:
             self.clip = StateClip(r.gradient_clip, r.clip_mode)
-        self.in_q = nn.Linear(config.dim, rows["in_q"], bias=False)
-        self.in_k = nn.Linear(config.dim, rows["in_k"], bias=False)
-        self.in_v = nn.Linear(config.dim, rows["in_v"], bias=False)
-        self.in_forget = nn.Linear(config.dim, rows["in_forget"], bias=False)
-        self.in_gate = nn.Linear(config.dim, rows["in_gate"], bias=False)
-        self.conv_q = ShortConv(rows["in_q"], r.conv_kernel)
-        self.conv_k = ShortConv(rows["in_k"], r.conv_kernel)
-        self.conv_v = ShortConv(rows["in_v"], r.conv_kernel)
+        self.in_q = nn.Linear(config.dim, rows["in_q.weight"], bias=False)
+        self.in_k = nn.Linear(config.dim, rows["in_k.weight"], bias=False)
+        self.in_v = nn.Linear(config.dim, rows["in_v.weight"], bias=False)
+        self.in_forget = nn.Linear(config.dim, rows["in_forget.weight"], bias=False)
+        self.in_gate = nn.Linear(config.dim, rows["in_gate.weight"], bias=False)
+        self.conv_q = ShortConv(rows["in_q.weight"], r.conv_kernel)
+        self.conv_k = ShortConv(rows["in_k.weight"], r.conv_kernel)
+        self.conv_v = ShortConv(rows["in_v.weight"], r.conv_kernel)
         self.decay_gate = DecayGate(N)
         self.state_weight = nn.Parameter(torch.empty(N, r.value_dim, r.value_dim))
         self.D = nn.Parameter(torch.empty(N, r.value_dim))
         self.g_norm = RMSNorm(N * r.value_dim, config.norm_eps)
         self.output_projection = nn.Linear(N * r.value_dim, config.dim, bias=False)
         self._linear_rules = {
-            **{f"{name}.weight": input_rule(config) for name in rows},
+            **{name: input_rule(config) for name in rows if name.startswith("in_")},
             "output_projection.weight": output_rule(config),
         }
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
@@ -40,15 +41,6 @@ class Mamba3Decode:
     taps_BCK1: Tensor | None
 
 
-def input_rows(config: ModelConfig) -> dict[str, int]:
-    """Rows of each input projection, in upstream's order; those of B and C are (R, G, N)."""
-    m = config.mamba3
-    inner, bc = m.expand * config.dim, m.mimo_rank * m.ngroups * m.d_state
-    heads, angles = inner // m.headdim, int(m.d_state * m.rope_fraction) // 2
-    rows = {"in_z": inner, "in_x": inner, "in_B": bc, "in_C": bc}
-    return rows | {"in_dt": heads, "in_A": heads, "in_trap": heads, "in_angles": angles}
-
-
 class Mamba3(Fp32Contract):
     """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
 
@@ -59,24 +51,24 @@ class Mamba3(Fp32Contract):
         super().__init__()
         m = config.mamba3
         self.config, self.mamba = config, m
-        rows = input_rows(config)
+        rows = MAMBA3.rows(config)
         # Of the whole layer, for decoding; forward goes by what its weights hold.
-        self.num_heads, self.num_angles = rows["in_dt"], rows["in_angles"]
+        self.num_heads, self.num_angles = rows["in_dt.weight"], rows["in_angles.weight"]
         # The authors' kernels pair (2i, 2i + 1) in SISO and (i, i + N/2) in MIMO.
         self.pairing: Pairing = "half" if m.mimo_rank > 1 else "interleaved"
         H, R, N, P = self.num_heads, m.mimo_rank, m.d_state, m.headdim
-        self.in_z = nn.Linear(config.dim, rows["in_z"], bias=False)
-        self.in_x = nn.Linear(config.dim, rows["in_x"], bias=False)
-        self.in_B = nn.Linear(config.dim, rows["in_B"], bias=False)
-        self.in_C = nn.Linear(config.dim, rows["in_C"], bias=False)
+        self.in_z = nn.Linear(config.dim, rows["in_z.weight"], bias=False)
+        self.in_x = nn.Linear(config.dim, rows["in_x.weight"], bias=False)
+        self.in_B = nn.Linear(config.dim, rows["in_B.weight"], bias=False)
+        self.in_C = nn.Linear(config.dim, rows["in_C.weight"], bias=False)
         self.in_dt = nn.Linear(config.dim, H, bias=False)
         self.in_A = nn.Linear(config.dim, H, bias=False)
         self.in_trap = nn.Linear(config.dim, H, bias=False)
         self.in_angles = nn.Linear(config.dim, self.num_angles, bias=False)
         if m.conv_kernel:
-            self.conv_x = ShortConv(rows["in_x"], m.conv_kernel)
-            self.conv_B = ShortConv(rows["in_B"], m.conv_kernel)
-            self.conv_C = ShortConv(rows["in_C"], m.conv_kernel)
+            self.conv_x = ShortConv(rows["in_x.weight"], m.conv_kernel)
+            self.conv_B = ShortConv(rows["in_B.weight"], m.conv_kernel)
+            self.conv_C = ShortConv(rows["in_C.weight"], m.conv_kernel)
         self.dt_bias = nn.Parameter(torch.empty(H))
         self.B_bias = nn.Parameter(torch.empty(H, R, N))
         self.C_bias = nn.Parameter(torch.empty(H, R, N))
@@ -163,7 +155,7 @@ class Mamba3(Fp32Contract):
         m = self.mamba
         into = input_rule(self.config)
         rules: dict[str, Rule] = {
-            **{f"{name}.weight": into for name in input_rows(self.config)},
+            **{name: into for name in MAMBA3.rows(self.config) if name.startswith("in_")},
             "out_proj.weight": output_rule(self.config),
             "dt_bias": TimeStepBias(m.dt_min, m.dt_max, m.dt_init_floor),
             "B_bias": Constant(1.0),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megacpp.config.schema import (
-    EngramConfig,
-    HyperConnectionConfig,
-    ModelConfig,
-    MTPConfig,
-    SparseAttentionConfig,
-)
+from megacpp.blocks.attention.config import SparseAttentionConfig
+from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
+from megacpp.blocks.mtp.config import MTPConfig
+from megacpp.config.schema import ModelConfig
 
 WIDTH_MULTIPLE = 16  # of hidden units whose number nobody gave
 

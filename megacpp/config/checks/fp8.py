@@ -12,18 +12,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 
+from megacpp.blocks.kinds import KINDS as BLOCK_KINDS
 from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters
 from megacpp.model.pieces import Piece, layer_pieces
-from megacpp.model.sizes import m2rnn_heads
 
 MULTIPLE = 16  # of both dims of a weight, and of the tokens where they are summed over in FP8
-KINDS, TE_KINDS = (
-    "AEFMR",
-    "AF",
-)  # blocks with something for FP8; those that Transformer Engine takes
+KINDS = "".join(sorted(BLOCK_KINDS))  # all have something for FP8
+TE_KINDS = "AF"  # those that Transformer Engine takes
 # Pieces of which FP8 layers are a part, and the setting that runs them again.
 AGAIN: dict[tuple[str, Piece], str] = {
     ("E", "expert_gemm"): "eblock",
@@ -39,29 +37,13 @@ def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
     Projections of attention and feed-forwards, shared experts, and the wide projections of
     recurrent mixers; never routers, norms, latents, or what a recurrence reads its steps from.
     """
-    a, D = model.attention, model.dim
-    if a.kind == "mla":
-        queries, values = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads * a.v_head_dim
-        attention = {"wo": (D, values)}
-        if not a.q_lora_rank:
-            attention["wq"] = (a.num_heads * queries, D)
-    else:
-        heads, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        attention = {"wq": (heads, D), "wk": (kv, D), "wv": (kv, D), "wo": (D, heads)}
-    F = model.mlp.hidden_dim
-    feed_forward = {"w1": (F, D), "w2": (D, F)}
-    if model.mlp.activation == "swiglu":
-        feed_forward["w3"] = (F, D)
-    shared, S = {}, model.moe.num_shared * model.moe.shared_hidden_dim
-    if model.moe.num_shared:
-        shared = {"shared.w1": (S, D), "shared.w2": (D, S), "shared.w3": (S, D)}
-    inner, values = model.mamba3.expand * D, m2rnn_heads(model) * model.m2rnn.value_dim
     return {
-        "A": attention,
-        "F": feed_forward,
-        "E": shared,
-        "M": {"in_z": (inner, D), "in_x": (inner, D), "out_proj": (D, inner)},
-        "R": {"in_v": (values, D), "in_gate": (values, D), "output_projection": (D, values)},
+        letter: {
+            name.removesuffix(".weight"): (shape[0], shape[1])
+            for name, shape, row in kind.shapes(model)
+            if row.fp8
+        }
+        for letter, kind in BLOCK_KINDS.items()
     }
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from megacpp.blocks.engram.sizes import ROWS_MULTIPLE
 from megacpp.blocks.experts.checks import straddling_groups
+from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import hidden_width
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.pattern import block_letters
 from megacpp.model.primes import divisors
-from megacpp.model.sizes import m2rnn_heads, ngram_rows
+from megacpp.model.sizes import ngram_rows
 
 AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the world
@@ -141,29 +142,15 @@ def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
 def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
     """What `tp` must divide, by setting."""
     dims = {"model.vocab_size": config.vocab_size}
-    a, m, r, e = config.attention, config.mamba3, config.m2rnn, config.moe
     if config.ngram.heads:
         dims["the rows of all n-gram tables"] = ngram_rows(config.ngram)
-    if "A" in letters:
-        dims["model.attention.num_heads"] = a.num_heads
-        if a.kind == "gqa":
-            dims["model.attention.num_kv_heads"] = a.num_kv_heads
-        if config.engram.layers:
-            dims["model.dim, channels of model.engram"] = config.dim
-            dims["rows of the tables of model.engram"] = ROWS_MULTIPLE
-    if "F" in letters:
-        dims["model.mlp.hidden_dim"] = config.mlp.hidden_dim
+    for letter, kind in KINDS.items():
+        dims |= kind.tensor_dims(config) if letter in letters else {}
+    if config.engram.layers:
+        dims["model.dim, channels of model.engram"] = config.dim
+        dims["rows of the tables of model.engram"] = ROWS_MULTIPLE
     if config.mtp.depths:
         dims["model.mtp.hidden_dim"] = hidden_width(config)
-    if "E" in letters and e.num_shared:
-        dims["model.moe.num_shared * shared_hidden_dim"] = e.num_shared * e.shared_hidden_dim
-    if "M" in letters:
-        dims["the number of Mamba-3 heads"] = m.expand * config.dim // m.headdim
-    if "R" in letters:
-        dims["the number of M2RNN heads"] = m2rnn_heads(config)
-        for name in ("num_q_heads", "num_k_heads"):
-            if getattr(r, name) > 1:
-                dims[f"model.m2rnn.{name}"] = getattr(r, name)
     return dims
 
 
@@ -175,11 +162,12 @@ def _tensor(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Bro
         if size % mesh.tp:
             yield Broken("tp", mesh.tp, f"must divide {name} ({size})", ("tp",))
             return
-    groups = config.model.mamba3.ngroups
-    if "M" in letters and groups % mesh.tp and mesh.tp % groups:
-        rule = f"must divide model.mamba3.ngroups ({groups}) or be a multiple of it"
-        yield Broken("tp", mesh.tp, rule, ("tp",))
-        return
+    for kind in (kind for letter, kind in KINDS.items() if letter in letters):
+        for name, groups in kind.groups(config.model).items():
+            if groups % mesh.tp and mesh.tp % groups:
+                rule = f"must divide {name} ({groups}) or be a multiple of it"
+                yield Broken("tp", mesh.tp, rule, ("tp",))
+                return
     tokens = config.data.seq_len // mesh.cp
     if tokens % mesh.tp:
         rule = f"must divide data.seq_len / mesh.cp ({tokens}): sequence parallelism cuts tokens"
@@ -195,37 +183,19 @@ def _context(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
         rule = f"{mesh.cp_order} order cuts data.seq_len ({row}) into {chunks} chunks"
         yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={-(-row // unit) * unit}")
         return
-    taps = [
-        kernel
-        for letter, kernel in (("M", model.mamba3.conv_kernel), ("R", model.m2rnn.conv_kernel))
-        if letter in letters
-    ]
-    back = max(taps, default=0) - 1
+    exchanges = [k.context for letter, k in KINDS.items() if letter in letters and k.context]
+    back = max((exchange.taps(model) for exchange in exchanges), default=0) - 1
     if model.engram.layers:
         back = max(back, (model.engram.conv_kernel - 1) * model.engram.max_order)
     if row // chunks < back:
         rule = f"leaves chunks of {row // chunks} tokens, a convolution looks back {back}"
         yield Broken("cp", mesh.cp, rule, ("cp",), f"data.seq_len={back * chunks} or more")
     ranks = mesh.tp * mesh.cp
-    for letter, key, name, heads in _head_exchanges(config, mesh):
-        if letter in letters and heads % ranks:
-            other = {"cp_attention": "all_gather", "cp_mamba3": "state", "cp_m2rnn": "serial"}[key]
+    for exchange in exchanges:
+        key, (name, heads) = exchange.setting, exchange.heads(model)
+        if getattr(mesh, key) == "heads" and heads % ranks:
             rule = f"tp * cp ({ranks}) must divide {name} ({heads})"
-            yield Broken(key, "heads", rule, otherwise=f"use mesh.{key}={other}")
-
-
-def _head_exchanges(config: Config, mesh: MeshConfig) -> Iterator[tuple[str, str, str, int]]:
-    """Letter, setting, name and number of the heads that are to be exchanged for tokens."""
-    model, a = config.model, config.model.attention
-    if mesh.cp_attention == "heads":
-        grouped = a.kind == "gqa"  # where these divide, so do the query heads
-        name = "num_kv_heads" if grouped else "num_heads"
-        yield "A", "cp_attention", f"model.attention.{name}", getattr(a, name)
-    if mesh.cp_mamba3 == "heads":
-        heads = model.mamba3.expand * model.dim // model.mamba3.headdim
-        yield "M", "cp_mamba3", "the number of Mamba-3 heads", heads
-    if mesh.cp_m2rnn == "heads":
-        yield "R", "cp_m2rnn", "the number of M2RNN heads", m2rnn_heads(model)
+            yield Broken(key, "heads", rule, otherwise=f"use mesh.{key}={exchange.otherwise}")
 
 
 def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacpp.blocks.m2rnn.descriptor import num_heads as m2rnn_heads
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.pieces import BLOCK
-from megacpp.model.sizes import m2rnn_heads
 
 
 def m2rnn(own: Share, pieces: Pieces) -> Iterator[Kept]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megacpp.blocks.m2rnn.descriptor import num_heads as m2rnn_heads
 from megacpp.memory.forms.activation_m2rnn import channels, context_kind, m2rnn, num_states
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_desk import Desk, returned
 from megacpp.memory.forms.working_frame import given
 from megacpp.model.pieces import BLOCK, NOTHING
-from megacpp.model.sizes import m2rnn_heads
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""Settings of attention blocks (A): `model.attention`; no torch import here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megacpp.config.settings import MANY, WIDEST, setting
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN context extension as DeepSeek-V3 uses it (arXiv 2309.00071); any flag turns it on."""
+
+    original_seq_len: int = setting(4096, "Row length that is not extended.", "tokens", at_least=1)
+    factor: float = setting(40.0, "Factor by which the context grows.", above=0)
+    beta_fast: int = setting(
+        32, "Rotations above which a frequency stays as it is.", "rotations", at_least=1
+    )
+    beta_slow: int = setting(
+        1, "Rotations below which a frequency is divided by the factor.", "rotations", at_least=1
+    )
+    mscale: float = setting(1.0, "Strength of the softmax temperature.", at_least=0)
+
+
+@dataclass(frozen=True)
+class SparseAttentionConfig:
+    """DSA: queries of some A blocks attend to the keys that an indexer chooses (2512.02556)."""
+
+    layers: str = setting(
+        "", 'Sparse A blocks by their rank among A blocks: "1,2,3" or "all" (empty: none).'
+    )
+    top_k: int = setting(256, "Keys that a query attends to.", "keys", at_least=1, at_most=WIDEST)
+    num_heads: int = setting(8, "Heads of the indexer.", "heads", at_least=1, at_most=MANY)
+    head_dim: int = setting(
+        64, "Width of a head of the indexer; even.", "dims", at_least=2, at_most=MANY
+    )
+    share: int = setting(
+        1, "Sparse blocks that use one choice of keys: the first chooses it.", "blocks", at_least=1
+    )
+    own: str = setting("", 'Ranks of further A blocks that choose for themselves: "4,7".')
+    stage: Literal["sparse", "dense"] = setting(
+        "sparse", "dense: all keys are attended to and only the indexers are trained."
+    )
+    loss: float = setting(
+        1e-3, "Weight of the divergence between attention and the indexer's choice.", above=0
+    )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A blocks: grouped-query attention or DeepSeek's multi-head latent attention."""
+
+    kind: Literal["gqa", "mla"] = setting("gqa", "Grouped-query or multi-head latent attention.")
+    num_heads: int = setting(8, "Query heads of attention.", "heads", at_least=1, at_most=MANY)
+    num_kv_heads: int = setting(
+        2, "Key and value heads of gqa; divides num_heads.", "heads", at_least=1, at_most=MANY
+    )
+    head_dim: int = setting(64, "Width of a head of gqa; even.", "dims", at_least=2, at_most=MANY)
+    rope_theta: float = setting(500_000.0, "Base of the rotary frequencies.", above=0)
+    qk_norm: bool = setting(False, "Normalise queries and keys of gqa.")
+    softcap: float | None = setting(
+        None, "Soft cap (tanh) on attention logits of gqa (none: off).", above=0
+    )
+    q_lora_rank: int = setting(
+        0,
+        "Width of the query latent of mla (0: queries are projected directly).",
+        "dims",
+        at_least=0,
+        at_most=WIDEST,
+    )
+    kv_lora_rank: int = setting(
+        64, "Width of the key and value latent of mla.", "dims", at_least=1, at_most=WIDEST
+    )
+    qk_nope_head_dim: int = setting(
+        64,
+        "Width of a query or key head of mla without rotation.",
+        "dims",
+        at_least=1,
+        at_most=MANY,
+    )
+    qk_rope_head_dim: int = setting(
+        64, "Rotated width of a query or key head of mla; even.", "dims", at_least=2, at_most=MANY
+    )
+    v_head_dim: int = setting(64, "Width of a value head of mla.", "dims", at_least=1, at_most=MANY)
+    yarn: YarnConfig | None = None
+    max_seq_len: int = setting(
+        4096, "Longest row; YaRN applies beyond yarn.original_seq_len.", "tokens", at_least=1
+    )
+    sparse: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)

@@ -1,0 +1,191 @@
+"""Attention (A) as other rooms read it: grouped-query, multi-head latent, sparse; no torch here.
+
+Letters: Q, K and V channels of queries, keys and values, W of a head's output times heads; latents
+L: Lq of queries, Lk of keys and values with the rotary key, Lv without; N norm; of an indexer X
+heads * head dim, Xd head dim, Xh heads, Xq what its queries are made of.
+Heads are sharded, latents are whole; an indexer is whole, since every rank chooses for all tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.attention.checks import checks
+from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megacpp.config.schema import CheckpointingPolicy, ModelConfig
+    from megacpp.model.pieces import Piece
+
+
+def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
+    """The mixer of a layer `A`, `A.index` or `A.share`."""
+    mla = is_mla(model)
+    if kind.startswith("A."):
+        from megacpp.blocks.attention.sparse import (
+            SparseGroupedQueryAttention,
+            SparseLatentAttention,
+        )
+
+        sparse = SparseLatentAttention if mla else SparseGroupedQueryAttention
+        return sparse(model, kind, layer)
+    if mla:
+        from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+
+        return MultiHeadLatentAttention(model)
+    from megacpp.blocks.attention.gqa import GroupedQueryAttention
+
+    return GroupedQueryAttention(model)
+
+
+def is_mla(model: ModelConfig) -> bool:
+    """Multi-head latent attention."""
+    return model.attention.kind == "mla"
+
+
+def is_gqa(model: ModelConfig) -> bool:
+    """Grouped-query attention."""
+    return not is_mla(model)
+
+
+def latent_queries(model: ModelConfig) -> bool:
+    """Queries are made of a latent."""
+    return is_mla(model) and model.attention.q_lora_rank > 0
+
+
+def direct_queries(model: ModelConfig) -> bool:
+    """Queries are projected directly."""
+    return not latent_queries(model)
+
+
+def query_norm(model: ModelConfig) -> bool:
+    """Queries, or the latent that they are made of, are normalised."""
+    return latent_queries(model) or key_norm(model)
+
+
+def key_norm(model: ModelConfig) -> bool:
+    """Keys of grouped-query attention are normalised."""
+    return is_gqa(model) and model.attention.qk_norm
+
+
+def dims(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the letters above."""
+    a, d, sparse = model.attention, model.dim, model.attention.sparse
+    indexer = {
+        "X": sparse.num_heads * sparse.head_dim,
+        "Xd": sparse.head_dim,
+        "Xh": sparse.num_heads,
+        "Xq": (a.q_lora_rank or d) if is_mla(model) else d,
+    }
+    if is_gqa(model):
+        q, k = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        return {"Q": q, "K": k, "V": k, "W": q, "N": a.head_dim, **indexer}
+    n = a.num_heads
+    return {
+        "Q": n * (a.qk_nope_head_dim + a.qk_rope_head_dim),
+        "V": n * (a.qk_nope_head_dim + a.v_head_dim),
+        "W": n * a.v_head_dim,
+        "Lq": a.q_lora_rank,
+        "Lk": a.kv_lora_rank + a.qk_rope_head_dim,
+        "Lv": a.kv_lora_rank,
+        "N": a.q_lora_rank,
+        **indexer,
+    }
+
+
+def latent_rows(model: ModelConfig) -> tuple[int, ...]:
+    """The latent | the rotary key that all heads share."""
+    return model.attention.kv_lora_rank, model.attention.qk_rope_head_dim
+
+
+def key_value_rows(model: ModelConfig) -> tuple[int, ...]:
+    """k | v of every head in turn."""
+    a = model.attention
+    return (a.qk_nope_head_dim, a.v_head_dim) * a.num_heads
+
+
+PARAMETERS = (
+    Parameter(("wq.weight",), "[Q_tp, D]", "muon", fp8=True, compress=True, when=direct_queries),
+    Parameter(("wk.weight",), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
+    Parameter(("wv.weight",), "[V_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
+    Parameter(("wq_a.weight",), "[Lq, D]", "muon", compress=True, when=latent_queries),
+    Parameter(("wq_b.weight",), "[Q_tp, Lq]", "muon", when=latent_queries),
+    Parameter(("wkv_a.weight",), "[Lk, D]", "muon", rows=latent_rows, compress=True, when=is_mla),
+    Parameter(("kv_norm.weight",), "[Lv]", "vector", fp32=True, when=is_mla),
+    Parameter(("wkv_b.weight",), "[V_tp, Lv]", "muon", rows=key_value_rows, when=is_mla),
+    Parameter(("wo.weight",), "[D, W_tp]", "muon", fp8=True),
+    Parameter(("q_norm.weight",), "[N]", "vector", fp32=True, when=query_norm),
+    Parameter(("k_norm.weight",), "[N]", "vector", fp32=True, when=key_norm),
+    Parameter(("indexer.wq_b.weight",), "[X, Xq]", "adamw", within=".index"),
+    Parameter(("indexer.wk.weight",), "[Xd, D]", "adamw", within=".index"),
+    Parameter(("indexer.weights_proj.weight",), "[Xh, D]", "adamw", fp32=True, within=".index"),
+    Parameter(
+        ("indexer.k_norm.weight", "indexer.k_norm.bias"),
+        "[Xd]",
+        "vector",
+        fp32=True,
+        within=".index",
+    ),
+)
+
+
+def tensor_dims(model: ModelConfig) -> dict[str, int]:
+    """Heads, and those of keys and values where they are sharded."""
+    a = model.attention
+    found = {"model.attention.num_heads": a.num_heads}
+    return found | ({"model.attention.num_kv_heads": a.num_kv_heads} if is_gqa(model) else {})
+
+
+def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
+    """Heads of keys and values: where these divide, so do the query heads."""
+    name = "num_kv_heads" if is_gqa(model) else "num_heads"
+    return f"model.attention.{name}", getattr(model.attention, name)
+
+
+def multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Projections, scores and values over the whole row."""
+    a, d = model.attention, model.dim
+    if is_gqa(model):
+        projections = 2 * d * a.head_dim * (a.num_heads + a.num_kv_heads)
+        return projections + 2 * seq_len * a.num_heads * a.head_dim
+    qk, n = a.qk_nope_head_dim + a.qk_rope_head_dim, a.num_heads
+    q = d * a.q_lora_rank + a.q_lora_rank * n * qk if a.q_lora_rank else d * n * qk
+    kv = d * (a.kv_lora_rank + a.qk_rope_head_dim)
+    expand = a.kv_lora_rank * n * (a.qk_nope_head_dim + a.v_head_dim)
+    return q + kv + expand + n * a.v_head_dim * d + seq_len * n * (qk + a.v_head_dim)
+
+
+def last_product(model: ModelConfig) -> float:
+    """The output projection."""
+    return float(model.dim * dims(model)["W"])
+
+
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+    """Core attention, MLA's projections from latents, and the n-gram memory in front."""
+    mla, selective = is_mla(model), policy.ablock == "selective"
+    wanted: dict[Piece, bool] = {
+        "core_attn": selective or policy.core_attn,
+        "mla_q_upproj": mla and (selective or policy.mla_q_upproj),
+        "mla_kv": mla and (selective or policy.mla_kv),
+        "engram": selective and bool(model.engram.layers),
+    }
+    return {piece for piece, is_wanted in wanted.items() if is_wanted}
+
+
+ATTENTION = BlockKind(
+    letter="A",
+    name="attention",
+    build=build,
+    parameters=PARAMETERS,
+    dims=dims,
+    checks=checks,
+    tensor_dims=tensor_dims,
+    layouts=(ALL_TOKENS,),
+    multiply_adds=multiply_adds,
+    regions=regions,
+    whole="ablock",
+    last_product=last_product,
+    context=ContextExchange("cp_attention", heads_exchanged, "all_gather"),
+)

@@ -1,0 +1,66 @@
+"""Dense feed-forward (F) as other rooms read it; no torch import here.
+
+Letters: F hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, Parameter
+
+if TYPE_CHECKING:
+    from megacpp.blocks.dense.module import MLP
+    from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+    from megacpp.errors import ConfigError
+    from megacpp.model.pieces import Piece
+
+
+def build(kind: str, model: ModelConfig, layer: int) -> MLP:
+    """The mixer."""
+    from megacpp.blocks.dense.module import MLP
+
+    return MLP(model)
+
+
+def gated(model: ModelConfig) -> bool:
+    """SwiGLU has a third matrix."""
+    return model.mlp.activation == "swiglu"
+
+
+PARAMETERS = (
+    Parameter(("w1.weight",), "[F_tp, D]", "muon", fp8=True, compress=True),
+    Parameter(("w2.weight",), "[D, F_tp]", "muon", fp8=True),
+    Parameter(("w3.weight",), "[F_tp, D]", "muon", fp8=True, compress=True, when=gated),
+)
+
+
+def checks(config: Config) -> Iterator[ConfigError]:
+    """None: every width is legal."""
+    return iter(())
+
+
+def multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Two or three matrices."""
+    return (3 if gated(model) else 2) * model.dim * model.mlp.hidden_dim
+
+
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+    """Gate and up and their product."""
+    return {"mlp"} if policy.mlp else set()
+
+
+DENSE = BlockKind(
+    letter="F",
+    name="dense feed-forward",
+    build=build,
+    parameters=PARAMETERS,
+    dims=lambda model: {"F": model.mlp.hidden_dim},
+    checks=checks,
+    tensor_dims=lambda model: {"model.mlp.hidden_dim": model.mlp.hidden_dim},
+    layouts=(ALL_TOKENS,),
+    multiply_adds=multiply_adds,
+    regions=regions,
+    whole="fblock",
+)

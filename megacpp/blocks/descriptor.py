@@ -1,0 +1,177 @@
+"""Descriptor of a block kind: what other rooms read of it, as data; no torch import here.
+
+A kind is one folder below megacpp/blocks: its settings, its module, and a `BlockKind`. parallel/,
+optim/, checkpointing/ and megacpp/memory read the descriptor and keep no list of kinds;
+megacpp/blocks/kinds.py is the only one. A field without a default must be given, so a descriptor
+that misses one is an error that names it; tests/model/test_kinds.py holds dims, names and layout
+against the module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+    from megacpp.errors import ConfigError
+    from megacpp.model.pieces import Piece
+
+Group = Literal["muon", "adamw", "vector"]
+
+
+def always(model: ModelConfig) -> bool:
+    """True: the parameter exists in every model."""
+    return True
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Parameters of a mixer with the same dims and layout, moved alike by the optimizer.
+
+    Attributes:
+        names: full names below the mixer.
+        dims: a letter for each dim, in brackets; `_axis` behind it shards that dim: "[Q_tp, D]".
+        group: `muon`: matrices between hidden states; `adamw`: projections to few numbers,
+            filters; `vector`: norms, biases, numbers per head (AdamW at `optim.vector_lr`).
+        decay: weight decay applies; never to the group `vector`.
+        fp32: stored and gathered in at least fp32 (the fp32 contract).
+        rows: heights of the matrices that are stacked along dim 0, each orthogonalised on its own.
+        fp8: the linear layer may multiply in FP8.
+        compress: `recompute.compress` keeps a projection of the layer's input.
+        within: text that a layer's kind contains if it has them (".index"); empty: every layer.
+        when: a model has them.
+    """
+
+    names: tuple[str, ...]
+    dims: str
+    group: Group
+    decay: bool = True
+    fp32: bool = False
+    rows: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    fp8: bool = False
+    compress: bool = False
+    within: str = ""
+    when: Callable[[ModelConfig], bool] = always
+
+    @property
+    def letters(self) -> tuple[tuple[str, str], ...]:
+        """Letter and mesh axis (empty: none) of each dim."""
+        parts = (part.strip().partition("_") for part in self.dims.strip("[]").split(","))
+        return tuple((letter, axis) for letter, _, axis in parts)
+
+    def dim_on(self, axis: str) -> int | None:
+        """Dim that `axis` shards; None: whole on each rank of it."""
+        return next((i for i, (_, on) in enumerate(self.letters) if on == axis), None)
+
+
+@dataclass(frozen=True)
+class ActivationLayout:
+    """Redistribution of activations where they enter and leave a module of the mixer.
+
+    Attributes:
+        module: name below the mixer; empty: the mixer.
+        enter, leave: layouts before and after, in the notation of parallel/notation.py.
+    """
+
+    module: str
+    enter: str
+    leave: str
+
+
+# A mixer of heads sees all tokens; its output is a partial sum over `tp` (sequence parallelism).
+ALL_TOKENS = ActivationLayout("", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp} -> y[B, T_tp, D]")
+
+
+@dataclass(frozen=True)
+class ContextExchange:
+    """Exchange of a sequence mixer under context parallelism.
+
+    Attributes:
+        setting: field of `MeshConfig` that selects the exchange.
+        heads: name and number of the heads that `heads` exchanges for tokens.
+        otherwise: value of the setting that works for any number of heads.
+        taps: taps of its short convolution, which looks `taps - 1` tokens back (0: none).
+        once: why a backward that walks the graph twice can't make the exchange, and what to
+            set instead (empty: the number of heads doesn't allow another); None: it can.
+    """
+
+    setting: str
+    heads: Callable[[ModelConfig], tuple[str, int]]
+    otherwise: str
+    taps: Callable[[ModelConfig], int] = lambda model: 0
+    once: Callable[[ModelConfig, MeshConfig], tuple[str, str] | None] = lambda model, mesh: None
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A kind of block.
+
+    Attributes:
+        letter: in pattern strings.
+        name: in tables and messages.
+        build: (kind of layer, model, layer index) -> the mixer.
+        parameters: every parameter of the mixer, in the order of the module.
+        dims: sizes of the letters in `parameters`, before anything is sharded.
+        checks: broken rules between its settings.
+        tensor_dims: sizes that `tp` must divide, by the setting that makes them.
+        layouts: activations that are redistributed over `tp`.
+        multiply_adds: (model, row length) -> multiply-adds a token in the forward's products.
+        regions: (policy, model) -> recompute regions that the policy selects, `norm` apart.
+        whole: field of `CheckpointingPolicy` that recomputes the whole block if it is `full`;
+            empty: no field does.
+        last_product: multiply-adds a token of the output projection that a recomputed block skips.
+        context: exchange over `cp`; None: tokens don't meet.
+        groups: groups of heads that `tp` must divide or be a multiple of, by setting.
+        upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
+    """
+
+    letter: str
+    name: str
+    build: Callable[[str, ModelConfig, int], nn.Module]
+    parameters: tuple[Parameter, ...]
+    dims: Callable[[ModelConfig], Mapping[str, int]]
+    checks: Callable[[Config], Iterator[ConfigError]]
+    tensor_dims: Callable[[ModelConfig], Mapping[str, int]]
+    layouts: tuple[ActivationLayout, ...]
+    multiply_adds: Callable[[ModelConfig, int], float]
+    regions: Callable[[CheckpointingPolicy, ModelConfig], set[Piece]]
+    whole: str = ""
+    last_product: Callable[[ModelConfig], float] = lambda model: 0.0
+    context: ContextExchange | None = None
+    groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def shapes(
+        self, model: ModelConfig, kind: str = ""
+    ) -> Iterator[tuple[str, tuple[int, ...], Parameter]]:
+        """Name, whole shape and row of every parameter that a layer has.
+
+        Args:
+            kind: of the layer (`layer_kinds`); empty: a plain layer.
+
+        Raises:
+            ValueError: `dims` lacks a letter of a row.
+        """
+        sizes = {"D": model.dim, "O": 1, **self.dims(model)}
+        for row in self.parameters:
+            if row.within not in kind or not row.when(model):
+                continue
+            missing = [letter for letter, _ in row.letters if letter not in sizes]
+            if missing:
+                raise ValueError(f"block kind {self.letter}: dims lack {missing[0]} of {row.dims}")
+            shape = tuple(sizes[letter] for letter, _ in row.letters)
+            for name in row.names:
+                yield name, shape, row
+
+    def rows(self, model: ModelConfig) -> dict[str, int]:
+        """Size of dim 0 of every parameter of a plain layer, by name."""
+        return {name: shape[0] for name, shape, _ in self.shapes(model)}
+
+    def numel(self, model: ModelConfig, kind: str = "") -> int:
+        """Parameters of a layer's mixer, counted."""
+        return sum(math.prod(shape) for _, shape, _ in self.shapes(model, kind))

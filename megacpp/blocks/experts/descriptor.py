@@ -1,0 +1,91 @@
+"""Mixture of experts (E) as other rooms read it; no torch import here.
+
+Letters: E experts, I hidden units of one, F hidden units of the shared experts together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.descriptor import ActivationLayout, BlockKind, Parameter
+from megacpp.blocks.experts.checks import checks
+
+if TYPE_CHECKING:
+    from megacpp.blocks.experts.module import MixtureOfExperts
+    from megacpp.config.schema import CheckpointingPolicy, ModelConfig
+    from megacpp.model.pieces import Piece
+
+
+def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
+    """The mixer."""
+    from megacpp.blocks.experts.module import MixtureOfExperts
+
+    return MixtureOfExperts(model)
+
+
+def dims(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the letters above."""
+    e = model.moe
+    return {"E": e.num_experts, "I": e.hidden_dim, "F": e.num_shared * e.shared_hidden_dim}
+
+
+def gated(model: ModelConfig) -> bool:
+    """SwiGLU experts have a third matrix."""
+    return model.moe.activation == "swiglu"
+
+
+def shared(model: ModelConfig) -> bool:
+    """There is a shared expert."""
+    return model.moe.num_shared > 0
+
+
+def shared_gate(model: ModelConfig) -> bool:
+    """There is a shared expert, with a gate."""
+    return shared(model) and model.moe.shared_gate
+
+
+PARAMETERS = (
+    Parameter(("router.weight",), "[E, D]", "adamw", fp32=True),
+    Parameter(("experts.w1",), "[E_ep, I, D]", "muon"),
+    Parameter(("experts.w3",), "[E_ep, I, D]", "muon", when=gated),
+    Parameter(("experts.w2",), "[E_ep, D, I]", "muon"),
+    Parameter(("shared.w1.weight",), "[F_tp, D]", "muon", fp8=True, when=shared),
+    Parameter(("shared.w2.weight",), "[D, F_tp]", "muon", fp8=True, when=shared),
+    Parameter(("shared.w3.weight",), "[F_tp, D]", "muon", fp8=True, when=shared),
+    Parameter(("shared.gate.weight",), "[O, D]", "adamw", when=shared_gate),
+)
+
+
+def tensor_dims(model: ModelConfig) -> dict[str, int]:
+    """Hidden units of the shared experts; routed ones are sharded over `ep`."""
+    hidden = dims(model)["F"]
+    return {"model.moe.num_shared * shared_hidden_dim": hidden} if shared(model) else {}
+
+
+def multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Router, the chosen experts, the shared ones and their gate."""
+    e, d = model.moe, model.dim
+    routed = e.top_k * (3 if gated(model) else 2) * d * e.hidden_dim
+    return d * e.num_experts + routed + 3 * d * dims(model)["F"] + d * shared_gate(model)
+
+
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+    """Gate and up of the shared experts and of the routed ones."""
+    found: set[Piece] = {"mlp"} if policy.mlp else set()
+    return found | ({"expert_gemm"} if policy.eblock == "expert_gemm_only" else set())
+
+
+EXPERTS = BlockKind(
+    letter="E",
+    name="mixture of experts",
+    build=build,
+    parameters=PARAMETERS,
+    dims=dims,
+    checks=checks,
+    tensor_dims=tensor_dims,
+    # Router and routed experts work on the rank's own tokens; only the shared expert is sharded.
+    layouts=(ActivationLayout("shared", "x[T_tp, D] -> x[T, D]", "y[T, D]{tp} -> y[T_tp, D]"),),
+    multiply_adds=multiply_adds,
+    regions=regions,
+    whole="eblock",
+)

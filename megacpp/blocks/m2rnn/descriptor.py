@@ -1,0 +1,180 @@
+"""M2RNN (R) as other rooms read it; no torch import here.
+
+Letters: W heads * value, Q and K channels of queries and keys, H heads, P value, J taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.errors import ConfigError, config_error
+from megacpp.model.primes import nearest_divisor
+
+if TYPE_CHECKING:
+    from megacpp.blocks.m2rnn.module import M2RNN
+    from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+    from megacpp.model.pieces import Piece
+
+
+def num_heads(model: ModelConfig) -> int:
+    """Heads of an R block."""
+    r = model.m2rnn
+    return r.num_heads or max(1, model.dim // (r.key_dim + r.value_dim))
+
+
+def build(kind: str, model: ModelConfig, layer: int) -> M2RNN:
+    """The mixer."""
+    from megacpp.blocks.m2rnn.module import M2RNN
+
+    return M2RNN(model)
+
+
+def dims(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the letters above."""
+    r, heads = model.m2rnn, num_heads(model)
+    return {
+        "H": heads,
+        "W": heads * r.value_dim,
+        "Q": r.num_q_heads * r.key_dim,
+        "K": r.num_k_heads * r.key_dim,
+        "P": r.value_dim,
+        "J": r.conv_kernel,
+    }
+
+
+def own_q(model: ModelConfig) -> bool:
+    """Query heads are several, so they are sharded like the others."""
+    return model.m2rnn.num_q_heads > 1
+
+
+def own_k(model: ModelConfig) -> bool:
+    """Key heads are several, so they are sharded like the others."""
+    return model.m2rnn.num_k_heads > 1
+
+
+def shared_q(model: ModelConfig) -> bool:
+    """One query head serves all heads, so it is whole on every rank."""
+    return not own_q(model)
+
+
+def shared_k(model: ModelConfig) -> bool:
+    """One key head serves all heads, so it is whole on every rank."""
+    return not own_k(model)
+
+
+def query_rows(model: ModelConfig) -> tuple[int, ...]:
+    """A matrix for each query head."""
+    return (model.m2rnn.key_dim,) * model.m2rnn.num_q_heads
+
+
+def key_rows(model: ModelConfig) -> tuple[int, ...]:
+    """A matrix for each key head."""
+    return (model.m2rnn.key_dim,) * model.m2rnn.num_k_heads
+
+
+def value_rows(model: ModelConfig) -> tuple[int, ...]:
+    """A matrix for each head of values."""
+    return (model.m2rnn.value_dim,) * num_heads(model)
+
+
+PARAMETERS = (
+    Parameter(("state_weight",), "[H_tp, P, P]", "adamw", decay=False, fp32=True),
+    Parameter(("D",), "[H_tp, P]", "vector", fp32=True),
+    Parameter(("in_q.weight",), "[Q_tp, D]", "muon", rows=query_rows, when=own_q),
+    Parameter(("in_q.weight",), "[Q, D]", "muon", rows=query_rows, when=shared_q),
+    Parameter(("in_k.weight",), "[K_tp, D]", "muon", rows=key_rows, when=own_k),
+    Parameter(("in_k.weight",), "[K, D]", "muon", rows=key_rows, when=shared_k),
+    Parameter(("in_v.weight",), "[W_tp, D]", "muon", rows=value_rows, fp8=True),
+    Parameter(("in_forget.weight",), "[H_tp, D]", "adamw"),
+    Parameter(("in_gate.weight",), "[W_tp, D]", "muon", fp8=True),
+    Parameter(("conv_q.weight",), "[Q_tp, O, J]", "adamw", decay=False, when=own_q),
+    Parameter(("conv_q.weight",), "[Q, O, J]", "adamw", decay=False, when=shared_q),
+    Parameter(("conv_k.weight",), "[K_tp, O, J]", "adamw", decay=False, when=own_k),
+    Parameter(("conv_k.weight",), "[K, O, J]", "adamw", decay=False, when=shared_k),
+    Parameter(("conv_v.weight",), "[W_tp, O, J]", "adamw", decay=False),
+    Parameter(("decay_gate.A_log", "decay_gate.dt_bias"), "[H_tp]", "vector", fp32=True),
+    Parameter(("g_norm.weight",), "[W_tp]", "vector", fp32=True),
+    Parameter(("output_projection.weight",), "[D, W_tp]", "muon", fp8=True),
+)
+
+
+def tensor_dims(model: ModelConfig) -> dict[str, int]:
+    """Heads, and those of queries and keys where they are sharded."""
+    found = {"the number of M2RNN heads": num_heads(model)}
+    for name in ("num_q_heads", "num_k_heads"):
+        if getattr(model.m2rnn, name) > 1:
+            found[f"model.m2rnn.{name}"] = getattr(model.m2rnn, name)
+    return found
+
+
+def checks(config: Config) -> Iterator[ConfigError]:
+    """Heads that queries and keys don't divide."""
+    heads = num_heads(config.model)
+    for name in ("num_q_heads", "num_k_heads"):
+        value = getattr(config.model.m2rnn, name)
+        if heads % value:
+            yield config_error(
+                f"model.m2rnn.{name}",
+                value,
+                f"must divide the number of heads ({heads})",
+                f"use model.m2rnn.{name}={nearest_divisor(heads, value)}",
+            )
+
+
+def multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Projections, and per head h W and q h (k v^T is element-wise)."""
+    r, d, heads = model.m2rnn, model.dim, num_heads(model)
+    qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
+    projections = d * (qk + 2 * v + heads) + v * d
+    return projections + heads * r.key_dim * (r.value_dim**2 + r.value_dim)
+
+
+def last_product(model: ModelConfig) -> float:
+    """The output projection."""
+    return float(model.dim * num_heads(model) * model.m2rnn.value_dim)
+
+
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+    """None: `recompute.rblock` is the recurrence's own (`M2RNN.keep_states`) or the block's."""
+    return set()
+
+
+def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
+    """All heads."""
+    return "the number of M2RNN heads", num_heads(model)
+
+
+def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
+    """States of a serial exchange are sent and received in one order."""
+    uneven = num_heads(model) % (mesh.tp * mesh.cp) > 0
+    if mesh.cp_m2rnn != "serial" and not (mesh.cp_m2rnn == "auto" and uneven):
+        return None
+    return "M2RNN states travel over cp in series, once", "" if uneven else "mesh.cp_m2rnn=heads"
+
+
+M2RNN_KIND = BlockKind(
+    letter="R",
+    name="M2RNN",
+    build=build,
+    parameters=PARAMETERS,
+    dims=dims,
+    checks=checks,
+    tensor_dims=tensor_dims,
+    layouts=(ALL_TOKENS,),
+    multiply_adds=multiply_adds,
+    regions=regions,
+    whole="rblock",
+    last_product=last_product,
+    context=ContextExchange(
+        "cp_m2rnn", heads_exchanged, "serial", lambda model: model.m2rnn.conv_kernel, once
+    ),
+    upstream=(
+        (
+            "input_projection.weight",
+            tuple(f"in_{part}.weight" for part in ("q", "k", "v", "forget", "gate")),
+        ),
+        ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
+    ),
+)

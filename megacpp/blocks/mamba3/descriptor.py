@@ -1,0 +1,175 @@
+"""Mamba-3 (M) as other rooms read it; no torch import here.
+
+Letters: W heads * head dim, H heads, S groups * MIMO rank * state, A rotated pairs, R MIMO rank,
+N state, P head dim, J taps. What a head owns is sharded by head; B, C and the angles, which heads
+share, are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.errors import ConfigError, config_error
+from megacpp.model.primes import nearest_divisor
+
+if TYPE_CHECKING:
+    from megacpp.blocks.mamba3.module import Mamba3
+    from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+    from megacpp.model.pieces import Piece
+
+
+def num_heads(model: ModelConfig) -> int:
+    """Heads of an M block."""
+    return model.mamba3.expand * model.dim // model.mamba3.headdim
+
+
+def build(kind: str, model: ModelConfig, layer: int) -> Mamba3:
+    """The mixer."""
+    from megacpp.blocks.mamba3.module import Mamba3
+
+    return Mamba3(model)
+
+
+def dims(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the letters above."""
+    m = model.mamba3
+    return {
+        "W": m.expand * model.dim,
+        "H": num_heads(model),
+        "S": m.ngroups * m.mimo_rank * m.d_state,
+        "A": int(m.d_state * m.rope_fraction) // 2,
+        "R": m.mimo_rank,
+        "N": m.d_state,
+        "P": m.headdim,
+        "J": m.conv_kernel,
+    }
+
+
+def convolves(model: ModelConfig) -> bool:
+    """There is a short convolution."""
+    return model.mamba3.conv_kernel > 0
+
+
+def mimo(model: ModelConfig) -> bool:
+    """The update has several ranks."""
+    return model.mamba3.mimo_rank > 1
+
+
+def out_norm(model: ModelConfig) -> bool:
+    """The output is normalised before its projection."""
+    return model.mamba3.out_norm
+
+
+PARAMETERS = (
+    Parameter(("dt_bias",), "[H_tp]", "vector", fp32=True),
+    Parameter(("B_bias", "C_bias"), "[H_tp, R, N]", "vector", fp32=True),
+    Parameter(("D",), "[H_tp]", "vector", fp32=True),
+    Parameter(
+        ("mimo_x", "mimo_z", "mimo_o"), "[H_tp, R, P]", "adamw", decay=False, fp32=True, when=mimo
+    ),
+    Parameter(("in_z.weight", "in_x.weight"), "[W_tp, D]", "muon", fp8=True),
+    Parameter(("in_B.weight", "in_C.weight"), "[S, D]", "muon"),
+    Parameter(("in_dt.weight", "in_A.weight", "in_trap.weight"), "[H_tp, D]", "adamw"),
+    Parameter(("in_angles.weight",), "[A, D]", "adamw"),
+    Parameter(("conv_x.weight",), "[W_tp, O, J]", "adamw", decay=False, when=convolves),
+    Parameter(
+        ("conv_B.weight", "conv_C.weight"), "[S, O, J]", "adamw", decay=False, when=convolves
+    ),
+    Parameter(("B_norm.weight", "C_norm.weight"), "[N]", "vector", fp32=True),
+    Parameter(("norm.weight",), "[W_tp]", "vector", fp32=True, when=out_norm),
+    Parameter(("out_proj.weight",), "[D, W_tp]", "muon", fp8=True),
+)
+
+
+def multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Projections and four products a chunk: q.k, weights.v, k.v and q.state."""
+    m, d, size = model.mamba3, model.dim, dims(model)
+    inner, heads, rank = size["W"], size["H"], m.mimo_rank
+    projections = d * (2 * inner + 2 * size["S"] + 3 * heads + size["A"]) + inner * d
+    rows = rank * min(m.chunk_size, seq_len)  # of a chunk's product, MIMO ranks side by side
+    inside = rank * rows * (m.d_state + m.headdim)
+    return projections + heads * (inside + 2 * rank * m.d_state * m.headdim)
+
+
+def checks(config: Config) -> Iterator[ConfigError]:
+    """Broken rules of `model.mamba3`."""
+    m, inner = config.model.mamba3, config.model.mamba3.expand * config.model.dim
+    if inner % m.headdim:
+        near = nearest_divisor(inner, m.headdim)
+        yield config_error(
+            "model.mamba3.headdim",
+            m.headdim,
+            f"must divide expand * dim ({inner})",
+            f"use model.mamba3.headdim={near}",
+        )
+        return
+    heads = inner // m.headdim
+    if heads % m.ngroups:
+        near = nearest_divisor(heads, m.ngroups)
+        yield config_error(
+            "model.mamba3.ngroups",
+            m.ngroups,
+            f"must divide the number of heads ({heads})",
+            f"use model.mamba3.ngroups={near}",
+        )
+    if m.rope_fraction not in (0.5, 1.0):
+        yield config_error(
+            "model.mamba3.rope_fraction", m.rope_fraction, "must be 0.5 or 1.0", "use 0.5"
+        )
+    elif m.d_state % 4:
+        yield config_error(
+            "model.mamba3.d_state",
+            m.d_state,
+            "must be a multiple of 4 (rotated pairs)",
+            f"use model.mamba3.d_state={-(-m.d_state // 4) * 4}",
+        )
+    if not m.dt_min <= m.dt_max:
+        yield config_error(
+            "model.mamba3.dt_min", m.dt_min, f"must not exceed dt_max ({m.dt_max})", "swap them"
+        )
+
+
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+    """Short convolution, norms, rotation and gate around the scan."""
+    return {"conv_bc"} if policy.mblock == "conv_bc_only" else set()
+
+
+def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
+    """All heads."""
+    return "the number of Mamba-3 heads", num_heads(model)
+
+
+def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
+    """States of MIMO are handed over by a fold that autograd walks once."""
+    if not mimo(model) or mesh.cp_mamba3 != "state":
+        return None
+    return "MIMO Mamba-3 states are handed over cp once", "mesh.cp_mamba3=heads"
+
+
+MAMBA3 = BlockKind(
+    letter="M",
+    name="Mamba-3",
+    build=build,
+    parameters=PARAMETERS,
+    dims=dims,
+    checks=checks,
+    tensor_dims=lambda model: {"the number of Mamba-3 heads": num_heads(model)},
+    layouts=(ALL_TOKENS,),
+    multiply_adds=multiply_adds,
+    regions=regions,
+    context=ContextExchange(
+        "cp_mamba3", heads_exchanged, "state", lambda model: model.mamba3.conv_kernel, once
+    ),
+    groups=lambda model: {"model.mamba3.ngroups": model.mamba3.ngroups},
+    upstream=(
+        (
+            "in_proj.weight",
+            tuple(
+                f"in_{part}.weight" for part in ("z", "x", "B", "C", "dt", "A", "trap", "angles")
+            ),
+        ),
+        ("conv1d.weight", ("conv_x.weight", "conv_B.weight", "conv_C.weight")),
+    ),
+)
