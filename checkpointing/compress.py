@@ -38,7 +38,7 @@ from megacpp.model.init import Constant, Rule, tensor_key, uniform
 
 
 def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
-    """Gives layers with `Parameter.compress` latents, in place; names of the weights that have one now.
+    """Give layers that `Parameter.compress` marks a latent, in place; names of their weights.
 
     Call it before FSDP2 shards the blocks, on the meta device or not; where tensor parallelism
     came first, a latent is cut as its weight is. Every block is included, the last one too: its
@@ -66,7 +66,8 @@ def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
         mixer = model.get_submodule(name)
         names = compressed.get(model.letters[int(key)], ())
         layers = [layer for layer in names if hasattr(mixer, layer)]
-        _compress(mixer, layers, ratio, seed, name)
+        if layers:
+            _compress(mixer, layers, ratio, seed, name)
         found += [f"{name}.{layer}.weight" for layer in layers]
     return found
 

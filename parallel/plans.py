@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megacpp.blocks.descriptor import Parameter
+from megacpp.blocks.descriptor import BlockKind
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.model.hybrid import HybridLM
@@ -43,9 +43,14 @@ class Row:
     when: Callable[[ModelConfig], bool] = lambda config: True
 
 
-def latents(row: Parameter) -> tuple[str, ...]:
-    """Names of the latents of weights that `recompute.compress` applies to."""
-    return tuple(f"{name.removesuffix('.weight')}.latent" for name in row.names)
+def mixer_rows(letter: str, kind: BlockKind) -> Iterator[Row]:
+    """Rows of a block kind, and of the latents of compressed layers (checkpointing/compress.py),
+    which are sharded as the weights' rows are."""
+    for row in kind.parameters:
+        yield Row(letter, row.names, row.dims, row.when)
+        if row.compress:
+            names = tuple(f"{name.removesuffix('.weight')}.latent" for name in row.names)
+            yield Row(letter, names, f"[{row.dims[1:].partition(',')[0]}, Z]", row.when)
 
 
 PARAMETERS = (
@@ -65,18 +70,7 @@ PARAMETERS = (
     Row("", ("blocks.*.engram.wk.weight", "blocks.*.engram.wv.weight"), "[C, M]"),
     Row("", ("blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"), "[C]"),
     Row("", ("blocks.*.engram.conv.weight",), "[C_tp, O, J]"),
-    *(
-        Row(letter, row.names, row.dims, row.when)
-        for letter, kind in KINDS.items()
-        for row in kind.parameters
-    ),
-    # Latents of compressed layers (checkpointing/compress.py) are sharded as the weights' rows are.
-    *(
-        Row(letter, latents(row), f"[{row.dims[1:].partition(',')[0]}, Z]", row.when)
-        for letter, kind in KINDS.items()
-        for row in kind.parameters
-        if row.compress
-    ),
+    *(row for letter, kind in KINDS.items() for row in mixer_rows(letter, kind)),
 )
 
 

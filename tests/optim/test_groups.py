@@ -79,7 +79,7 @@ def test_every_preset_is_covered(name: str) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert [a.name for a in found] == names
     for a in found:
-        letter, _, short = _place(model, a.name)
+        letter, short = _place(model, a.name)
         assert [row for row in TABLE if row.matches(letter, short)] == [a.row]
         assert a.lr(config.optim) > 0
         if a.algorithm == "muon":

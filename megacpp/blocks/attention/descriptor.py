@@ -1,9 +1,9 @@
 """Attention (A) as other rooms read it: grouped-query, multi-head latent, sparse; no torch here.
 
-Letters: Q, K and V channels of queries, keys and values, W of a head's output times heads; latents
-L: Lq of queries, Lk of keys and values with the rotary key, Lv without; N norm; of an indexer X
-heads * head dim, Xd head dim, Xh heads, Xq what its queries are made of.
-Heads are sharded, latents are whole; an indexer is whole, since every rank chooses for all tokens.
+Letters: Q, K and V channels of queries, keys and values, W head's output times heads, N head of
+normalised queries and keys; of latents Lq that of queries, Lk that of keys and values with the
+rotary key, Lv without; of an indexer X heads * head dim, Xd head dim, Xh heads, Xq its queries'
+input. Heads are sharded, latents are whole; an indexer is whole: every rank chooses for all tokens.
 """
 
 from __future__ import annotations
@@ -60,13 +60,8 @@ def direct_queries(model: ModelConfig) -> bool:
     return not latent_queries(model)
 
 
-def query_norm(model: ModelConfig) -> bool:
-    """Queries, or the latent that they are made of, are normalised."""
-    return latent_queries(model) or key_norm(model)
-
-
-def key_norm(model: ModelConfig) -> bool:
-    """Keys of grouped-query attention are normalised."""
+def normed_heads(model: ModelConfig) -> bool:
+    """Queries and keys of grouped-query attention are normalised."""
     return is_gqa(model) and model.attention.qk_norm
 
 
@@ -90,7 +85,6 @@ def dims(model: ModelConfig) -> dict[str, int]:
         "Lq": a.q_lora_rank,
         "Lk": a.kv_lora_rank + a.qk_rope_head_dim,
         "Lv": a.kv_lora_rank,
-        "N": a.q_lora_rank,
         **indexer,
     }
 
@@ -111,16 +105,16 @@ PARAMETERS = (
     Parameter(("wk.weight",), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
     Parameter(("wv.weight",), "[V_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
     Parameter(("wq_a.weight",), "[Lq, D]", "muon", compress=True, when=latent_queries),
+    Parameter(("q_norm.weight",), "[Lq]", "vector", fp32=True, when=latent_queries),
     Parameter(("wq_b.weight",), "[Q_tp, Lq]", "muon", when=latent_queries),
     Parameter(("wkv_a.weight",), "[Lk, D]", "muon", rows=latent_rows, compress=True, when=is_mla),
     Parameter(("kv_norm.weight",), "[Lv]", "vector", fp32=True, when=is_mla),
     Parameter(("wkv_b.weight",), "[V_tp, Lv]", "muon", rows=key_value_rows, when=is_mla),
     Parameter(("wo.weight",), "[D, W_tp]", "muon", fp8=True),
-    Parameter(("q_norm.weight",), "[N]", "vector", fp32=True, when=query_norm),
-    Parameter(("k_norm.weight",), "[N]", "vector", fp32=True, when=key_norm),
+    Parameter(("q_norm.weight",), "[N]", "vector", fp32=True, when=normed_heads),
+    Parameter(("k_norm.weight",), "[N]", "vector", fp32=True, when=normed_heads),
     Parameter(("indexer.wq_b.weight",), "[X, Xq]", "adamw", within=".index"),
     Parameter(("indexer.wk.weight",), "[Xd, D]", "adamw", within=".index"),
-    Parameter(("indexer.weights_proj.weight",), "[Xh, D]", "adamw", fp32=True, within=".index"),
     Parameter(
         ("indexer.k_norm.weight", "indexer.k_norm.bias"),
         "[Xd]",
@@ -128,6 +122,7 @@ PARAMETERS = (
         fp32=True,
         within=".index",
     ),
+    Parameter(("indexer.weights_proj.weight",), "[Xh, D]", "adamw", fp32=True, within=".index"),
 )
 
 

@@ -31,8 +31,8 @@ def gated(model: ModelConfig) -> bool:
 
 PARAMETERS = (
     Parameter(("w1.weight",), "[F_tp, D]", "muon", fp8=True, compress=True),
-    Parameter(("w2.weight",), "[D, F_tp]", "muon", fp8=True),
     Parameter(("w3.weight",), "[F_tp, D]", "muon", fp8=True, compress=True, when=gated),
+    Parameter(("w2.weight",), "[D, F_tp]", "muon", fp8=True),
 )
 
 

@@ -144,11 +144,11 @@ def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
     dims = {"model.vocab_size": config.vocab_size}
     if config.ngram.heads:
         dims["the rows of all n-gram tables"] = ngram_rows(config.ngram)
-    for letter, kind in KINDS.items():
-        dims |= kind.tensor_dims(config) if letter in letters else {}
     if config.engram.layers:
         dims["model.dim, channels of model.engram"] = config.dim
         dims["rows of the tables of model.engram"] = ROWS_MULTIPLE
+    for letter, kind in KINDS.items():
+        dims |= kind.tensor_dims(config) if letter in letters else {}
     if config.mtp.depths:
         dims["model.mtp.hidden_dim"] = hidden_width(config)
     return dims
