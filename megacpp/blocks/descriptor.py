@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
+    from megacpp.memory.forms.activation_share import Share
     from megacpp.model.pieces import Piece
 
 Group = Literal["muon", "adamw", "vector"]
@@ -95,6 +96,7 @@ class ContextExchange:
         setting: field of `MeshConfig` that selects the exchange.
         heads: name and number of the heads that `heads` exchanges for tokens.
         otherwise: value of the setting that works for any number of heads.
+        traffic: exchanges of one layer in a forward and a backward, with their bytes.
         taps: taps of its short convolution, which looks `taps - 1` tokens back (0: none).
         once: why a backward that walks the graph twice can't make the exchange, and what to
             set instead (empty: the number of heads doesn't allow another); None: it can.
@@ -103,6 +105,7 @@ class ContextExchange:
     setting: str
     heads: Callable[[ModelConfig], tuple[str, int]]
     otherwise: str
+    traffic: Callable[[Share], Iterator[tuple[str, int]]]
     taps: Callable[[ModelConfig], int] = lambda model: 0
     once: Callable[[ModelConfig, MeshConfig], tuple[str, str] | None] = lambda model, mesh: None
 
@@ -126,6 +129,9 @@ class BlockKind:
             empty: no field does.
         last_product: multiply-adds a token of the output projection that a recomputed block skips.
         context: exchange over `cp`; None: tokens don't meet.
+        replayed: (model) -> multiply-adds a token that every backward repeats (`recompute` apart).
+        region_multiply_adds: (region, model, row length) -> those of a recomputed region.
+        recurrent: a state runs along the row, in a scan that is no module.
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
     """
@@ -142,6 +148,9 @@ class BlockKind:
     regions: Callable[[CheckpointingPolicy, ModelConfig], set[Piece]]
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
+    replayed: Callable[[Config], float] = lambda config: 0.0
+    region_multiply_adds: Callable[[Piece, ModelConfig, int], float] = lambda *_: 0.0
+    recurrent: bool = False
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -11,11 +11,10 @@ from __future__ import annotations
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.hyper_connections.groups import places_in_groups
 from megacpp.blocks.kinds import KINDS
-from megacpp.blocks.m2rnn.descriptor import num_heads as m2rnn_heads
-from megacpp.config.schema import Config, ModelConfig
+from megacpp.config.schema import Config
 from megacpp.model.flops import ahead_flops, block_flops, connection_flops
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.pieces import BLOCK, Piece, layer_pieces
+from megacpp.model.pieces import BLOCK, layer_pieces
 
 
 def replayed_flops_per_token(config: Config) -> float:
@@ -29,8 +28,7 @@ def replayed_flops_per_token(config: Config) -> float:
         if group is not None:
             total += read if group.closes else read + mix
         letter = kind[0]
-        if letter == "R" and policy.rblock != "none":
-            total += _recurrence(model)
+        total += 2.0 * KINDS[letter].replayed(config)
         if pieces >= BLOCK:
             total += block_flops(kind, model, config.data.seq_len)
             if model.mhc.streams == 1 or group is not None:
@@ -39,7 +37,12 @@ def replayed_flops_per_token(config: Config) -> float:
             total += _learnt_again(config) if "A.index" in kind else 0.0
         else:
             ran = pieces if "+engram" in kind else pieces - {"engram"}
-            total += sum(_piece(piece, letter, config) for piece in ran)
+            total += 2.0 * sum(
+                KINDS[letter].region_multiply_adds(piece, model, config.data.seq_len)
+                for piece in ran
+            )
+            if "engram" in ran:
+                total += 2.0 * (model.mhc.streams + 1) * model.dim * memory_width(model)
             if "core_attn" in pieces and kind.startswith("A."):  # its blocks pad no values
                 total -= _padded_values(config)
     return total + _ahead(config)
@@ -71,32 +74,3 @@ def _learnt_again(config: Config) -> float:
     head_dim = a.head_dim if a.kind == "gqa" else a.qk_nope_head_dim + a.qk_rope_head_dim
     gradients = 3 * a.sparse.num_heads * a.sparse.head_dim
     return 2.0 * config.data.seq_len * (gradients + a.num_heads * head_dim)
-
-
-def _recurrence(model: ModelConfig) -> float:
-    """The products of state and weight that make the states between chunks again."""
-    r = model.m2rnn
-    return 2.0 * m2rnn_heads(model) * r.key_dim * r.value_dim**2
-
-
-def _piece(piece: Piece, letter: str, config: Config) -> float:
-    model = config.model
-    a, moe, d = model.attention, model.moe, model.dim
-    if piece == "engram":
-        return 2.0 * (model.mhc.streams + 1) * d * memory_width(model)
-    if piece == "core_attn":
-        width = a.head_dim if a.kind == "gqa" else a.qk_nope_head_dim + a.qk_rope_head_dim
-        return 4.0 * config.data.seq_len * a.num_heads * width
-    if piece == "mla_q_upproj":
-        into = a.q_lora_rank or d
-        return 2.0 * into * a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim)
-    if piece == "mla_kv":
-        return 2.0 * a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
-    if piece == "mlp" and letter == "E":
-        return 4.0 * d * moe.num_shared * moe.shared_hidden_dim
-    if piece == "mlp":
-        return 2.0 * (2 if model.mlp.activation == "swiglu" else 1) * d * model.mlp.hidden_dim
-    if piece == "expert_gemm":
-        gates = 2 if moe.activation == "swiglu" else 1
-        return 2.0 * moe.top_k * gates * d * moe.hidden_dim
-    return 0.0

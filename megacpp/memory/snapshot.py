@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.errors import DataError
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.stream import Block, Stream
@@ -30,7 +31,11 @@ LOUD_BYTES = 1 << 20  # and at least as much as this
 QUIET_HOST = 0.05  # of the resident set, which moves by itself
 BUCKETS = (
     *COMPONENTS,
-    *(f"activations/{kind}" for kind in ("A", "E", "F", "M", "M scan", "R", "R scan")),
+    *(
+        f"activations/{letter}{part}"
+        for letter in sorted(KINDS)
+        for part in ("", *[" scan"] * KINDS[letter].recurrent)
+    ),
     *("moe_routing/router", "moe_routing/dispatch", "loose", "host"),
 )
 ROUTING = ("router", "experts", "dispatch", "combine")  # modules below an E block's mixer
@@ -296,7 +301,7 @@ def bucket_of(block: Block, letters: str) -> str:
     letter = letters[int(words[1])]
     if letter == "E" and (below := next((w for w in path.split(".") if w in ROUTING), "")):
         return "moe_routing/router" if below == "router" else "moe_routing/dispatch"
-    if letter in "MR" and path == "mixer":  # the scan and the convolution are no modules
+    if KINDS[letter].recurrent and path == "mixer":  # the scan and the convolution are no modules
         return f"activations/{letter} scan"
     return f"activations/{letter}"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megacpp.blocks.attention.choices import columns
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.hyper_connections.groups import stream_groups
-from megacpp.blocks.m2rnn.descriptor import num_heads as m2rnn_heads
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
@@ -103,7 +103,7 @@ def _data_axes(
     times = config.train.grad_accum if config.train.gradient_sync == "each" else 1
     again = _gathers_again(own, place, stages)
     for kind in (kind for stage in stages for kind in stage):
-        eight = next(layers) if kind[0] in "AEMRF" else ()
+        eight = next(layers) if kind[0] in KINDS else ()
         if kind == "head" and config.model.tie_embeddings and any("embed" in s for s in stages):
             continue
         for weight in weights(config.model, kind, config.recompute.compress):
@@ -169,7 +169,7 @@ def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
     policy, model = own.config.recompute, own.config.model
     following = [*kinds[1:], ""]
     return [
-        kind[0] in "AEMRF"
+        kind[0] in KINDS
         and after not in ("norm", "collapse")
         and pieces_of(policy, model, kind[0]) >= BLOCK
         for kind, after in zip(kinds, following, strict=True)
@@ -196,7 +196,7 @@ def _tensor_axis(
             yield "tp", "activations", micro * model.mtp.depths * (9 + learns + again_too) * stream
         elif kind == "ngram":
             yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
-        elif kind[0] in "AFMR" or (kind == "E" and model.moe.num_shared):
+        elif kind[0] in KINDS and KINDS[kind[0]].tensor_dims(model):
             yield "tp", "activations", micro * (4 + again * (1 + returned)) * stream
         if "A.index" in kind:  # what attention looks at, summed over heads
             slots = min(model.attention.sparse.top_k, own.row)
@@ -236,50 +236,23 @@ def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -
     if own.cp == 1:
         return
     micro = own.config.train.grad_accum
-    forms = {"A": _attention_context, "M": _mamba3_context, "R": _m2rnn_context}
     mtp, policy = own.config.model.mtp, own.config.recompute
     layers = list(zip(kinds, run_again, strict=True))
     layers += [("A", policy.mtp)] * (mtp.depths * ("mtp" in kinds))
     for kind, again in layers:
         walks = 3 if again else 2  # forward and backward alike
-        letter = kind[0]
-        for what, count in forms[letter](own) if letter in forms else ():
+        exchange = KINDS[kind[0]].context if kind[0] in KINDS else None
+        for what, count in exchange.traffic(own) if exchange else ():
             yield "cp", what, micro * count * walks // 2
         if "A.index" in kind:
             keys = own.rows * own.row * own.config.model.attention.sparse.head_dim
             yield "cp", "indexer", micro * keys * own.compute * walks
         if "+engram" in kind:
             e, channels = own.config.model.engram, own.config.model.dim // own.tp
-            halo = _halo(own, channels * own.config.model.mhc.streams, e.conv_kernel, e.max_order)
+            halo = own.halo_bytes(
+                channels * own.config.model.mhc.streams, e.conv_kernel, e.max_order
+            )
             yield "cp", "ends of chunks", micro * halo * walks // 2
-
-
-def _attention_context(own: Share) -> Iterator[tuple[str, int]]:
-    a, kind = own.config.model.attention, own.config.mesh.cp_attention
-    grouped, everyone = a.kind == "gqa", own.rows * own.row
-    heads = a.num_heads // own.tp
-    if grouped:
-        shared = a.num_kv_heads // own.tp * 2 * a.head_dim
-    else:
-        shared = a.kv_lora_rank + a.qk_rope_head_dim
-    if kind == "all_gather":
-        yield "keys and values", 2 * everyone * shared * own.compute
-    elif kind == "ring":  # blocks around in both walks, their gradients in fp32 home
-        block = own.tokens * shared
-        yield "keys and values", (own.cp - 1) * 2 * 2 * block * own.compute
-        yield "keys and values", (own.cp - 1) * 2 * block * own.wide
-    elif grouped:
-        yield "heads", 2 * own.tokens * (2 * heads * a.head_dim + shared) * own.compute
-    else:
-        widths = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
-        yield "heads", 2 * own.tokens * heads * widths * own.compute
-        yield "keys and values", 2 * everyone * shared * own.compute
-
-
-def _halo(own: Share, channels: int, taps: int, apart: int = 1) -> int:
-    """Ends of all chunks, gathered, and their gradients."""
-    past = max(0, taps - 1) * apart
-    return 2 * own.cp * own.chunks * own.rows * past * channels * own.compute
 
 
 def engram_moves(own: Share, again: bool) -> int:
@@ -288,48 +261,6 @@ def engram_moves(own: Share, again: bool) -> int:
     rows = own.tokens * memory_width(model)
     turned = 2 * own.stream * model.dim * model.mhc.streams
     return walks * (rows + turned) * own.compute
-
-
-def _mamba3_context(own: Share) -> Iterator[tuple[str, int]]:
-    m, dim = own.config.model.mamba3, own.config.model.dim
-    heads, rank = m.expand * dim // m.headdim // own.tp, m.mimo_rank
-    bc, angles = 2 * m.ngroups * m.d_state * rank, int(m.d_state * m.rope_fraction) // 2
-    yield "ends of chunks", _halo(own, heads * m.headdim + bc, m.conv_kernel)
-    groups = max(1, m.ngroups // own.tp)
-    if own.config.mesh.cp_mamba3 == "state":
-        numbers = heads * (m.headdim * m.d_state + angles + m.headdim + 2)
-        numbers += rank * groups * m.d_state
-        yield "states", 2 * own.cp * own.chunks * own.rows * numbers * own.wide
-        return
-    bc = bc // m.ngroups * groups
-    cut = groups % own.cp == 0
-    moved = heads * (3 * m.headdim + 1) + (bc if cut else 0)
-    yield "heads", 2 * own.tokens * moved * own.compute
-    yield "heads", 2 * own.tokens * heads * 2 * own.wide
-    gathered = angles + (0 if cut else bc)
-    yield "heads", 2 * own.rows * own.row * gathered * own.compute
-
-
-def _m2rnn_context(own: Share) -> Iterator[tuple[str, int]]:
-    r, wanted = own.config.model.m2rnn, own.config.mesh.cp_m2rnn
-    heads = m2rnn_heads(own.config.model) // own.tp
-    qk = [n // own.tp if n > 1 else n for n in (r.num_q_heads, r.num_k_heads)]
-    channels = heads * r.value_dim + sum(qk) * r.key_dim
-    yield "ends of chunks", _halo(own, channels, r.conv_kernel)
-    if wanted == "serial" or (wanted == "auto" and heads % own.cp):
-        # A state over every border of two ranks' chunks, and its gradient back.
-        chunk = [own.context] if own.chunks == 1 else [own.context, 2 * own.cp - 1 - own.context]
-        most = own.cp * own.chunks
-        turning = own.chunks == 2 and own.context == own.cp - 1  # its two chunks are neighbours
-        borders = sum((c > 0) + (c < most - 1) for c in chunk) - 2 * turning
-        state = own.rows * heads * r.key_dim * r.value_dim * own.wide
-        yield "states", 2 * borders * state
-        return
-    moved = heads * 2 * r.value_dim + sum(n * r.key_dim for n in qk if n % own.cp == 0)
-    gathered = sum(n * r.key_dim for n in qk if n % own.cp)
-    yield "heads", 2 * own.tokens * moved * own.compute
-    yield "heads", 2 * own.tokens * heads * own.wide
-    yield "heads", 2 * own.rows * own.row * gathered * own.compute
 
 
 def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.experts.module import Experts
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.dtensor import is_dtensor
@@ -337,9 +338,10 @@ def _context_move(
         cut, whole = "heads[B, T_cp, Q]", "heads[B, T, Q_cp]"
         there = (whole, cut) if back == (phase == FORWARD) else (cut, whole)
         return f"{d}{there[0]} -> {there[1]}"
-    if call.kind not in ("all_gather", "reduce_scatter") or letter not in "AMR":
+    exchange = KINDS[letter].context
+    if call.kind not in ("all_gather", "reduce_scatter") or exchange is None:
         return None
-    taps = model.mamba3.conv_kernel if letter == "M" else model.m2rnn.conv_kernel
+    taps = exchange.taps(model)
     engram = model.engram
     past = (engram.conv_kernel - 1) * engram.max_order if engram.layers else 0
     if letter == "A" and past and len(call.shapes[0]) == 4 and call.shapes[0][2] == past:

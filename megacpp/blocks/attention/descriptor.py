@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.checks import checks
+from megacpp.blocks.attention.traffic import context_traffic
 from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
 
 if TYPE_CHECKING:
@@ -169,6 +170,19 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
     return {piece for piece, is_wanted in wanted.items() if is_wanted}
 
 
+def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
+    """Scores and values; queries, or keys and values, from their latents."""
+    a = model.attention
+    query = a.head_dim if is_gqa(model) else a.qk_nope_head_dim + a.qk_rope_head_dim
+    if region == "core_attn":
+        return 2.0 * seq_len * a.num_heads * query
+    if region == "mla_q_upproj":
+        return float((a.q_lora_rank or model.dim) * a.num_heads * query)
+    if region == "mla_kv":
+        return float(a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim))
+    return 0.0
+
+
 ATTENTION = BlockKind(
     letter="A",
     name="attention",
@@ -180,7 +194,8 @@ ATTENTION = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     regions=regions,
+    region_multiply_adds=region_multiply_adds,
     whole="ablock",
     last_product=last_product,
-    context=ContextExchange("cp_attention", heads_exchanged, "all_gather"),
+    context=ContextExchange("cp_attention", heads_exchanged, "all_gather", context_traffic),
 )

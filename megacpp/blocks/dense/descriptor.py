@@ -51,6 +51,13 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
     return {"mlp"} if policy.mlp else set()
 
 
+def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
+    """Gate and up."""
+    if region != "mlp":
+        return 0.0
+    return float((2 if gated(model) else 1) * model.dim * model.mlp.hidden_dim)
+
+
 DENSE = BlockKind(
     letter="F",
     name="dense feed-forward",
@@ -62,5 +69,6 @@ DENSE = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     regions=regions,
+    region_multiply_adds=region_multiply_adds,
     whole="fblock",
 )

@@ -75,6 +75,16 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
     return found | ({"expert_gemm"} if policy.eblock == "expert_gemm_only" else set())
 
 
+def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
+    """Gate and up of the shared experts, or of the chosen ones."""
+    if region == "mlp":
+        return 2.0 * model.dim * dims(model)["F"]
+    if region == "expert_gemm":
+        e = model.moe
+        return float(e.top_k * (2 if gated(model) else 1) * model.dim * e.hidden_dim)
+    return 0.0
+
+
 EXPERTS = BlockKind(
     letter="E",
     name="mixture of experts",
@@ -87,5 +97,6 @@ EXPERTS = BlockKind(
     layouts=(ActivationLayout("shared", "x[T_tp, D] -> x[T, D]", "y[T, D]{tp} -> y[T_tp, D]"),),
     multiply_adds=multiply_adds,
     regions=regions,
+    region_multiply_adds=region_multiply_adds,
     whole="eblock",
 )

@@ -15,6 +15,7 @@ from megacpp.model.primes import nearest_divisor
 if TYPE_CHECKING:
     from megacpp.blocks.m2rnn.module import M2RNN
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+    from megacpp.memory.forms.activation_share import Share
     from megacpp.model.pieces import Piece
 
 
@@ -141,9 +142,24 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
     return set()
 
 
+def replayed(config: Config) -> float:
+    """Products of state and weight that make the states between chunks again."""
+    if config.recompute.rblock == "none":
+        return 0.0
+    r = config.model.m2rnn
+    return float(num_heads(config.model) * r.key_dim * r.value_dim**2)
+
+
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
     """All heads."""
     return "the number of M2RNN heads", num_heads(model)
+
+
+def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
+    """Exchanges of one layer over `cp`, with their bytes (megacpp/blocks/m2rnn/traffic.py)."""
+    from megacpp.blocks.m2rnn.traffic import context_traffic as bytes_of
+
+    return bytes_of(own)
 
 
 def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
@@ -165,10 +181,17 @@ M2RNN_KIND = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     regions=regions,
+    replayed=replayed,
     whole="rblock",
     last_product=last_product,
+    recurrent=True,
     context=ContextExchange(
-        "cp_m2rnn", heads_exchanged, "serial", lambda model: model.m2rnn.conv_kernel, once
+        "cp_m2rnn",
+        heads_exchanged,
+        "serial",
+        context_traffic,
+        taps=lambda model: model.m2rnn.conv_kernel,
+        once=once,
     ),
     upstream=(
         (

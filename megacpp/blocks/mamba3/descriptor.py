@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.mamba3.traffic import context_traffic
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
@@ -159,8 +160,14 @@ MAMBA3 = BlockKind(
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
     regions=regions,
+    recurrent=True,
     context=ContextExchange(
-        "cp_mamba3", heads_exchanged, "state", lambda model: model.mamba3.conv_kernel, once
+        "cp_mamba3",
+        heads_exchanged,
+        "state",
+        context_traffic,
+        taps=lambda model: model.mamba3.conv_kernel,
+        once=once,
     ),
     groups=lambda model: {"model.mamba3.ngroups": model.mamba3.ngroups},
     upstream=(

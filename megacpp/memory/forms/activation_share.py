@@ -65,6 +65,11 @@ class Share:
             fp8=fp8_letters(config),
         )
 
+    def halo_bytes(self, channels: int, taps: int, apart: int = 1) -> int:
+        """Bytes of the ends of all chunks, gathered for a convolution, and of their gradients."""
+        past = max(0, taps - 1) * apart
+        return 2 * self.cp * self.chunks * self.rows * past * channels * self.compute
+
     @property
     def tp(self) -> int:
         return self.config.mesh.tp
