@@ -1,9 +1,10 @@
 """Attention (A) as other rooms read it: grouped-query, multi-head latent, sparse; no torch here.
 
-Letters: Q, K and V channels of queries, keys and values, W head's output times heads, N head of
-normalised queries and keys; of latents Lq that of queries, Lk that of keys and values with the
-rotary key, Lv without; of an indexer X heads * head dim, Xd head dim, Xh heads, Xq its queries'
-input. Heads are sharded, latents are whole; an indexer is whole: every rank chooses for all tokens.
+Letters: Q and K channels of queries and of keys or values, Kv keys and values of all heads of MLA
+together, W its heads * value dim, N head of normalised queries and keys; of latents Lq that of
+queries, Lk that of keys and values with the rotary key, Lv without; of an indexer X heads * head
+dim, Xd head dim, Xh heads, Xq its queries' input. Heads are sharded, latents are whole; an indexer
+is whole: every rank chooses for all tokens.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ def dims(model: ModelConfig) -> dict[str, int]:
     }
     if is_gqa(model):
         q, k = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        return {"Q": q, "K": k, "V": k, "W": q, "N": a.head_dim, **indexer}
+        return {"Q": q, "K": k, "N": a.head_dim, **indexer}
     n = a.num_heads
     return {
         "Q": n * (a.qk_nope_head_dim + a.qk_rope_head_dim),
-        "V": n * (a.qk_nope_head_dim + a.v_head_dim),
+        "Kv": n * (a.qk_nope_head_dim + a.v_head_dim),
         "W": n * a.v_head_dim,
         "Lq": a.q_lora_rank,
         "Lk": a.kv_lora_rank + a.qk_rope_head_dim,
@@ -103,15 +104,17 @@ def key_value_rows(model: ModelConfig) -> tuple[int, ...]:
 
 PARAMETERS = (
     Parameter(("wq.weight",), "[Q_tp, D]", "muon", fp8=True, compress=True, when=direct_queries),
-    Parameter(("wk.weight",), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
-    Parameter(("wv.weight",), "[V_tp, D]", "muon", fp8=True, compress=True, when=is_gqa),
+    Parameter(
+        ("wk.weight", "wv.weight"), "[K_tp, D]", "muon", fp8=True, compress=True, when=is_gqa
+    ),
     Parameter(("wq_a.weight",), "[Lq, D]", "muon", compress=True, when=latent_queries),
     Parameter(("q_norm.weight",), "[Lq]", "vector", fp32=True, when=latent_queries),
     Parameter(("wq_b.weight",), "[Q_tp, Lq]", "muon", when=latent_queries),
     Parameter(("wkv_a.weight",), "[Lk, D]", "muon", rows=latent_rows, compress=True, when=is_mla),
     Parameter(("kv_norm.weight",), "[Lv]", "vector", fp32=True, when=is_mla),
-    Parameter(("wkv_b.weight",), "[V_tp, Lv]", "muon", rows=key_value_rows, when=is_mla),
-    Parameter(("wo.weight",), "[D, W_tp]", "muon", fp8=True),
+    Parameter(("wkv_b.weight",), "[Kv_tp, Lv]", "muon", rows=key_value_rows, when=is_mla),
+    Parameter(("wo.weight",), "[D, Q_tp]", "muon", fp8=True, when=is_gqa),
+    Parameter(("wo.weight",), "[D, W_tp]", "muon", fp8=True, when=is_mla),
     Parameter(("q_norm.weight",), "[N]", "vector", fp32=True, when=normed_heads),
     Parameter(("k_norm.weight",), "[N]", "vector", fp32=True, when=normed_heads),
     Parameter(("indexer.wq_b.weight",), "[X, Xq]", "adamw", within=".index"),
@@ -155,7 +158,8 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 def last_product(model: ModelConfig) -> float:
     """The output projection."""
-    return float(model.dim * dims(model)["W"])
+    size = dims(model)
+    return float(model.dim * size["W" if is_mla(model) else "Q"])
 
 
 def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
