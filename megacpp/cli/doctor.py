@@ -42,6 +42,7 @@ OPTIONAL = {
     "pyarrow": ("parquet sources", "folders and jsonl only"),
     "zstandard": (".jsonl.zst sources", "plain .jsonl"),
     "matplotlib": ("plots", "tables"),
+    "yaml": ("--config FILE.yaml", "--config FILE.toml or FILE.json"),
 }
 
 # Installed in parts: the one that is used may be missing.
