@@ -39,7 +39,7 @@ Bytes = dict[str, int]  # by class
 
 
 class Optimizer(Protocol):
-    """Optimizer that a dry run steps: groups have `algorithm` and `param_names` (optim/muon_adamw.py)."""
+    """Optimizer whose groups have `algorithm` and `param_names`, as optim/muon_adamw.py."""
 
     param_groups: list[dict[str, Any]]
 
