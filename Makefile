@@ -1,4 +1,4 @@
-# make setup | kernels | train | test | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
+# make setup | kernels | train | check | test | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
 # Another torch than megacpp/versions.py's has a .venv of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -8,13 +8,19 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 RUN := OMP_NUM_THREADS=1
 # glibc keeps freed memory instead of giving it back to the system between operations.
 KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
+# A file or two of each room, whole: `make check`.
+CHECK := test_house.py test_arguments.py test_mesh_rules.py test_cli.py model/test_documents.py \
+  model/test_m2rnn.py model/test_loss.py data/test_batches.py optim/test_adamw.py \
+  optim/test_groups.py checkpointing/test_meter.py state/test_checkpoint.py \
+  memory/test_calibration.py run/test_health.py run/test_corpus.py launching report/test_page.py \
+  parallel/test_boundary.py parallel/test_fsdp.py
 # CPU=default|avx2|avx512: another machine's rounding. MKL on AMD heeds MKL_CBWR=COMPATIBLE alone.
 MKL_default := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=SSE4_2
 MKL_avx2 := MKL_ENABLE_INSTRUCTIONS=AVX2
 MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
 AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)))
 
-.PHONY: help setup kernels train test lint docs gpu
+.PHONY: help setup kernels train check test lint docs gpu
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -43,6 +49,9 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 
 test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units)
 	$(RUN) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(VENV)/.test  ## the fast part of the suite, each room touched: under 90 seconds on two idle cores
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))
 
 lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
 	$(BIN)/ruff format --check .

@@ -169,5 +169,7 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     absent: Any = lambda name, *rest: None if name == "yaml" else real(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match=r"needs PyYAML, .* Fix: pip install pyyaml, or use TOML"):
+    with pytest.raises(
+        ConfigError, match=r"needs PyYAML, .* Fix: run `pip install pyyaml`, or use TOML"
+    ):
         parse_run(["--config", str(written(tmp_path / "a.yaml", YAML))], 1)

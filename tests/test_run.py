@@ -121,6 +121,7 @@ def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> N
         assert (folder / "final" / name).read_bytes() == (corpus / name).read_bytes()
     result = json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])
     assert result["gzip_bits_per_byte"] > 0 and result["bits_per_byte"] > 0
+    assert result["no_verdict"] and f"  no verdict: {result['no_verdict']}\n" in single[1]
 
 
 def test_two_ranks_are_the_same_run(single: tuple[Path, str], double: Path) -> None:

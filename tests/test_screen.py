@@ -26,6 +26,7 @@ LONG = {
     "activations": [*MODEL, "--recompute.norms"],
     "memory trace": MODEL,
     "dry-run": SMALL,
+    "explain": SMALL,
     "plan": ["tiny", *GIVEN],
 }
 REPORTS = [
@@ -35,7 +36,6 @@ REPORTS = [
     ["validate", "tiny", "--memory.device-gib", "40"],
     ["plan", *"nam56r --world 8 --memory 1GiB --tokens-per-step 1048576 --mesh.tp 8".split()],
     ["doctor", "--no-self-test"],
-    ["explain", *SMALL],
     *([*name.split(), "--help"] for name in COMMANDS),
     [],
 ]

@@ -1,4 +1,4 @@
-"""`megacpp activations`: what a forward keeps for its backward, by kind of block and by tensor."""
+"""`megacpp activations`: bytes that a forward saves for its backward, by block and by tensor."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ SMALL = 0.02  # of a part's bytes: tensors below are shown together
 
 @dataclass(frozen=True)
 class Report:
-    """What is printed.
+    """Content of the report, for people and for machines.
 
     Attributes:
-        nothing: the same when nothing is recomputed; None: it is what `found` is.
-        levers: by name, with it alone.
+        found: saved activations under the policy.
+        nothing: saved activations when nothing is recomputed; None: equal to `found`.
+        levers: saved activations by name of the one lever that is on.
         in_flight: microbatches whose backward is still to come, at most; None: not worked out.
     """
 
@@ -83,7 +84,7 @@ class Report:
 
 @dataclass(frozen=True)
 class ActivationsArgs(RankArgs):
-    """A rank of a mesh, a policy, and how much of it."""
+    """Rank of a mesh, recompute policy, and how much is shown."""
 
     policy: Literal["", "none", "selective", "full"] = setting(
         "", "A whole policy, instead of the preset's and of --recompute flags."
@@ -93,7 +94,7 @@ class ActivationsArgs(RankArgs):
 
 
 def activations(args: ActivationsArgs, words: list[str]) -> int:
-    """What one microbatch keeps from its forward to its backward on a rank: bytes by kind of block
+    """Bytes that one microbatch keeps from its forward to its backward on a rank, by kind of block
     and by tensor, and the FLOPs that the backward repeats for what isn't kept.
 
     A tensor belongs to the block whose forward made it, the residual stream between two blocks to
@@ -112,7 +113,7 @@ def activations(args: ActivationsArgs, words: list[str]) -> int:
 
 
 def _configured(name: str, arguments: list[str], size: int) -> Config:
-    """The run, with the policy that is asked for by name."""
+    """Configuration of the run, with the policy that is asked for by name."""
     config = parse_run(arguments, size).config
     if config.train.compile != "off":
         raise config_error(
@@ -152,7 +153,7 @@ def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
 
 
 def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:
-    """Each setting of a policy that does something, by itself."""
+    """Policies with one lever each, by name: the settings of a policy that recompute something."""
     values, nothing = flatten(policy), flatten(NOTHING)
     return {
         name if value is True else f"{name}={value}": dataclasses.replace(NOTHING, **{name: value})
@@ -162,7 +163,7 @@ def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:
 
 
 def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, Any]:
-    """The report for machines; all numbers are bytes, FLOPs, counts or ranks."""
+    """Report for machines; all numbers are bytes, FLOPs, counts or ranks."""
     base = report.base
     return {
         "preset": config.preset,
@@ -187,7 +188,7 @@ def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, 
 
 
 def _lines(config: Config, size: int, rank: int, report: Report, every: bool) -> list[str]:
-    """The report for people."""
+    """Report for people, in lines."""
     words = [name for name in levers_of(config.recompute)] or ["nothing is recomputed"]
     return [
         *mesh_lines(config, size, rank, report.coordinates),
@@ -232,7 +233,7 @@ def _kinds(report: Report) -> list[str]:
 
 
 def _besides(report: Report) -> list[str]:
-    """What isn't of a layer."""
+    """Lines about bytes that belong to no layer."""
     found = report.found
     lines = []
     if report.nothing and report.nothing.bytes:
@@ -268,7 +269,7 @@ def _levers(report: Report) -> list[str]:
 
 
 def _tensors(part: Part, every: bool) -> list[str]:
-    """The tensors of a kind, those of all its layers; the largest first."""
+    """Table of the tensors of a kind, over all its layers; the largest first."""
     least = 0 if every else SMALL * part.bytes
     shown = [kept for kept in part.kept if kept.bytes >= least]
     rest = [kept for kept in part.kept if kept.bytes < least]
@@ -283,7 +284,7 @@ def _tensors(part: Part, every: bool) -> list[str]:
 
 
 def flops(count: int) -> str:
-    """`12.3 T`: powers of 1000."""
+    """Number of FLOPs in powers of 1000: `12.3 T`."""
     value, unit = float(count), 0
     while value >= 1000 and unit < 6:
         value, unit = value / 1000, unit + 1
@@ -303,6 +304,6 @@ def _bytes(kept: Sequence[Kept]) -> str:
 
 
 def _without_empty(rows: list[list[str]]) -> list[str]:
-    """A table without the columns that have nothing below their heading."""
+    """Table without the columns that have nothing below their heading."""
     filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     return table([[row[i] for i in filled] for row in rows])

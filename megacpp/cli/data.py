@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacpp.config.settings import setting
-from megacpp.data.held_out import compressor_lines, shortfall
+from megacpp.data.compressors import compressor_lines
+from megacpp.data.held_out import shortfall
 from megacpp.data.prepare import Prepared, ensure_corpus
 from megacpp.data.spec import CorpusSpec
 

@@ -32,16 +32,17 @@ OPTIONAL = {
     "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
     "tilelang": ("the MIMO kernel of Mamba-3", "our chunked torch form"),
     "torchao": (
-        "precision.fp8=torchao, optim.adamw_state=8bit and 4bit",
+        "--precision.fp8 torchao, --optim.adamw-state 8bit and 4bit",
         "bf16 blocks, moments of AdamW in fp32",
     ),
     "transformer_engine": (
-        "precision.fp8=te and the one recomputation that its FP8 blocks may run under",
-        "bf16 blocks, or precision.fp8=torchao",
+        "--precision.fp8 te and the one recomputation that its FP8 blocks may run under",
+        "bf16 blocks, or --precision.fp8 torchao",
     ),
     "pyarrow": ("parquet sources", "folders and jsonl only"),
     "zstandard": (".jsonl.zst sources", "plain .jsonl"),
     "matplotlib": ("plots", "tables"),
+    "yaml": ("--config FILE.yaml", "--config FILE.toml or FILE.json"),
 }
 
 # Installed in parts: the one that is used may be missing.
@@ -188,7 +189,7 @@ def _fp8() -> Finding:
 
     need = "compute capability {}.{}".format(*FP8_CAPABILITY)
     if not torch.cuda.is_available():
-        without = "precision.fp8=torchao is emulated (same rounding, slow), te is refused"
+        without = "--precision.fp8 torchao is emulated (same rounding, slow), te is refused"
         return Finding("fp8", None, f"no GPU; {without}")
     capability = torch.cuda.get_device_capability()
     if capability < FP8_CAPABILITY:

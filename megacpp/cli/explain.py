@@ -10,6 +10,7 @@ from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
+from megacpp.model.pattern import layer_kinds
 from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
@@ -49,9 +50,11 @@ def explain(args: ExplainArgs, words: list[str]) -> int:
     """
     size, rank = args.place
     config = parse_run(words, size).config
+    from megacpp.cli.follow import following
     from parallel.simulate.explain import explain as look
 
-    found = look(config, size, rank)
+    with following("explain", len(set(layer_kinds(config.model)))):
+        found = look(config, size, rank)
     if args.json:
         print(json.dumps(_content(config, size, rank, found), indent=2))
         return 0

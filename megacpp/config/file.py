@@ -87,7 +87,10 @@ def _parsed(path: Path) -> Any:
         return tomllib.loads(text)
     if importlib.util.find_spec("yaml") is None:
         raise config_error(
-            "config", path, "needs PyYAML, which isn't installed", "pip install pyyaml, or use TOML"
+            "config",
+            path,
+            "needs PyYAML, which isn't installed",
+            "run `pip install pyyaml`, or use TOML",
         )
     import yaml
 

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacpp.data.held_out import MIN_DOCUMENTS, compressor_lines
+from megacpp.data.compressors import compressor_lines
+from megacpp.data.held_out import MIN_DOCUMENTS
 from megacpp.data.order import shuffled
 from megacpp.data.shards import TOKENIZER, SplitReader, fingerprint, read_index
 from megacpp.data.tokenizer import CorpusTokenizer

@@ -1,4 +1,4 @@
-"""Which documents are held out, what compressors make of them, and how a sample begins.
+"""Choose the documents that are held out, and the words that a sample begins with.
 
 held out    hash below `validation_fraction`, then more by hash until there are 64 documents
             and 1 % of the bytes, but no more than a tenth of either
@@ -6,18 +6,14 @@ held out    hash below `validation_fraction`, then more by hash until there are 
 
 from __future__ import annotations
 
-import gzip
-import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 MIN_DOCUMENTS = 64  # fewer carry no verdict against a compressor
 MIN_SHARE = 0.01  # of the bytes
 MOST = 0.10  # of documents and of bytes, unless a larger fraction is asked for
-STREAM_BYTES = 1 << 25  # xz -9 takes about a second a MiB
 PROMPT = 40  # characters of a sample prompt, at most
 
 
@@ -63,53 +59,6 @@ def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: in
         f"({MIN_DOCUMENTS} and {MIN_SHARE:.0%} are wanted){verdict}. "
         f"Fix: prepare more documents{more}{cut}."
     )
-
-
-def gzip_bits_per_byte(documents: Iterable[bytes]) -> float:
-    """Bits per byte of `gzip -9` over each document alone: what a plain compressor reaches."""
-    packed = total = 0
-    for document in documents:
-        packed += len(gzip.compress(document, 9, mtime=0))
-        total += len(document)
-    return 8 * packed / total
-
-
-def xz_bits_per_byte(documents: Iterable[bytes], total: int) -> tuple[float | None, int]:
-    """Bits per byte of `xz -9` over documents end to end, and how many bytes were packed.
-
-    At most STREAM_BYTES. None with a Python that was built without liblzma.
-
-    Args:
-        total: bytes of the documents: xz needs ten times its window, and here no wider one.
-    """
-    try:
-        lzma = importlib.import_module("lzma")
-    except ImportError:
-        return None, 0
-    window = 1 << max(12, min(total, STREAM_BYTES).bit_length())
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": min(window, 1 << 26)}]
-    packer = lzma.LZMACompressor(filters=filters)
-    packed = taken = 0
-    for document in documents:
-        document = document[: STREAM_BYTES - taken]
-        if not document:
-            break
-        packed += len(packer.compress(document))
-        taken += len(document)
-    return 8 * (packed + len(packer.flush())) / taken, taken
-
-
-def compressor_lines(entry: Mapping[str, Any]) -> list[str]:
-    """Bits per byte of compressors on the held-out text, from its entry in the index."""
-    line = (
-        f"gzip -9 {entry['gzip_bits_per_byte']:.3f} bits per byte, each document compressed alone"
-    )
-    if entry["xz_bits_per_byte"] is None:
-        return [line]
-    part = (
-        "" if entry["xz_bytes"] == entry["text_bytes"] else f", first {entry['xz_bytes']:,} bytes"
-    )
-    return [line, f"xz -9 {entry['xz_bits_per_byte']:.3f}, all documents as one stream{part}"]
 
 
 def sample_prompt(read: Callable[[int], bytes], held_out: Sequence[int]) -> str:

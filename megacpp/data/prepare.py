@@ -19,12 +19,8 @@ from typing import Any
 import numpy as np
 
 from megacpp.data import fim, specials
-from megacpp.data.held_out import (
-    choose_held_out,
-    gzip_bits_per_byte,
-    sample_prompt,
-    xz_bits_per_byte,
-)
+from megacpp.data.compressors import gzip_bits_per_byte, xz_bits_per_byte
+from megacpp.data.held_out import choose_held_out, sample_prompt
 from megacpp.data.shards import (
     FORMAT_VERSION,
     INDEX,

@@ -106,21 +106,21 @@ CAUSES: tuple[Cause, ...] = (
         "longer_rows",
         (),
         "everything that hangs on tokens grew alike: longer rows, or more of them",
-        "keep data.seq_len and train.device_batch_size, or halve the latter and accumulate twice",
+        "keep --data.seq-len and --train.device-batch-size, or halve the latter and accumulate",
     ),
     Cause(
         "dispatch",
         ("moe_routing",),
         "more rows arrive at the experts of this rank: some expert is hot",
-        "raise model.moe.bias_update_rate or model.moe.balance_loss, bound what may arrive by "
-        "model.moe.capacity_factor=1.25, or recompute.eblock=expert_gemm_only",
+        "raise --model.moe.bias-update-rate or --model.moe.balance-loss, bound what may arrive by "
+        "--model.moe.capacity-factor 1.25, or --recompute.eblock expert_gemm_only",
     ),
     Cause(
         "ssm_state",
         ("activations/M", "activations/R"),
         "M or R blocks keep more a token: states of chunks, convolution",
-        "look for a change of model.mamba3.chunk_size, d_state or conv_kernel (or m2rnn's); "
-        "recompute.mblock=conv_bc_only, recompute.rblock=full_plus_norms",
+        "look for a change of --model.mamba3.chunk-size, d-state or conv-kernel (or m2rnn's); "
+        "--recompute.mblock conv_bc_only, --recompute.rblock full_plus_norms",
     ),
     Cause(
         "fragmentation",
@@ -132,7 +132,7 @@ CAUSES: tuple[Cause, ...] = (
         "optimizer_state",
         ("optimizer_state", "muon_transient"),
         "state of the optimizer came late: the first steps ran without it",
-        "count it from the start (it stays from now on); optim.adamw_state=8bit, more dp_shard",
+        "count it from the start (it stays from now on); --optim.adamw-state 8bit, or more ranks",
     ),
     Cause(
         "activations",
@@ -144,13 +144,13 @@ CAUSES: tuple[Cause, ...] = (
         "gradients",
         ("gradients",),
         "more gradients wait: whole ones that are not reduced yet, or parameters that had none",
-        "train.gradient_sync=each",
+        "--train.gradient-sync each",
     ),
     Cause(
         "gathered",
         ("communication", "workspace", "batch"),
         "gathered parameters, buffers of collectives or temporaries are larger",
-        "mesh.reshard=always, optim.muon_bucket_mib lower",
+        "--mesh.reshard always, a lower --optim.muon-bucket-mib",
     ),
     Cause(
         "parameters",
@@ -168,7 +168,7 @@ CAUSES: tuple[Cause, ...] = (
         "host",
         ("host",),
         "the process grew on the host while tensors did not",
-        "look at loaders, logs and lists that grow; recompute.offload_host_gib bounds offloading",
+        "look at loaders, logs and lists that grow; --recompute.offload-host-gib bounds offload",
     ),
 )
 STEADY = Cause("steady", (), "nothing grew beyond noise", "nothing to do")

@@ -47,7 +47,8 @@ class Bar:
 def lines(
     series: Sequence[Line],
     words: Callable[[float], str],
-    level: tuple[float, str] | None = None,
+    levels: Sequence[tuple[float, str]] = (),
+    said: Sequence[str] = (),
     height: int = 200,
     unit: float = 1.0,
     from_zero: bool = False,
@@ -57,7 +58,8 @@ def lines(
     Args:
         words: a value on the axis.
         unit: the axis has round numbers of these.
-        level: a value to draw across, and its name.
+        levels: values to draw across, and their names; two don't hide each other's.
+        said: lines below the drawing.
     """
     finite = [
         [(x, y) for x, y in s.points if math.isfinite(x) and math.isfinite(y)] for s in series
@@ -66,8 +68,7 @@ def lines(
     if not everything:
         return ""
     xs, ys = [x for x, _ in everything], [y for _, y in everything]
-    if level is not None:
-        ys.append(level[0])
+    ys += [value for value, _ in levels]
     if from_zero:
         ys.append(0.0)
     ticks = [tick * unit for tick in nice_ticks(min(ys) / unit, max(ys) / unit, 5, outside=True)]
@@ -82,10 +83,11 @@ def lines(
     for tick in nice_ticks(min(xs), max(xs), 5):
         side = "end" if across(tick) > WIDTH - 30 else "middle"
         parts.append(_text(across(tick), height - 6, f"{tick:,.10g}", f"axis {side}"))
-    if level is not None:
-        y = up(level[0])
+    sides = ((LEFT + 4, "note"), (WIDTH - RIGHT, "note end"))
+    for (value, name), (x, kind) in zip(levels, sides, strict=False):
+        y = up(value)
         parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(_text(LEFT + 4, y - 4, level[1], "note"))
+        parts.append(_text(x, y - 4, name, kind))
     for number, (one, points) in enumerate(zip(series, finite, strict=True)):
         kind = f"s{number % SERIES}"
         if one.dots or one.marks:
@@ -100,7 +102,7 @@ def lines(
                 drawn = smoothed(drawn)
             path = _path(drawn)
             parts.append(f'<polyline class="{kind} line" points="{path}">{title}</polyline>')
-    return _drawing(parts, height) + _legend([s.name for s in series if s.name])
+    return _drawing(parts, height) + _legend([s.name for s in series if s.name], said)
 
 
 def bars(

@@ -25,7 +25,8 @@ STEP: dict[str, tuple[type, ...]] = {
 }
 EVALUATION: dict[str, tuple[type, ...]] = {
     "step": (int,),
-    **dict.fromkeys(("loss", "bits_per_byte", "gzip_bits_per_byte"), NUMBER),
+    "no_verdict": (str,),
+    **dict.fromkeys(("loss", "bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte"), NUMBER),
 }
 OBJECTS = ("config", "parameters", "mesh", "versions", "memory", "traffic", "policy")
 

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from megacpp.config.schema import CheckpointingPolicy
+from megacpp.data.compressors import compressor_bars
 from megacpp.memory.budget import words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.snapshot import QUIET
@@ -110,11 +111,11 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
     def noisy(name: str, words: Callable[[float], str], **more: Any) -> str:
         return lines([Line("", points(name), noisy=True)], words, **more)
 
-    def learned(name: str, level: tuple[float, str] | None = None) -> str:
+    def learned(name: str, **more: Any) -> str:
         found = [(row["step"] + 1, row[name]) for row in evaluations if row.get(name) is not None]
         series = [Line("training", points(name), noisy=True)]
         series += [Line("held out", found, dots=True)] if found else []
-        return lines(series, plain, level)
+        return lines(series, plain, **more)
 
     def grouped(name: str, words: Callable[[float], str], **more: Any) -> str:
         alike: dict[str, list[str]] = {}  # names of equal lines: one would hide the others
@@ -123,8 +124,12 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
         series = [Line(", ".join(labels), json.loads(line)) for line, labels in alike.items()]
         return lines(series, words, **more)
 
-    gzip = [row.get("gzip_bits_per_byte") for row in evaluations]
-    level = (gzip[-1], "gzip -9") if gzip and gzip[-1] else None
+    held_out = evaluations[-1] if evaluations else {}
+    bars = compressor_bars(held_out)
+    levels = [(bits, name) for name, bits, _ in bars]
+    said = [f"dashed: {name} at {bits:.4f}, {how}" for name, bits, how in bars]
+    if held_out.get("no_verdict"):
+        said.append(f"no verdict against them: {held_out['no_verdict']}")
     peak = max(steps.get("peak_bytes") or [0], default=0)
     of = "resident set" if (data["header"]["device"] or "cpu") == "cpu" else "allocator"
     unit, called = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
@@ -133,7 +138,7 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
     rates = grouped("rates", power) or lines([Line("", points("lr"))], power)
     drawn = [
         ("loss, nats a token", learned("loss")),
-        ("bits per byte", learned("bits_per_byte", level)),
+        ("bits per byte", learned("bits_per_byte", levels=levels, said=said)),
         ("gradient norm", noisy("grad_norm", plain)),
         ("learning rate by parameter group", rates),
         ("busiest expert over the mean of its layer", grouped("load", plain)),

@@ -17,6 +17,7 @@ import torch
 
 from megacpp.config.arguments import flatten
 from megacpp.config.schema import Config
+from megacpp.data.compressors import compressor_bars
 from megacpp.run.sinks import Setting, Sink, open_sinks, tagged
 from megacpp.terminal.screen import columns, wrapped
 from megacpp.terminal.screen import duration as duration
@@ -96,8 +97,9 @@ class MetricsLog:
 
     def evaluation(self, step: int, values: Mapping[str, float], no_verdict: str = "") -> None:
         """Prints validation figures and stores them in TensorBoard and evaluations.jsonl."""
+        why = no_verdict or ("" if values["complete"] else "only a part was evaluated")
         if self.active:
-            first, *others = evaluation_lines(values, no_verdict)
+            first, *others = evaluation_lines(values, why)
             for text in (f"step {step + 1}: {first}", *others):
                 indent = text[: len(text) - len(text.lstrip())]
                 print("\n".join(wrapped(text.strip(), f"{indent}  ", indent)), flush=True)
@@ -107,7 +109,7 @@ class MetricsLog:
             path = Path(self._file.name).with_name("evaluations.jsonl")
             _keep_steps(path, lambda other: other < step)
             with path.open("a") as f:
-                f.write(_strict_json({"step": step, **values}) + "\n")
+                f.write(_strict_json({"step": step, **values, "no_verdict": why}) + "\n")
 
     def sample(self, step: int, text: str) -> None:
         """Prints generated text and stores it in the sinks."""
@@ -152,21 +154,15 @@ def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
     """The figures as a person reads them.
 
     Args:
-        no_verdict: why the figures of compressors are no bar (`Corpus.no_verdict`).
+        no_verdict: why the figures of compressors are no bar; empty: they are.
     """
     over, bits = f"{values['target_bytes']:,.0f}", values["bits_per_byte"]
     part = f"all {over} held-out bytes" if values["complete"] else f"the first {over} bytes"
-    bars = [("gzip -9", values["gzip_bits_per_byte"], "each document compressed alone")]
-    if "xz_bits_per_byte" in values:
-        bars.append(("xz -9", values["xz_bits_per_byte"], "all documents as one stream"))
+    bars = compressor_bars(values)
     lines = [f"validation: loss {values['loss']:.4f}, {bits:.4f} bits per byte of {part}"]
-    if no_verdict or not values["complete"]:
-        why = no_verdict or "only a part was evaluated"
-        return [
-            *lines,
-            f"  no verdict: {why}",
-            *(f"  {n} {bar:.4f}, {how}" for n, bar, how in bars),
-        ]
+    if no_verdict:
+        alone = [f"  {name} {bar:.4f}, {how}" for name, bar, how in bars]
+        return [*lines, f"  no verdict: {no_verdict}", *alone]
     for name, bar, how in bars:
         lines.append(f"  {'below' if bits < bar else 'NOT below'} {name} at {bar:.4f}, {how}")
     return lines

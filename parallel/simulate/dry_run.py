@@ -1,4 +1,4 @@
-"""What one rank of any mesh stores and sends in an optimizer step, found without the ranks.
+"""Bytes that one rank of any mesh stores and sends in an optimizer step, found without the ranks.
 
 The step itself is run (parallel/simulate/fake.py), so these are facts about it, not estimates, but
 for one thing: of many microbatches only two steps are run, of n and of n + s microbatches; every
@@ -39,7 +39,7 @@ Bytes = dict[str, int]  # by class
 
 
 class Optimizer(Protocol):
-    """What a dry run steps: groups have `algorithm` and `param_names` (optim/muon_adamw.py)."""
+    """Optimizer whose groups have `algorithm` and `param_names`, as optim/muon_adamw.py."""
 
     param_groups: list[dict[str, Any]]
 
@@ -51,7 +51,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Rooms:
-    """What a step needs of rooms that this one doesn't import.
+    """Functions of a step from rooms that this one doesn't import.
 
     Attributes:
         optimizers: of a materialised model, its configuration and `World.holders`.
@@ -66,7 +66,7 @@ class Rooms:
 
 
 class Kind(NamedTuple):
-    """Calls that a report adds up."""
+    """Axis, collective and dtype by which a report adds up calls."""
 
     axis: str
     kind: str
@@ -83,7 +83,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rank stores and sends.
+    """Bytes that a rank stores and sends.
 
     Classes of parameters: routed `experts`; `replicated`, which every rank of `tp` has whole (only
     the data axes cut them); `dense`, all others.
@@ -110,12 +110,12 @@ class DryRun:
 
     @property
     def complete(self) -> bool:
-        """What all ranks store, each element once, is the model."""
+        """Whether all ranks together store the model, each element counted once."""
         return self.census.once == self.model_bytes
 
 
 def dry_run(config: Config, size: int, rank: int, rooms: Rooms, full: bool = False) -> DryRun:
-    """What rank `rank` of `size` stores and sends in one optimizer step.
+    """Bytes that rank `rank` of `size` stores and sends in one optimizer step.
 
     Args:
         config: resolved for `size` ranks.
@@ -151,7 +151,7 @@ def dry_run(config: Config, size: int, rank: int, rooms: Rooms, full: bool = Fal
 
 
 def count_all(config: Config, size: int) -> Census:
-    """Parameter bytes of all ranks: those of every pipeline stage, at every coordinate."""
+    """Parameter bytes of all ranks: every pipeline stage, every coordinate."""
     by_rank: dict[int, int] = {}
     once = 0
     for stage in range(config.mesh.pp):
@@ -167,7 +167,7 @@ def _census(model: HybridLM) -> Census:
 
 
 def class_of(model: HybridLM, name: str, parameter: Tensor) -> str:
-    """`dense`, `experts` or `replicated`."""
+    """Class of a parameter: `dense`, `experts` or `replicated`."""
     if row_of(model, name).dim_on("ep") is not None:
         return "experts"
     if is_dtensor(parameter):
@@ -192,7 +192,7 @@ def few_microbatches(config: Config) -> tuple[int, ...]:
 
 
 class _Step:
-    """A model under fake tensors that takes optimizer steps as train.py does."""
+    """Model under fake tensors that takes optimizer steps as train.py does."""
 
     def __init__(self, config: Config, world: World, model: HybridLM, rooms: Rooms) -> None:
         self.config, self.world, self.model, self.rooms = config, world, model, rooms
@@ -204,7 +204,7 @@ class _Step:
         self.gradients: Bytes = {}
 
     def run(self, microbatches: int) -> CollectiveLog:
-        """One optimizer step; what it sent."""
+        """Run one optimizer step and return its collectives."""
         with CollectiveLog(self.world.meshes) as log:
             sums = self.boundary.accumulate([self.batch] * microbatches)
             self.rooms.clip(self.model, self.config, self.boundary.copies, sums.along)

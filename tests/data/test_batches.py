@@ -192,7 +192,7 @@ def test_rows_past_the_end_are_empty(corpus: Corpus) -> None:
 
 
 def test_validation_documents_and_gzip(corpus: Corpus, documents: list[str]) -> None:
-    from megacpp.data.held_out import gzip_bits_per_byte
+    from megacpp.data.compressors import gzip_bits_per_byte
 
     texts = list(corpus.validation_documents())
     assert len(texts) == corpus.validation.documents and set(texts) < set(documents)

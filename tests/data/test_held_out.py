@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.data import held_out as rules
+from megacpp.data import compressors
 from megacpp.data.batches import Corpus
-from megacpp.data.held_out import (
-    choose_held_out,
-    compressor_lines,
-    sample_prompt,
-    shortfall,
-    xz_bits_per_byte,
-)
+from megacpp.data.compressors import compressor_lines, xz_bits_per_byte
+from megacpp.data.held_out import choose_held_out, sample_prompt, shortfall
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 
 
@@ -106,7 +101,7 @@ def test_xz_is_that_of_the_program() -> None:
 
 
 def test_xz_of_a_large_text_is_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "STREAM_BYTES", 1000)
+    monkeypatch.setattr(compressors, "STREAM_BYTES", 1000)
     figure, taken = xz_bits_per_byte([b"ab" * 300, b"cd" * 300, b"ef"], 1202)
     entry = {"gzip_bits_per_byte": 2.0, "xz_bits_per_byte": figure, "xz_bytes": taken}
     assert taken == 1000

@@ -19,7 +19,7 @@ from megacpp.cli.data import PrepareArgs
 from megacpp.cli.data import prepare as prepare_command
 from megacpp.cli.main import main
 from megacpp.data import fim, prepare
-from megacpp.data.held_out import gzip_bits_per_byte
+from megacpp.data.compressors import gzip_bits_per_byte
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import SPLITS, SplitReader, SplitWriter, fingerprint, token_dtype
 from megacpp.data.specials import BOS, EOS, FIM_PREFIX

@@ -39,6 +39,7 @@ def installs(tmp_path: Path, target: str) -> list[str]:
     [
         ("setup", ["."]),
         ("train", ["."]),
+        ("check", [".", ".[test]"]),
         ("test", [".", ".[test]"]),
         ("lint", [".", ".[test]", ".[lint]"]),
         ("kernels", [".", ".[kernels]"]),
@@ -52,6 +53,13 @@ def test_another_torch_has_its_own_folder() -> None:
     plain, other = make("-n", "-B", "test").stdout, make("-n", "-B", "test", "TORCH=2.15.0").stdout
     assert ".venv/bin/python -m pytest" in plain and ".venv-" not in plain
     assert ".venv-2.15.0/bin/python -m pytest" in other and ".venv/" not in other
+
+
+def test_the_fast_part_of_the_suite_touches_every_room() -> None:
+    words = re.findall(r" tests/(\S+)", make("-n", "check").stdout)
+    assert len(words) > 10 and all((ROOT / "tests" / word).exists() for word in words)
+    rooms = "model data state memory launching run report parallel checkpointing optim"
+    assert {word.partition("/")[0] for word in words} >= set(rooms.split())
 
 
 def test_help_lists_every_target() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from megacpp.cli.doctor import OPTIONAL
 from megacpp.cli.main import main
+from megacpp.config.schema import Config
+from megacpp.config.settings import settings_of
+from megacpp.config.values import read_value
 from megacpp.errors import DataError
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.snapshot import (
@@ -93,6 +98,20 @@ def grown(cause: str, s: Snapshot, rng: random.Random) -> tuple[Snapshot, Snapsh
         return s, replace(after, most=most, tokens=int(s.tokens * f), peak_bytes=peak)
     bucket = rng.choice(GROWN[cause])
     return s, replace(after, most=most | {bucket: most.get(bucket, 0) + more}, peak_bytes=peak)
+
+
+ADVICE = [cause.fix for cause in CAUSES] + [words for pair in OPTIONAL.values() for words in pair]
+
+
+@pytest.mark.parametrize("advice", ADVICE)
+def test_advice_can_be_typed(advice: str) -> None:
+    """Settings are flags, and a value that is given is one that the flag takes."""
+    assert not re.search(r"(?<![-.\w])(model|recompute|optim|train|mesh|precision|data)\.", advice)
+    for flag, value in re.findall(r"--([a-z0-9-]+\.[a-z0-9.-]+)(?: (\w[\w.]*\d|\w+_\w+))?", advice):
+        key = flag.replace("-", "_")
+        assert key in settings_of(Config), flag
+        if value:
+            read_value(key, settings_of(Config)[key].kind, value)
 
 
 @pytest.mark.parametrize("cause", [cause.name for cause in CAUSES])

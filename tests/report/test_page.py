@@ -112,6 +112,7 @@ def folder(tmp_path: Path) -> Path:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "metrics.jsonl").write_text(text + '{"step": 30, "lo')
     held_out = {"step": 9, "loss": 6.0, "bits_per_byte": 2.5, "gzip_bits_per_byte": 2.33}
+    held_out |= {"xz_bits_per_byte": 1.0876, "no_verdict": ""}
     (run / "evaluations.jsonl").write_text(json.dumps(held_out) + "\n")
     (run / "samples").mkdir()
     (run / "samples/step-000030.txt").write_text("int main() { return <b>0</b>; }")
@@ -215,6 +216,21 @@ def test_figures_of_the_page_are_those_of_the_records(folder: Path) -> None:
     assert words[6] == "rank-0.txt: ValueError: bad shape"
     text = page(data)
     assert "6.16M / 3.95M" in text and "60.0%" in text and "40.0 MiB / 40.0 MiB" in text
+
+
+@pytest.mark.parametrize("why", ["", "8 held-out documents are too few"])
+def test_compressors_are_drawn_with_how_they_were_used(folder: Path, why: str) -> None:
+    path = folder / "evaluations.jsonl"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"no_verdict": why}))
+    figure = page(gather(folder)).split("<figcaption>bits per byte</figcaption>")[1]
+    figure = figure.split("</figure>")[0]
+    (drawing,) = svgs(figure)
+    assert [p.text for p in drawing if "note" in str(p.get("class"))] == ["gzip -9", "xz -9"]
+    heights = [float(str(p.get("y1"))) for p in drawing if p.get("class") == "level"]
+    assert len(heights) == 2 and heights[0] < heights[1], "less is lower"
+    assert "dashed: gzip -9 at 2.3300, each document compressed alone" in figure
+    assert "dashed: xz -9 at 1.0876, all documents as one stream" in figure
+    assert ("no verdict" in figure) == bool(why) and (why or "at") in figure
 
 
 def test_bytes_that_travel_are_computed_where_none_are_recorded(folder: Path) -> None:

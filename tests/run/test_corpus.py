@@ -93,7 +93,7 @@ def test_each_compressor_gets_its_verdict_and_says_how_it_was_used() -> None:
     ("change", "why", "words"),
     [
         ({}, "8 are too few", "8 are too few"),
-        ({"complete": 0.0}, "", "only a part was evaluated"),
+        ({"complete": 0.0}, "only a part was evaluated", "only a part was evaluated"),
     ],
 )
 def test_no_verdict_without_enough_text(change: dict, why: str, words: str) -> None:
