@@ -36,7 +36,7 @@ class Projected(Protocol):
 
 
 @dataclass(eq=False)
-class Fold:
+class LowRankUpdate:
     """A weight `[O, D]`, its latent `[O, Z]`, and what lies between.
 
     Attributes:
@@ -49,11 +49,11 @@ class Fold:
     updates: int = 0
 
     @staticmethod
-    def of(layer: nn.Module) -> Fold:
+    def of_layer(layer: nn.Module) -> LowRankUpdate:
         """The pair of a layer that has one."""
         weight, latent = layer._parameters["weight"], layer._parameters["latent"]
         assert weight is not None and latent is not None
-        return Fold(weight, latent, vars(layer)["projection"])
+        return LowRankUpdate(weight, latent, vars(layer)["projection"])
 
 
 def has_latent(layer: nn.Module) -> bool:
@@ -62,7 +62,7 @@ def has_latent(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def fold(group: dict[str, Any], folds: Sequence[Fold]) -> None:
+def apply_low_rank_updates(group: dict[str, Any], folds: Sequence[LowRankUpdate]) -> None:
     """Adds latents to their weights and makes them zero; one P is alive at a time.
 
     Args:
@@ -82,7 +82,7 @@ def fold(group: dict[str, Any], folds: Sequence[Fold]) -> None:
 
 
 @torch.no_grad()
-def redraw(folds: Iterable[Fold], states: Iterable[dict[str, Tensor]], every: int) -> None:
+def redraw(folds: Iterable[LowRankUpdate], states: Iterable[dict[str, Tensor]], every: int) -> None:
     """Takes other projections where `every` steps (0: never) have passed since the last ones.
 
     What the first moments say of the old Z dims says nothing of the new ones: they start at zero,
@@ -98,10 +98,10 @@ def redraw(folds: Iterable[Fold], states: Iterable[dict[str, Tensor]], every: in
             write(state["exp_avg_sq"], second.mean(1, keepdim=True).expand_as(second).contiguous())
 
 
-def resume(fold: Fold, state: dict[str, Tensor], every: int) -> None:
+def resume(update: LowRankUpdate, state: dict[str, Tensor], every: int) -> None:
     """Goes on with the projection that a loaded state belongs to."""
-    fold.updates = int(state["step"].item())
-    fold.projection.number = fold.updates // every if every else 0
+    update.updates = int(state["step"].item())
+    update.projection.number = update.updates // every if every else 0
 
 
 def _decay_and_add(group: dict[str, Any], w_OD: Tensor, s_OZ: Tensor, p_DZ: Tensor) -> None:
@@ -115,9 +115,9 @@ def _decay_and_add(group: dict[str, Any], w_OD: Tensor, s_OZ: Tensor, p_DZ: Tens
         w_OD.addmm_(s_OZ, p_DZ.t(), beta=1 - lr * decay)
 
 
-def _by_projection(folds: Sequence[Fold]) -> list[list[Fold]]:
+def _by_projection(folds: Sequence[LowRankUpdate]) -> list[list[LowRankUpdate]]:
     """In groups that share a projection."""
-    found: dict[int, list[Fold]] = {}
+    found: dict[int, list[LowRankUpdate]] = {}
     for f in folds:
         found.setdefault(id(f.projection), []).append(f)
     return list(found.values())

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from optim.boxes import Box, Layout
-from optim.ownership import Item
+from optim.ownership import Job
+from optim.shard_layout import ShardLayout, ShardRegion
 
-Where = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
-class Piece(NamedTuple):
+class JobSlice(NamedTuple):
     """Cells of an item that one rank holds.
 
     Attributes:
@@ -38,18 +38,18 @@ class Piece(NamedTuple):
         size: number of cells.
     """
 
-    item: Item
-    box: Box
-    where: Where | None
+    item: Job
+    box: ShardRegion
+    where: Slices | None
     shape: tuple[int, ...]
     size: int
 
-    def of(self, whole: Tensor) -> Tensor:
+    def take(self, whole: Tensor) -> Tensor:
         """These cells of what the piece is cut from."""
         return whole if self.where is None else whole[self.where]
 
 
-class Strip:
+class PackedBuffer:
     """Pieces that lie one after the other in a flat buffer.
 
     Attributes:
@@ -57,12 +57,12 @@ class Strip:
         cells: of all pieces.
     """
 
-    def __init__(self, pieces: Sequence[Piece], start: int = 0) -> None:
+    def __init__(self, pieces: Sequence[JobSlice], start: int = 0) -> None:
         self.pieces, self.start = list(pieces), start
         self._sizes = [piece.size for piece in pieces]
         self.cells = sum(self._sizes)
 
-    def of(self, buffer: Tensor) -> Tensor:
+    def view(self, buffer: Tensor) -> Tensor:
         """What of a buffer these pieces are."""
         return buffer[self.start : self.start + self.cells]
 
@@ -74,26 +74,26 @@ class Strip:
         return [x.view(piece.shape) for x, piece in zip(parts, self.pieces, strict=True)]
 
 
-class Regions(Strip):
+class SplitBuffer(PackedBuffer):
     """Pieces for, or from, every rank.
 
     Attributes:
         splits: cells of each rank.
     """
 
-    def __init__(self, by_rank: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, by_rank: Sequence[Sequence[JobSlice]]) -> None:
         super().__init__([piece for some in by_rank for piece in some])
         self.splits = [sum(piece.size for piece in some) for some in by_rank]
 
 
-class Batch:
+class SolveBatch:
     """Items of one shape that are solved together.
 
     Attributes:
         counts: matrices of each item.
     """
 
-    def __init__(self, items: Sequence[Item], rows: int, cols: int, solver: Any) -> None:
+    def __init__(self, items: Sequence[Job], rows: int, cols: int, solver: Any) -> None:
         self.items, self.rows, self.cols, self.solver = tuple(items), rows, cols, solver
         self.counts = [item.count for item in items]
         self.count = sum(self.counts)
@@ -101,7 +101,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MatrixKind:
     """What must agree: `pack` for momenta to move together, `solve` for matrices to be solved so.
 
     Attributes:
@@ -112,20 +112,22 @@ class Kind:
     solve: Any
 
 
-def batches_of(items: Sequence[Item], kinds: Mapping[int, Kind], most_cells: int) -> list[Batch]:
+def batches_of(
+    items: Sequence[Job], kinds: Mapping[int, MatrixKind], most_cells: int
+) -> list[SolveBatch]:
     """Items of equal shapes together, as long as they have at most `most_cells`."""
-    alike: dict[Any, list[list[Item]]] = {}
+    alike: dict[Any, list[list[Job]]] = {}
     for item in items:
         key = (item.rows, item.cols, kinds[item.parameter].solve)
         groups = alike.setdefault(key, [[]])
         if groups[-1] and sum(i.box.size for i in groups[-1]) + item.box.size > most_cells:
             groups.append([])
         groups[-1].append(item)
-    return [Batch(group, *key) for key, groups in alike.items() for group in groups]
+    return [SolveBatch(group, *key) for key, groups in alike.items() for group in groups]
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankContext:
     """This process in a group of ranks, and where the cells of parameters (by number) are there.
 
     Attributes:
@@ -136,16 +138,16 @@ class Rank:
 
     number: int
     size: int
-    layouts: Mapping[int, Layout]
-    kinds: Mapping[int, Kind]
+    layouts: Mapping[int, ShardLayout]
+    kinds: Mapping[int, MatrixKind]
     batch_cells: int
     block_cells: int
     dims: Mapping[int, int] = field(default_factory=dict)
 
-    def blocks(self, pieces: Sequence[Piece]) -> list[Strip]:
+    def blocks(self, pieces: Sequence[JobSlice]) -> list[PackedBuffer]:
         """Runs of pieces of one kind."""
         kinds = [self.kinds[piece.item.parameter].pack for piece in pieces]
-        blocks: list[list[Piece]] = []
+        blocks: list[list[JobSlice]] = []
         cells = 0
         for i, piece in enumerate(pieces):
             cells += piece.size
@@ -155,9 +157,9 @@ class Rank:
             blocks[-1].append(piece)
         sizes = [sum(piece.size for piece in block) for block in blocks]
         starts = accumulate(sizes, initial=0)
-        return [Strip(block, start) for block, start in zip(blocks, starts, strict=False)]
+        return [PackedBuffer(block, start) for block, start in zip(blocks, starts, strict=False)]
 
-    def alike(self, pieces: Sequence[Piece]) -> list[list[int]]:
+    def alike(self, pieces: Sequence[JobSlice]) -> list[list[int]]:
         """Numbers of the pieces whose weights get updates of one size."""
         found: dict[Any, list[int]] = {}
         for i, (item, *_) in enumerate(pieces):
@@ -165,53 +167,53 @@ class Rank:
             found.setdefault(key, []).append(i)
         return list(found.values())
 
-    def here(self, item: Item, box: Box) -> Piece:
+    def here(self, item: Job, box: ShardRegion) -> JobSlice:
         """Cells of this rank's part of a parameter."""
         part = self.layouts[item.parameter].boxes[self.number]
         first = 3 - self.dims.get(item.parameter, 3)
         where = None if part == box else box.within(part)[first:]
-        return Piece(item, box, where, box.shape[first:], box.size)
+        return JobSlice(item, box, where, box.shape[first:], box.size)
 
-    def held(self, items: Sequence[Item], rank: int) -> list[tuple[Item, Box]]:
+    def held(self, items: Sequence[Job], rank: int) -> list[tuple[Job, ShardRegion]]:
         """The cells of `items` that `rank` holds, in order; items without any are left out."""
         met = [(item, self.layouts[item.parameter].boxes[rank].meet(item.box)) for item in items]
         return [(item, box) for item, box in met if box is not None]
 
-    def supplies(self, item: Item, rank: int) -> bool:
+    def supplies(self, item: Job, rank: int) -> bool:
         """The cells of `rank` are those that the owner of `item` gets."""
         layout = self.layouts[item.parameter]
         return layout.replica(rank) == layout.replica(item.owner)
 
 
-class Stay:
+class LocalJobs:
     """Matrices that are whole on this rank, in the order in which they lie in a buffer.
 
     Attributes:
-        alike: see `Rank.alike`.
+        alike: see `RankContext.alike`.
     """
 
-    def __init__(self, items: Sequence[Item], rank: Rank) -> None:
+    def __init__(self, items: Sequence[Job], rank: RankContext) -> None:
         self.batches = batches_of(items, rank.kinds, rank.batch_cells)
-        self._strips: list[Strip] = []
+        self._strips: list[PackedBuffer] = []
         for batch in self.batches:
             start = self._strips[-1].start + self._strips[-1].cells if self._strips else 0
-            self._strips.append(Strip([rank.here(i, i.box) for i in batch.items], start))
+            self._strips.append(PackedBuffer([rank.here(i, i.box) for i in batch.items], start))
         self.pieces = [piece for strip in self._strips for piece in strip.pieces]
         self.blocks = rank.blocks(self.pieces)
         self.alike = [rank.alike(strip.pieces) for strip in self._strips]
         self.cells = sum(batch.cells for batch in self.batches)
 
     def solve(
-        self, packed: Tensor, function: Callable[[Batch, Tensor], Tensor]
-    ) -> Iterator[tuple[Strip, list[list[int]], list[Tensor]]]:
+        self, packed: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]
+    ) -> Iterator[tuple[PackedBuffer, list[list[int]], list[Tensor]]]:
         """Of every batch: its pieces, which of them are alike, and `function` of each."""
         for batch, strip, alike in zip(self.batches, self._strips, self.alike, strict=True):
-            x_KRC = strip.of(packed).view(batch.count, batch.rows, batch.cols)
+            x_KRC = strip.view(packed).view(batch.count, batch.rows, batch.cols)
             # Without a name here, what was yielded goes before the next batch is solved.
             yield strip, alike, strip.views(function(batch, x_KRC).reshape(-1))
 
 
-class Wave:
+class CommBucket:
     """Matrices that travel together.
 
     Attributes:
@@ -219,15 +221,15 @@ class Wave:
         received: each rank's cells of the matrices owned here.
         returned: the same, of every replica.
         arriving: this rank's cells of the matrices of each owner, all.
-        alike: of these; see `Rank.alike`.
+        alike: of these; see `RankContext.alike`.
         batches: the matrices owned here.
         blocks: of the pieces that are sent.
         aside: this rank's cells that another replica sends.
     """
 
-    def __init__(self, items: Sequence[Item], rank: Rank) -> None:
+    def __init__(self, items: Sequence[Job], rank: RankContext) -> None:
         ranks, me = range(rank.size), rank.number
-        dealt: list[list[Item]] = [[] for _ in ranks]
+        dealt: list[list[Job]] = [[] for _ in ranks]
         for item in items:
             dealt[item.owner].append(item)
         # Items of a batch lie side by side in every buffer: one copy moves what ranks hold of them.
@@ -239,8 +241,8 @@ class Wave:
         received = [
             [p for p in some if rank.supplies(p.item, r)] for r, some in enumerate(returned)
         ]
-        self.sent, self.received = Regions(sent), Regions(received)
-        self.returned, self.arriving = Regions(returned), Regions(arriving)
+        self.sent, self.received = SplitBuffer(sent), SplitBuffer(received)
+        self.returned, self.arriving = SplitBuffer(returned), SplitBuffer(arriving)
         self.batches, self.alike = batches[me], rank.alike(self.arriving.pieces)
         self.blocks = rank.blocks(self.sent.pieces)
         self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.item, me)])
@@ -248,12 +250,12 @@ class Wave:
         self._targets = runs_of(self.batches, self.returned)
 
     @property
-    def copied(self) -> list[tuple[Batch, int]]:
+    def copied(self) -> list[tuple[SolveBatch, int]]:
         """The batches, and how many cells of each are put together first."""
         both = zip(self.batches, self._sources, strict=True)
         return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
 
-    def solve(self, arrived: Tensor, function: Callable[[Batch, Tensor], Tensor]) -> Tensor:
+    def solve(self, arrived: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]) -> Tensor:
         """What goes back: `function` of each batch of matrices, in regions by rank."""
         back = arrived.new_empty(self.returned.cells)
         for batch, arriving, leaving in zip(
@@ -266,7 +268,7 @@ class Wave:
         return back
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """Equal regions of consecutive items of a batch that lie side by side in a buffer.
 
     Attributes:
@@ -282,7 +284,7 @@ class Run(NamedTuple):
     first: int
     last: int
     items: tuple[int, ...]
-    where: Where | None
+    where: Slices | None
     shape: tuple[int, ...]
 
     def there(self, buffer: Tensor) -> Tensor:
@@ -294,25 +296,25 @@ class Run(NamedTuple):
         items = x_KRC[self.first : self.last].reshape(-1, *self.items)
         return items if self.where is None else items[(slice(None), *self.where)]
 
-    def with_next(self, other: Run) -> Run | None:
+    def with_next(self, other: CopyRun) -> CopyRun | None:
         """Both as one, if the other comes next on either side and is alike."""
         beside = (self.past, self.last, *self[4:]) == (other.start, other.first, *other[4:])
         return self._replace(past=other.past, last=other.last) if beside else None
 
 
-def runs_of(batches: Sequence[Batch], regions: Regions) -> list[list[Run]]:
+def runs_of(batches: Sequence[SolveBatch], regions: SplitBuffer) -> list[list[CopyRun]]:
     """Where the regions of each batch's matrices are in a buffer, in as few runs as can be."""
     places: dict[int, tuple[int, int]] = {}  # of items, by id: their batch, and the first matrix
     for number, batch in enumerate(batches):
         firsts = accumulate(batch.counts, initial=0)
         places |= {id(item): (number, a) for item, a in zip(batch.items, firsts, strict=False)}
-    found: list[list[Run]] = [[] for _ in batches]
+    found: list[list[CopyRun]] = [[] for _ in batches]
     past = 0
     for item, _, where, shape, size in regions.pieces:
         number, first = places[id(item)]
         start, past = past, past + size
         run, runs = (
-            Run(start, past, first, first + item.count, item.box.shape, where, shape),
+            CopyRun(start, past, first, first + item.count, item.box.shape, where, shape),
             found[number],
         )
         joined = runs[-1].with_next(run) if runs else None
@@ -323,7 +325,7 @@ def runs_of(batches: Sequence[Batch], regions: Regions) -> list[list[Run]]:
     return found
 
 
-def _assembled(batch: Batch, runs: Sequence[Run], arrived: Tensor) -> Tensor:
+def _assembled(batch: SolveBatch, runs: Sequence[CopyRun], arrived: Tensor) -> Tensor:
     """The matrices of a batch from their regions, `[K, R, C]`; no copy of a single run."""
     shape = batch.count, batch.rows, batch.cols
     if len(runs) == 1:
@@ -334,14 +336,14 @@ def _assembled(batch: Batch, runs: Sequence[Run], arrived: Tensor) -> Tensor:
     return x_KRC
 
 
-class Flight:
+class AsyncAllToAll:
     """An all-to-all under way; `wait` for what arrives, after which what was sent is let go."""
 
     def __init__(
         self,
         packed: Tensor,
-        leaving: Regions,
-        arriving: Regions,
+        leaving: SplitBuffer,
+        arriving: SplitBuffer,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._packed: Tensor | None = packed
@@ -358,7 +360,7 @@ class Flight:
         return arrived
 
 
-def _inside(item: Item, box: Box) -> Piece:
+def _inside(item: Job, box: ShardRegion) -> JobSlice:
     """Cells of an item, placed within it."""
     where = None if box == item.box else box.within(item.box)
-    return Piece(item, box, where, box.shape, box.size)
+    return JobSlice(item, box, where, box.shape, box.size)

@@ -27,7 +27,7 @@ from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
-from optim.compressed import Fold, has_latent
+from optim.compressed import LowRankUpdate, has_latent
 from optim.ownership import MatrixView
 
 Algorithm = Literal["muon", "adamw", "fold"]
@@ -180,7 +180,7 @@ class Assignment:
     row: Row
     algorithm: Algorithm
     view: MatrixView
-    fold: Fold | None = None
+    fold: LowRankUpdate | None = None
     factor: float = 1.0
 
     def lr(self, config: OptimConfig) -> float:
@@ -247,7 +247,7 @@ def _assignments(
         layer = model.get_submodule(owner)
         if has_latent(layer):
             is_latent = leaf == "latent"
-            of_it = Fold.of(layer) if is_latent else None
+            of_it = LowRankUpdate.of_layer(layer) if is_latent else None
             moved: Algorithm = "adamw" if is_latent else "fold"
             yield Assignment(name, parameter, rows[0], moved, MatrixView(), of_it)
             continue

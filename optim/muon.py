@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim.exchange import Batch, Flight, Piece, Stay, Strip, Wave
+from optim.exchange import AsyncAllToAll, CommBucket, JobSlice, LocalJobs, PackedBuffer, SolveBatch
 from optim.local import local_part
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
@@ -100,41 +100,41 @@ class MuonStep:
 
     def finish(self) -> None:
         """Every wave: sends the next, solves this one, returns it, takes what came back before."""
-        behind: tuple[Wave, Flight] | None = None
+        behind: tuple[CommBucket, AsyncAllToAll] | None = None
         for k, (exchange, wave) in enumerate(self.waves):
             coming, self.flying = self.flying, self._send(k + 1)
             assert coming is not None
             arrived = coming.wait()
             back = wave.solve(arrived, self._solve)
             del arrived
-            returning = Flight(back, wave.returned, wave.arriving, exchange.group)
+            returning = AsyncAllToAll(back, wave.returned, wave.arriving, exchange.group)
             del back
             self._land(behind)
             behind = wave, returning
         self._land(behind)
 
-    def _send(self, k: int) -> Flight | None:
+    def _send(self, k: int) -> AsyncAllToAll | None:
         if k == len(self.waves):
             return None
         exchange, wave = self.waves[k]
         packed = self._pack(wave.sent.cells, wave.blocks, exchange.wire)
-        flight = Flight(packed, wave.sent, wave.received, exchange.group)
+        flight = AsyncAllToAll(packed, wave.sent, wave.received, exchange.group)
         for block in wave.aside:
             self._move(block)
         return flight
 
-    def _solve_here(self, exchange: Exchange, stay: Stay) -> None:
+    def _solve_here(self, exchange: Exchange, stay: LocalJobs) -> None:
         """Matrices that are whole here."""
         packed = self._pack(stay.cells, stay.blocks, exchange.wire)
         for strip, alike, updates in stay.solve(packed, self._solve):
             self._apply(strip.pieces, alike, updates)
             del updates  # not to be alive while the next batch is solved
 
-    def _solve(self, batch: Batch, x_KRC: Tensor) -> Tensor:
+    def _solve(self, batch: SolveBatch, x_KRC: Tensor) -> Tensor:
         steps, coefficients = batch.solver
         return newton_schulz(x_KRC, steps, x_KRC.dtype, coefficients)
 
-    def _land(self, flown: tuple[Wave, Flight] | None) -> None:
+    def _land(self, flown: tuple[CommBucket, AsyncAllToAll] | None) -> None:
         """Takes the results of a wave."""
         if flown is not None:
             wave, flight = flown
@@ -150,14 +150,14 @@ class MuonStep:
                 if weights:
                     torch._foreach_mul_(weights, 1 - self.rates[number] * group["weight_decay"])
 
-    def _pack(self, cells: int, blocks: Sequence[Strip], wire: torch.dtype) -> Tensor:
+    def _pack(self, cells: int, blocks: Sequence[PackedBuffer], wire: torch.dtype) -> Tensor:
         """Moves the momenta of pieces; what is to be orthogonalised, one after the other."""
         packed = torch.empty(cells, dtype=wire, device=self.weights[0].device)
         for block in blocks:
-            self._move(block, block.of(packed))
+            self._move(block, block.view(packed))
         return packed
 
-    def _move(self, block: Strip, target: Tensor | None = None) -> None:
+    def _move(self, block: PackedBuffer, target: Tensor | None = None) -> None:
         """m <- lerp(m, g, 1 - mu), rounded; the update is m or, under Nesterov, the same once more.
 
         All in the gradient's dtype, element by element: how they are cut changes no bit. Without a
@@ -169,8 +169,8 @@ class MuonStep:
                 target.zero_()
             return
         group = self.groups[self.plan.matrices[pieces[0].item.parameter].group]
-        grads = [p.of(g) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
-        momenta = [p.of(self.momenta[p.item.parameter]) for p in pieces]
+        grads = [p.take(g) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
+        momenta = [p.take(self.momenta[p.item.parameter]) for p in pieces]
         wide, whole = grads[0].new_empty(block.cells), len(pieces) == len(block.pieces)
 
         def views(cells: Tensor) -> list[Tensor]:
@@ -197,12 +197,12 @@ class MuonStep:
         else:
             target.copy_(rounded)
 
-    def _lacks(self, piece: Piece) -> bool:
+    def _lacks(self, piece: JobSlice) -> bool:
         """Its parameter has no gradient."""
         return self.grads[piece.item.parameter] is None
 
     def _apply(
-        self, pieces: Sequence[Piece], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
+        self, pieces: Sequence[JobSlice], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
     ) -> None:
         """w <- w - lr * scale * update, and cautious decay, of pieces that have a gradient."""
         for numbers in alike:
@@ -210,7 +210,7 @@ class MuonStep:
             if not members:
                 continue
             item, some = pieces[members[0]].item, [updates[i] for i in members]
-            weights = [pieces[i].of(self.weights[pieces[i].item.parameter]) for i in members]
+            weights = [pieces[i].take(self.weights[pieces[i].item.parameter]) for i in members]
             number = self.plan.matrices[item.parameter].group
             group, lr = self.groups[number], self.rates[number]
             if group["weight_decay"] and group["cautious"]:

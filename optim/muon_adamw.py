@@ -12,7 +12,7 @@ from torch import Tensor
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from optim.adamw import StateKind, adamw_update, new_state
-from optim.compressed import Fold, fold, redraw, resume
+from optim.compressed import LowRankUpdate, apply_low_rank_updates, redraw, resume
 from optim.low_bit import plain, write
 from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
 from optim.muon_plan import Matrix, MuonPlan
@@ -88,7 +88,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._process_groups = process_groups
         self._redraw_every = redraw_every
         self._views: dict[Tensor, MatrixView] = {}
-        self._folds: dict[Tensor, Fold] = {}
+        self._folds: dict[Tensor, LowRankUpdate] = {}
         self._steps: dict[int, Tensor] = {}  # of AdamW's groups; each `step` is an element
         self._plan: MuonPlan | None = None
         super().__init__(params, {})
@@ -99,7 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
         assert algorithm in ("muon", "adamw"), f"a group's algorithm is muon or adamw: {algorithm}"
         views = param_group.pop("views", None)
         view = param_group.pop("view", MatrixView())
-        folds: list[Fold] = param_group.pop("folds", [])
+        folds: list[LowRankUpdate] = param_group.pop("folds", [])
         known = {"params", "algorithm", "param_names", "initial_lr", "name"}
         defaults = MUON if algorithm == "muon" else ADAMW
         strange = param_group.keys() - defaults.keys() - known
@@ -159,7 +159,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 adamw_update(group, params, [self.state[p] for p in params])
             folds = [self._folds[p] for p in params if p in self._folds] if self._folds else []
             if folds:
-                fold(group, folds)
+                apply_low_rank_updates(group, folds)
                 redraw(folds, [self.state[f.latent] for f in folds], self._redraw_every)
         muon.finish()
         # Only local parts were written to, which autograd sees on plain parameters alone.

@@ -17,10 +17,10 @@ from megacpp.memory.forms.muon import (
     packing_bytes,
     step_peak_bytes,
 )
-from optim.boxes import Layout, layout_of
-from optim.exchange import Batch, Kind, Rank, Stay, Strip, Wave
+from optim.exchange import CommBucket, LocalJobs, MatrixKind, PackedBuffer, RankContext, SolveBatch
 from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients, least_batch
-from optim.ownership import Item, MatrixView, choose_owners, fingerprint, items_of, loads, waves_of
+from optim.ownership import Job, MatrixView, buckets_of, choose_owners, fingerprint, jobs_of, loads
+from optim.shard_layout import ShardLayout, layout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class Matrix:
     solver: tuple[int, Coefficients] = (5, "quintic")
 
     @property
-    def kind(self) -> Kind:
-        return Kind((self.group, self.parameter.dtype), self.solver)
+    def kind(self) -> MatrixKind:
+        return MatrixKind((self.group, self.parameter.dtype), self.solver)
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
     def __init__(
         self,
         matrices: dict[int, Matrix],
-        layouts: dict[int, Layout],
+        layouts: dict[int, ShardLayout],
         wire: torch.dtype,
         bucket: int,
     ) -> None:
@@ -60,25 +60,25 @@ class Exchange:
         batch = batch_cells(parameter, wire)
         kinds = {number: matrix.kind for number, matrix in matrices.items()}
         dims = {number: matrix.parameter.dim() for number, matrix in matrices.items()}
-        rank = Rank(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
+        rank = RankContext(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
         most = max(1, bucket // wire.itemsize)
-        alike: dict[Any, list[Item]] = {}  # many parameters are cut in the same way
-        items: list[Item] = []
+        alike: dict[Any, list[Job]] = {}  # many parameters are cut in the same way
+        items: list[Job] = []
         for number, matrix in matrices.items():
             layout, shape = layouts[number], matrix.parameter.shape
             key = (id(layout), tuple(shape), matrix.view)
             if key not in alike:
                 boxes = matrix.view.matrices(shape)
-                alike[key] = items_of(number, boxes, layout, min(batch, most))
-            items += [item.of(number) for item in alike[key]]
+                alike[key] = jobs_of(number, boxes, layout, min(batch, most))
+            items += [item.for_parameter(number) for item in alike[key]]
         self.items = choose_owners(items, self.num_ranks)
         here = [i for i in self.items if not i.moves and some.rank in i.holders]
         moving = [item for item in self.items if item.moves]
-        dealt = waves_of(moving, layouts, self.num_ranks, most)
-        self.waves = [Wave(wave, rank) for wave in dealt]
+        dealt = buckets_of(moving, layouts, self.num_ranks, most)
+        self.waves = [CommBucket(wave, rank) for wave in dealt]
         # What needn't travel is packed a few batches at a time, to be in caches when it is solved.
         portions = _portions(here, min(most, max(batch, BLOCK_CELLS)))
-        self.staying = [Stay(part, rank) for part in portions]
+        self.staying = [LocalJobs(part, rank) for part in portions]
         solvers = [kind.solve for kind in kinds.values()]  # order matrices within a wave
         self.fingerprint = fingerprint((wire, bucket, some.ranks, self.items, dealt, solvers))
 
@@ -100,9 +100,9 @@ def batch_cells(parameter: Tensor, wire: torch.dtype) -> int:
     return 1 if wire == torch.float64 else CPU_BATCH_BYTES // wire.itemsize
 
 
-def _portions(items: Sequence[Item], most_cells: int) -> list[list[Item]]:
+def _portions(items: Sequence[Job], most_cells: int) -> list[list[Job]]:
     """Items by shape, in lists of at most `most_cells`, or of one item."""
-    portions: list[list[Item]] = []
+    portions: list[list[Job]] = []
     cells = 0
     for item in sorted(items, key=lambda item: (item.rows, item.cols)):
         cells += item.box.size
@@ -148,8 +148,8 @@ class MuonPlan:
         process_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.matrices = list(matrices)
-        known: dict[Any, Layout] = {}
-        alike: dict[Any, dict[int, Layout]] = {}
+        known: dict[Any, ShardLayout] = {}
+        alike: dict[Any, dict[int, ShardLayout]] = {}
         for number, matrix in enumerate(self.matrices):
             p = matrix.parameter
             matrix.view.heights(p.shape)  # a view that doesn't fit fails here
@@ -173,7 +173,7 @@ class MuonPlan:
         """
         cuda = any(matrix.parameter.is_cuda for matrix in self.matrices)
 
-        def packing(blocks: Sequence[Strip]) -> int:
+        def packing(blocks: Sequence[PackedBuffer]) -> int:
             return max((self._packing_bytes(b, momenta) for b in blocks), default=0)
 
         waves = [
@@ -200,13 +200,13 @@ class MuonPlan:
         ]
         return step_peak_bytes(waves, staying)
 
-    def _packing_bytes(self, block: Strip, momenta: Sequence[Tensor]) -> int:
+    def _packing_bytes(self, block: PackedBuffer, momenta: Sequence[Tensor]) -> int:
         number = block.pieces[0].item.parameter
         widths = momenta[number].itemsize, self.matrices[number].parameter.itemsize
         return packing_bytes(block.cells, *widths)
 
 
-def _solving_bytes(batch: Batch, copied: int, wire: torch.dtype, cuda: bool) -> int:
+def _solving_bytes(batch: SolveBatch, copied: int, wire: torch.dtype, cuda: bool) -> int:
     """Of one batch, `copied` cells of which are put together first."""
     least = 1 if cuda else least_batch(min(batch.rows, batch.cols), wire.itemsize)
     count = max(least, batch.count)

@@ -1,11 +1,11 @@
 """Whole matrices from sharded parameters: who orthogonalises what, and in which wave.
 
-Meshes cut parameters into boxes (optim/boxes.py), but a matrix must be orthogonalised whole. Every
-rank derives the same plan from shapes alone: each matrix that lies on several ranks gets one owner,
-the costliest first to the rank with the least work (LPT), over all matrices of a process group at
-once. Then they are dealt into waves, each with about the same work for every owner and at most so
-many cells for any rank to send or to receive (optim/exchange.py moves them). Matrices that lie
-whole on one rank stay there; if there are replicas, each does these for itself.
+Meshes cut parameters into boxes (optim/shard_layout.py), but a matrix must be orthogonalised whole.
+Every rank derives the same plan from shapes alone: each matrix that lies on several ranks gets one
+owner, the costliest first to the rank with the least work (LPT), over all matrices of a process
+group at once. Then they are dealt into waves, each with about the same work for every owner and at
+most so many cells for any rank to send or to receive (optim/exchange.py moves them). Matrices that
+lie whole on one rank stay there; if there are replicas, each does these for itself.
 
 Legend: E matrices of a parameter `[E, R, C]`, R rows and C columns; K matrices of an item.
 """
@@ -19,8 +19,8 @@ from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
-from optim.boxes import Box, Layout
 from optim.newton_schulz import newton_schulz_flops
+from optim.shard_layout import ShardLayout, ShardRegion
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class MatrixView:
         assert sum(self.row_blocks or shape[:1]) == shape[0], f"{self} of {tuple(shape)}"
         return self.row_blocks or (shape[0],)
 
-    def matrices(self, shape: Sequence[int]) -> list[Box]:
+    def matrices(self, shape: Sequence[int]) -> list[ShardRegion]:
         """The cells of each matrix of a parameter of `shape`, seen as `[E, R, C]`."""
         heights, cols = self.heights(shape), shape[-1]
         if self.batched:
-            return [Box((e, 0, 0), (e + 1, rows, cols)) for e, rows in enumerate(heights)]
-        return [Box((0, a, 0), (1, b, cols)) for a, b in pairwise([0, *accumulate(heights)])]
+            return [ShardRegion((e, 0, 0), (e + 1, rows, cols)) for e, rows in enumerate(heights)]
+        return [
+            ShardRegion((0, a, 0), (1, b, cols)) for a, b in pairwise([0, *accumulate(heights)])
+        ]
 
     def __str__(self) -> str:
         if self.batched:
@@ -63,11 +65,11 @@ class MatrixView:
 
 
 @dataclass(frozen=True)
-class Item:
+class Job:
     """Consecutive matrices of one shape in one parameter that lie on the same ranks."""
 
     parameter: int
-    box: Box  # the matrices together: experts, or rows
+    box: ShardRegion  # the matrices together: experts, or rows
     count: int
     rows: int  # of one matrix
     cols: int
@@ -79,24 +81,24 @@ class Item:
     def cost(self) -> int:
         return self.count * newton_schulz_flops(self.rows, self.cols)
 
-    def of(self, parameter: int) -> Item:
+    def for_parameter(self, parameter: int) -> Job:
         """The same of another parameter."""
         return replace(self, parameter=parameter)
 
 
-def items_of(
-    parameter: int, matrices: Sequence[Box], layout: Layout, most_cells: int = 0
-) -> list[Item]:
+def jobs_of(
+    parameter: int, matrices: Sequence[ShardRegion], layout: ShardLayout, most_cells: int = 0
+) -> list[Job]:
     """The matrices of one parameter, runs of alike ones together; the first holder owns them.
 
     An item has at most `most_cells` (0: any number) or is one matrix. A run that moves becomes as
     many items as there are ranks, so that all may share the work.
     """
 
-    def holders(matrix: Box) -> tuple[int, ...]:
+    def holders(matrix: ShardRegion) -> tuple[int, ...]:
         return tuple(r for r, box in enumerate(layout.boxes) if box.meet(matrix))
 
-    items: list[Item] = []
+    items: list[Job] = []
     for (shape, on), same in groupby(matrices, lambda matrix: (matrix.shape, holders(matrix))):
         run = list(same)
         moves = len(on) > layout.num_replicas
@@ -105,12 +107,12 @@ def items_of(
             most = min(most, max(1, most_cells // run[0].size))
         for first in range(0, len(run), most):
             part = run[first : first + most]
-            box = Box(part[0].low, part[-1].high)
-            items.append(Item(parameter, box, len(part), shape[1], shape[2], on, on[0], moves))
+            box = ShardRegion(part[0].low, part[-1].high)
+            items.append(Job(parameter, box, len(part), shape[1], shape[2], on, on[0], moves))
     return items
 
 
-def choose_owners(items: Sequence[Item], ranks: int) -> list[Item]:
+def choose_owners(items: Sequence[Job], ranks: int) -> list[Job]:
     """The same items, those that move with an owner each: longest processing time first.
 
     Work that can't move counts as load from the start. Holders are preferred as long as that keeps
@@ -120,7 +122,7 @@ def choose_owners(items: Sequence[Item], ranks: int) -> list[Item]:
     return near if max(loads(near, ranks)) <= max(loads(plain, ranks)) else plain
 
 
-def _dealt(items: Sequence[Item], ranks: int, prefer_holders: bool) -> list[Item]:
+def _dealt(items: Sequence[Job], ranks: int, prefer_holders: bool) -> list[Job]:
     """Owners by LPT; of holders, one whose load stays within the mean goes before all others."""
     load = loads([item for item in items if not item.moves], ranks)
     mean = -(-(sum(load) + sum(item.cost for item in items if item.moves)) // ranks)
@@ -135,7 +137,7 @@ def _dealt(items: Sequence[Item], ranks: int, prefer_holders: bool) -> list[Item
     return [replace(item, owner=owners.get(i, item.owner)) for i, item in enumerate(items)]
 
 
-def loads(items: Sequence[Item], ranks: int) -> list[int]:
+def loads(items: Sequence[Job], ranks: int) -> list[int]:
     """Multiplications and additions of each rank; what stays is done by every holder."""
     load = [0] * ranks
     for item in items:
@@ -144,9 +146,9 @@ def loads(items: Sequence[Item], ranks: int) -> list[int]:
     return load
 
 
-def waves_of(
-    items: Sequence[Item], layouts: dict[int, Layout], ranks: int, most_cells: int
-) -> list[list[Item]]:
+def buckets_of(
+    items: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int, most_cells: int
+) -> list[list[Job]]:
     """Items that move, in waves that each give every owner about the same share of its work.
 
     In a wave no rank sends or receives more than `most_cells`, neither on the way to the owners nor
@@ -177,9 +179,9 @@ def waves_of(
     return _greedy([(items[i], held_IW[i], returned_IW[i]) for i in order], most_cells)
 
 
-def _held(items: Sequence[Item], layouts: dict[int, Layout], ranks: int) -> list[np.ndarray]:
+def _held(items: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int) -> list[np.ndarray]:
     """Cells of each item on each rank; many parameters are cut in the same way."""
-    known: dict[tuple[int, Box], np.ndarray] = {}
+    known: dict[tuple[int, ShardRegion], np.ndarray] = {}
     for item in items:
         layout = layouts[item.parameter]
         if (id(layout), item.box) not in known:
@@ -190,7 +192,7 @@ def _held(items: Sequence[Item], layouts: dict[int, Layout], ranks: int) -> list
     return [known[id(layouts[item.parameter]), item.box] for item in items]
 
 
-def _places(items: Sequence[Item]) -> list[float]:
+def _places(items: Sequence[Job]) -> list[float]:
     """Where in its owner's work, from 0 to 1, the middle of each item is, costliest first."""
     places = [0.0] * len(items)
     totals: dict[int, int] = {}
@@ -205,10 +207,10 @@ def _places(items: Sequence[Item]) -> list[float]:
 
 
 def _greedy(
-    items: Sequence[tuple[Item, np.ndarray, np.ndarray]], most_cells: int
-) -> list[list[Item]]:
+    items: Sequence[tuple[Job, np.ndarray, np.ndarray]], most_cells: int
+) -> list[list[Job]]:
     """In order, a new wave wherever one more item would be too much for some rank."""
-    waves: list[list[Item]] = []
+    waves: list[list[Job]] = []
     held, returned = items[0][1] * 0, items[0][2] * 0
     for item, more, back in items:
         if not waves or max((held + more).max(), (returned + back).max()) > most_cells:

@@ -24,8 +24,8 @@ from megacpp.blocks.mtp.plan import num_blocks
 from megacpp.config.schema import AttentionConfig
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from optim.boxes import cutting_order, shard_bounds
 from optim.local import local_part
+from optim.shard_layout import cutting_order, shard_bounds
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 
@@ -51,7 +51,7 @@ class ClipReport:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ClippedAttention:
     """One attention layer of this rank; weights as the optimizer holds them."""
 
     index: int  # among the attention layers of the whole model
@@ -89,7 +89,7 @@ class QKClip:
         parts = head_parts(self.config)
         scale = softmax_scale(sum(parts), self.config)
         self.recorder = LogitRecorder(scale, parts, statistic)  # of no layer: only its rules
-        self.layers: list[Layer] = []
+        self.layers: list[ClippedAttention] = []
         names = [f"blocks.{i}.mixer" for i, letter in enumerate(model.letters) if letter == "A"]
         ahead = range(num_blocks(model.config.mtp))  # of multi-token prediction
         names += [f"mtp.blocks.{i}.attention.mixer" for i in ahead]
@@ -101,7 +101,9 @@ class QKClip:
                 mixer = here[name][1]
                 assert isinstance(mixer, GroupedQueryAttention | MultiHeadLatentAttention)
                 mixer.inner.recorder = LogitRecorder(scale, parts, statistic)
-                self.layers.append(Layer(index, mixer.inner.recorder, *query_and_key(mixer)))
+                self.layers.append(
+                    ClippedAttention(index, mixer.inner.recorder, *query_and_key(mixer))
+                )
 
     def after_step(self, taken: bool) -> dict[str, float]:
         """Clips after a step of the optimizer; its figures. One that was left out is forgotten."""

@@ -14,46 +14,46 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from optim.boxes import Box, Layout, cutting_order, shard_bounds
-from optim.exchange import Kind, Rank, Wave
+from optim.exchange import CommBucket, MatrixKind, RankContext
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import (
-    Item,
+    Job,
     MatrixView,
+    buckets_of,
     choose_owners,
     fingerprint,
-    items_of,
+    jobs_of,
     loads,
-    waves_of,
 )
+from optim.shard_layout import ShardLayout, ShardRegion, cutting_order, shard_bounds
 
 
-def rows_on(bounds: Sequence[tuple[int, int]], cols: int) -> tuple[Box, ...]:
-    return tuple(Box((0, low, 0), (1, high, cols)) for low, high in bounds)
+def rows_on(bounds: Sequence[tuple[int, int]], cols: int) -> tuple[ShardRegion, ...]:
+    return tuple(ShardRegion((0, low, 0), (1, high, cols)) for low, high in bounds)
 
 
-def blocks(heights: tuple[int, ...], cols: int) -> list[Box]:
+def blocks(heights: tuple[int, ...], cols: int) -> list[ShardRegion]:
     return MatrixView(heights).matrices((sum(heights), cols))
 
 
 def test_items_by_hand() -> None:
     """Rows 0-9 on two ranks (5 each): blocks 2 2 | 4 (across) | 1 1."""
-    matrices, layout = blocks((2, 2, 4, 1, 1), 3), Layout(rows_on(((0, 5), (5, 10)), 3))
-    items = items_of(7, matrices, layout)
+    matrices, layout = blocks((2, 2, 4, 1, 1), 3), ShardLayout(rows_on(((0, 5), (5, 10)), 3))
+    items = jobs_of(7, matrices, layout)
     assert items == [
-        Item(7, Box((0, 0, 0), (1, 4, 3)), 2, 2, 3, holders=(0,), owner=0, moves=False),
-        Item(7, Box((0, 4, 0), (1, 8, 3)), 1, 4, 3, holders=(0, 1), owner=0, moves=True),
-        Item(7, Box((0, 8, 0), (1, 10, 3)), 2, 1, 3, holders=(1,), owner=1, moves=False),
+        Job(7, ShardRegion((0, 0, 0), (1, 4, 3)), 2, 2, 3, holders=(0,), owner=0, moves=False),
+        Job(7, ShardRegion((0, 4, 0), (1, 8, 3)), 1, 4, 3, holders=(0, 1), owner=0, moves=True),
+        Job(7, ShardRegion((0, 8, 0), (1, 10, 3)), 2, 1, 3, holders=(1,), owner=1, moves=False),
     ]
     assert items[0].cost == 2 * newton_schulz_flops(2, 3)
-    assert [item.count for item in items_of(7, matrices, layout, most_cells=3)] == [1] * 5
+    assert [item.count for item in jobs_of(7, matrices, layout, most_cells=3)] == [1] * 5
 
 
 def test_replicas_hold_the_same_and_work_once_by_hand() -> None:
     """Two replicas of two ranks; 8 rows as 4 | 2 (across) | 2: one of four moves the middle."""
     boxes = rows_on(((0, 5), (5, 8)), 3)
-    layout = Layout(boxes * 2, replicas=(0, 0, 1, 1))
-    items = choose_owners(items_of(0, blocks((4, 2, 2), 3), layout), 4)
+    layout = ShardLayout(boxes * 2, replicas=(0, 0, 1, 1))
+    items = choose_owners(jobs_of(0, blocks((4, 2, 2), 3), layout), 4)
     assert [(item.holders, item.moves) for item in items] == [
         ((0, 2), False),
         ((0, 1, 2, 3), True),
@@ -62,7 +62,10 @@ def test_replicas_hold_the_same_and_work_once_by_hand() -> None:
     four, two = newton_schulz_flops(4, 3), newton_schulz_flops(2, 3)
     assert items[1].owner == 1
     assert loads(items, 4) == [four, 2 * two, four, two]
-    waves = [Wave(items[1:2], Rank(r, 4, {0: layout}, {0: Kind(0, 5)}, 99, 99)) for r in range(4)]
+    waves = [
+        CommBucket(items[1:2], RankContext(r, 4, {0: layout}, {0: MatrixKind(0, 5)}, 99, 99))
+        for r in range(4)
+    ]
     assert [wave.sent.splits for wave in waves] == [[0, 3, 0, 0]] * 2 + [[0, 0, 0, 0]] * 2
     assert [wave.arriving.splits for wave in waves] == [[0, 3, 0, 0]] * 4
     assert [sum(block.cells for block in wave.aside) for wave in waves] == [0, 0, 3, 3]
@@ -72,11 +75,11 @@ def test_replicas_hold_the_same_and_work_once_by_hand() -> None:
 def test_experts_by_hand() -> None:
     """Five experts of 4 x 2, three and two apart, their rows on two ranks each: runs are shared."""
     boxes = [
-        Box((first, low, 0), (past, low + 2, 2))
+        ShardRegion((first, low, 0), (past, low + 2, 2))
         for low in (0, 2)
         for first, past in ((0, 3), (3, 5))
     ]
-    items = items_of(0, MatrixView(batched=True).matrices((5, 4, 2)), Layout(tuple(boxes)))
+    items = jobs_of(0, MatrixView(batched=True).matrices((5, 4, 2)), ShardLayout(tuple(boxes)))
     found = [(item.box.low[0], item.count, item.holders) for item in items]
     assert found == [(0, 1, (0, 2)), (1, 1, (0, 2)), (2, 1, (0, 2)), (3, 1, (1, 3)), (4, 1, (1, 3))]
     assert [item.owner for item in choose_owners(items, 4)] == [0, 2, 1, 3, 0]
@@ -85,10 +88,10 @@ def test_experts_by_hand() -> None:
 def test_owners_by_hand() -> None:
     """Costs 100 (fixed on rank 0), then 60, 50, 30, 20 to move: ranks end at 130 and 130."""
 
-    def item(number: int, sides: int, holders: tuple[int, ...]) -> Item:
-        box = Box((0, 0, 0), (1, sides, 1))
+    def item(number: int, sides: int, holders: tuple[int, ...]) -> Job:
+        box = ShardRegion((0, 0, 0), (1, sides, 1))
         # cost: sides * flops(1, 1)
-        return Item(number, box, sides, 1, 1, holders, holders[0], moves=len(holders) > 1)
+        return Job(number, box, sides, 1, 1, holders, holders[0], moves=len(holders) > 1)
 
     items = [item(0, 10, (0,))]
     items += [item(i, n, (0, 1)) for i, n in enumerate((6, 3, 5, 2), start=1)]
@@ -107,20 +110,20 @@ MIXED += [(768, 768)] * 13 + [(1000, 640)] * 6
 
 def plan_by_hand(
     axes: tuple[int, ...], copies: int = 1
-) -> tuple[list[Item], dict[int, Layout], int]:
+) -> tuple[list[Job], dict[int, ShardLayout], int]:
     """Rows over the first axis, columns over the second, on so many replicas."""
     order = [(0, 0), (1, 1)][: len(axes)]
     coordinates = list(product(*map(range, axes)))
     layouts = {}
     for i, shape in enumerate(MIXED):
         bounds = [shard_bounds(shape, order, axes, at) for at in coordinates]
-        boxes = tuple(Box((0, *low), (1, *high)) for low, high in bounds)
+        boxes = tuple(ShardRegion((0, *low), (1, *high)) for low, high in bounds)
         replicas = tuple(r for r in range(copies) for _ in boxes)
-        layouts[i] = Layout(boxes * copies, replicas=replicas if copies > 1 else ())
+        layouts[i] = ShardLayout(boxes * copies, replicas=replicas if copies > 1 else ())
     items = [
         item
         for i, shape in enumerate(MIXED)
-        for item in items_of(i, MatrixView().matrices(shape), layouts[i])
+        for item in jobs_of(i, MatrixView().matrices(shape), layouts[i])
     ]
     ranks = len(coordinates) * copies
     return choose_owners(items, ranks), layouts, ranks
@@ -145,13 +148,13 @@ def test_waves_give_owners_equal_work_and_stay_within_the_bucket(
 ) -> None:
     items, layouts, ranks = plan_by_hand(axes, copies)
     most = 6 << 20  # the largest matrix has 2.25 M cells
-    waves = waves_of(items, layouts, ranks, most)
+    waves = buckets_of(items, layouts, ranks, most)
     assert sorted(i.parameter for wave in waves for i in wave) == list(range(len(MIXED)))
-    kinds = dict.fromkeys(layouts, Kind(0, 5))
-    of_rank = [Rank(r, ranks, layouts, kinds, 1, 1) for r in range(ranks)]
+    kinds = dict.fromkeys(layouts, MatrixKind(0, 5))
+    of_rank = [RankContext(r, ranks, layouts, kinds, 1, 1) for r in range(ranks)]
     assert len(waves) >= 4
     for wave in waves:
-        made = [Wave(wave, rank) for rank in of_rank]
+        made = [CommBucket(wave, rank) for rank in of_rank]
         for one in made:
             ways = (one.sent, one.received, one.returned, one.arriving)
             assert max(way.cells for way in ways) <= most
@@ -164,11 +167,11 @@ def test_waves_give_owners_equal_work_and_stay_within_the_bucket(
 def test_matrices_larger_than_the_bucket() -> None:
     """If even a rank's part is, each is a wave; else each owner may have one in the same wave."""
     items, layouts, ranks = plan_by_hand((2,))
-    waves = waves_of(items, layouts, ranks, 1000)
+    waves = buckets_of(items, layouts, ranks, 1000)
     assert [len(wave) for wave in waves] == [1] * len(MIXED)
-    assert waves_of([], layouts, ranks, 1000) == []
+    assert buckets_of([], layouts, ranks, 1000) == []
     items, layouts, ranks = plan_by_hand((8,))
-    waves = waves_of(items, layouts, ranks, 500_000)  # fewer than any matrix has cells
+    waves = buckets_of(items, layouts, ranks, 500_000)  # fewer than any matrix has cells
     assert len(waves) < 2 * len(items) / 4
     for wave in waves:
         assert len({item.owner for item in wave}) == len(wave)
@@ -179,10 +182,13 @@ def test_matrices_larger_than_the_bucket() -> None:
 def test_every_element_is_sent_to_one_owner_and_comes_back() -> None:
     """Sizes of both exchanges agree between any two ranks, for uneven bounds and replicas."""
     boxes = rows_on(((0, 5), (5, 6), (6, 6), (6, 17)), 3)
-    layout = Layout(boxes * 2, replicas=(0,) * 4 + (1,) * 4)
-    items = choose_owners(items_of(0, blocks((4, 3, 9, 1), 3), layout), 8)
+    layout = ShardLayout(boxes * 2, replicas=(0,) * 4 + (1,) * 4)
+    items = choose_owners(jobs_of(0, blocks((4, 3, 9, 1), 3), layout), 8)
     moving = [item for item in items if item.moves]
-    waves = [Wave(moving, Rank(r, 8, {0: layout}, {0: Kind(0, 5)}, 9, 9)) for r in range(8)]
+    waves = [
+        CommBucket(moving, RankContext(r, 8, {0: layout}, {0: MatrixKind(0, 5)}, 9, 9))
+        for r in range(8)
+    ]
     for out, back in (("sent", "received"), ("returned", "arriving")):
         found = [getattr(wave, out).splits for wave in waves]
         assert found == [

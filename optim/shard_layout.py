@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-class Box(NamedTuple):
+class ShardRegion(NamedTuple):
     """Cells `[low, high)` of a parameter `[E, R, C]`."""
 
     low: tuple[int, ...]
@@ -40,20 +40,22 @@ class Box(NamedTuple):
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def meet(self, other: Box) -> Box | None:
+    def meet(self, other: ShardRegion) -> ShardRegion | None:
         """The cells of both; None if there are none."""
         low = tuple(map(max, self.low, other.low))
         high = tuple(map(min, self.high, other.high))
-        return Box(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+        return (
+            ShardRegion(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+        )
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: ShardRegion) -> tuple[slice, ...]:
         """Where these cells are in a tensor that holds the cells of `outer`."""
         edges = zip(self.low, self.high, outer.low, strict=True)
         return tuple(slice(a - first, b - first) for a, b, first in edges)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Where the cells of one parameter live among ranks that hold it once, or several times.
 
     Attributes:
@@ -65,7 +67,7 @@ class Layout:
             are parts of one.
     """
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[ShardRegion, ...]
     rank: int = 0
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = ()
@@ -85,7 +87,7 @@ def stack_view(t: Tensor) -> Tensor:
     return t if t.dim() == 3 else t[None]
 
 
-def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = ()) -> Layout:
+def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = ()) -> ShardLayout:
     """The boxes of a plain tensor, or of a DTensor on any mesh.
 
     The group is that of the mesh axes that cut and, if any does, of those along which replicas hold
@@ -96,7 +98,7 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
             one. None is made here: NCCL would need ranks that don't hold the parameter to help.
     """
     if not is_dtensor(parameter):
-        return Layout((_stack_box(parameter.shape, [0] * parameter.dim(), parameter.shape),))
+        return ShardLayout((_stack_box(parameter.shape, [0] * parameter.dim(), parameter.shape),))
     mesh = parameter.device_mesh
     order = cutting_order(parameter.placements, mesh.shape)
     cuts = {axis for axis, _ in order}
@@ -112,11 +114,11 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
     num_copies = math.prod(mesh.shape[a] for a in copies)
     _check_boxes(parameter, list(boxes.values()), here, num_copies)
     if not axes:
-        return Layout((here,))
+        return ShardLayout((here,))
     group = _group_of(mesh, axes, sorted(ranks), process_groups)
     members = tuple(dist.get_process_group_ranks(group))
     replicas = tuple(_number([(ranks[r][a], mesh.shape[a]) for a in copies]) for r in members)
-    return Layout(
+    return ShardLayout(
         tuple(boxes[r] for r in members),
         dist.get_rank(group),
         group,
@@ -171,11 +173,11 @@ def shard_bounds(
     return low, high
 
 
-def _stack_box(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> Box:
+def _stack_box(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> ShardRegion:
     """Bounds of a parameter `[R, C]` or `[E, R, C]` as a box."""
     assert len(shape) in (2, 3), f"a matrix or a stack of them, not {tuple(shape)}"
     lead = 3 - len(shape)
-    return Box((0,) * lead + tuple(low), (1,) * lead + tuple(high))
+    return ShardRegion((0,) * lead + tuple(low), (1,) * lead + tuple(high))
 
 
 def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, list[int]]:
@@ -214,7 +216,9 @@ def _group_of(
     raise AssertionError(f"give the optimizer the process group of {names}: ranks {list(ranks)}")
 
 
-def _check_boxes(parameter: DTensor, boxes: Sequence[Box], here: Box, copies: int) -> None:
+def _check_boxes(
+    parameter: DTensor, boxes: Sequence[ShardRegion], here: ShardRegion, copies: int
+) -> None:
     """The boxes hold every cell once a copy, and this rank's is as large as what it stores."""
     local = stack_view(parameter.to_local())
     where = f"{tuple(parameter.shape)} {parameter.placements} on {parameter.device_mesh}"
