@@ -15,7 +15,7 @@ RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 from functools import partial
 from pathlib import Path
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.fp8 import check_fp8_device
 from checkpointing.tracing.watch import StepWatch
 from megacpp.data.loader import Loader
@@ -61,7 +61,9 @@ def main(resolved: Resolved, peers: Peers) -> None:
     world = start(config.mesh, device, peers.store)
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
-    keeper = Keeper(config, device, say=partial(print, flush=True) if world.is_main else None)
+    keeper = ActivationCheckpointing(
+        config, device, say=partial(print, flush=True) if world.is_main else None
+    )
     model = build_model(config, world, keeper)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config, stop)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from checkpointing.apply import CPU, Keeper
+from checkpointing.apply import CPU, ActivationCheckpointing
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.pieces import BLOCK, NOTHING, Piece
@@ -35,9 +35,9 @@ class Choice:
         train = replace(config.train, compile=compiles)
         return replace(config, recompute=self.policy, train=train)
 
-    def keeper(self, config: Config, device: torch.device = CPU) -> Keeper:
+    def keeper(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
         """What gives a model on a device this choice; `config` is of `of`."""
-        return Keeper(config, device, self.pieces(config))
+        return ActivationCheckpointing(config, device, self.pieces(config))
 
     def pieces(self, config: Config) -> Sequence[frozenset[Piece]] | None:
         """Of every layer, if the policy doesn't say."""

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.plain import PlainTrainer
 from bench.shapes import names, shape
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
@@ -45,9 +45,13 @@ from parallel.mesh import World, pick_device, start, world_size
 class Trainer:
     """The step of train.py without its corpus: accumulate, clip, step, zero."""
 
-    def __init__(self, config: Config, world: World, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, keeper: ActivationCheckpointing | None = None
+    ) -> None:
         self.config, self.world = config, world
-        self.model = build_model(config, world, keeper or Keeper(config, world.device))
+        self.model = build_model(
+            config, world, keeper or ActivationCheckpointing(config, world.device)
+        )
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
 

@@ -1,6 +1,6 @@
 """The policy on a model: what each of its blocks keeps, and how.
 
-    keeper = Keeper(config, device)
+    keeper = ActivationCheckpointing(config, device)
     model = build_model(config, world, keeper)
 
 The builder calls it when heads, experts and rows are cut and before FSDP2 shards what is left.
@@ -29,7 +29,7 @@ READS: frozenset[Piece] = frozenset({"read_streams"})
 MIXES: frozenset[Piece] = frozenset({"read_streams", "mix_streams"})
 
 
-class Keeper:
+class ActivationCheckpointing:
     """Gives the blocks of a model what `config.recompute` says.
 
     The order matters: latents and FP8 change layers, seams and the compiler take them as they then
@@ -104,7 +104,7 @@ class Keeper:
         for layer in first_layers(self.config):
             if str(layer) in model.blocks:
                 offloader.follow(model.blocks[str(layer)])
-        return offloader.of
+        return offloader.store_for
 
 
 def first_layers(config: Config) -> list[int]:

@@ -109,11 +109,13 @@ def compile_blocks(
         if reason is not None:
             found.eager[layer] = reason
         if reason is None:
-            graph = graphs.of(block, Block._forward, own_budget, f"{block.kind} blocks")
+            graph = graphs.compiled(block, Block._forward, own_budget, f"{block.kind} blocks")
             block._forward = CompiledBlock(block, graph)  # type: ignore[method-assign]
             compiled, part = block, "block"
         elif isinstance(mixer, MixtureOfExperts) and mixer.shared is not None:
-            graph = graphs.of(mixer.shared, SharedExpert.forward, own_budget, "shared experts")
+            graph = graphs.compiled(
+                mixer.shared, SharedExpert.forward, own_budget, "shared experts"
+            )
             mixer.shared.forward = CompiledPart(mixer.shared, graph)  # type: ignore[method-assign]
             compiled, part = mixer.shared, "shared expert"
         else:
@@ -132,7 +134,7 @@ class Graphs:
         self.backend, self.halves, self.say = backend, halves, say
         self._made: dict[Hashable, Callable[..., Tensor]] = {}
 
-    def of(
+    def compiled(
         self, module: nn.Module, function: Callable[..., Tensor], budget: float, name: str
     ) -> Callable[..., Tensor]:
         """`function(module, ...)`, compiled; `name` is what the user is told of it."""

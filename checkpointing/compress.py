@@ -117,7 +117,7 @@ class Projection:
         return F.embedding(bytes_W4.int(), signs).flatten()[:count].view(self.width, self.projected)
 
     @torch.no_grad()
-    def of(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """x P of `[..., D]` for the backward, once for all layers as long as one of them has it."""
         known = self._kept.get(x)
         z = None if known is None else known()
@@ -165,7 +165,7 @@ def compressed_linear(layer: nn.Linear, projection: Projection, x: Tensor) -> Te
         return F.linear(x, layer.weight)
     if is_dtensor(latent):  # cut by tensor parallelism; its gradient is taken as it comes
         latent = latent.to_local(grad_placements=latent.placements)
-    return CompressedProduct.apply(x, latent, projection.of(x), layer)  # type: ignore[no-any-return]
+    return CompressedProduct.apply(x, latent, projection.project(x), layer)  # type: ignore[no-any-return]
 
 
 def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner: str) -> None:

@@ -23,7 +23,7 @@ class Buffer:
     last: Mark = None
 
 
-class Copies(Protocol):
+class HostCopies(Protocol):
     """How bytes move between a device and the host; nothing here makes the host wait."""
 
     def rounded(self, num_bytes: int) -> int:
@@ -123,7 +123,7 @@ class HostMemory:
         peak_bytes: most that were held.
     """
 
-    def __init__(self, host_bytes: int, copies: Copies) -> None:
+    def __init__(self, host_bytes: int, copies: HostCopies) -> None:
         self.host_bytes, self.copies = host_bytes, copies
         self.held_bytes = self.peak_bytes = self.num_made = 0
         self._free: dict[int, list[Buffer]] = {}

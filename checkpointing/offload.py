@@ -24,7 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpointing.host_memory import Buffer, Copies, CudaCopies, HostMemory, PlainCopies
+from checkpointing.host_memory import Buffer, CudaCopies, HostCopies, HostMemory, PlainCopies
 from megacpp.dtensor import is_dtensor
 from megacpp.model.seam import recomputing
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 @dataclass
-class Traffic:
+class OffloadTraffic:
     """What was moved, and what stayed on the device and why (numbers of tensors, and bytes)."""
 
     out_bytes: int = 0
@@ -61,19 +61,19 @@ class Offloader:
         device: torch.device,
         window_bytes: int = 256 * MIB,
         ahead: int = 2,
-        copies: Copies | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self.min_bytes, self.device = min_bytes, device
         self.window_bytes, self.ahead = window_bytes, ahead
         if copies is None:
             copies = CudaCopies(device) if device.type == "cuda" else PlainCopies()
         self.copies, self.memory = copies, HostMemory(host_bytes, copies)
-        self.traffic = Traffic()
-        self._known: weakref.WeakKeyDictionary[UntypedStorage, weakref.ref[_Entry]]
+        self.traffic = OffloadTraffic()
+        self._known: weakref.WeakKeyDictionary[UntypedStorage, weakref.ref[_StoredTensor]]
         self._known = weakref.WeakKeyDictionary()
-        self._leaving: deque[weakref.ref[_Entry]] = deque()
-        self._coming: list[weakref.ref[_Entry]] = []
-        self._order: list[weakref.ref[_Entry]] = []
+        self._leaving: deque[weakref.ref[_StoredTensor]] = deque()
+        self._coming: list[weakref.ref[_StoredTensor]] = []
+        self._order: list[weakref.ref[_StoredTensor]] = []
 
     def begin(self) -> None:
         """What is put from now on belongs to another forward, whose backward is another one."""
@@ -83,7 +83,7 @@ class Offloader:
         """Every forward of a model, or of a pipeline's stage, begins one."""
         root.register_forward_pre_hook(lambda *_: self.begin())
 
-    def of(self, module: nn.Module) -> Callable[[Tensor], Tensor | Parked]:
+    def store_for(self, module: nn.Module) -> Callable[[Tensor], Tensor | Parked]:
         """`put` for what `module` keeps: its parameters, whoever gathered them, stay."""
         owned: list[dict[str, Any]] = []
 
@@ -110,7 +110,7 @@ class Offloader:
             buffer = self.memory.take(storage.nbytes())
             if buffer is None:
                 return self._stay("no room on the host", t)
-            entry = _Entry(self, t, buffer, self._order)
+            entry = _StoredTensor(self, t, buffer, self._order)
             self._known[storage] = weakref.ref(entry)
             self._order.append(weakref.ref(entry))
             self._leaving.append(weakref.ref(entry))
@@ -152,7 +152,7 @@ class Offloader:
             entry.leave()
         self._leaving = deque(weakref.ref(e) for e in leaving if e.source is not None)
 
-    def fetch_before(self, order: list[weakref.ref[_Entry]], place: int) -> None:
+    def fetch_before(self, order: list[weakref.ref[_StoredTensor]], place: int) -> None:
         """Starts to fetch what was put just before, as far as the window allows."""
         coming = [e for e in (r() for r in self._coming) if e is not None and not e.arrived]
         room, left = self.window_bytes - sum(e.num_bytes for e in coming), self.ahead
@@ -177,7 +177,7 @@ class Parked:
 
     __slots__ = ("__weakref__", "_dtype", "_entry", "_offset", "_size", "_stride")
 
-    def __init__(self, entry: _Entry, t: Tensor) -> None:
+    def __init__(self, entry: _StoredTensor, t: Tensor) -> None:
         self._entry, self._dtype = entry, t.dtype
         self._size, self._stride, self._offset = t.size(), t.stride(), t.storage_offset()
         entry.handles.add(self)
@@ -193,7 +193,7 @@ class Parked:
         return whole.set_(storage, self._offset, self._size, self._stride)
 
 
-class _Entry:
+class _StoredTensor:
     """A storage: on the device on its way out, on the host, or on the device again.
 
     Attributes:
@@ -204,7 +204,7 @@ class _Entry:
     """
 
     def __init__(
-        self, owner: Offloader, t: Tensor, buffer: Buffer, order: list[weakref.ref[_Entry]]
+        self, owner: Offloader, t: Tensor, buffer: Buffer, order: list[weakref.ref[_StoredTensor]]
     ) -> None:
         self.owner, self.buffer, self.order, self.place = owner, buffer, order, len(order)
         self.num_bytes, self.version = t.untyped_storage().nbytes(), t._version
@@ -301,7 +301,7 @@ def offloaded(offloader: Offloader, module: nn.Module | None = None) -> Iterator
         module: whose parameters stay; those that autograd saves as they are, or views of them, stay
             in any case.
     """
-    store = offloader.of(module) if module is not None else offloader.put
+    store = offloader.store_for(module) if module is not None else offloader.put
     offloader.begin()
 
     def pack(t: Tensor) -> Parked | _Stayed:

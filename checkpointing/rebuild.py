@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from checkpointing.surroundings import Surroundings
+from checkpointing.rng_and_autocast import RngAndAutocastState
 from megacpp.model.pieces import Piece
 
 R = TypeVar("R")
@@ -243,8 +243,8 @@ class _Region:
     ) -> None:
         self.seam, self.piece, self.fn = forward.seam, piece, fn
         self.arguments = {_address(a) for a in args if isinstance(a, Tensor)}
-        self.args = [_Argument.of(a, forward) for a in args]
-        self.surroundings = Surroundings.now(args)
+        self.args = [_Argument.capture(a, forward) for a in args]
+        self.surroundings = RngAndAutocastState.now(args)
         self.decisions: list[Any] = []
         self.saved: dict[int, tuple[Any, ...]] = {}
         self.num_saves = self.results_wanted = 0
@@ -344,7 +344,7 @@ class _Argument:
     version: int | None = None
 
     @staticmethod
-    def of(arg: object, forward: Forward) -> _Argument:
+    def capture(arg: object, forward: Forward) -> _Argument:
         if not isinstance(arg, Tensor) or _is_parameter(arg):
             return _Argument(arg, None)
         handle = forward.find(arg)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from bench.gpu.clock import settle
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.kernels.experts.grouped_mm import grouped_backend
@@ -41,7 +41,7 @@ class Steps:
     def __init__(self, config: Config, device: torch.device, packed: bool) -> None:
         world = World(0, 1, device)
         self.config, self.device = config, device
-        self.keeper = Keeper(config, device)
+        self.keeper = ActivationCheckpointing(config, device)
         self.model = build_model(config, world, self.keeper)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)

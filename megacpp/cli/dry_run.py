@@ -71,7 +71,7 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
 
 def rooms() -> Rooms:
     """The optimizer and the clipping of every run."""
-    from checkpointing.apply import Keeper
+    from checkpointing.apply import ActivationCheckpointing
     from optim.build import build_optimizer
     from optim.clip import clip_gradients
     from parallel.simulate.dry_run import Rooms
@@ -81,7 +81,7 @@ def rooms() -> Rooms:
         clip=lambda model, config, copies, along: clip_gradients(
             model, config.optim.clip_norm, copies=copies, along=along
         ),
-        prepare=Keeper,
+        prepare=ActivationCheckpointing,
     )
 
 

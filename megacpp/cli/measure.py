@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.activations import (
     Activations,
     Kept,
@@ -63,7 +63,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     few = replace(config, model=traced, mesh=replace(mesh, pp=1))
     with fake_world(few, size, rank) as world:
         few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
-        keeper = Keeper(few)
+        keeper = ActivationCheckpointing(few)
         if full:  # groups end with stages, which this model hasn't
             keeper.groups = places_in_groups(config)
         if keeper.offloader is not None:
@@ -101,7 +101,7 @@ def coordinates(mesh: MeshConfig, size: int, rank: int) -> dict[str, int]:
     return {axis: found[axis] for axis in (*DENSE, "ep")} if size > 1 else {}
 
 
-def run(config: Config, world: World, model: HybridLM, keeper: Keeper) -> Meter:
+def run(config: Config, world: World, model: HybridLM, keeper: ActivationCheckpointing) -> Meter:
     """One microbatch as the boundary runs it, where tensors are fake."""
     model.to_empty(device=world.device)
     model.train()

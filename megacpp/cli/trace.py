@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
 from megacpp.cli.measure import short
@@ -184,7 +184,7 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
 
 def prepared(config: Config) -> Callable[[HybridLM], None]:
     """What is done to the blocks of a traced model before they are sharded."""
-    kernels, keeper = traced_kernels(config), Keeper(config)
+    kernels, keeper = traced_kernels(config), ActivationCheckpointing(config)
 
     def prepare(model: HybridLM) -> None:
         set_kernels(model, kernels)

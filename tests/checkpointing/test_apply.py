@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import Keeper, depth_seam, set_seams
+from checkpointing.apply import ActivationCheckpointing, depth_seam, set_seams
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
@@ -44,9 +44,11 @@ def hybrid(name: str = "plain") -> ModelConfig:
     return replace(models()[name], pattern="AEMRFE", depth=7)
 
 
-def build(policy: CheckpointingPolicy, model: ModelConfig | None = None) -> tuple[HybridLM, Keeper]:
+def build(
+    policy: CheckpointingPolicy, model: ModelConfig | None = None
+) -> tuple[HybridLM, ActivationCheckpointing]:
     config = Config(model=model or hybrid(), recompute=policy, precision=PrecisionConfig("fp64"))
-    keeper = Keeper(config)
+    keeper = ActivationCheckpointing(config)
     return build_model(config, ONE, keeper), keeper
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from checkpointing.apply import Keeper, give
+from checkpointing.apply import ActivationCheckpointing, give
 from checkpointing.compile import (
     BY_HAND,
     BY_TOKEN,
@@ -282,7 +282,7 @@ def test_no_seam_is_active_in_a_compiled_block() -> None:
             activation_memory_budget=0.5,
         ),
     )
-    keeper = Keeper(config)
+    keeper = ActivationCheckpointing(config)
     model = build_model(config, ONE, keeper)
     assert set(keeper.compiled) >= {0, 2, 3, 4}
     for key in "0234":
@@ -332,7 +332,7 @@ def test_gradient_checkpointing_reaches_the_compiler(
     monkeypatch.setattr(partitioners, "choose_saved_values_set", spy)
     words = [*SMALL_RUN.split(), "--train.compile", "aot_eager", *flags.split()]
     config = parse_run(words, 1).config
-    model = build_model(config, ONE, Keeper(config))
+    model = build_model(config, ONE, ActivationCheckpointing(config))
     batch = ragged_batch(range(B), T)
     backward(model, batch, batch.docs)
     assert seen == ([1.0, 1.0] if budget == 1 else [budget, budget, 1.0]), "A, F and the last"
@@ -352,7 +352,7 @@ def test_the_first_step_says_what_it_compiles_and_later_ones_nothing() -> None:
         precision=PrecisionConfig("fp64"),
         train=TrainConfig(compile="aot_eager"),
     )
-    model = build_model(config, ONE, Keeper(config, say=said.append))
+    model = build_model(config, ONE, ActivationCheckpointing(config, say=said.append))
     assert not said
     for _ in range(2):
         batch = ragged_batch(range(B), T)

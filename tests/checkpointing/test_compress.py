@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.compress import Projection, compress_linears, compressed_linear
 from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
 from megacpp.errors import ConfigError
@@ -83,7 +83,7 @@ def test_under_autocast_too() -> None:
     again = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y, same = plain(x), compressed_linear(layer, projection, again)
-        z = projection.of(again)
+        z = projection.project(again)
     assert z.dtype == same.dtype == torch.bfloat16
     g = torch.randn_like(y)
     y.backward(g)
@@ -190,7 +190,7 @@ def test_a_model_loses_nothing_but_the_width_of_some_gradients(name: str) -> Non
 def test_what_runs_again_projects_alike(name: str, policy: CheckpointingPolicy) -> None:
     config = variants()[name]
     once, model = build(config), build(config)
-    keeper = Keeper(Config(model=config, recompute=policy))
+    keeper = ActivationCheckpointing(Config(model=config, recompute=policy))
     keeper(model)
     assert backward(once) == backward(model)
     assert keeper.replays.counts

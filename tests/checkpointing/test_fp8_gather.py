@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.cli.dry_run import rooms
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
@@ -63,7 +63,7 @@ def gathering(run: Run, gather: bool = True, **precision: Any) -> Config:
 
 def built(config: Config, world: World) -> tuple[Any, Any]:
     with awake():
-        model = build_model(config, world, Keeper(config, CPU))
+        model = build_model(config, world, ActivationCheckpointing(config, CPU))
     return model, build_optimizer(model, config, world.holders)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from checkpointing.apply import Keeper, set_seams
+from checkpointing.apply import ActivationCheckpointing, set_seams
 from checkpointing.fp8 import to_fp8
 from checkpointing.rebuild import Replays
 from megacpp.config.checks.fp8 import fp8_mesh_rules
@@ -112,7 +112,7 @@ FULL = {"ablock": "full", "fblock": "full"}
 def kept(config: Config) -> HybridLM:
     """As a run makes it on a GPU."""
     model = HybridLM(config.model)
-    Keeper(config, torch.device("cuda"))(model)
+    ActivationCheckpointing(config, torch.device("cuda"))(model)
     initialise(model, model.init_rules(), 0)
     return model
 
@@ -239,7 +239,7 @@ def test_on_a_gpu(fp8: str) -> None:
         config = config_with(fp8, model_config("FFFF"), fblock=fblock)
         config = dataclasses.replace(config, train=TrainConfig(device="cuda"))
         model = HybridLM(config.model)
-        Keeper(config, device)(model)
+        ActivationCheckpointing(config, device)(model)
         initialise(model, model.init_rules(), 0)
         model.to(device)
         ids_BT = IDS_BT.to(device)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.meter import Meter
 from megacpp.blocks.experts.router import Router
 from megacpp.cli.activations import POLICIES
@@ -227,9 +227,9 @@ def metered(boundary: AccumulationBoundary, config: Config) -> tuple[Counter[Any
 
 def real(config: Config, world: World) -> tuple[Counter[Any], Counter[Any]]:
     if config.mesh.ep > 1:
-        model = planned_model(config, world, Keeper(config))
+        model = planned_model(config, world, ActivationCheckpointing(config))
     else:
-        model = plan_model(config, world, Keeper(config))
+        model = plan_model(config, world, ActivationCheckpointing(config))
     model.to_empty(device=CPU)
     initialise(model, model.init_rules(), 0, shard_slice if world.parallel else whole)
     model.train()
@@ -238,7 +238,7 @@ def real(config: Config, world: World) -> tuple[Counter[Any], Counter[Any]]:
 
 def fake(config: Config, size: int, rank: int) -> tuple[Counter[Any], Counter[Any]]:
     with fake_world(config, size, rank) as world:
-        keeper = Keeper(config)
+        keeper = ActivationCheckpointing(config)
         model = planned_model(config, world, keeper)
         with fake_tensors(memory=True):
             return described(run(config, world, model, keeper))

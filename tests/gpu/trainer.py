@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
@@ -84,7 +84,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, folder: Path | None = None) -> None:
         self.config, self.world = config, world
-        self.keeper = Keeper(config, world.device)
+        self.keeper = ActivationCheckpointing(config, world.device)
         self.model = build_model(config, world, self.keeper)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)

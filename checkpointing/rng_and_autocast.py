@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass
-class Surroundings:
+class RngAndAutocastState:
     """Autocast where a piece ran first, and the random state it started from if it drew.
 
     Attributes:
@@ -27,7 +27,7 @@ class Surroundings:
     random: list[Tensor] | None = None
 
     @staticmethod
-    def now(args: Sequence[object]) -> Surroundings:
+    def now(args: Sequence[object]) -> RngAndAutocastState:
         found = dict.fromkeys(a.device for a in args if isinstance(a, Tensor))
         devices = [device for device in found if device.type not in ("cpu", "meta")]
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
@@ -35,7 +35,7 @@ class Surroundings:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        return Surroundings(autocast, torch.is_autocast_cache_enabled(), devices)
+        return RngAndAutocastState(autocast, torch.is_autocast_cache_enabled(), devices)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
