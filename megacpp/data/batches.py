@@ -30,7 +30,7 @@ from megacpp.model.transfer import to_device
 IGNORED = -100  # label of a position that predicts nothing
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """One row: token, label and document number (within its split) of each position."""
 
     ids_T: np.ndarray
@@ -189,7 +189,7 @@ class Corpus:
         """How a sample begins if nothing else is asked for: first words of a held-out document."""
         return self.index["sample_prompt"]
 
-    def row(self, split: str, number: int) -> Row:
+    def row(self, split: str, number: int) -> TokenRow:
         """Row `number` of a split; beyond the last token it is padding of a document of its own."""
         reader = self.train if split == "train" else self.validation
         start = min(number * self.seq_len, reader.tokens)
@@ -201,7 +201,7 @@ class Corpus:
             documents[: stop - start] = reader.document_ids(start, stop)
         same = documents[1:] == documents[:-1]
         valid_T = same & (documents[1:] < reader.documents)
-        return Row(tokens[:-1], np.where(valid_T, tokens[1:], IGNORED), documents[:-1])
+        return TokenRow(tokens[:-1], np.where(valid_T, tokens[1:], IGNORED), documents[:-1])
 
     def describe(self) -> list[str]:
         """Lines for the header of a run."""
@@ -224,7 +224,7 @@ class Corpus:
         lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
         return lines
 
-    def _batch(self, numbers: Sequence[int], rows: Sequence[Row]) -> Batch:
+    def _batch(self, numbers: Sequence[int], rows: Sequence[TokenRow]) -> Batch:
         ids_BT, labels_BT, documents_BT = (np.stack(column) for column in zip(*rows, strict=True))
         targets = labels_BT[labels_BT != IGNORED]
         return Batch(

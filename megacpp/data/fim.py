@@ -22,7 +22,7 @@ SENTINELS = OURS.fim  # of a learned tokenizer
 
 
 @dataclass(frozen=True)
-class Cut:
+class FimParts:
     """A document in three parts; `suffix_first` says SPM."""
 
     prefix: str
@@ -31,7 +31,7 @@ class Cut:
     suffix_first: bool
 
 
-def cut(text: str, digest: bytes, seed: int, rate: float) -> Cut | None:
+def cut(text: str, digest: bytes, seed: int, rate: float) -> FimParts | None:
     """Three parts of a chosen document, or None; a pure function of (seed, document hash).
 
     Args:
@@ -44,11 +44,11 @@ def cut(text: str, digest: bytes, seed: int, rate: float) -> Cut | None:
         return None
     # Cuts fall between characters: every part stays valid UTF-8.
     first, second = sorted((one % (len(text) + 1), two % (len(text) + 1)))
-    return Cut(text[:first], text[first:second], text[second:], bool(order & 1))
+    return FimParts(text[:first], text[first:second], text[second:], bool(order & 1))
 
 
 def arrange(
-    parts: Cut, encode: Callable[[str], np.ndarray], sentinels: FimIds = SENTINELS
+    parts: FimParts, encode: Callable[[str], np.ndarray], sentinels: FimIds = SENTINELS
 ) -> np.ndarray:
     """Ids of a cut document with its sentinels.
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megacpp.data import fim, specials
+from megacpp.data.document_store import DocumentStore
 from megacpp.data.held_out import (
     choose_held_out,
     gzip_bits_per_byte,
@@ -37,7 +38,6 @@ from megacpp.data.shards import (
 )
 from megacpp.data.sources import Source, find_source, read_items
 from megacpp.data.spec import VOCAB_SIZE, CorpusSpec
-from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.data.words import text_kind
 from megacpp.errors import ConfigError, DataError, config_error
@@ -91,7 +91,7 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
     """Writes every file of the corpus into `folder`, index last."""
     given = _given(spec)
     source = find_source(spec.source, spec.globs, spec.document_bytes)
-    with progress_bars(keep=True) as stage, Spool(folder / "spool") as spool:
+    with progress_bars(keep=True) as stage, DocumentStore(folder / "spool") as spool:
         counts = _read(spec, source, spool, stage("reading", source.total_bytes))
         train, held_out = _split(spec, spool)
         tokenizer, facts = given or _learn(spec, spool, train, stage)
@@ -148,7 +148,9 @@ def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
     return tokenizer, {"given": str(path), "marks": marks}
 
 
-def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> dict[str, int]:
+def _read(
+    spec: CorpusSpec, source: Source, spool: DocumentStore, advance: Advance
+) -> dict[str, int]:
     """Spools every new document; how many were read, empty, broken or seen before."""
     counts = {"read": 0, "empty": 0, "invalid_utf8": 0, "duplicates": 0}
     for text, read_bytes in read_items(source, spec.field):
@@ -171,7 +173,7 @@ def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> d
     return counts
 
 
-def _split(spec: CorpusSpec, spool: Spool) -> tuple[list[int], list[int]]:
+def _split(spec: CorpusSpec, spool: DocumentStore) -> tuple[list[int], list[int]]:
     """Numbers of the training and of the held-out documents, each shuffled by (seed, hash)."""
     digests = spool.digests
     held_out = choose_held_out(digests, spool.sizes, spec.validation_fraction)
@@ -184,7 +186,7 @@ def _split(spec: CorpusSpec, spool: Spool) -> tuple[list[int], list[int]]:
 
 
 def _learn(
-    spec: CorpusSpec, spool: Spool, train: list[int], stage: Stage
+    spec: CorpusSpec, spool: DocumentStore, train: list[int], stage: Stage
 ) -> tuple[CorpusTokenizer, dict[str, Any]]:
     """A tokenizer of the first training documents, and from how much of which kind of text."""
     ends = np.cumsum([spool.sizes[i] for i in train])
@@ -205,7 +207,7 @@ def _learn(
 
 
 def _encoded(
-    spool: Spool, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
+    spool: DocumentStore, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
 ) -> Iterator[tuple[int, np.ndarray, str]]:
     """Each document as `BOS tokens EOS`, and psm or spm if it was cut; whole ones go together."""
     marks = tokenizer.specials
@@ -226,7 +228,7 @@ def _encoded(
             yield member, np.concatenate([begin, ids, end]), kind
 
 
-def _changed(spool: Spool, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
+def _changed(spool: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
     """How many held-out documents the tokenizer doesn't give back exactly."""
     count = 0
     for batch in _batches(spool, held_out):
@@ -236,7 +238,7 @@ def _changed(spool: Spool, held_out: Sequence[int], tokenizer: CorpusTokenizer) 
     return count
 
 
-def _compressors(spool: Spool, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
+def _compressors(spool: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
     """Bits per byte of gzip and xz on the held-out documents."""
     total = sum(spool.sizes[i] for i in held_out)
     advance = stage("gzip -9 of held-out documents", total)
@@ -246,7 +248,7 @@ def _compressors(spool: Spool, held_out: Sequence[int], stage: Stage) -> dict[st
     return {"gzip_bits_per_byte": alone, "xz_bits_per_byte": stream, "xz_bytes": taken}
 
 
-def _batches(spool: Spool, members: Sequence[int]) -> Iterator[list[int]]:
+def _batches(spool: DocumentStore, members: Sequence[int]) -> Iterator[list[int]]:
     """Runs of documents of about BATCH_BYTES."""
     batch: list[int] = []
     size = 0

@@ -1,7 +1,8 @@
 """Sources of documents: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files.
 
-Every reader yields `Item`s; a text that is no valid UTF-8 comes as None, so that the caller can
-count and skip it. Nothing here imports torch, and optional libraries load inside functions.
+Every reader yields `SourceDocument`s; a text that is no valid UTF-8 comes as None, so that the
+caller can count and skip it. Nothing here imports torch, and optional libraries load inside
+functions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LONGEST = 1 << 24  # bytes of a document of a text file
 LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a lone text file: about so many, and how short
 
 
-class Item(NamedTuple):
+class SourceDocument(NamedTuple):
     """One document and how many bytes of its file have been consumed for it."""
 
     text: str | None  # None: not valid UTF-8
@@ -106,7 +107,7 @@ def torch_headers() -> Path:
     return folder
 
 
-def read_items(source: Source, field: str = "") -> Iterator[Item]:
+def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
     """Every document of a source; record files give one per record, text files one or more.
 
     Args:
@@ -133,7 +134,7 @@ def _plain(path: Path) -> bool:
     return not path.name.endswith(RECORD_SUFFIXES)
 
 
-def _text_file(path: Path, longest: int) -> Iterator[Item]:
+def _text_file(path: Path, longest: int) -> Iterator[SourceDocument]:
     """A text file as one document, or cut into several of at most `longest` bytes."""
     rest = b""
     with path.open("rb") as file:
@@ -141,9 +142,9 @@ def _text_file(path: Path, longest: int) -> Iterator[Item]:
             rest += piece
             while len(rest) > longest:
                 end = _cut(rest, longest)
-                yield Item(_utf8(rest[:end]), end)
+                yield SourceDocument(_utf8(rest[:end]), end)
                 rest = rest[end:]
-    yield Item(_utf8(rest), len(rest))
+    yield SourceDocument(_utf8(rest), len(rest))
 
 
 def _cut(raw: bytes, longest: int) -> int:
@@ -159,14 +160,16 @@ def _cut(raw: bytes, longest: int) -> int:
     return longest - next(inside, 0)  # a character has four bytes at most
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Item]:
+def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
     readers = {".zst": _zst_lines, ".gz": _gz_lines}
     lines = readers.get(path.suffix, _plain_lines)(path)
     for number, (raw, read_bytes) in enumerate(lines, start=1):
         if not raw.strip():
             continue
         line = _utf8(raw)
-        yield Item(None if line is None else _field(line, field, path, number), read_bytes)
+        yield SourceDocument(
+            None if line is None else _field(line, field, path, number), read_bytes
+        )
 
 
 def _field(line: str, field: str, path: Path, number: int) -> str | None:
@@ -243,7 +246,7 @@ def _zst_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"{path}: the zstd data ends early (truncated). Fix: copy it again.")
 
 
-def _parquet(path: Path, field: str) -> Iterator[Item]:
+def _parquet(path: Path, field: str) -> Iterator[SourceDocument]:
     arrow = _optional("pyarrow", path)
     parquet = importlib.import_module("pyarrow.parquet")
     try:
@@ -255,7 +258,7 @@ def _parquet(path: Path, field: str) -> Iterator[Item]:
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for row, value in enumerate(batch.column(0), start=done):
                     read_bytes = int(share * (row + 1)) - int(share * row)
-                    yield Item(_cell(value, field, path, row), read_bytes)
+                    yield SourceDocument(_cell(value, field, path, row), read_bytes)
                 done += batch.num_rows
     except arrow.ArrowException as error:
         first = str(error).splitlines()[0]

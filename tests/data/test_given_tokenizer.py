@@ -205,7 +205,7 @@ def test_fill_in_the_middle_needs_its_tokens(files: dict, records: Path, tmp_pat
     assert sentinels is not None
     assert [tokenizer.special_names[i] for i in sentinels] == names
     assert not set(sentinels) & set(tokenizer.encode("".join(names)).tolist())  # text stays text
-    ids = fim.arrange(fim.Cut("ab", "c", "de", False), tokenizer.encode, sentinels)
+    ids = fim.arrange(fim.FimParts("ab", "c", "de", False), tokenizer.encode, sentinels)
     assert tokenizer.decode(fim.restore(ids, sentinels).tolist()) == "abcde"
     assert [i for i in ids.tolist() if i in sentinels] == [
         sentinels.prefix, sentinels.suffix, sentinels.middle

@@ -19,11 +19,11 @@ from megacpp.cli.data import PrepareArgs
 from megacpp.cli.data import prepare as prepare_command
 from megacpp.cli.main import main
 from megacpp.data import fim, prepare
+from megacpp.data.document_store import DocumentStore
 from megacpp.data.held_out import gzip_bits_per_byte
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import SPLITS, SplitReader, SplitWriter, fingerprint, token_dtype
 from megacpp.data.specials import BOS, EOS, FIM_PREFIX
-from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
 from tests.data.conftest import write_folder
@@ -359,7 +359,7 @@ def test_wide_ids_survive_the_shards(tmp_path: Path) -> None:
 
 
 def test_spool_reads_back_in_any_order(tmp_path: Path) -> None:
-    with Spool(tmp_path / "spool") as spool:
+    with DocumentStore(tmp_path / "spool") as spool:
         assert [spool.add(raw) for raw in (b"one", b"two", b"one", b"three")] == [
             True,
             True,

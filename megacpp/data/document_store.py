@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 
-class Spool:
+class DocumentStore:
     """An append-only file of distinct documents; the file is gone once the block is left."""
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +25,7 @@ class Spool:
         self._seen: set[bytes] = set()
         self._flushed = 0
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> DocumentStore:
         return self
 
     def __exit__(
