@@ -22,7 +22,7 @@ from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.expert_load import LoadWatch
@@ -46,7 +46,7 @@ from parallel.build import build_model
 from parallel.mesh import pick_device, start
 
 
-def main(resolved: Resolved, peers: Peers) -> None:
+def main(resolved: Resolved, peers: RankStore) -> None:
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
     with peers.agree("start"):  # what one node lacks ends all of them
         device = pick_device(resolved.config.train.device)

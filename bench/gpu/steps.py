@@ -16,7 +16,7 @@ from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.kernels.experts.grouped_mm import grouped_backend
-from megacpp.launch.gate import Assessor
+from megacpp.launch.gate import Estimator
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import block_letters
@@ -190,7 +190,7 @@ def packed_documents(rows: int, tokens: int) -> Documents:
 
 def expected(config: Config, device: torch.device) -> MemoryEstimate:
     """What the launch gate says of a run."""
-    return Assessor(config, 1, device).assess(config).estimate
+    return Estimator(config, 1, device).assess(config).estimate
 
 
 def in_use(device: torch.device) -> dict[str, int]:

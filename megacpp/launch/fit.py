@@ -30,7 +30,7 @@ BUMP = 0.02  # of an estimate that ran out of memory, that the next one has to b
 DERIVED = ("train.grad_accum", "mesh.dp_shard")
 
 
-class Candidate(Protocol):
+class ScoredCandidate(Protocol):
     """A configuration that the planner scored (megacpp/memory/planner.py)."""
 
     @property
@@ -86,7 +86,7 @@ class Attempt:
     """
 
     number: int
-    candidate: Candidate
+    candidate: ScoredCandidate
     changed: dict[str, Any]
     knobs: tuple[str, ...]
     headroom: float
@@ -123,11 +123,11 @@ class Ladder:
         extra_bytes: what a candidate's estimate is known to miss (see calibration.py).
     """
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[ScoredCandidate]
     asked: Config
     device_bytes: int
     budget_bytes: int
-    extra_bytes: Callable[[Candidate], int] = lambda _: 0
+    extra_bytes: Callable[[ScoredCandidate], int] = lambda _: 0
     attempts: list[Attempt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Ladder:
         self._ceiling = float(self.budget_bytes)
         self._tried: set[int] = set()
 
-    def next(self) -> Candidate | None:
+    def next(self) -> ScoredCandidate | None:
         """What to try now; None: nothing is left."""
         left = [
             (i, c)
@@ -175,11 +175,11 @@ class Ladder:
             self._ceiling = min(self._ceiling, self._needs(candidate) * (1 - BUMP))
         return attempt
 
-    def _needs(self, candidate: Candidate) -> int:
+    def _needs(self, candidate: ScoredCandidate) -> int:
         return candidate.estimate.point + self.extra_bytes(candidate)
 
 
-def climb(ladder: Ladder, run: Callable[[int, Candidate], Outcome]) -> Candidate:
+def climb(ladder: Ladder, run: Callable[[int, ScoredCandidate], Outcome]) -> ScoredCandidate:
     """Walks the ladder until a candidate is sound.
 
     Args:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 
 PATIENCE_S = 5.0  # for a network file system to show what another node wrote
 
 
-def open_folder(peers: Peers, config: Config, fingerprint: str) -> None:
+def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
     """Make the run folder on rank 0 and make sure that every rank sees it, and the same corpus.
 
     With `checkpoint.resume never` an existing folder is renamed first, unless the launcher only
@@ -44,7 +44,7 @@ def open_folder(peers: Peers, config: Config, fingerprint: str) -> None:
                 token.unlink()
 
 
-def _compare(peers: Peers, config: Config, fingerprint: str, token: Path) -> None:
+def _compare(peers: RankStore, config: Config, fingerprint: str, token: Path) -> None:
     """Holds what this rank sees against what rank 0 has."""
     if (other := peers.hear("corpus")) != fingerprint:
         raise DataError(
@@ -99,7 +99,7 @@ def _seen(token: Path) -> bool:
     return True
 
 
-def start_point(peers: Peers, config: Config) -> str:
+def start_point(peers: RankStore, config: Config) -> str:
     """`checkpoint.resume` of this start: ranks that were started again go on from their own run."""
     own = Path(config.run.dir) / "checkpoints" / "latest"
     resume = config.checkpoint.resume

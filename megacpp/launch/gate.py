@@ -20,7 +20,7 @@ from megacpp.launch.record import device_name, versions
 from megacpp.memory.budget import (
     BRIEF,
     GIB,
-    Estimator,
+    EstimateFunction,
     as_run,
     fullest,
     host_available_bytes,
@@ -40,7 +40,7 @@ VERDICTS = {
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The memory that one rank may use.
 
     Attributes:
@@ -81,7 +81,7 @@ class Admission:
     estimate: MemoryEstimate
     rank: int
     gate: str
-    room: Room
+    room: MemoryBudget
     margin: Margin
     situation: Situation
     settled: Config
@@ -134,7 +134,7 @@ class Admission:
         }
 
 
-class Assessor:
+class Estimator:
     """Estimates configurations of one launch, each with the margin that was learned for it.
 
     Args:
@@ -143,10 +143,14 @@ class Assessor:
     """
 
     def __init__(
-        self, config: Config, size: int, device: torch.device, estimator: Estimator = estimate
+        self,
+        config: Config,
+        size: int,
+        device: torch.device,
+        estimator: EstimateFunction = estimate,
     ) -> None:
         self.size, self.device, self.estimator = size, device, estimator
-        self.room = room_of(config, device)
+        self.room = memory_budget(config, device)
         found = versions()
         self.versions = {name: found.get(name) for name in ("torch", "megacpp")}
 
@@ -199,15 +203,15 @@ class Assessor:
         raise refusal(found.settled, self.size, found.rank, price, found.estimate, room)
 
 
-def admit(resolved: Resolved, size: int, device: torch.device) -> Admission:
+def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admission:
     """Estimates a run before it starts.
 
     Raises:
         ConfigError: it doesn't fit, and `memory.gate` is on.
     """
-    assessor = Assessor(resolved.config, size, device)
-    found = assessor.assess(resolved.config)
-    assessor.judge(found)
+    estimator = Estimator(resolved.config, size, device)
+    found = estimator.assess(resolved.config)
+    estimator.judge(found)
     return found
 
 
@@ -221,20 +225,22 @@ def set_allocator(config: Config, device: torch.device) -> None:
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")
 
 
-def room_of(config: Config, device: torch.device) -> Room:
+def memory_budget(config: Config, device: torch.device) -> MemoryBudget:
     """What is configured; else the smallest GPU of this machine's ranks, or a part of its host."""
     memory, ranks = config.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if memory.device_gib:
-        return Room(int(memory.device_gib * GIB), "given", memory.headroom)
+        return MemoryBudget(int(memory.device_gib * GIB), "given", memory.headroom)
     if device.type == "cuda":
         found = range(min(ranks, torch.cuda.device_count()))
         least = min(torch.cuda.get_device_properties(i).total_memory for i in found)
-        return Room(least, f"of {device_name(device)}", memory.headroom)
+        return MemoryBudget(least, f"of {device_name(device)}", memory.headroom)
     host = host_available_bytes()
     if host is None:
-        return Room(None, "nothing says how much memory this machine has left", memory.headroom)
+        return MemoryBudget(
+            None, "nothing says how much memory this machine has left", memory.headroom
+        )
     share = f"of {words(host)} left for {ranks} ranks" if ranks > 1 else "left on this machine"
-    return Room(host // ranks, share, memory.headroom)
+    return MemoryBudget(host // ranks, share, memory.headroom)
 
 
 def comparable_bytes(estimate: MemoryEstimate, device: str) -> int:

@@ -20,11 +20,11 @@ from megacpp.kernels.selection import Choice
 from megacpp.launch.features import feature_lines
 from megacpp.launch.gate import Admission, set_allocator
 from megacpp.launch.kernels import as_chosen, choices, kernel_lines, kernel_record
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.launch.recompute_table import layer_rows
 from megacpp.launch.recompute_table import table_lines as recompute_lines
 from megacpp.launch.record import device_name, print_header, write_config, write_launch
-from megacpp.launch.settle import settle
+from megacpp.launch.resolve import resolve_launch
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
@@ -37,7 +37,7 @@ from megacpp.run.sinks import check_sinks
 from megacpp.terminal.screen import check_folder
 
 
-def prepare(resolved: Resolved, peers: Peers, device: torch.device) -> Launch:
+def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> PreparedLaunch:
     """All that can be settled, or be wrong, before ranks meet; every rank calls it.
 
     Raises:
@@ -50,14 +50,14 @@ def prepare(resolved: Resolved, peers: Peers, device: torch.device) -> Launch:
     check_device(resolved.config, device)
     check_sinks(resolved.config)
     kernels = choices(resolved.config, device)
-    resolved, admission = settle(resolved, peers, device)
+    resolved, admission = resolve_launch(resolved, peers, device)
     set_allocator(resolved.config, device)
     agreed = verify_kernels(resolved.config, device, kernels)
-    return Launch(resolved, corpus, device, admission, kernels, tuple(agreed))
+    return PreparedLaunch(resolved, corpus, device, admission, kernels, tuple(agreed))
 
 
 @dataclass(frozen=True)
-class Launch:
+class PreparedLaunch:
     """What was settled before ranks met.
 
     Attributes:
@@ -85,7 +85,7 @@ class Launch:
 
 
 def announce(
-    launch: Launch,
+    launch: PreparedLaunch,
     mesh: Mapping[str, int],
     active: bool,
     optimizer: Sequence[str],

@@ -14,7 +14,7 @@ from pathlib import Path
 from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.outcome import note
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.run.oom import out_of_memory, show_once
 from megacpp.state.checkpoint import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
@@ -37,7 +37,7 @@ PATIENCE_S = 2.0  # of a rank that lost a peer, for the peer to say why
 NEXT = "Fix: start the same command again, it goes on from the last checkpoint."
 
 
-def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None:
+def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> None:
     """Runs `main`; an error of any rank ends all of them, with one message.
 
     An exception that is no message of ours is a bug: its first line is printed with the rank that
@@ -49,7 +49,7 @@ def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None
     folder, peers = Path(resolved.config.run.dir), None
     first = os.environ.get("RANK", "0") == "0"
     try:
-        peers = Peers()
+        peers = RankStore()
         main(resolved, peers)
         sys.stdout.flush()
         if "WORLD_SIZE" in os.environ:
@@ -96,7 +96,7 @@ def what_is_saved(resolved: Resolved) -> str:
     )
 
 
-def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
+def report(error: Exception, folder: Path, peers: RankStore | None = None) -> int:
     """Writes the traceback, prints one line unless a peer has to, and returns the exit code."""
     rank = os.environ.get("RANK", "0")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -113,7 +113,7 @@ def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
     except OSError:
         traceback.print_exception(error)  # better here than nowhere
     late = any(words in str(error) for words in TIMED_OUT)
-    if late or lost_a_peer(error):
+    if late or is_peer_failure(error):
         return _alone(peers, path, late)
     _said(peers)
     if out_of_memory(error):
@@ -122,12 +122,12 @@ def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
     return _failed(1, f"rank {rank}: {type(error).__name__}: {first} ({path})")
 
 
-def lost_a_peer(error: Exception) -> bool:
+def is_peer_failure(error: Exception) -> bool:
     """Another rank ended, and this one noticed in a collective."""
     return any(words in str(error) for words in OF_A_PEER)
 
 
-def _alone(peers: Peers | None, path: Path, late: bool) -> int:
+def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
     """Waits for the peer that failed to say why; if none does, one rank says who is gone."""
     with contextlib.suppress(Exception):  # the store may be what was lost
         if peers is not None:
@@ -147,7 +147,7 @@ def _alone(peers: Peers | None, path: Path, late: bool) -> int:
     return PEER_LOST
 
 
-def _missing(peers: Peers | None, late: bool) -> tuple[list[int], bool]:
+def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
     """Ranks of this node that were killed, else all of nodes that are silent; whether to say so.
 
     On each node the first rank that is left may speak, and of all nodes the first one does.
@@ -169,7 +169,7 @@ def _missing(peers: Peers | None, late: bool) -> tuple[list[int], bool]:
         return [r for r in beside if not peers.table[r].alive()], peers.rank == beside[0]
 
 
-def _said(peers: Peers | None) -> None:
+def _said(peers: RankStore | None) -> None:
     """Tells ranks that will miss this one that it leaves a message."""
     with contextlib.suppress(Exception):
         if peers is not None:

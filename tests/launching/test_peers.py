@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.errors import DataError, MegacppError
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.peers import Peers, Process, _handshake, this_process
+from megacpp.launch.rank_store import Process, RankStore, _handshake, this_process
 
 HERE = this_process()
 
@@ -24,9 +24,11 @@ def on_ranks(size: int, body: Callable[[int], Any]) -> list[Any]:
         return [f.result(60) for f in [pool.submit(body, rank) for rank in range(size)]]
 
 
-def peers_of(store: dist.Store, rank: int, size: int, nodes: int = 1, restarts: int = 0) -> Peers:
-    """A rank as `Peers()` makes it, without a launcher's environment."""
-    one = Peers.__new__(Peers)
+def peers_of(
+    store: dist.Store, rank: int, size: int, nodes: int = 1, restarts: int = 0
+) -> RankStore:
+    """A rank as `RankStore()` makes it, without a launcher's environment."""
+    one = RankStore.__new__(RankStore)
     one.rank, one.size, one.store = rank, size, store
     one.table = [Process(f"n{r % nodes}", f"h{r % nodes}", HERE.pid, restarts) for r in range(size)]
     return one

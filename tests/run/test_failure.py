@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megacpp.config.arguments import parse_run
-from megacpp.run.failure import guarded, lost_a_peer, report, what_is_saved
+from megacpp.run.failure import guarded, is_peer_failure, report, what_is_saved
 from megacpp.state.checkpoint import save_checkpoint
 from tests.launch import forked
 
@@ -46,7 +46,7 @@ def test_a_rank_that_lost_its_peer_stays_silent(
 ) -> None:
     monkeypatch.setattr("megacpp.run.failure.PATIENCE_S", 0.0)
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.1]")
-    assert lost_a_peer(lost) and not lost_a_peer(ValueError("bad shape"))
+    assert is_peer_failure(lost) and not is_peer_failure(ValueError("bad shape"))
     assert report(lost, tmp_path) == 6 and capsys.readouterr().err == ""
     late = RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete")
     assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err

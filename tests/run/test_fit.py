@@ -20,10 +20,16 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
-from megacpp.launch import smoke
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
-from megacpp.launch.settle import _Orders
-from megacpp.launch.smoke import SETTINGS, Order, Peers, arguments_of, order_of, out_of_memory
+from megacpp.launch.resolve import _Orders
+from megacpp.launch.trial import (
+    SETTINGS,
+    Peers,
+    TrialCommand,
+    arguments_of,
+    out_of_memory,
+    trial_command,
+)
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.state.checkpoint import latest_checkpoint
 from parallel.boundary import AccumulationBoundary
@@ -242,7 +248,7 @@ def test_a_configuration_and_its_command_line(flags: str) -> None:
 
 def test_four_steps_of_a_candidate_and_nothing_else(tmp_path: Path) -> None:
     config = parse_run("nam56r_base --mesh.tp 2 --optim.warmup-steps 50".split(), 8).config
-    order = order_of(3, config, 8, tmp_path / "own")
+    order = trial_command(3, config, 8, tmp_path / "own")
     run = parse_run(order.arguments, 8).config
     assert run == replace_keys(config, {**SETTINGS, "run.dir": str(tmp_path / "own")})
     assert (run.run.steps, run.memory.fit, run.checkpoint.every) == (4, "smoke", 0)
@@ -269,13 +275,13 @@ def test_a_port_that_somebody_took_is_another_try(
 ) -> None:
     taken = Outcome("failed", "rank 0: torch.distributed.DistNetworkError: ... name: EADDRINUSE")
     ends = [taken, taken, OK]
-    given: list[Order] = []
+    given: list[TrialCommand] = []
 
-    def run_order(order: Order, _: Peers) -> Outcome:
+    def run_order(order: TrialCommand, _: Peers) -> Outcome:
         given.append(order)
         return ends[len(given) - 1]
 
-    monkeypatch.setattr("megacpp.launch.settle.run_order", run_order)
+    monkeypatch.setattr("megacpp.launch.resolve.run_trial", run_order)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     orders, asked = _Orders(Peers(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
     assert orders.run(1, asked) is OK

@@ -15,7 +15,7 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
-from megacpp.launch.gate import Assessor, room_of, set_allocator
+from megacpp.launch.gate import Estimator, memory_budget, set_allocator
 from megacpp.memory.budget import host_available_bytes, resident_bytes, words
 from megacpp.memory.calibration import Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
@@ -76,14 +76,14 @@ def config_of(*flags: str) -> Config:
 
 
 def test_the_room_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = room_of(config_of("--memory.device-gib", "10", "--memory.headroom", "0.2"), CPU)
+    given = memory_budget(config_of("--memory.device-gib", "10", "--memory.headroom", "0.2"), CPU)
     assert given.device_bytes == 10 * GIB and given.budget_bytes == 8 * GIB
     monkeypatch.setattr("megacpp.launch.gate.host_available_bytes", lambda: 8 * GIB)
-    assert room_of(config_of(), CPU).device_bytes == 8 * GIB
+    assert memory_budget(config_of(), CPU).device_bytes == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert room_of(config_of(), CPU).device_bytes == 2 * GIB
+    assert memory_budget(config_of(), CPU).device_bytes == 2 * GIB
     monkeypatch.setattr("megacpp.launch.gate.host_available_bytes", lambda: None)
-    unknown = room_of(config_of(), CPU)
+    unknown = memory_budget(config_of(), CPU)
     assert unknown.device_bytes is None and unknown.budget_bytes is None
 
 
@@ -97,8 +97,8 @@ def flat(point: float, upper: float) -> Callable[..., MemoryEstimate]:
     return estimate
 
 
-def assessor(point: float, upper: float) -> Assessor:
-    return Assessor(config_of("--memory.device-gib", "10"), 2, CPU, flat(point, upper))
+def assessor(point: float, upper: float) -> Estimator:
+    return Estimator(config_of("--memory.device-gib", "10"), 2, CPU, flat(point, upper))
 
 
 @pytest.mark.parametrize(

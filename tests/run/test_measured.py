@@ -14,7 +14,7 @@ from torch import nn
 
 from checkpointing.tracing.watch import StepWatch
 from megacpp.config.arguments import parse_run
-from megacpp.launch.gate import Assessor, room_of
+from megacpp.launch.gate import Estimator, memory_budget
 from megacpp.memory.calibration import read_records
 from megacpp.run.forensics import Forensics
 from megacpp.run.measured import Calibrator
@@ -31,7 +31,7 @@ class Rig:
     def __init__(self, folder: Path, to: str | None = None, rank: int = 0, factor: int = 1) -> None:
         to = str(folder / "calibration") if to is None else to
         self.config = parse_run(["tiny", f"--memory.calibration={to}"], 1).config
-        admission = Assessor(self.config, 1, CPU, flat(2, 2)).assess(self.config)
+        admission = Estimator(self.config, 1, CPU, flat(2, 2)).assess(self.config)
         self.model = nn.Linear(200, 300)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.model(torch.ones(1, 200)).sum().backward()
@@ -191,5 +191,5 @@ def test_the_smallest_gpu_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch) -
         lambda i: SimpleNamespace(total_memory=sizes[i] * GIB),
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    room = room_of(parse_run(["tiny"], 2).config, GPU)
+    room = memory_budget(parse_run(["tiny"], 2).config, GPU)
     assert room.device_bytes == 80 * GIB and str(room).startswith("80.0 GiB of NVIDIA H200")

@@ -28,7 +28,7 @@ from megacpp.config.arguments import flatten, parse_run, replace_keys
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
 from megacpp.launch.fit import STEPS, Outcome, judged
-from megacpp.launch.peers import POLL_S, Peers
+from megacpp.launch.rank_store import POLL_S, RankStore
 from megacpp.run.failure import PEER_LOST
 from megacpp.run.oom import NO_MEMORY
 
@@ -64,7 +64,7 @@ class Child(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class TrialCommand:
     """What all ranks start: `train.py` with these arguments.
 
     Attributes:
@@ -80,7 +80,7 @@ class Order:
     port: int
 
 
-def order_of(number: int, config: Config, size: int, folder: Path) -> Order:
+def trial_command(number: int, config: Config, size: int, folder: Path) -> TrialCommand:
     """Four steps of a resolved configuration, and nothing but that.
 
     The arguments are read back and compared: what runs is what was scored.
@@ -91,7 +91,7 @@ def order_of(number: int, config: Config, size: int, folder: Path) -> Order:
     smoke = replace_keys(config, {**SETTINGS, "run.dir": str(folder)})
     arguments = arguments_of(smoke)
     assert parse_run(arguments, size).config == smoke, "flags that don't say the configuration"
-    return Order(number, tuple(arguments), str(folder), *_meeting_point())
+    return TrialCommand(number, tuple(arguments), str(folder), *_meeting_point())
 
 
 def arguments_of(config: Config) -> list[str]:
@@ -107,7 +107,7 @@ def arguments_of(config: Config) -> list[str]:
     ]
 
 
-def run_order(order: Order, peers: Peers) -> Outcome | None:
+def run_trial(order: TrialCommand, peers: RankStore) -> Outcome | None:
     """Runs it on all ranks together; the outcome on rank 0, nothing elsewhere."""
     folder, began = Path(order.folder), time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def run_order(order: Order, peers: Peers) -> Outcome | None:
     return outcome
 
 
-def nobody_met(outcome: Outcome) -> bool:
+def port_conflict(outcome: Outcome) -> bool:
     """Whether somebody else took the port between the order and its start."""
     return outcome.kind == "failed" and "EADDRINUSE" in outcome.detail
 
@@ -153,7 +153,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _until_over(child: Child, failed: str, peers: Peers) -> tuple[int, bool]:
+def _until_over(child: Child, failed: str, peers: RankStore) -> tuple[int, bool]:
     """The child's exit code, and whether it was ended from here because another rank's failed."""
     deadline: float | None = None
     while (code := child.poll()) is None:
@@ -168,7 +168,7 @@ def _until_over(child: Child, failed: str, peers: Peers) -> tuple[int, bool]:
     return code, False
 
 
-def _environment(order: Order, peers: Peers) -> dict[str, str]:
+def _environment(order: TrialCommand, peers: RankStore) -> dict[str, str]:
     """This rank's own, but for the place where the group meets."""
     if peers.size == 1:
         return dict(os.environ)

@@ -59,7 +59,7 @@ def this_process() -> Process:
     return Process(f"{host} {space}", host, os.getpid(), restarts)
 
 
-class Peers:
+class RankStore:
     """All ranks of this start, before and beside their process group.
 
     Attributes:

@@ -15,16 +15,18 @@ from megacpp.config.schema import Config
 from megacpp.errors import MegacppError, config_error
 from megacpp.launch import fit
 from megacpp.launch.fit import Ladder, Outcome, climb, difference
-from megacpp.launch.gate import Admission, Assessor, admit
-from megacpp.launch.peers import Peers
-from megacpp.launch.smoke import Order, arguments_of, nobody_met, order_of, run_order
+from megacpp.launch.gate import Admission, Estimator, check_memory
+from megacpp.launch.rank_store import RankStore
+from megacpp.launch.trial import TrialCommand, arguments_of, port_conflict, run_trial, trial_command
 from megacpp.memory.planner import Candidate, Plan, plan
 
 PORTS = 3  # that may turn out to be taken
 SHOWN = 10  # candidates in the launch record
 
 
-def settle(resolved: Resolved, peers: Peers, device: torch.device) -> tuple[Resolved, Admission]:
+def resolve_launch(
+    resolved: Resolved, peers: RankStore, device: torch.device
+) -> tuple[Resolved, Admission]:
     """The configuration that a run starts with, and what its memory was estimated to be.
 
     That is the one given, unless `memory.fit` is `auto`. Called by every rank before any process
@@ -35,27 +37,27 @@ def settle(resolved: Resolved, peers: Peers, device: torch.device) -> tuple[Reso
         MegacppError: an attempt failed for another reason than memory.
     """
     if resolved.config.memory.fit != "auto":
-        return resolved, admit(resolved, peers.size, device)
-    size, assessor = peers.size, Assessor(resolved.config, peers.size, device)
+        return resolved, check_memory(resolved, peers.size, device)
+    size, estimator = peers.size, Estimator(resolved.config, peers.size, device)
     try:
         if peers.rank:
             config, told = _follow(peers, size), {}
         else:
-            config, told = _lead(peers, assessor, resolved)
+            config, told = _lead(peers, estimator, resolved)
     except Exception:
         peers.gather("over", True)
         raise
     peers.gather("over", True)  # the store may be rank 0's: it leaves last
-    found = replace(assessor.assess(config), **told)
+    found = replace(estimator.assess(config), **told)
     return _refit(resolved, config), found
 
 
-def planned(assessor: Assessor, resolved: Resolved) -> Plan:
+def planned(estimator: Estimator, resolved: Resolved) -> Plan:
     """The plan of a run; what its command line says stays as it is."""
-    budget = assessor.room.budget_bytes
+    budget = estimator.room.budget_bytes
     assert budget is not None
-    settled = assessor.settled(resolved.config)
-    found = plan(settled, assessor.size, budget, settled.train.tokens_per_step, resolved.given)
+    settled = estimator.settled(resolved.config)
+    found = plan(settled, estimator.size, budget, settled.train.tokens_per_step, resolved.given)
     return replace(
         found, candidates=tuple(_unsettled(c, resolved.config) for c in found.candidates)
     )
@@ -69,21 +71,23 @@ def _unsettled(candidate: Candidate, asked: Config) -> Candidate:
     )
 
 
-def _lead(peers: Peers, assessor: Assessor, resolved: Resolved) -> tuple[Config, dict[str, Any]]:
+def _lead(
+    peers: RankStore, estimator: Estimator, resolved: Resolved
+) -> tuple[Config, dict[str, Any]]:
     """Rank 0: plans, has all ranks try, and says which configuration it is."""
-    asked, room = resolved.config, assessor.room
+    asked, room = resolved.config, estimator.room
     folder = _own_folder(Path(resolved.config.run.dir))
-    orders = _Orders(peers, assessor.size, folder)
+    orders = _Orders(peers, estimator.size, folder)
     try:
         if room.device_bytes is None or room.budget_bytes is None:
             raise config_error("memory.fit", "auto", room.source, "give memory.device_gib")
-        found = planned(assessor, resolved)
+        found = planned(estimator, resolved)
         ladder = Ladder(
             found.candidates,
             asked,
             room.device_bytes,
             room.budget_bytes,
-            lambda c: assessor.assess(c.config).margin.extra_bytes,
+            lambda c: estimator.assess(c.config).margin.extra_bytes,
         )
         print(f"memory.fit=auto: {len(found.candidates)} candidates, the first that fits runs now")
         config = climb(ladder, orders.run).config
@@ -99,7 +103,7 @@ def _lead(peers: Peers, assessor: Assessor, resolved: Resolved) -> tuple[Config,
     return config, {"plan": summary(found, asked), "attempts": attempts}
 
 
-def _follow(peers: Peers, size: int) -> Config:
+def _follow(peers: RankStore, size: int) -> Config:
     """Any other rank: does what rank 0 says until it says which configuration it is."""
     number = 1
     while True:
@@ -110,8 +114,8 @@ def _follow(peers: Peers, size: int) -> Config:
             error = MegacppError(said["error"])
             error.exit_code = said["code"]
             raise error
-        order = Order(**{**said["run"], "arguments": tuple(said["run"]["arguments"])})
-        run_order(order, peers)
+        order = TrialCommand(**{**said["run"], "arguments": tuple(said["run"]["arguments"])})
+        run_trial(order, peers)
         number += 1
 
 
@@ -119,7 +123,7 @@ def _follow(peers: Peers, size: int) -> Config:
 class _Orders:
     """What rank 0 has told the others so far."""
 
-    peers: Peers
+    peers: RankStore
     size: int
     folder: Path
     number: int = 0
@@ -128,14 +132,14 @@ class _Orders:
         self.number += 1
         self.peers.tell(f"order/{self.number}", what)
 
-    def run(self, number: int, candidate: fit.Candidate) -> Outcome:
+    def run(self, number: int, candidate: fit.ScoredCandidate) -> Outcome:
         for _ in range(PORTS):
             own = self.folder / f"attempt-{number}"
-            order = order_of(self.number + 1, candidate.config, self.size, own)
+            order = trial_command(self.number + 1, candidate.config, self.size, own)
             self.say({"run": asdict(order)})
-            outcome = run_order(order, self.peers)
+            outcome = run_trial(order, self.peers)
             assert outcome is not None
-            if not nobody_met(outcome):
+            if not port_conflict(outcome):
                 break
         took = f"{outcome.median_step_s:.3f} s a step" if outcome.median_step_s else outcome.detail
         print(f"attempt {number}: {outcome.kind}, {took}", flush=True)
