@@ -16,7 +16,7 @@ from megacpp.launch.environment import MOST_RANKS
 from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
-    from parallel.simulate.dry_run import Bytes, DryRun, Rooms
+    from parallel.simulate.dry_run import Bytes, Dependencies, DryRun
 
 CLASSES = ("dense", "experts", "replicated")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -61,7 +61,7 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
 
     layers = config.model.depth // config.mesh.pp
     with following("dry-run", layers * sum(step.few_microbatches(config))):
-        found = step.dry_run(config, size, rank, rooms())
+        found = step.dry_run(config, size, rank, dependencies())
     if args.json:
         print(json.dumps(content(config, size, rank, found), indent=2))
     else:
@@ -69,14 +69,14 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
     return 0 if found.complete else 1
 
 
-def rooms() -> Rooms:
+def dependencies() -> Dependencies:
     """The optimizer and the clipping of every run."""
     from checkpointing.apply import ActivationCheckpointing
     from optim.build import build_optimizer
     from optim.clip import clip_gradients
-    from parallel.simulate.dry_run import Rooms
+    from parallel.simulate.dry_run import Dependencies
 
-    return Rooms(
+    return Dependencies(
         optimizers=lambda model, config, groups: build_optimizer(model, config, groups),
         clip=lambda model, config, copies, along: clip_gradients(
             model, config.optim.clip_norm, copies=copies, along=along

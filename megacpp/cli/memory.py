@@ -24,7 +24,7 @@ ROWS = 24  # moments shown: the fullest
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepPart:
     """A part of the step: the most bytes alive in it, and those at its end."""
 
     name: str
@@ -49,11 +49,11 @@ class Found:
     where: str
     components: dict[str, int]
     resting: int
-    moments: tuple[Moment, ...]
+    moments: tuple[StepPart, ...]
     largest: tuple[Block, ...]
 
     @classmethod
-    def of(cls, stream: Stream) -> Found:
+    def from_stream(cls, stream: Stream) -> Found:
         event, peak = stream.peak()
         alive = sorted((stream.blocks[n] for n in stream.alive_at(event)), key=lambda b: -b.bytes)
         by_component = stream.by_component(event)
@@ -67,12 +67,12 @@ class Found:
         )
 
 
-def moments_of(stream: Stream) -> tuple[Moment, ...]:
+def moments_of(stream: Stream) -> tuple[StepPart, ...]:
     """Between two marks each; what happens nothing in is left out."""
     line = stream.timeline()
     ends = [start for start, _ in stream.marks[1:]] + [len(line)]
     return tuple(
-        Moment(name, max(line[start:end]), line[end - 1])
+        StepPart(name, max(line[start:end]), line[end - 1])
         for (start, name), end in zip(stream.marks, ends, strict=True)
         if start < end
     )
@@ -107,7 +107,7 @@ def trace(args: TraceArgs, words: list[str]) -> int:
 
     with following("memory trace", traced_blocks(config, size, rank, args.full)):
         stream = trace_step(config, size, rank, args.full)
-    found = Found.of(stream)
+    found = Found.from_stream(stream)
     if timeline:
         from megacpp.memory.timeline import write_snapshot
 

@@ -58,7 +58,7 @@ class Trainee:
     qk_clip: QKClip | None
 
     @classmethod
-    def of(
+    def build(
         cls, model: HybridLM, world: World, config: Config, boundary: type[AccumulationBoundary]
     ) -> Trainee:
         tau = config.optim.qk_clip
@@ -150,7 +150,7 @@ def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Strea
         with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
             model.to_empty(device=world.device)
             model.train()
-            trainee = Trainee.of(model, world, config, FakeBoundary)
+            trainee = Trainee.build(model, world, config, FakeBoundary)
             for step in range(steps):
                 recorder.mark(f"step {step + 1}")
                 trainee.step(config, microbatches(config), recorder.stage)
@@ -172,7 +172,7 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
     with fake, Recorder(model) as recorder:
         model.to_empty(device=world.device)
         model.train()
-        trainee = Trainee.of(model, world, config, FakeBoundary)
+        trainee = Trainee.build(model, world, config, FakeBoundary)
         if config.mesh.pp > 1:
             trainee.first_step(config, recorder.stage, optimizes)
         elif world.parallel:

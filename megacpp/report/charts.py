@@ -18,7 +18,7 @@ POINTS = 600  # of a line, more are averaged
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A series; `noisy` has its mean drawn over it, `dots` marks its points and joins none.
 
     `marks` marks the points and joins them.
@@ -45,7 +45,7 @@ class Bar:
 
 
 def lines(
-    series: Sequence[Line],
+    series: Sequence[ChartLine],
     words: Callable[[float], str],
     level: tuple[float, str] | None = None,
     height: int = 200,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megacpp.memory.budget import words
-from megacpp.report.charts import Line, lines
+from megacpp.report.charts import ChartLine, lines
 from megacpp.report.html import columns, document, figures, plain, power, short
 from megacpp.report.style import SLIDER
 
@@ -71,17 +71,19 @@ def _totals(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str
 
 
 def _curves(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[str, str]]:
-    def series(name: str, noisy: bool = True) -> list[Line]:
+    def series(name: str, noisy: bool = True) -> list[ChartLine]:
         found = []
         for label, run in zip(names, runs, strict=True):
             steps = run["steps"]
             both = zip(steps.get("step", []), steps.get(name, []), strict=False)
             points = [(step + 1, y) for step, y in both if y is not None]
-            found.append(Line(label, points, noisy=noisy))
+            found.append(ChartLine(label, points, noisy=noisy))
         return found
 
     held_out = [
-        Line(label, [(row["step"] + 1, row["bits_per_byte"]) for row in _held_out(run)], marks=True)
+        ChartLine(
+            label, [(row["step"] + 1, row["bits_per_byte"]) for row in _held_out(run)], marks=True
+        )
         for label, run in zip(names, runs, strict=True)
     ]
     return [

@@ -12,7 +12,7 @@ from megacpp.config.schema import CheckpointingPolicy
 from megacpp.memory.budget import words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.snapshot import QUIET
-from megacpp.report.charts import Bar, Line, bars, lines, stacked
+from megacpp.report.charts import Bar, ChartLine, bars, lines, stacked
 from megacpp.report.html import (
     columns,
     document,
@@ -108,19 +108,19 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
         return [(x, y) for x, y in zip(at, steps.get(name, []), strict=False) if y is not None]
 
     def noisy(name: str, words: Callable[[float], str], **more: Any) -> str:
-        return lines([Line("", points(name), noisy=True)], words, **more)
+        return lines([ChartLine("", points(name), noisy=True)], words, **more)
 
     def learned(name: str, level: tuple[float, str] | None = None) -> str:
         found = [(row["step"] + 1, row[name]) for row in evaluations if row.get(name) is not None]
-        series = [Line("training", points(name), noisy=True)]
-        series += [Line("held out", found, dots=True)] if found else []
+        series = [ChartLine("training", points(name), noisy=True)]
+        series += [ChartLine("held out", found, dots=True)] if found else []
         return lines(series, plain, level)
 
     def grouped(name: str, words: Callable[[float], str], **more: Any) -> str:
         alike: dict[str, list[str]] = {}  # names of equal lines: one would hide the others
         for label, line in data["groups"][name].items():
             alike.setdefault(json.dumps(line), []).append(label)
-        series = [Line(", ".join(labels), json.loads(line)) for line, labels in alike.items()]
+        series = [ChartLine(", ".join(labels), json.loads(line)) for line, labels in alike.items()]
         return lines(series, words, **more)
 
     gzip = [row.get("gzip_bits_per_byte") for row in evaluations]
@@ -129,15 +129,15 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
     of = "resident set" if (data["header"]["device"] or "cpu") == "cpu" else "allocator"
     unit, called = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
     sizes = [(x, size / unit) for x, size in points("peak_bytes")]
-    memory = lines([Line("", sizes)], plain, from_zero=True)
-    rates = grouped("rates", power) or lines([Line("", points("lr"))], power)
+    memory = lines([ChartLine("", sizes)], plain, from_zero=True)
+    rates = grouped("rates", power) or lines([ChartLine("", points("lr"))], power)
     drawn = [
         ("loss, nats a token", learned("loss")),
         ("bits per byte", learned("bits_per_byte", level)),
         ("gradient norm", noisy("grad_norm", plain)),
         ("learning rate by parameter group", rates),
         ("busiest expert over the mean of its layer", grouped("load", plain)),
-        ("tokens read", lines([Line("", points("tokens_read"))], short, from_zero=True)),
+        ("tokens read", lines([ChartLine("", points("tokens_read"))], short, from_zero=True)),
     ]
     machine = [
         ("tokens a second", noisy("tokens_per_s", short, from_zero=True)),
@@ -244,7 +244,9 @@ def _growth(growth: Mapping[str, Any]) -> list[str]:
     if len(growth["peaks"]) > 2:
         most = max(peak for _, peak in growth["peaks"])
         unit = 2.0**30 if most >= 2**30 else 2.0**20
-        peaks = lines([Line("", growth["peaks"])], words, height=150, unit=unit, from_zero=True)
+        peaks = lines(
+            [ChartLine("", growth["peaks"])], words, height=150, unit=unit, from_zero=True
+        )
         parts.append(figures([("peak of a step, rank 0", peaks)]))
     if record:
         a, b = record["steps"]

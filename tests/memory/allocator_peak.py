@@ -107,7 +107,7 @@ def _steps(model: HybridLM, config: Config, world: World, part: Callable[[Tensor
     model.to_empty(device=CPU)
     initialise(model, model.init_rules(), config.run.seed, part)
     model.train()
-    trainee = Trainee.of(model, world, config, AccumulationBoundary)
+    trainee = Trainee.build(model, world, config, AccumulationBoundary)
     trainee.first_step(config)
     with record_function(MARK):
         pass

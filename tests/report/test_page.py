@@ -22,7 +22,7 @@ from megacpp.memory.snapshot import Snapshot, as_text, file_name
 from megacpp.report.charts import (
     POINTS,
     Bar,
-    Line,
+    ChartLine,
     bars,
     lines,
     nice_ticks,
@@ -427,10 +427,10 @@ def test_ticks_are_round_and_span_what_is_asked() -> None:
 
 
 def test_drawings_of_little_or_nothing() -> None:
-    assert lines([Line("", [])], str) == "" and bars([Bar("a", [])], str) == ""
+    assert lines([ChartLine("", [])], str) == "" and bars([Bar("a", [])], str) == ""
     assert stacked([("a", 0.0, "")]) == ""
     holes = [(0.0, 1.0), (1.0, math.nan), (2.0, math.inf), (3.0, 1.0)]
-    assert len(svgs(lines([Line("", holes)], str))) == 1
+    assert len(svgs(lines([ChartLine("", holes)], str))) == 1
     many = [(float(n), 1.0) for n in range(10_000)]
     assert len(thinned(many)) <= POINTS and {y for _, y in thinned(many)} == {1.0}
     assert thinned(many[:5]) == many[:5]
