@@ -30,7 +30,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.memory.forms.compress import projected_width
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
@@ -147,7 +147,7 @@ class CompressedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (z,) = ctx.saved_tensors
-        need_x, need_latent = wanted_gradients(ctx)[:2]
+        need_x, need_latent = needs_input_grad_now(ctx)[:2]
         g_NO = g.flatten(0, -2)
         dx = dlatent_OZ = None
         if need_x:

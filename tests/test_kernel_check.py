@@ -9,7 +9,7 @@ from torch import Tensor
 from megacpp.blocks.m2rnn import module as m2rnn
 from megacpp.config.presets import tiny
 from megacpp.errors import ConfigError
-from megacpp.kernels.selection import OPERATIONS, Backend, Choice, Operation
+from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection, Operation
 from megacpp.kernels.support import always
 from megacpp.run import kernel_check
 from megacpp.run.kernel_check import (
@@ -61,13 +61,15 @@ def test_a_run_starts_with_kernels_that_agree_alone(monkeypatch: pytest.MonkeyPa
         return y * torch.where(torch.arange(y.shape[2]) == 0, much, 1.0)[:, None], last
 
     monkeypatch.setattr(m2rnn, "m2rnn_chunked", scan)
-    found = {"m2rnn": Choice("m2rnn", "other", "auto", {})}
+    found = {"m2rnn": BackendSelection("m2rnn", "other", "auto", {})}
     (line,) = verify_kernels(tiny(), CPU, found, (1, 32))
     assert line.startswith("m2rnn: other agrees with its definition here, off by")
     fault[0] = 1.01
     with pytest.raises(ConfigError, match="m2rnn=other: doesn't agree with its definition"):
         verify_kernels(tiny(), CPU, found, (1, 32))
-    assert verify_kernels(tiny(), CPU, {"m2rnn": Choice("m2rnn", "torch", "auto", {})}) == []
+    assert (
+        verify_kernels(tiny(), CPU, {"m2rnn": BackendSelection("m2rnn", "torch", "auto", {})}) == []
+    )
 
 
 def test_not_a_number_never_agrees() -> None:

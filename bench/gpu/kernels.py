@@ -55,7 +55,7 @@ def kernels(record: Record, wanted: list[str]) -> None:
             record.skip("kernels", name, "", "no block is known that does it")
             continue
         for backend in operation.backends:
-            why = backend.refusal(config, host)
+            why = backend.unsupported_reason(config, host)
             if why is not None:
                 record.skip("kernels", name, backend.name, why)
                 continue

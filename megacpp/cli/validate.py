@@ -14,7 +14,7 @@ from megacpp.config.settings import setting, settings_of
 from megacpp.errors import MegacppError
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
-from megacpp.memory.fixes import refusal
+from megacpp.memory.fixes import memory_error
 from megacpp.terminal.screen import wrapped
 
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -131,7 +131,7 @@ def _memory(config: Config, world_size: int) -> tuple[dict[str, Any] | None, lis
     if needs.verdict == "does_not_fit" and given.gate == "on":
         room = f"{given.device_gib:g} GiB given, {given.headroom:.0%} headroom"
         price = lambda other: fullest(other, world_size, budget, BRIEF)[1]  # noqa: E731
-        refused = [refusal(config, world_size, rank, price, needs, room)]
+        refused = [memory_error(config, world_size, rank, price, needs, room)]
     return {"rank": rank, "gate": given.gate, "estimate": needs.as_dict()}, refused
 
 

@@ -28,7 +28,7 @@ from megacpp.memory.budget import (
 )
 from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
 from megacpp.memory.estimate import MemoryEstimate, estimate
-from megacpp.memory.fixes import refusal
+from megacpp.memory.fixes import memory_error
 from megacpp.run.precision import compute_dtype
 
 VERDICTS = {
@@ -200,7 +200,7 @@ class Estimator:
         extra = found.margin.extra_bytes
         room = f"{self.room}{f', {words(extra)} for what was misjudged before' if extra else ''}"
         price = lambda other: self.price(other, extra)  # noqa: E731
-        raise refusal(found.settled, self.size, found.rank, price, found.estimate, room)
+        raise memory_error(found.settled, self.size, found.rank, price, found.estimate, room)
 
 
 def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admission:

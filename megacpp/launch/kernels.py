@@ -11,7 +11,7 @@ import torch
 from megacpp.config.schema import Config
 from megacpp.kernels.backend import Kernels
 from megacpp.kernels.host import Host, installed
-from megacpp.kernels.selection import Choice, choose, plain_loss
+from megacpp.kernels.selection import BackendSelection, choose, plain_loss
 from megacpp.run.precision import compute_dtype
 
 NAMES = {
@@ -31,7 +31,7 @@ def host_of(config: Config, device: torch.device) -> Host:
     return Host("cuda", dtype, capability, torch.cuda.get_device_name(device), installed())
 
 
-def choices(config: Config, device: torch.device) -> dict[str, Choice]:
+def choices(config: Config, device: torch.device) -> dict[str, BackendSelection]:
     """What does each operation of a run, and why; asked once, where a run starts.
 
     Warns of a GPU for whose head there is no kernel.
@@ -60,12 +60,12 @@ def as_chosen(config: Config, device: torch.device) -> Config:
     return replace(config, kernels=replace(config.kernels, **names))
 
 
-def kernel_lines(found: Mapping[str, Choice]) -> list[str]:
+def kernel_lines(found: Mapping[str, BackendSelection]) -> list[str]:
     """One line for each operation of the model: its backend, and why."""
     return [f"{name}: {choice.taken}" for name, choice in found.items()]
 
 
-def kernel_record(found: Mapping[str, Choice]) -> dict[str, dict[str, object]]:
+def kernel_record(found: Mapping[str, BackendSelection]) -> dict[str, dict[str, object]]:
     """The same for launch.json."""
     return {
         name: {"backend": c.backend, "asked": c.asked, "passed_over": dict(c.passed_over)}

@@ -16,7 +16,7 @@ from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
-from megacpp.kernels.selection import Choice
+from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
 from megacpp.launch.gate import Admission, set_allocator
 from megacpp.launch.kernels import as_chosen, choices, kernel_lines, kernel_record
@@ -71,7 +71,7 @@ class PreparedLaunch:
     corpus: Corpus
     device: torch.device
     admission: Admission
-    kernels: Mapping[str, Choice]
+    kernels: Mapping[str, BackendSelection]
     agreed: tuple[str, ...]
 
     @property

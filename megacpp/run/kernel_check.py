@@ -21,7 +21,7 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
-from megacpp.kernels.selection import OPERATIONS, Backend, Choice
+from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection
 from megacpp.launch.kernels import host_of
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
@@ -47,7 +47,7 @@ class Agreement:
 
     operation: str
     backend: str
-    against: str | None
+    unsupported: str | None
     output_error: float = math.nan
     gradient_error: float = math.nan
     bound: float = math.nan
@@ -55,15 +55,15 @@ class Agreement:
     @property
     def holds(self) -> bool | None:
         """Both errors are within the bound (not a number never is); None: it can't run here."""
-        if self.against is not None:
+        if self.unsupported is not None:
             return None
         return self.output_error <= self.bound and self.gradient_error <= self.bound
 
     @property
     def words(self) -> str:
         """`off by 2e-07 (output) and 3e-07 (gradients), bound 1e-05`, or why it wasn't asked."""
-        if self.against is not None:
-            return self.against
+        if self.unsupported is not None:
+            return self.unsupported
         return (
             f"off by {self.output_error:.0e} (output) and {self.gradient_error:.0e} (gradients), "
             f"bound {self.bound:.0e}"
@@ -110,9 +110,9 @@ def check_backends(
     for name, special, config in variants():
         host = host_of(config, device)
         for backend in OPERATIONS[name].backends:
-            against = backend.refusal(config, host)
-            if against is not None:
-                yield special, Agreement(name, backend.name, against)
+            unsupported = backend.unsupported_reason(config, host)
+            if unsupported is not None:
+                yield special, Agreement(name, backend.name, unsupported)
             elif backend.name != "reference":
                 yield special, agreement(name, backend, config, device, shape)
 
@@ -120,7 +120,7 @@ def check_backends(
 def verify_kernels(
     config: Config,
     device: torch.device,
-    found: Mapping[str, Choice],
+    found: Mapping[str, BackendSelection],
     shape: tuple[int, int] = SHORT,
 ) -> list[str]:
     """A library's kernel or ours must agree with the definition on this device before it trains.

@@ -64,7 +64,7 @@ def loss_and_gradients(
     g = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(50, (2, 16), generator=g).to(device)
     docs = Documents.from_ids((torch.arange(32).view(2, 16) // 5).to(device))
-    if model.config.looks_around:
+    if model.config.needs_full_row:
         docs = docs.with_tokens(ids_BT, ids_BT)
     with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
         loss = model(ids_BT, ids_BT, docs).loss_sum / ids_BT.numel()
