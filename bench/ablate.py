@@ -44,7 +44,7 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 @dataclass(frozen=True)
-class Run:
+class AblationRun:
     """One training run."""
 
     variant: str
@@ -90,7 +90,7 @@ def flags_of(variant: str) -> dict[str, Any]:
     return {key: value for key, value in after.items() if value != before[key]}
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: AblationRun) -> dict[str, Any]:
     """The figures of a run, made now or found."""
     found = run.folder / "ablation.json"
     if found.exists():
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All runs, `jobs` at a time, seed by seed so that slow hours hit all variants alike."""
     names = [BASE, *(v for v in variants() if v in options.only)] if options.only else variants()
     plan = [
-        Run(variant, seed, options.steps, options.eval_rows)
+        AblationRun(variant, seed, options.steps, options.eval_rows)
         for seed in range(1, options.seeds + 1)
         for variant in names
     ]
@@ -167,7 +167,7 @@ def model_figures(variant: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Line:
+class AblationLine:
     """A variant against the base, seed by seed.
 
     Attributes:
@@ -193,7 +193,7 @@ class Line:
         return "better" if self.difference < 0 else "worse"
 
 
-def lines_of(record: dict[str, Any]) -> list[Line]:
+def lines_of(record: dict[str, Any]) -> list[AblationLine]:
     """The table's lines, from what was stored."""
     of: dict[str, dict[int, dict[str, Any]]] = {}
     for run in record["runs"]:
@@ -206,7 +206,7 @@ def lines_of(record: dict[str, Any]) -> list[Line]:
         if variant != BASE and len(apart) in STUDENT:
             within = STUDENT[len(apart)] * statistics.stdev(apart) / math.sqrt(len(apart))
         found.append(
-            Line(
+            AblationLine(
                 variant,
                 statistics.mean(run["bits_per_byte"] for run in runs.values()),
                 statistics.mean(apart),

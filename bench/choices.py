@@ -15,7 +15,7 @@ from megacpp.model.pieces import BLOCK, NOTHING, Piece
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecomputeSetup:
     """A policy with a name.
 
     Attributes:
@@ -29,7 +29,7 @@ class Choice:
     whole: bool = False
     compiled: bool = False
 
-    def of(self, config: Config) -> Config:
+    def apply(self, config: Config) -> Config:
         """The run with this choice."""
         compiles = "inductor" if self.compiled else "off"
         train = replace(config.train, compile=compiles)
@@ -45,15 +45,19 @@ class Choice:
 
 
 # States of the recurrence are kept here and nowhere else.
-KEEP_ALL = Choice("keep all", CheckpointingPolicy(rblock="none"))
-WHOLE = Choice("every block", CheckpointingPolicy(), whole=True)
+KEEP_ALL = RecomputeSetup("keep all", CheckpointingPolicy(rblock="none"))
+WHOLE = RecomputeSetup("every block", CheckpointingPolicy(), whole=True)
 # One selection for every kind, as trainers of dense models offer it.
-SELECTIVE = Choice("one selection", CheckpointingPolicy(core_attn=True, mlp=True, norms=True))
-BY_KIND = Choice("by block kind", PER_BLOCK)
-OFFLOAD = Choice("by kind, offload", replace(PER_BLOCK, offload="block_inputs", offload_min_mib=0))
-COMPRESS = Choice("by kind, compress 1/4", replace(PER_BLOCK, compress=0.25))
+SELECTIVE = RecomputeSetup(
+    "one selection", CheckpointingPolicy(core_attn=True, mlp=True, norms=True)
+)
+BY_KIND = RecomputeSetup("by block kind", PER_BLOCK)
+OFFLOAD = RecomputeSetup(
+    "by kind, offload", replace(PER_BLOCK, offload="block_inputs", offload_min_mib=0)
+)
+COMPRESS = RecomputeSetup("by kind, compress 1/4", replace(PER_BLOCK, compress=0.25))
 CHOICES = (KEEP_ALL, WHOLE, SELECTIVE, BY_KIND, OFFLOAD, COMPRESS)
-compiled = partial(Choice, compiled=True)
+compiled = partial(RecomputeSetup, compiled=True)
 COMPILED = tuple(
     compiled(f"compiled {budget:g}", CheckpointingPolicy(activation_memory_budget=budget))
     for budget in (1.0, 0.5, 0.0)

@@ -47,7 +47,7 @@ POLICIES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class EstimatePoint:
     """One configuration to trace and to estimate."""
 
     preset: str
@@ -111,7 +111,7 @@ class Result:
         seconds: that the trace took; `estimate_ms`: the estimate.
     """
 
-    point: Point
+    point: EstimatePoint
     trace: int
     where: str
     tensors: int
@@ -125,13 +125,13 @@ class Result:
         return self.tensors / self.trace - 1
 
 
-def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[Point]:
+def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[EstimatePoint]:
     """Legal points, of every preset and world alike; the same ones for a number."""
     draw, seen = random.Random(seed), set()
     while len(seen) < number:
         name = PRESETS[len(seen) % len(PRESETS)]
         world = WORLDS[len(seen) // len(PRESETS) % len(WORLDS)]
-        point = Point(
+        point = EstimatePoint(
             name,
             world,
             draw.choice(TOKENS),
@@ -154,7 +154,7 @@ def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[Point]:
             yield point
 
 
-def measure(point: Point) -> Result:
+def measure(point: EstimatePoint) -> Result:
     """Traces a point and estimates it."""
     from megacpp.cli.trace import trace_step  # torch
 

@@ -115,7 +115,7 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
@@ -132,7 +132,7 @@ class Llama(nn.Module):
         self.embed = nn.Embedding(shape.vocab, shape.dim)
         size = 1, shape.tokens, 1, shape.dim // shape.num_heads // 2
         self.register_buffer("turns", torch.empty(size, dtype=torch.complex64))
-        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
 

@@ -24,7 +24,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torch import Tensor, nn
 
-from bench.choices import BY_KIND, CHOICES, COMPRESS, KEEP_ALL, OFFLOAD, SELECTIVE, WHOLE, Choice
+from bench.choices import (
+    BY_KIND,
+    CHOICES,
+    COMPRESS,
+    KEEP_ALL,
+    OFFLOAD,
+    SELECTIVE,
+    WHOLE,
+    RecomputeSetup,
+)
 from checkpointing.apply import set_seams
 from checkpointing.rebuild import Store
 from checkpointing.tracing.activations import (
@@ -55,8 +64,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
-NORMS = Choice("norms", CheckpointingPolicy(rblock="none", norms=True))
-EXPERTS = Choice("by kind, no mlp", replace(PER_BLOCK, mlp=False))
+NORMS = RecomputeSetup("norms", CheckpointingPolicy(rblock="none", norms=True))
+EXPERTS = RecomputeSetup("by kind, no mlp", replace(PER_BLOCK, mlp=False))
 # What a policy may say of one kind, and the choice in which blocks of the kind do it.
 SAYS = {
     "A": {"": NORMS, "selective": SELECTIVE, "full": WHOLE},
@@ -67,7 +76,7 @@ SAYS = {
 
 
 @dataclass(frozen=True)
-class Point:
+class TradeOff:
     """What a choice comes to.
 
     Attributes:
@@ -80,7 +89,7 @@ class Point:
     flops: int
     moved: int = 0
 
-    def beats(self, other: Point) -> bool:
+    def beats(self, other: TradeOff) -> bool:
         """Keeps no more and repeats no more, and is another."""
         least = self.kept <= other.kept and self.flops <= other.flops
         return least and (self.kept, self.flops) != (other.kept, other.flops)
@@ -91,8 +100,8 @@ class Front:
     """A preset's choices by name, and the policies by kind that no other one by kind beats."""
 
     forward: int
-    points: dict[str, Point]
-    best: dict[str, Point]
+    points: dict[str, TradeOff]
+    best: dict[str, TradeOff]
 
     def beaten(self, name: str) -> bool:
         return any(point.beats(self.points[name]) for point in self.best.values())
@@ -119,16 +128,16 @@ def front(config: Config, size: int) -> Front:
     """All choices, measured, and what kinds of blocks put together come to."""
     found = {choice: measured(choice, config, size) for choice in (*CHOICES, NORMS, EXPERTS)}
     plain = found[KEEP_ALL].activations
-    points = {choice.name: found[choice].against(plain) for choice in CHOICES}
+    points = {choice.name: found[choice].relative_to(plain) for choice in CHOICES}
     letters = sorted(set(block_letters(config.model.pattern, config.model.depth)))
-    mixed: dict[str, Point] = {}
+    mixed: dict[str, TradeOff] = {}
     for says in product(*(SAYS[letter] for letter in letters)):
         of = {letter: SAYS[letter][word] for letter, word in zip(letters, says, strict=True)}
         parts = tuple(
             part_of(found[of.get(p.name[0], NORMS)].activations, p.name) for p in plain.parts
         )
         words = "; ".join(f"{letter} {w}" for letter, w in zip(letters, says, strict=True) if w)
-        mixed[words] = Measured(replace(plain, parts=parts)).against(plain)
+        mixed[words] = Measured(replace(plain, parts=parts)).relative_to(plain)
     first = {p: w for w, p in reversed(mixed.items())}  # not two ways to one point
     best = {w: p for p, w in first.items() if not any(q.beats(p) for q in first)}
     ordered = dict(sorted(best.items(), key=lambda item: item[1].flops))
@@ -146,16 +155,16 @@ class Measured:
     activations: Activations
     parked: Sequence[int] = ()
 
-    def against(self, plain: Activations) -> Point:
+    def relative_to(self, plain: Activations) -> TradeOff:
         """Compared with keeping all. The forward counts too: projections are made in it."""
         found, gone = self.activations, offload_bytes(self.parked, 0, sys.maxsize).back
         flops = found.repeated(plain) + found.flops("forward") - plain.flops("forward")
-        return Point(found.bytes - gone, flops, gone)
+        return TradeOff(found.bytes - gone, flops, gone)
 
 
-def measured(choice: Choice, config: Config, size: int) -> Measured:
+def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
     """What one microbatch keeps on rank 0, under fake tensors, one layer of each kind."""
-    config = as_trained(choice.of(config))
+    config = as_trained(choice.apply(config))
     few = replace(
         config,
         model=one_of_each(config.model),
@@ -221,7 +230,7 @@ def table(name: str, of: Front) -> str:
     return "\n".join(lines)
 
 
-def _line(words: str, p: Point, every: int, forward: int) -> str:
+def _line(words: str, p: TradeOff, every: int, forward: int) -> str:
     kept = f"{readable(p.kept):>12}{p.kept / every:9.1%}"
     return f"{words:54}{kept}{p.flops / forward:+9.1%}"
 
@@ -258,7 +267,7 @@ def draw(fronts: dict[str, Front], image: Path) -> None:
 def panel(axes: Axes, name: str, of: Front) -> None:
     every = of.points[KEEP_ALL.name].kept
 
-    def place(p: Point) -> tuple[float, float]:
+    def place(p: TradeOff) -> tuple[float, float]:
         return 100 * p.flops / of.forward, 100 * p.kept / every
 
     x, y = zip(*map(place, of.best.values()), strict=True)

@@ -83,7 +83,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class PrecisionRun:
     """One training run."""
 
     variant: str
@@ -110,7 +110,7 @@ class Run:
         return [sys.executable, "train.py", "tiny", *words]
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: PrecisionRun) -> dict[str, Any]:
     """The figures of a run, made now or found."""
     found = run.folder / "precision.json"
     if found.exists():
@@ -139,14 +139,14 @@ def train(run: Run) -> dict[str, Any]:
     return figures
 
 
-def plan(options: argparse.Namespace) -> list[Run]:
+def plan(options: argparse.Namespace) -> list[PrecisionRun]:
     """The base, whose seeds give the bound, then seed by seed: useful wherever it is stopped."""
     names = list(VARIANTS)
     if options.only:
         wanted = {BASE, *options.only}
         wanted |= {VARIANTS[name].reference for name in wanted} - {""}
         names = [name for name in names if name in wanted]
-    runs = [Run(v, s, options.steps) for s in range(1, options.seeds + 1) for v in names]
+    runs = [PrecisionRun(v, s, options.steps) for s in range(1, options.seeds + 1) for v in names]
     return sorted(runs, key=lambda run: run.variant != BASE)
 
 
@@ -196,7 +196,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Line:
+class PrecisionLine:
     """A variant against its reference, seed by seed.
 
     Attributes:
@@ -222,7 +222,7 @@ class Line:
         return "parity" if abs(self.difference) <= self.bound else "apart"
 
 
-def lines_of(record: dict[str, Any]) -> list[Line]:
+def lines_of(record: dict[str, Any]) -> list[PrecisionLine]:
     """The table's lines, from what was stored."""
     of: dict[str, dict[int, dict[str, Any]]] = {}
     for run in record["runs"]:
@@ -235,7 +235,7 @@ def lines_of(record: dict[str, Any]) -> list[Line]:
         apart = [abs(a - b) for x, y in pairs for a, b in zip(smooth(x), smooth(y), strict=True)]
         differences = [x["held_out"] - y["held_out"] for x, y in pairs]
         found.append(
-            Line(
+            PrecisionLine(
                 variant,
                 reference,
                 len(runs),

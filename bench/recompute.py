@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from bench.choices import CHOICES, COMPILED, KEEP_ALL, Choice
+from bench.choices import CHOICES, COMPILED, KEEP_ALL, RecomputeSetup
 from bench.shapes import names, shape
 from bench.step import Trainer
 from checkpointing.tracing.meter import Meter
@@ -51,17 +51,19 @@ def main() -> None:
     print(json.dumps(result, indent=2) if options.json else table(result))
 
 
-def fits(choice: Choice, config: Config) -> bool:
+def fits(choice: RecomputeSetup, config: Config) -> bool:
     """Whether a model has what a choice is about."""
     letters = set(config.model.pattern)
     return not choice.policy.compress or bool(letters & set("AF"))
 
 
-def measure(config: Config, choices: list[Choice], steps: int, world: World) -> dict[str, Row]:
+def measure(
+    config: Config, choices: list[RecomputeSetup], steps: int, world: World
+) -> dict[str, Row]:
     """Seconds a step in turns, bytes kept and the peak of one step."""
     trainers = {}
     for choice in choices:
-        own = choice.of(config)
+        own = choice.apply(config)
         trainers[choice.name] = Trainer(own, world, choice.keeper(own, world.device))
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     seconds: dict[str, list[float]] = {name: [] for name in trainers}

@@ -16,9 +16,9 @@ from bench.gpu.clock import median_s
 from bench.gpu.models import MODES
 from bench.gpu.profile import slowest
 from bench.gpu.recompute import mark
-from bench.gpu.record import COLUMNS, GOALS, Record, as_markdown, reached
+from bench.gpu.record import COLUMNS, GOALS, GpuRecord, as_markdown, reached
 from bench.gpu.shapes import MODELS, hybrid, ready
-from bench.gpu.steps import CapturedSteps, Steps, graph_refusal, in_use, made_up
+from bench.gpu.steps import CapturedSteps, Steps, graph_unsupported_reason, in_use, made_up
 from megacpp.config.checks.every import check
 from megacpp.config.schema import CheckpointingPolicy, MTPConfig, PrecisionConfig
 from megacpp.kernels.selection import OPERATIONS
@@ -83,7 +83,7 @@ def test_rates_follow_from_counted_flops(tiny_run: dict[str, Any]) -> None:
 def test_models_of_a_gpu_are_legal(name: str) -> None:
     config = ready(MODELS[name](), False)
     check(config, 1)
-    assert config.data.seq_len == 4096 and graph_refusal(config, CPU) is None
+    assert config.data.seq_len == 4096 and graph_unsupported_reason(config, CPU) is None
 
 
 def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +104,15 @@ def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None
         "maxima": replace(config, optim=replace(config.optim, qk_clip=100.0)),
     }
     for words, each in refused.items():
-        why = graph_refusal(each, CUDA)
+        why = graph_unsupported_reason(each, CUDA)
         assert why is not None and words in why and "\n" not in why, (words, why)
-        assert graph_refusal(each, CPU) is None, "no graph, nothing to refuse"
+        assert graph_unsupported_reason(each, CPU) is None, "no graph, nothing to refuse"
     for name in MODELS:
-        assert graph_refusal(ready(MODELS[name](), False), CUDA) is None, name
+        assert graph_unsupported_reason(ready(MODELS[name](), False), CUDA) is None, name
 
 
 def test_an_error_is_a_line_and_the_next_row_follows(tmp_path: Path) -> None:
-    record = Record(tmp_path / "x.json", CPU, 60.0)
+    record = GpuRecord(tmp_path / "x.json", CPU, 60.0)
 
     def broken() -> Iterator[dict[str, Any]]:
         yield {"tflops": 600.0}
@@ -127,7 +127,7 @@ def test_an_error_is_a_line_and_the_next_row_follows(tmp_path: Path) -> None:
 
 
 def test_nothing_is_begun_when_the_time_is_over() -> None:
-    record = Record(None, CPU, 0.0)
+    record = GpuRecord(None, CPU, 0.0)
     assert not record.attempt("models", "dense_1b", "eager", lambda: [{}])
     assert not record.rows and "were over" in record.skipped[0]["why"]
 

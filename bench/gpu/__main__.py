@@ -21,7 +21,7 @@ from bench.gpu.kernels import kernels
 from bench.gpu.models import models
 from bench.gpu.profile import profile
 from bench.gpu.recompute import recompute
-from bench.gpu.record import Record, as_markdown, read, show
+from bench.gpu.record import GpuRecord, as_markdown, read, show
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cpu" and not options.tiny:
         print("error: no GPU here. Fix: --tiny --device cpu tries the code.", file=sys.stderr)
         return 2
-    record = Record(path, device, options.seconds, options.tiny)
+    record = GpuRecord(path, device, options.seconds, options.tiny)
     if options.tiny and options.out is None:
         record.path = None  # what a CPU made up is nobody's benchmark
     wanted = options.only or list(SECTIONS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from bench.gpu.clock import fresh
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import ready
 from bench.gpu.steps import Steps, beside_estimate
 from megacpp.config.presets import PER_BLOCK, preset
@@ -28,7 +28,7 @@ GRID = (
 KEPT = {"all": CheckpointingPolicy(), "blocks": PER_BLOCK}
 
 
-def estimator(record: Record, wanted: list[str]) -> None:
+def estimator(record: GpuRecord, wanted: list[str]) -> None:
     """Two steps of every point: the second is as full as any."""
     for point in GRID[1::4] if record.tiny else GRID:
         name, rows, tokens, kept, optimizer = point

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import packed_documents
 from megacpp.config.schema import Config
@@ -44,7 +44,7 @@ class Bench:
     run: Callable[[Tensor, Documents], Tensor]
 
 
-def kernels(record: Record, wanted: list[str]) -> None:
+def kernels(record: GpuRecord, wanted: list[str]) -> None:
     """All operations, all backends."""
     config = ready(hybrid(12), record.tiny)
     host = host_of(config, record.device)
@@ -68,7 +68,7 @@ def kernels(record: Record, wanted: list[str]) -> None:
             fresh(record.device)
 
 
-def rows_of(name: str, backend: Backend, config: Config, record: Record) -> Iterator[Row]:
+def rows_of(name: str, backend: Backend, config: Config, record: GpuRecord) -> Iterator[Row]:
     """Errors and seconds of one backend."""
     device = record.device
     short, long = TINY if record.tiny else (SHORT, LONG)

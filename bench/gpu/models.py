@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import DEPTHS, MODELS, hybrid, ready
 from bench.gpu.steps import (
     CapturedSteps,
@@ -16,7 +16,7 @@ from bench.gpu.steps import (
     beside_estimate,
     compiled,
     deepest,
-    graph_refusal,
+    graph_unsupported_reason,
 )
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
@@ -28,7 +28,7 @@ TINY = ("dense_1b", "hybrid")  # a kind of each
 MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")
 
 
-def models(record: Record, wanted: list[str]) -> None:
+def models(record: GpuRecord, wanted: list[str]) -> None:
     """Every model in every mode that is legal for it."""
     for name in wanted or (TINY if record.tiny else MODELS):
         if name not in MODELS:
@@ -43,7 +43,7 @@ def models(record: Record, wanted: list[str]) -> None:
             one(record, name, mode, config)
 
 
-def config_of(name: str, record: Record) -> Config:
+def config_of(name: str, record: GpuRecord) -> Config:
     """A model ready to run; the hybrid as deep as the device takes."""
     if name != "hybrid":
         return ready(MODELS[name](), record.tiny)
@@ -51,12 +51,12 @@ def config_of(name: str, record: Record) -> Config:
     return deepest(makers, record.device)  # type: ignore[arg-type]
 
 
-def one(record: Record, name: str, mode: str, config: Config) -> None:
+def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
     """One model in one mode."""
     device = record.device
     if "inductor" in mode:
         config = compiled(config, record.tiny)
-    why = graph_refusal(config, device) if "graph" in mode else None
+    why = graph_unsupported_reason(config, device) if "graph" in mode else None
     if "inductor" in mode and not set(config.model.pattern) & set("AFE"):
         why = "nothing of it is compiled"
     if why is not None:

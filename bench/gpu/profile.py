@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 
 from bench.gpu.clock import fresh, settle, timed
 from bench.gpu.models import config_of
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import MODELS
 from bench.gpu.steps import Steps
 from megacpp.config.schema import Config
@@ -20,7 +20,7 @@ TOP = 10
 LONGEST = 100  # of a name
 
 
-def profile(record: Record, wanted: list[str]) -> None:
+def profile(record: GpuRecord, wanted: list[str]) -> None:
     """One microbatch and one update of the model with the lowest MFU, or of those asked for."""
     for name in wanted or [slowest(record.rows)]:
         config = config_of(name, record)

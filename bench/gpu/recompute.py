@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.choices import CHOICES, KEEP_ALL, Choice
+from bench.choices import CHOICES, KEEP_ALL, RecomputeSetup
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import GIB
 from bench.recompute import fits, memory
@@ -19,7 +19,7 @@ from parallel.mesh import World
 NAME = "hybrid, 13 layers"
 
 
-def recompute(record: Record, wanted: list[str]) -> None:
+def recompute(record: GpuRecord, wanted: list[str]) -> None:
     """One model under every choice of bench/choices.py, and which of them no other one beats."""
     config = ready(hybrid(13), record.tiny)
     for choice in CHOICES[:: 3 if record.tiny else 1]:
@@ -35,9 +35,9 @@ def recompute(record: Record, wanted: list[str]) -> None:
     record.save()
 
 
-def run(choice: Choice, config: Config, record: Record) -> Iterator[Row]:
+def run(choice: RecomputeSetup, config: Config, record: GpuRecord) -> Iterator[Row]:
     """Of one microbatch, forward and backward."""
-    device, config = record.device, choice.of(config)
+    device, config = record.device, choice.apply(config)
     fresh(device)
     trainer = Trainer(config, World(0, 1, device), choice.keeper(config, device))
     shape = config.train.device_batch_size, config.data.seq_len

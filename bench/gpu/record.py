@@ -90,7 +90,7 @@ GOALS = (
 
 
 @dataclass
-class Record:
+class GpuRecord:
     """The rows of one run, in a file that is rewritten with each.
 
     Attributes:

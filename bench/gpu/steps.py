@@ -143,7 +143,7 @@ class CapturedSteps(Steps):
         return graph.replay
 
 
-def graph_refusal(config: Config, device: torch.device) -> str | None:
+def graph_unsupported_reason(config: Config, device: torch.device) -> str | None:
     """Why forward and backward can't be one CUDA graph; None: they can.
 
     A graph repeats kernels with the addresses and numbers that it was captured with: sizes must not

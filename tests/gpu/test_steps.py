@@ -189,12 +189,12 @@ def test_fsdp_on_one_rank(device: torch.device, tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["AF", "AE", "AMERF"])
 def test_a_captured_step(device: torch.device, pattern: str) -> None:
     """Forward and backward as one CUDA graph (on a CPU the same body): the loss goes down."""
-    from bench.gpu.steps import CapturedSteps, graph_refusal
+    from bench.gpu.steps import CapturedSteps, graph_unsupported_reason
 
     dtype = "bf16" if device.type == "cuda" else "fp32"
     config = Settings(pattern=pattern, dtype=dtype).config  # type: ignore[arg-type]
     config = replace(config, train=replace(config.train, tokens_per_step=2 * T * ACCUM))
-    assert graph_refusal(config, device) is None
+    assert graph_unsupported_reason(config, device) is None
     steps = CapturedSteps(config, device)
     with steps.on_stream():
         before = [p.detach().clone() for p in steps.model.parameters()]
