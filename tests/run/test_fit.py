@@ -20,11 +20,12 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
+from megacpp.launch import trial
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
+from megacpp.launch.rank_store import RankStore
 from megacpp.launch.resolve import _Orders
 from megacpp.launch.trial import (
     SETTINGS,
-    Peers,
     TrialCommand,
     arguments_of,
     out_of_memory,
@@ -277,13 +278,13 @@ def test_a_port_that_somebody_took_is_another_try(
     ends = [taken, taken, OK]
     given: list[TrialCommand] = []
 
-    def run_order(order: TrialCommand, _: Peers) -> Outcome:
+    def run_order(order: TrialCommand, _: RankStore) -> Outcome:
         given.append(order)
         return ends[len(given) - 1]
 
     monkeypatch.setattr("megacpp.launch.resolve.run_trial", run_order)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    orders, asked = _Orders(Peers(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
+    orders, asked = _Orders(RankStore(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
     assert orders.run(1, asked) is OK
     assert [order.number for order in given] == [1, 2, 3], "each is an order of its own"
     assert {order.folder for order in given} == {str(tmp_path / "attempt-1")}
@@ -342,7 +343,7 @@ def fitted(
         probe.bind(("", 0))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
-    patch.setattr(smoke, "spawn", breaking(first))
+    patch.setattr(trial, "spawn", breaking(first))
     two = "--model.depth 2 --model.pattern AE --train.tokens-per-step 384 --run.eval-rows 2".split()
     few = ["--run.steps", "2", "--run.sample-tokens", "0", "--memory.device-gib", "1"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder / "run")]
