@@ -38,8 +38,8 @@ class JobSlice(NamedTuple):
         size: number of cells.
     """
 
-    item: Job
-    box: ShardRegion
+    job: Job
+    region: ShardRegion
     where: Slices | None
     shape: tuple[int, ...]
     size: int
@@ -93,9 +93,9 @@ class SolveBatch:
         counts: matrices of each item.
     """
 
-    def __init__(self, items: Sequence[Job], rows: int, cols: int, solver: Any) -> None:
-        self.items, self.rows, self.cols, self.solver = tuple(items), rows, cols, solver
-        self.counts = [item.count for item in items]
+    def __init__(self, jobs: Sequence[Job], rows: int, cols: int, solver: Any) -> None:
+        self.jobs, self.rows, self.cols, self.solver = tuple(jobs), rows, cols, solver
+        self.counts = [job.count for job in jobs]
         self.count = sum(self.counts)
         self.cells = self.count * rows * cols
 
@@ -113,16 +113,16 @@ class MatrixKind:
 
 
 def batches_of(
-    items: Sequence[Job], kinds: Mapping[int, MatrixKind], most_cells: int
+    jobs: Sequence[Job], kinds: Mapping[int, MatrixKind], most_cells: int
 ) -> list[SolveBatch]:
     """Items of equal shapes together, as long as they have at most `most_cells`."""
     alike: dict[Any, list[list[Job]]] = {}
-    for item in items:
-        key = (item.rows, item.cols, kinds[item.parameter].solve)
+    for job in jobs:
+        key = (job.rows, job.cols, kinds[job.parameter].solve)
         groups = alike.setdefault(key, [[]])
-        if groups[-1] and sum(i.box.size for i in groups[-1]) + item.box.size > most_cells:
+        if groups[-1] and sum(i.region.size for i in groups[-1]) + job.region.size > most_cells:
             groups.append([])
-        groups[-1].append(item)
+        groups[-1].append(job)
     return [SolveBatch(group, *key) for key, groups in alike.items() for group in groups]
 
 
@@ -146,7 +146,7 @@ class RankContext:
 
     def blocks(self, pieces: Sequence[JobSlice]) -> list[PackedBuffer]:
         """Runs of pieces of one kind."""
-        kinds = [self.kinds[piece.item.parameter].pack for piece in pieces]
+        kinds = [self.kinds[piece.job.parameter].pack for piece in pieces]
         blocks: list[list[JobSlice]] = []
         cells = 0
         for i, piece in enumerate(pieces):
@@ -162,27 +162,30 @@ class RankContext:
     def alike(self, pieces: Sequence[JobSlice]) -> list[list[int]]:
         """Numbers of the pieces whose weights get updates of one size."""
         found: dict[Any, list[int]] = {}
-        for i, (item, *_) in enumerate(pieces):
-            key = (self.kinds[item.parameter].pack, item.rows, item.cols)
+        for i, (job, *_) in enumerate(pieces):
+            key = (self.kinds[job.parameter].pack, job.rows, job.cols)
             found.setdefault(key, []).append(i)
         return list(found.values())
 
-    def here(self, item: Job, box: ShardRegion) -> JobSlice:
+    def here(self, job: Job, region: ShardRegion) -> JobSlice:
         """Cells of this rank's part of a parameter."""
-        part = self.layouts[item.parameter].boxes[self.number]
-        first = 3 - self.dims.get(item.parameter, 3)
-        where = None if part == box else box.within(part)[first:]
-        return JobSlice(item, box, where, box.shape[first:], box.size)
+        part = self.layouts[job.parameter].regions[self.number]
+        first = 3 - self.dims.get(job.parameter, 3)
+        where = None if part == region else region.slices_in(part)[first:]
+        return JobSlice(job, region, where, region.shape[first:], region.size)
 
-    def held(self, items: Sequence[Job], rank: int) -> list[tuple[Job, ShardRegion]]:
-        """The cells of `items` that `rank` holds, in order; items without any are left out."""
-        met = [(item, self.layouts[item.parameter].boxes[rank].meet(item.box)) for item in items]
-        return [(item, box) for item, box in met if box is not None]
+    def held(self, jobs: Sequence[Job], rank: int) -> list[tuple[Job, ShardRegion]]:
+        """The cells of `jobs` that `rank` holds, in order; items without any are left out."""
+        met = [
+            (job, self.layouts[job.parameter].regions[rank].intersection(job.region))
+            for job in jobs
+        ]
+        return [(job, region) for job, region in met if region is not None]
 
-    def supplies(self, item: Job, rank: int) -> bool:
-        """The cells of `rank` are those that the owner of `item` gets."""
-        layout = self.layouts[item.parameter]
-        return layout.replica(rank) == layout.replica(item.owner)
+    def supplies(self, job: Job, rank: int) -> bool:
+        """The cells of `rank` are those that the owner of `job` gets."""
+        layout = self.layouts[job.parameter]
+        return layout.replica(rank) == layout.replica(job.owner)
 
 
 class LocalJobs:
@@ -192,25 +195,25 @@ class LocalJobs:
         alike: see `RankContext.alike`.
     """
 
-    def __init__(self, items: Sequence[Job], rank: RankContext) -> None:
-        self.batches = batches_of(items, rank.kinds, rank.batch_cells)
-        self._strips: list[PackedBuffer] = []
+    def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
+        self.batches = batches_of(jobs, rank.kinds, rank.batch_cells)
+        self._sections: list[PackedBuffer] = []
         for batch in self.batches:
-            start = self._strips[-1].start + self._strips[-1].cells if self._strips else 0
-            self._strips.append(PackedBuffer([rank.here(i, i.box) for i in batch.items], start))
-        self.pieces = [piece for strip in self._strips for piece in strip.pieces]
+            start = self._sections[-1].start + self._sections[-1].cells if self._sections else 0
+            self._sections.append(PackedBuffer([rank.here(i, i.region) for i in batch.jobs], start))
+        self.pieces = [piece for section in self._sections for piece in section.pieces]
         self.blocks = rank.blocks(self.pieces)
-        self.alike = [rank.alike(strip.pieces) for strip in self._strips]
+        self.alike = [rank.alike(section.pieces) for section in self._sections]
         self.cells = sum(batch.cells for batch in self.batches)
 
     def solve(
         self, packed: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]
     ) -> Iterator[tuple[PackedBuffer, list[list[int]], list[Tensor]]]:
         """Of every batch: its pieces, which of them are alike, and `function` of each."""
-        for batch, strip, alike in zip(self.batches, self._strips, self.alike, strict=True):
-            x_KRC = strip.view(packed).view(batch.count, batch.rows, batch.cols)
+        for batch, section, alike in zip(self.batches, self._sections, self.alike, strict=True):
+            x_KRC = section.view(packed).view(batch.count, batch.rows, batch.cols)
             # Without a name here, what was yielded goes before the next batch is solved.
-            yield strip, alike, strip.views(function(batch, x_KRC).reshape(-1))
+            yield section, alike, section.views(function(batch, x_KRC).reshape(-1))
 
 
 class CommBucket:
@@ -227,25 +230,23 @@ class CommBucket:
         aside: this rank's cells that another replica sends.
     """
 
-    def __init__(self, items: Sequence[Job], rank: RankContext) -> None:
+    def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
         ranks, me = range(rank.size), rank.number
         dealt: list[list[Job]] = [[] for _ in ranks]
-        for item in items:
-            dealt[item.owner].append(item)
+        for job in jobs:
+            dealt[job.owner].append(job)
         # Items of a batch lie side by side in every buffer: one copy moves what ranks hold of them.
         batches = [batches_of(some, rank.kinds, rank.batch_cells) for some in dealt]
-        owned = [[item for batch in some for item in batch.items] for some in batches]
+        owned = [[job for batch in some for job in batch.jobs] for some in batches]
         arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
-        sent = [[p for p in some if rank.supplies(p.item, me)] for some in arriving]
+        sent = [[p for p in some if rank.supplies(p.job, me)] for some in arriving]
         returned = [[_inside(*p) for p in rank.held(owned[me], r)] for r in ranks]
-        received = [
-            [p for p in some if rank.supplies(p.item, r)] for r, some in enumerate(returned)
-        ]
+        received = [[p for p in some if rank.supplies(p.job, r)] for r, some in enumerate(returned)]
         self.sent, self.received = SplitBuffer(sent), SplitBuffer(received)
         self.returned, self.arriving = SplitBuffer(returned), SplitBuffer(arriving)
         self.batches, self.alike = batches[me], rank.alike(self.arriving.pieces)
         self.blocks = rank.blocks(self.sent.pieces)
-        self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.item, me)])
+        self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.job, me)])
         self._sources = runs_of(self.batches, self.received)
         self._targets = runs_of(self.batches, self.returned)
 
@@ -283,7 +284,7 @@ class CopyRun(NamedTuple):
     past: int
     first: int
     last: int
-    items: tuple[int, ...]
+    jobs: tuple[int, ...]
     where: Slices | None
     shape: tuple[int, ...]
 
@@ -293,8 +294,8 @@ class CopyRun(NamedTuple):
 
     def here(self, x_KRC: Tensor) -> Tensor:
         """The regions in the batch, likewise."""
-        items = x_KRC[self.first : self.last].reshape(-1, *self.items)
-        return items if self.where is None else items[(slice(None), *self.where)]
+        jobs = x_KRC[self.first : self.last].reshape(-1, *self.jobs)
+        return jobs if self.where is None else jobs[(slice(None), *self.where)]
 
     def with_next(self, other: CopyRun) -> CopyRun | None:
         """Both as one, if the other comes next on either side and is alike."""
@@ -302,19 +303,19 @@ class CopyRun(NamedTuple):
         return self._replace(past=other.past, last=other.last) if beside else None
 
 
-def runs_of(batches: Sequence[SolveBatch], regions: SplitBuffer) -> list[list[CopyRun]]:
+def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[CopyRun]]:
     """Where the regions of each batch's matrices are in a buffer, in as few runs as can be."""
     places: dict[int, tuple[int, int]] = {}  # of items, by id: their batch, and the first matrix
     for number, batch in enumerate(batches):
         firsts = accumulate(batch.counts, initial=0)
-        places |= {id(item): (number, a) for item, a in zip(batch.items, firsts, strict=False)}
+        places |= {id(job): (number, a) for job, a in zip(batch.jobs, firsts, strict=False)}
     found: list[list[CopyRun]] = [[] for _ in batches]
     past = 0
-    for item, _, where, shape, size in regions.pieces:
-        number, first = places[id(item)]
+    for job, _, where, shape, size in split.pieces:
+        number, first = places[id(job)]
         start, past = past, past + size
         run, runs = (
-            CopyRun(start, past, first, first + item.count, item.box.shape, where, shape),
+            CopyRun(start, past, first, first + job.count, job.region.shape, where, shape),
             found[number],
         )
         joined = runs[-1].with_next(run) if runs else None
@@ -360,7 +361,7 @@ class AsyncAllToAll:
         return arrived
 
 
-def _inside(item: Job, box: ShardRegion) -> JobSlice:
+def _inside(job: Job, region: ShardRegion) -> JobSlice:
     """Cells of an item, placed within it."""
-    where = None if box == item.box else box.within(item.box)
-    return JobSlice(item, box, where, box.shape, box.size)
+    where = None if region == job.region else region.slices_in(job.region)
+    return JobSlice(job, region, where, region.shape, region.size)

@@ -89,7 +89,7 @@ class MuonStep:
         self.weights = [local_part(m.parameter) for m in plan.matrices]
         self.momenta = [local_part(m) for m in momenta]
         self._decay()
-        self.waves = [(e, wave) for e in plan.exchanges for wave in e.waves]
+        self.buckets = [(e, bucket) for e in plan.exchanges for bucket in e.buckets]
         self.flying = self._send(0)
 
     def here(self) -> None:
@@ -101,45 +101,45 @@ class MuonStep:
     def finish(self) -> None:
         """Every wave: sends the next, solves this one, returns it, takes what came back before."""
         behind: tuple[CommBucket, AsyncAllToAll] | None = None
-        for k, (exchange, wave) in enumerate(self.waves):
+        for k, (exchange, bucket) in enumerate(self.buckets):
             coming, self.flying = self.flying, self._send(k + 1)
             assert coming is not None
             arrived = coming.wait()
-            back = wave.solve(arrived, self._solve)
+            back = bucket.solve(arrived, self._solve)
             del arrived
-            returning = AsyncAllToAll(back, wave.returned, wave.arriving, exchange.group)
+            returning = AsyncAllToAll(back, bucket.returned, bucket.arriving, exchange.group)
             del back
             self._land(behind)
-            behind = wave, returning
+            behind = bucket, returning
         self._land(behind)
 
     def _send(self, k: int) -> AsyncAllToAll | None:
-        if k == len(self.waves):
+        if k == len(self.buckets):
             return None
-        exchange, wave = self.waves[k]
-        packed = self._pack(wave.sent.cells, wave.blocks, exchange.wire)
-        flight = AsyncAllToAll(packed, wave.sent, wave.received, exchange.group)
-        for block in wave.aside:
+        exchange, bucket = self.buckets[k]
+        packed = self._pack(bucket.sent.cells, bucket.blocks, exchange.wire)
+        transfer = AsyncAllToAll(packed, bucket.sent, bucket.received, exchange.group)
+        for block in bucket.aside:
             self._move(block)
-        return flight
+        return transfer
 
     def _solve_here(self, exchange: Exchange, stay: LocalJobs) -> None:
         """Matrices that are whole here."""
         packed = self._pack(stay.cells, stay.blocks, exchange.wire)
-        for strip, alike, updates in stay.solve(packed, self._solve):
-            self._apply(strip.pieces, alike, updates)
+        for section, alike, updates in stay.solve(packed, self._solve):
+            self._apply(section.pieces, alike, updates)
             del updates  # not to be alive while the next batch is solved
 
     def _solve(self, batch: SolveBatch, x_KRC: Tensor) -> Tensor:
         steps, coefficients = batch.solver
         return newton_schulz(x_KRC, steps, x_KRC.dtype, coefficients)
 
-    def _land(self, flown: tuple[CommBucket, AsyncAllToAll] | None) -> None:
+    def _land(self, sent: tuple[CommBucket, AsyncAllToAll] | None) -> None:
         """Takes the results of a wave."""
-        if flown is not None:
-            wave, flight = flown
-            strip = wave.arriving
-            self._apply(strip.pieces, wave.alike, strip.views(flight.wait()))
+        if sent is not None:
+            bucket, transfer = sent
+            section = bucket.arriving
+            self._apply(section.pieces, bucket.alike, section.views(transfer.wait()))
 
     def _decay(self) -> None:
         """Decoupled weight decay of everything that has a gradient."""
@@ -168,9 +168,9 @@ class MuonStep:
             if target is not None:
                 target.zero_()
             return
-        group = self.groups[self.plan.matrices[pieces[0].item.parameter].group]
-        grads = [p.take(g) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
-        momenta = [p.take(self.momenta[p.item.parameter]) for p in pieces]
+        group = self.groups[self.plan.matrices[pieces[0].job.parameter].group]
+        grads = [p.take(g) for p in pieces if (g := self.grads[p.job.parameter]) is not None]
+        momenta = [p.take(self.momenta[p.job.parameter]) for p in pieces]
         wide, whole = grads[0].new_empty(block.cells), len(pieces) == len(block.pieces)
 
         def views(cells: Tensor) -> list[Tensor]:
@@ -199,7 +199,7 @@ class MuonStep:
 
     def _lacks(self, piece: JobSlice) -> bool:
         """Its parameter has no gradient."""
-        return self.grads[piece.item.parameter] is None
+        return self.grads[piece.job.parameter] is None
 
     def _apply(
         self, pieces: Sequence[JobSlice], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
@@ -209,13 +209,13 @@ class MuonStep:
             members = [i for i in numbers if not self._lacks(pieces[i])]
             if not members:
                 continue
-            item, some = pieces[members[0]].item, [updates[i] for i in members]
-            weights = [pieces[i].take(self.weights[pieces[i].item.parameter]) for i in members]
-            number = self.plan.matrices[item.parameter].group
+            job, some = pieces[members[0]].job, [updates[i] for i in members]
+            weights = [pieces[i].take(self.weights[pieces[i].job.parameter]) for i in members]
+            number = self.plan.matrices[job.parameter].group
             group, lr = self.groups[number], self.rates[number]
             if group["weight_decay"] and group["cautious"]:
                 keep = 1 - lr * group["weight_decay"]
                 for w, u in zip(weights, some, strict=True):
                     w.copy_(torch.where(u * w >= 0, w * keep, w))
-            factor = -lr * update_scale(group["scale"], item.rows, item.cols)
+            factor = -lr * update_scale(group["scale"], job.rows, job.cols)
             torch._foreach_add_(weights, some, alpha=factor)

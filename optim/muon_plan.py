@@ -51,41 +51,41 @@ class Exchange:
         matrices: dict[int, Matrix],
         layouts: dict[int, ShardLayout],
         wire: torch.dtype,
-        bucket: int,
+        bucket_bytes: int,
     ) -> None:
-        """All numbered parameters have cells on the same ranks; `bucket` in bytes."""
+        """All numbered parameters have cells on the same ranks; `bucket_bytes` in bytes."""
         some, parameter = next(iter(layouts.values())), next(iter(matrices.values())).parameter
         assert all((x.rank, x.ranks) == (some.rank, some.ranks) for x in layouts.values())
-        self.wire, self.group, self.num_ranks = wire, some.group, len(some.boxes)
+        self.wire, self.group, self.num_ranks = wire, some.group, len(some.regions)
         batch = batch_cells(parameter, wire)
         kinds = {number: matrix.kind for number, matrix in matrices.items()}
         dims = {number: matrix.parameter.dim() for number, matrix in matrices.items()}
         rank = RankContext(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
-        most = max(1, bucket // wire.itemsize)
+        most = max(1, bucket_bytes // wire.itemsize)
         alike: dict[Any, list[Job]] = {}  # many parameters are cut in the same way
-        items: list[Job] = []
+        jobs: list[Job] = []
         for number, matrix in matrices.items():
             layout, shape = layouts[number], matrix.parameter.shape
             key = (id(layout), tuple(shape), matrix.view)
             if key not in alike:
-                boxes = matrix.view.matrices(shape)
-                alike[key] = jobs_of(number, boxes, layout, min(batch, most))
-            items += [item.for_parameter(number) for item in alike[key]]
-        self.items = choose_owners(items, self.num_ranks)
-        here = [i for i in self.items if not i.moves and some.rank in i.holders]
-        moving = [item for item in self.items if item.moves]
+                regions = matrix.view.matrices(shape)
+                alike[key] = jobs_of(number, regions, layout, min(batch, most))
+            jobs += [job.for_parameter(number) for job in alike[key]]
+        self.jobs = choose_owners(jobs, self.num_ranks)
+        here = [i for i in self.jobs if not i.moves and some.rank in i.holders]
+        moving = [job for job in self.jobs if job.moves]
         dealt = buckets_of(moving, layouts, self.num_ranks, most)
-        self.waves = [CommBucket(wave, rank) for wave in dealt]
+        self.buckets = [CommBucket(bucket, rank) for bucket in dealt]
         # What needn't travel is packed a few batches at a time, to be in caches when it is solved.
         portions = _portions(here, min(most, max(batch, BLOCK_CELLS)))
         self.staying = [LocalJobs(part, rank) for part in portions]
         solvers = [kind.solve for kind in kinds.values()]  # order matrices within a wave
-        self.fingerprint = fingerprint((wire, bucket, some.ranks, self.items, dealt, solvers))
+        self.fingerprint = fingerprint((wire, bucket_bytes, some.ranks, self.jobs, dealt, solvers))
 
     @property
     def loads(self) -> list[int]:
         """Multiplications and additions of Newton-Schulz of each rank."""
-        return loads(self.items, self.num_ranks)
+        return loads(self.jobs, self.num_ranks)
 
     @property
     def imbalance(self) -> float:
@@ -100,16 +100,16 @@ def batch_cells(parameter: Tensor, wire: torch.dtype) -> int:
     return 1 if wire == torch.float64 else CPU_BATCH_BYTES // wire.itemsize
 
 
-def _portions(items: Sequence[Job], most_cells: int) -> list[list[Job]]:
+def _portions(jobs: Sequence[Job], most_cells: int) -> list[list[Job]]:
     """Items by shape, in lists of at most `most_cells`, or of one item."""
     portions: list[list[Job]] = []
     cells = 0
-    for item in sorted(items, key=lambda item: (item.rows, item.cols)):
-        cells += item.box.size
+    for job in sorted(jobs, key=lambda job: (job.rows, job.cols)):
+        cells += job.region.size
         if not portions or cells > most_cells:
             portions.append([])
-            cells = item.box.size
-        portions[-1].append(item)
+            cells = job.region.size
+        portions[-1].append(job)
     return portions
 
 
@@ -176,7 +176,7 @@ class MuonPlan:
         def packing(blocks: Sequence[PackedBuffer]) -> int:
             return max((self._packing_bytes(b, momenta) for b in blocks), default=0)
 
-        waves = [
+        buckets = [
             WaveBytes(
                 w.sent.cells * e.wire.itemsize,
                 w.received.cells * e.wire.itemsize,
@@ -187,7 +187,7 @@ class MuonPlan:
                 packing(w.aside),
             )
             for e in self.exchanges
-            for w in e.waves
+            for w in e.buckets
         ]
         staying = [
             WaveBytes(
@@ -198,10 +198,10 @@ class MuonPlan:
             for e in self.exchanges
             for stay in e.staying
         ]
-        return step_peak_bytes(waves, staying)
+        return step_peak_bytes(buckets, staying)
 
     def _packing_bytes(self, block: PackedBuffer, momenta: Sequence[Tensor]) -> int:
-        number = block.pieces[0].item.parameter
+        number = block.pieces[0].job.parameter
         widths = momenta[number].itemsize, self.matrices[number].parameter.itemsize
         return packing_bytes(block.cells, *widths)
 

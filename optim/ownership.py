@@ -69,7 +69,7 @@ class Job:
     """Consecutive matrices of one shape in one parameter that lie on the same ranks."""
 
     parameter: int
-    box: ShardRegion  # the matrices together: experts, or rows
+    region: ShardRegion  # the matrices together: experts, or rows
     count: int
     rows: int  # of one matrix
     cols: int
@@ -96,76 +96,76 @@ def jobs_of(
     """
 
     def holders(matrix: ShardRegion) -> tuple[int, ...]:
-        return tuple(r for r, box in enumerate(layout.boxes) if box.meet(matrix))
+        return tuple(r for r, region in enumerate(layout.regions) if region.intersection(matrix))
 
-    items: list[Job] = []
+    jobs: list[Job] = []
     for (shape, on), same in groupby(matrices, lambda matrix: (matrix.shape, holders(matrix))):
         run = list(same)
         moves = len(on) > layout.num_replicas
-        most = -(-len(run) // len(layout.boxes)) if moves else len(run)
+        most = -(-len(run) // len(layout.regions)) if moves else len(run)
         if most_cells:
             most = min(most, max(1, most_cells // run[0].size))
         for first in range(0, len(run), most):
             part = run[first : first + most]
-            box = ShardRegion(part[0].low, part[-1].high)
-            items.append(Job(parameter, box, len(part), shape[1], shape[2], on, on[0], moves))
-    return items
+            region = ShardRegion(part[0].low, part[-1].high)
+            jobs.append(Job(parameter, region, len(part), shape[1], shape[2], on, on[0], moves))
+    return jobs
 
 
-def choose_owners(items: Sequence[Job], ranks: int) -> list[Job]:
+def choose_owners(jobs: Sequence[Job], ranks: int) -> list[Job]:
     """The same items, those that move with an owner each: longest processing time first.
 
     Work that can't move counts as load from the start. Holders are preferred as long as that keeps
     the busiest rank no busier: what they hold of a matrix needs no sending.
     """
-    near, plain = (_dealt(items, ranks, prefer) for prefer in (True, False))
+    near, plain = (_dealt(jobs, ranks, prefer) for prefer in (True, False))
     return near if max(loads(near, ranks)) <= max(loads(plain, ranks)) else plain
 
 
-def _dealt(items: Sequence[Job], ranks: int, prefer_holders: bool) -> list[Job]:
+def _dealt(jobs: Sequence[Job], ranks: int, prefer_holders: bool) -> list[Job]:
     """Owners by LPT; of holders, one whose load stays within the mean goes before all others."""
-    load = loads([item for item in items if not item.moves], ranks)
-    mean = -(-(sum(load) + sum(item.cost for item in items if item.moves)) // ranks)
+    load = loads([job for job in jobs if not job.moves], ranks)
+    mean = -(-(sum(load) + sum(job.cost for job in jobs if job.moves)) // ranks)
     owners: dict[int, int] = {}
-    for i in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
-        if items[i].moves:
-            cost = items[i].cost
-            near = items[i].holders if prefer_holders else ()
+    for i in sorted(range(len(jobs)), key=lambda i: (-jobs[i].cost, i)):
+        if jobs[i].moves:
+            cost = jobs[i].cost
+            near = jobs[i].holders if prefer_holders else ()
             fitting = [r for r in near if load[r] + cost <= max(mean, cost)]
             owners[i] = min(fitting or range(ranks), key=lambda r: (load[r], r))
             load[owners[i]] += cost
-    return [replace(item, owner=owners.get(i, item.owner)) for i, item in enumerate(items)]
+    return [replace(job, owner=owners.get(i, job.owner)) for i, job in enumerate(jobs)]
 
 
-def loads(items: Sequence[Job], ranks: int) -> list[int]:
+def loads(jobs: Sequence[Job], ranks: int) -> list[int]:
     """Multiplications and additions of each rank; what stays is done by every holder."""
     load = [0] * ranks
-    for item in items:
-        for rank in (item.owner,) if item.moves else item.holders:
-            load[rank] += item.cost
+    for job in jobs:
+        for rank in (job.owner,) if job.moves else job.holders:
+            load[rank] += job.cost
     return load
 
 
 def buckets_of(
-    items: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int, most_cells: int
+    jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int, most_cells: int
 ) -> list[list[Job]]:
     """Items that move, in waves that each give every owner about the same share of its work.
 
     In a wave no rank sends or receives more than `most_cells`, neither on the way to the owners nor
     back, unless that is of a single item.
     """
-    if not items:
+    if not jobs:
         return []
     # To owners a rank sends no more than it gets back; an owner gets no more than it returns.
-    held_IW = np.stack(_held(items, layouts, ranks))  # I items, W ranks
+    held_IW = np.stack(_held(jobs, layouts, ranks))  # I items, W ranks
     returned_IW = np.zeros_like(held_IW)
-    returned_IW[np.arange(len(items)), [item.owner for item in items]] = held_IW.sum(1)
+    returned_IW[np.arange(len(jobs)), [job.owner for job in jobs]] = held_IW.sum(1)
     # What is too large by itself fills a wave for its rank, and leaves room for others in it.
     held_IW, returned_IW = (np.minimum(cells, most_cells) for cells in (held_IW, returned_IW))
-    places = _places(items)
-    order = sorted(range(len(items)), key=lambda i: (places[i], i))
+    places = _places(jobs)
+    order = sorted(range(len(jobs)), key=lambda i: (places[i], i))
     fewest = -(-max(held_IW.sum(0).max(), returned_IW.sum(0).max()) // most_cells)
-    most_of_owner = max(np.bincount([item.owner for item in items]))
+    most_of_owner = max(np.bincount([job.owner for job in jobs]))
     number = max(1, int(fewest))
     while number < 2 * most_of_owner + 2:
         index = np.array([min(int(place * number), number - 1) for place in places])
@@ -173,52 +173,50 @@ def buckets_of(
         np.add.at(sums[0], index, held_IW)
         np.add.at(sums[1], index, returned_IW)
         if max(int(s.max()) for s in sums) <= most_cells:
-            waves = [[items[i] for i in order if index[i] == wave] for wave in range(number)]
-            return [wave for wave in waves if wave]
+            buckets = [[jobs[i] for i in order if index[i] == bucket] for bucket in range(number)]
+            return [bucket for bucket in buckets if bucket]
         number += max(1, number // 16)
-    return _greedy([(items[i], held_IW[i], returned_IW[i]) for i in order], most_cells)
+    return _greedy([(jobs[i], held_IW[i], returned_IW[i]) for i in order], most_cells)
 
 
-def _held(items: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int) -> list[np.ndarray]:
+def _held(jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int) -> list[np.ndarray]:
     """Cells of each item on each rank; many parameters are cut in the same way."""
     known: dict[tuple[int, ShardRegion], np.ndarray] = {}
-    for item in items:
-        layout = layouts[item.parameter]
-        if (id(layout), item.box) not in known:
-            row_W = known[id(layout), item.box] = np.zeros(ranks, np.int64)
-            for rank in item.holders:
-                met = layout.boxes[rank].meet(item.box)
+    for job in jobs:
+        layout = layouts[job.parameter]
+        if (id(layout), job.region) not in known:
+            row_W = known[id(layout), job.region] = np.zeros(ranks, np.int64)
+            for rank in job.holders:
+                met = layout.regions[rank].intersection(job.region)
                 row_W[rank] = met.size if met else 0
-    return [known[id(layouts[item.parameter]), item.box] for item in items]
+    return [known[id(layouts[job.parameter]), job.region] for job in jobs]
 
 
-def _places(items: Sequence[Job]) -> list[float]:
+def _places(jobs: Sequence[Job]) -> list[float]:
     """Where in its owner's work, from 0 to 1, the middle of each item is, costliest first."""
-    places = [0.0] * len(items)
+    places = [0.0] * len(jobs)
     totals: dict[int, int] = {}
-    for item in items:
-        totals[item.owner] = totals.get(item.owner, 0) + item.cost
+    for job in jobs:
+        totals[job.owner] = totals.get(job.owner, 0) + job.cost
     done = dict.fromkeys(totals, 0)
-    for i in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
-        owner, cost = items[i].owner, items[i].cost
+    for i in sorted(range(len(jobs)), key=lambda i: (-jobs[i].cost, i)):
+        owner, cost = jobs[i].owner, jobs[i].cost
         places[i] = (done[owner] + cost / 2) / max(1, totals[owner])
         done[owner] += cost
     return places
 
 
-def _greedy(
-    items: Sequence[tuple[Job, np.ndarray, np.ndarray]], most_cells: int
-) -> list[list[Job]]:
+def _greedy(jobs: Sequence[tuple[Job, np.ndarray, np.ndarray]], most_cells: int) -> list[list[Job]]:
     """In order, a new wave wherever one more item would be too much for some rank."""
-    waves: list[list[Job]] = []
-    held, returned = items[0][1] * 0, items[0][2] * 0
-    for item, more, back in items:
-        if not waves or max((held + more).max(), (returned + back).max()) > most_cells:
-            waves.append([])
+    buckets: list[list[Job]] = []
+    held, returned = jobs[0][1] * 0, jobs[0][2] * 0
+    for job, more, back in jobs:
+        if not buckets or max((held + more).max(), (returned + back).max()) > most_cells:
+            buckets.append([])
             held, returned = held * 0, returned * 0
-        waves[-1].append(item)
+        buckets[-1].append(job)
         held, returned = held + more, returned + back
-    return waves
+    return buckets
 
 
 def fingerprint(of: object) -> int:

@@ -40,7 +40,7 @@ class ShardRegion(NamedTuple):
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def meet(self, other: ShardRegion) -> ShardRegion | None:
+    def intersection(self, other: ShardRegion) -> ShardRegion | None:
         """The cells of both; None if there are none."""
         low = tuple(map(max, self.low, other.low))
         high = tuple(map(min, self.high, other.high))
@@ -48,7 +48,7 @@ class ShardRegion(NamedTuple):
             ShardRegion(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
         )
 
-    def within(self, outer: ShardRegion) -> tuple[slice, ...]:
+    def slices_in(self, outer: ShardRegion) -> tuple[slice, ...]:
         """Where these cells are in a tensor that holds the cells of `outer`."""
         edges = zip(self.low, self.high, outer.low, strict=True)
         return tuple(slice(a - first, b - first) for a, b, first in edges)
@@ -67,7 +67,7 @@ class ShardLayout:
             are parts of one.
     """
 
-    boxes: tuple[ShardRegion, ...]
+    regions: tuple[ShardRegion, ...]
     rank: int = 0
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = ()
@@ -98,7 +98,9 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
             one. None is made here: NCCL would need ranks that don't hold the parameter to help.
     """
     if not is_dtensor(parameter):
-        return ShardLayout((_stack_box(parameter.shape, [0] * parameter.dim(), parameter.shape),))
+        return ShardLayout(
+            (_stack_region(parameter.shape, [0] * parameter.dim(), parameter.shape),)
+        )
     mesh = parameter.device_mesh
     order = cutting_order(parameter.placements, mesh.shape)
     cuts = {axis for axis, _ in order}
@@ -106,20 +108,20 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
     axes = sorted([*cuts, *copies])
     ranks, own = _ranks_along(mesh, axes), mesh.get_coordinate()
     assert own is not None, f"this rank is not in {mesh}"
-    boxes = {
-        rank: _stack_box(parameter.shape, *shard_bounds(parameter.shape, order, mesh.shape, at))
+    regions = {
+        rank: _stack_region(parameter.shape, *shard_bounds(parameter.shape, order, mesh.shape, at))
         for rank, at in ranks.items()
     }
-    here = boxes[int(mesh.mesh[tuple(own)])]
+    here = regions[int(mesh.mesh[tuple(own)])]
     num_copies = math.prod(mesh.shape[a] for a in copies)
-    _check_boxes(parameter, list(boxes.values()), here, num_copies)
+    _check_regions(parameter, list(regions.values()), here, num_copies)
     if not axes:
         return ShardLayout((here,))
     group = _group_of(mesh, axes, sorted(ranks), process_groups)
     members = tuple(dist.get_process_group_ranks(group))
     replicas = tuple(_number([(ranks[r][a], mesh.shape[a]) for a in copies]) for r in members)
     return ShardLayout(
-        tuple(boxes[r] for r in members),
+        tuple(regions[r] for r in members),
         dist.get_rank(group),
         group,
         members,
@@ -173,7 +175,7 @@ def shard_bounds(
     return low, high
 
 
-def _stack_box(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> ShardRegion:
+def _stack_region(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> ShardRegion:
     """Bounds of a parameter `[R, C]` or `[E, R, C]` as a box."""
     assert len(shape) in (2, 3), f"a matrix or a stack of them, not {tuple(shape)}"
     lead = 3 - len(shape)
@@ -216,8 +218,8 @@ def _group_of(
     raise AssertionError(f"give the optimizer the process group of {names}: ranks {list(ranks)}")
 
 
-def _check_boxes(
-    parameter: DTensor, boxes: Sequence[ShardRegion], here: ShardRegion, copies: int
+def _check_regions(
+    parameter: DTensor, regions: Sequence[ShardRegion], here: ShardRegion, copies: int
 ) -> None:
     """The boxes hold every cell once a copy, and this rank's is as large as what it stores."""
     local = stack_view(parameter.to_local())
@@ -225,4 +227,6 @@ def _check_boxes(
     assert tuple(local.shape) == here.shape or local.numel() == here.size == 0, (
         f"{where}: {tuple(local.shape)} here, not {here}"
     )
-    assert sum(box.size for box in boxes) == copies * parameter.numel(), f"{where}: {boxes}"
+    assert sum(region.size for region in regions) == copies * parameter.numel(), (
+        f"{where}: {regions}"
+    )

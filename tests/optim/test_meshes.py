@@ -251,7 +251,7 @@ class Trace:
     cells: dict[str, Tensor]
     state: dict[str, Tensor]
     collectives: list[Collective]  # of all steps
-    waves: int
+    buckets: int
     norm: float
     gradients: dict[str, Tensor]
     clip_collectives: list[tuple[str, int]]  # kind and numbers
@@ -275,7 +275,7 @@ def trace(
         run.cells,
         state,
         stepping.calls,
-        sum(len(exchange.waves) for exchange in optimizer.plan().exchanges),
+        sum(len(exchange.buckets) for exchange in optimizer.plan().exchanges),
         norm.item(),
         run.gradients(),
         [(call.kind, call.numel) for call in clipping.calls],
@@ -365,11 +365,11 @@ def test_two_exchanges_per_wave_set_of_ranks_and_step(ran: Ran, setting: str) ->
     for one in (ranks[setting] for ranks in ran[1]):
         expected = "all_to_all", torch.bfloat16 if x.wire == "bf16" else x.dtype
         found = [(call.kind, call.dtype) for call in one.collectives]
-        assert found == [expected] * (2 * one.waves * STEPS)
+        assert found == [expected] * (2 * one.buckets * STEPS)
         if x.bucket_bytes == 1 << 20:
-            assert one.waves == MESHES[ran[0]][1]
+            assert one.buckets == MESHES[ran[0]][1]
         else:
-            assert one.waves >= 4
+            assert one.buckets >= 4
 
 
 def test_norm_and_clipping_equal_one_process(ran: Ran) -> None:

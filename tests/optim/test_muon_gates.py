@@ -60,9 +60,9 @@ def sent_bytes(plan: MuonPlan) -> float:
     """Of all ranks, over their number: what others hold goes to the owner and back, in bf16."""
     (exchange,) = plan.exchanges
     others = sum(
-        item.box.size * (len(item.holders) - 1) / len(item.holders)  # rows divide
-        for item in exchange.items
-        if item.moves
+        job.region.size * (len(job.holders) - 1) / len(job.holders)  # rows divide
+        for job in exchange.jobs
+        if job.moves
     )
     return 2 * 2 * others / exchange.num_ranks
 
