@@ -1,7 +1,7 @@
-"""The arithmetic of AdamW on plain tensors: torch's fused kernel, and the form with cautious decay.
+"""Arithmetic of AdamW on plain tensors: torch's fused kernel, and a form with cautious decay.
 
 Lists run in parallel over parameters. A group is a mapping with `lr` (float or 0-d tensor),
-`betas`, `eps`, `weight_decay` and, if it is to be on, `cautious`.
+`betas`, `eps`, `weight_decay` and, optionally, `cautious`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ def adamw_kernel(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """One update in place, of tensors that share a dtype and a device; `steps` are counted.
+    """Update tensors of one dtype and device in place.
 
-    Weights, gradients and moments must agree in dtype: torch 2.13's kernel refuses a mixture, on
-    a CPU and on a GPU alike (pytorch#147653 would take fp32 weights with bf16 moments).
+    torch 2.13's kernel rejects weights, gradients and moments of different dtypes, on a CPU and on
+    a GPU alike (pytorch#147653 would take fp32 weights with bf16 moments).
+
+    Args:
+        group: settings, see the module.
+        weights: any shape; updated.
+        grads: gradients of the weights' shapes.
+        exp_avgs: first moments; updated.
+        exp_avg_sqs: second moments; updated.
+        steps: 0-d step counters, incremented already.
     """
     if group.get("cautious") and group["weight_decay"]:
         cautious_adamw(group, weights, grads, exp_avgs, exp_avg_sqs, steps)
@@ -53,11 +61,19 @@ def cautious_adamw(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """w <- w - lr (u + weight_decay * [u w >= 0] * w), with u the bias-corrected Adam update.
+    """Update w <- w - lr (u + weight_decay * [u w >= 0] * w), u the bias-corrected update.
 
-    Decay acts only where u and w have the same sign, so that both of them shrink the entry, and
-    where u is zero, so that nothing is worked against (Chen et al., 2510.12402, algorithm 1: the
-    sign is that of the update, not of the gradient). Temporaries: two lists of the weights' size.
+    Decay acts only where u and w have the same sign, so that both shrink the entry, and where u is
+    zero, so that it opposes no update (Chen et al., 2510.12402, algorithm 1: the sign is that of
+    the update, not of the gradient). Temporary memory: two lists of the weights' size.
+
+    Args:
+        group: settings, see the module.
+        weights: any shape; updated.
+        grads: gradients of the weights' shapes.
+        exp_avgs: first moments; updated.
+        exp_avg_sqs: second moments; updated.
+        steps: 0-d step counters, incremented already.
     """
     (beta1, beta2), lr = group["betas"], group["lr"]
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)

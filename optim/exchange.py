@@ -1,14 +1,15 @@
-"""A wave of matrices on its way to their owners and back: two all-to-alls, packed by region.
+"""Exchange matrices between the ranks that store them and the ranks that orthogonalise them.
 
-Every rank sends its cells of each matrix to the owner, packed by owner; the owner puts matrices of
-one shape together, has them solved, and returns the cells of the results. Nothing is padded. Where
-replicas hold the same cells, the owner's own replica sends them, and all replicas get the results,
-so the work of a matrix is done once.
+Matrices travel in communication buckets, with two all-to-alls each. Every rank sends its cells of
+each matrix to the matrix's owner, packed by owner. The owner stacks matrices of one shape, solves
+them, and returns the cells of the results. Nothing is padded. Where replicas hold the same cells,
+only the owner's replica sends them and all replicas receive the results, so that each matrix is
+solved once.
 
-Cells that cross the wire, per rank, of the M cells of all matrices that move, on S ranks that cut
-them evenly and R replicas: M / (R S) to the owners and M / S back, of which 1 / (R S) is the rank's
-own. Buffers live as long as the wave: optim/muon.py says when, megacpp/memory/forms/muon.py how
-much.
+Let M be the cells of all matrices that travel, sharded evenly over S ranks, with R replicas. Each
+rank sends M / (R S) cells to the owners and M / S cells back; 1 / (R S) of both stay on the rank.
+Buffers live as long as their bucket: optim/muon.py sets the order, megacpp/memory/forms/muon.py
+counts the bytes.
 
 Legend: K matrices of a batch, R rows, C columns.
 """
@@ -30,11 +31,13 @@ Slices = tuple[slice, ...]
 
 
 class JobSlice(NamedTuple):
-    """Cells of an item that one rank holds.
+    """Cells of a job that one rank holds.
 
     Attributes:
-        where: among what it is cut from (a rank's part, or the item); None: all of it.
-        shape: of what is cut out; a part of a parameter `[R, C]` has no leading 1.
+        job: matrices that the cells belong to.
+        region: cells in the parameter.
+        where: slices that select the cells in the tensor that holds them; None selects all of it.
+        shape: shape of the selected cells; `[R, C]` for a 2-D parameter, without a leading 1.
         size: number of cells.
     """
 
@@ -45,16 +48,21 @@ class JobSlice(NamedTuple):
     size: int
 
     def take(self, whole: Tensor) -> Tensor:
-        """These cells of what the piece is cut from."""
+        """Return a view of these cells.
+
+        Args:
+            whole: tensor that holds the cells, of any shape that `where` indexes.
+        """
         return whole if self.where is None else whole[self.where]
 
 
 class PackedBuffer:
-    """Pieces that lie one after the other in a flat buffer.
+    """Job slices that are packed one after the other in a flat buffer.
 
     Attributes:
-        start: the first cell.
-        cells: of all pieces.
+        pieces: the slices, in order.
+        start: offset of the first cell in the buffer.
+        cells: total number of cells.
     """
 
     def __init__(self, pieces: Sequence[JobSlice], start: int = 0) -> None:
@@ -63,11 +71,19 @@ class PackedBuffer:
         self.cells = sum(self._sizes)
 
     def view(self, buffer: Tensor) -> Tensor:
-        """What of a buffer these pieces are."""
+        """Return the part of the flat buffer `[N]` that holds these slices.
+
+        Args:
+            buffer: `[N]`, at least `start + cells` long.
+        """
         return buffer[self.start : self.start + self.cells]
 
     def views(self, cells: Tensor) -> list[Tensor]:
-        """Every piece, of a flat tensor that holds these pieces alone."""
+        """Return one view per slice.
+
+        Args:
+            cells: `[self.cells]`, these slices alone.
+        """
         if not self.pieces:
             return []
         parts = cells.split(self._sizes)
@@ -75,10 +91,10 @@ class PackedBuffer:
 
 
 class SplitBuffer(PackedBuffer):
-    """Pieces for, or from, every rank.
+    """Packed buffer of an all-to-all: slices for, or from, each rank.
 
     Attributes:
-        splits: cells of each rank.
+        splits: number of cells per rank.
     """
 
     def __init__(self, by_rank: Sequence[Sequence[JobSlice]]) -> None:
@@ -87,10 +103,13 @@ class SplitBuffer(PackedBuffer):
 
 
 class SolveBatch:
-    """Items of one shape that are solved together.
+    """Jobs with matrices of one shape that are solved together.
 
     Attributes:
-        counts: matrices of each item.
+        jobs: the jobs, in the order of the batch.
+        counts: number of matrices per job.
+        count: number of matrices.
+        cells: total number of cells.
     """
 
     def __init__(self, jobs: Sequence[Job], rows: int, cols: int, solver: Any) -> None:
@@ -102,10 +121,11 @@ class SolveBatch:
 
 @dataclass(frozen=True)
 class MatrixKind:
-    """What must agree: `pack` for momenta to move together, `solve` for matrices to be solved so.
+    """Properties that must be equal for matrices to be processed together.
 
     Attributes:
-        solve: steps and coefficients of Newton-Schulz.
+        pack: key of matrices whose momenta are updated together.
+        solve: number of Newton-Schulz steps and their coefficients.
     """
 
     pack: Hashable
@@ -115,7 +135,10 @@ class MatrixKind:
 def batches_of(
     jobs: Sequence[Job], kinds: Mapping[int, MatrixKind], most_cells: int
 ) -> list[SolveBatch]:
-    """Items of equal shapes together, as long as they have at most `most_cells`."""
+    """Group jobs of equal shapes and solvers into batches of at most `most_cells` cells.
+
+    A job larger than that is a batch of its own.
+    """
     alike: dict[Any, list[list[Job]]] = {}
     for job in jobs:
         key = (job.rows, job.cols, kinds[job.parameter].solve)
@@ -128,12 +151,17 @@ def batches_of(
 
 @dataclass(frozen=True)
 class RankContext:
-    """This process in a group of ranks, and where the cells of parameters (by number) are there.
+    """Position of this process in a group of ranks, and the parameters' layouts there.
 
     Attributes:
-        batch_cells: most of a batch, unless it is one item.
-        block_cells: most of a block, unless it is one piece: whose momenta move together.
-        dims: 2 for a parameter `[R, C]`; others are `[E, R, C]`.
+        number: index of this process in the group.
+        size: number of ranks of the group.
+        layouts: shard layout per parameter.
+        kinds: matrix kind per parameter.
+        batch_cells: most cells of a batch, unless it is a single job.
+        block_cells: most cells of a block, unless it is a single slice; the momenta of a block are
+            updated together.
+        dims: 2 for parameters `[R, C]`; parameters that are missing are `[E, R, C]`.
     """
 
     number: int
@@ -145,7 +173,7 @@ class RankContext:
     dims: Mapping[int, int] = field(default_factory=dict)
 
     def blocks(self, pieces: Sequence[JobSlice]) -> list[PackedBuffer]:
-        """Runs of pieces of one kind."""
+        """Split consecutive slices into blocks of one kind and at most `block_cells` cells."""
         kinds = [self.kinds[piece.job.parameter].pack for piece in pieces]
         blocks: list[list[JobSlice]] = []
         cells = 0
@@ -160,7 +188,7 @@ class RankContext:
         return [PackedBuffer(block, start) for block, start in zip(blocks, starts, strict=False)]
 
     def alike(self, pieces: Sequence[JobSlice]) -> list[list[int]]:
-        """Numbers of the pieces whose weights get updates of one size."""
+        """Return the indices of slices, grouped by kind and shape: their updates scale alike."""
         found: dict[Any, list[int]] = {}
         for i, (job, *_) in enumerate(pieces):
             key = (self.kinds[job.parameter].pack, job.rows, job.cols)
@@ -168,14 +196,14 @@ class RankContext:
         return list(found.values())
 
     def here(self, job: Job, region: ShardRegion) -> JobSlice:
-        """Cells of this rank's part of a parameter."""
+        """Return the slice of a job that selects `region` in this rank's shard."""
         part = self.layouts[job.parameter].regions[self.number]
         first = 3 - self.dims.get(job.parameter, 3)
         where = None if part == region else region.slices_in(part)[first:]
         return JobSlice(job, region, where, region.shape[first:], region.size)
 
     def held(self, jobs: Sequence[Job], rank: int) -> list[tuple[Job, ShardRegion]]:
-        """The cells of `jobs` that `rank` holds, in order; items without any are left out."""
+        """Return the non-empty regions of `jobs` that `rank` holds, in order."""
         met = [
             (job, self.layouts[job.parameter].regions[rank].intersection(job.region))
             for job in jobs
@@ -183,16 +211,20 @@ class RankContext:
         return [(job, region) for job, region in met if region is not None]
 
     def supplies(self, job: Job, rank: int) -> bool:
-        """The cells of `rank` are those that the owner of `job` gets."""
+        """Return whether `rank` is in the replica that sends to the owner of `job`."""
         layout = self.layouts[job.parameter]
         return layout.replica(rank) == layout.replica(job.owner)
 
 
 class LocalJobs:
-    """Matrices that are whole on this rank, in the order in which they lie in a buffer.
+    """Matrices that are stored whole on this rank, in their order in a packed buffer.
 
     Attributes:
-        alike: see `RankContext.alike`.
+        batches: batches to solve.
+        pieces: all slices.
+        blocks: slices whose momenta are updated together.
+        alike: per batch, see `RankContext.alike`.
+        cells: total number of cells.
     """
 
     def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
@@ -209,7 +241,12 @@ class LocalJobs:
     def solve(
         self, packed: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]
     ) -> Iterator[tuple[PackedBuffer, list[list[int]], list[Tensor]]]:
-        """Of every batch: its pieces, which of them are alike, and `function` of each."""
+        """Yield the slices, their groups (`RankContext.alike`) and the updates of each batch.
+
+        Args:
+            packed: `[cells]`, the matrices to orthogonalise.
+            function: maps a batch and its matrices `[K, R, C]` to the results `[K, R, C]`.
+        """
         for batch, section, alike in zip(self.batches, self._sections, self.alike, strict=True):
             x_KRC = section.view(packed).view(batch.count, batch.rows, batch.cols)
             # Without a name here, what was yielded goes before the next batch is solved.
@@ -217,17 +254,17 @@ class LocalJobs:
 
 
 class CommBucket:
-    """Matrices that travel together.
+    """Matrices that are exchanged by one pair of all-to-alls.
 
     Attributes:
-        sent: this rank's cells of the matrices of each owner, as far as its replica supplies them.
-        received: each rank's cells of the matrices owned here.
-        returned: the same, of every replica.
-        arriving: this rank's cells of the matrices of each owner, all.
-        alike: of these; see `RankContext.alike`.
-        batches: the matrices owned here.
-        blocks: of the pieces that are sent.
-        aside: this rank's cells that another replica sends.
+        sent: this rank's cells of the matrices of each owner, where this rank's replica sends them.
+        received: cells of the matrices owned by this rank, from each rank.
+        returned: cells of the results, for each rank of every replica.
+        arriving: cells of the results that this rank stores, from each owner.
+        alike: groups of `arriving`, see `RankContext.alike`.
+        batches: matrices owned by this rank.
+        blocks: slices of `sent` whose momenta are updated together.
+        aside: slices that another replica sends; their momenta are updated without sending.
     """
 
     def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
@@ -252,12 +289,17 @@ class CommBucket:
 
     @property
     def copied(self) -> list[tuple[SolveBatch, int]]:
-        """The batches, and how many cells of each are put together first."""
+        """Batches with the cells copied to assemble each; 0 if it arrives contiguous."""
         both = zip(self.batches, self._sources, strict=True)
         return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
 
     def solve(self, arrived: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]) -> Tensor:
-        """What goes back: `function` of each batch of matrices, in regions by rank."""
+        """Solve the matrices owned by this rank and return the results `[N]`, packed by rank.
+
+        Args:
+            arrived: `[N]`, the cells of `received`.
+            function: maps a batch and its matrices `[K, R, C]` to the results `[K, R, C]`.
+        """
         back = arrived.new_empty(self.returned.cells)
         for batch, arriving, leaving in zip(
             self.batches, self._sources, self._targets, strict=True
@@ -270,14 +312,16 @@ class CommBucket:
 
 
 class CopyRun(NamedTuple):
-    """Equal regions of consecutive items of a batch that lie side by side in a buffer.
+    """Equal slices of consecutive jobs of a batch that are adjacent in a buffer.
+
+    One copy moves all of them.
 
     Attributes:
-        start, past: cells of the buffer.
-        first, last: matrices of the batch, from `first` to before `last`.
-        items: shape of one item.
-        where: in each item; None: all.
-        shape: of one region.
+        start, past: range of cells in the buffer.
+        first, last: range of matrices in the batch.
+        jobs: shape of one job.
+        where: slices of the cells in each job; None selects all.
+        shape: shape of one slice.
     """
 
     start: int
@@ -289,22 +333,30 @@ class CopyRun(NamedTuple):
     shape: tuple[int, ...]
 
     def there(self, buffer: Tensor) -> Tensor:
-        """The regions in the buffer, one after the other."""
+        """View the run in the buffer, as `[n, *shape]`.
+
+        Args:
+            buffer: `[N]`.
+        """
         return buffer[self.start : self.past].view(-1, *self.shape)
 
     def here(self, x_KRC: Tensor) -> Tensor:
-        """The regions in the batch, likewise."""
+        """View the run in the batch, as `[n, *shape]`.
+
+        Args:
+            x_KRC: all matrices of the batch.
+        """
         jobs = x_KRC[self.first : self.last].reshape(-1, *self.jobs)
         return jobs if self.where is None else jobs[(slice(None), *self.where)]
 
     def with_next(self, other: CopyRun) -> CopyRun | None:
-        """Both as one, if the other comes next on either side and is alike."""
+        """Return both runs as one if `other` follows in buffer and batch, otherwise None."""
         beside = (self.past, self.last, *self[4:]) == (other.start, other.first, *other[4:])
         return self._replace(past=other.past, last=other.last) if beside else None
 
 
 def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[CopyRun]]:
-    """Where the regions of each batch's matrices are in a buffer, in as few runs as can be."""
+    """Return, per batch, the fewest copies between it and a buffer packed by rank."""
     places: dict[int, tuple[int, int]] = {}  # of items, by id: their batch, and the first matrix
     for number, batch in enumerate(batches):
         firsts = accumulate(batch.counts, initial=0)
@@ -327,7 +379,7 @@ def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[Copy
 
 
 def _assembled(batch: SolveBatch, runs: Sequence[CopyRun], arrived: Tensor) -> Tensor:
-    """The matrices of a batch from their regions, `[K, R, C]`; no copy of a single run."""
+    """Assemble the matrices of a batch, `[K, R, C]`; a single run is returned as a view."""
     shape = batch.count, batch.rows, batch.cols
     if len(runs) == 1:
         return runs[0].there(arrived).view(shape)
@@ -338,7 +390,14 @@ def _assembled(batch: SolveBatch, runs: Sequence[CopyRun], arrived: Tensor) -> T
 
 
 class AsyncAllToAll:
-    """An all-to-all under way; `wait` for what arrives, after which what was sent is let go."""
+    """All-to-all in progress; frees the send buffer in `wait`.
+
+    Args:
+        packed: `[N]`, cells to send.
+        leaving: splits of the sent cells.
+        arriving: splits of the received cells.
+        group: process group.
+    """
 
     def __init__(
         self,
@@ -354,6 +413,7 @@ class AsyncAllToAll:
         )
 
     def wait(self) -> Tensor:
+        """Wait for the exchange and return the received cells, `[N]`."""
         arrived = self._arrived
         assert self._work is not None and arrived is not None, "waited for already"
         self._work.wait()
@@ -362,6 +422,6 @@ class AsyncAllToAll:
 
 
 def _inside(job: Job, region: ShardRegion) -> JobSlice:
-    """Cells of an item, placed within it."""
+    """Return the slice that selects `region` in a tensor of the whole job."""
     where = None if region == job.region else region.slices_in(job.region)
     return JobSlice(job, region, where, region.shape, region.size)

@@ -1,14 +1,13 @@
-"""Which optimizer moves which parameter: one table, and every parameter matches exactly one row.
+"""Parameter groups: one table assigns each parameter to Muon or AdamW, by exactly one row.
 
-Muon takes the matrices between hidden states; AdamW takes what is looked up (embedding, head), what
-is a vector or a scalar, filters, and the projections to a number per head (dt, A, trap, angles,
-forget) or stream: the update of a handful of rows orthogonalised alone is nearly their normalised
-gradient. An indexer goes to AdamW as well: it learns from a loss of its own, whose published rates
-are AdamW's.
-A weight that moves through a latent (optim/compressed.py) is in its row but has no state; the
-latent is AdamW's. Where one parameter holds several matrices, each is orthogonalised alone: one
-matrix for all would trade singular values between them. Projections that the model keeps apart are
-one matrix each.
+Muon updates the matrices between hidden states. AdamW updates embedding and head, vectors and
+scalars, filters, and the projections to one number per head (dt, A, trap, angles, forget) or per
+stream: a few rows that are orthogonalised alone are nearly their normalised gradient. An indexer
+belongs to AdamW as well: it learns from a loss of its own, whose published rates are AdamW's. A
+weight that is updated through a latent (optim/compressed.py) is in its row but has no state; the
+latent belongs to AdamW. Where one parameter holds several matrices, each is orthogonalised alone:
+one matrix for all would trade singular values between them. Projections that the model stores
+separately are one matrix each.
 """
 
 from __future__ import annotations
@@ -37,16 +36,18 @@ View = Callable[[nn.Module], MatrixView]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """Line of the parameter table.
 
     Attributes:
-        letters: kinds of block whose mixer has the parameter; empty: outside of all mixers.
+        letters: kinds of block whose mixer has the parameter; empty: outside all mixers.
         names: patterns of its name below the mixer (outside: of its whole name).
+        algorithm: `muon` or `adamw`.
         decays: weight decay applies.
-        view: Muon's matrices, from the mixer that owns the parameter.
-        rate: the setting of `OptimConfig` that is the peak learning rate under AdamW, where 0 means
-            `lr`; under Muon it is `muon_lr`.
-        lr_factor: of that rate, for this row alone; `factor`: the same, from a model's settings.
+        view: division into matrices for Muon, from the mixer that owns the parameter.
+        rate: setting of `OptimConfig` with the peak learning rate under AdamW, where 0 means `lr`;
+            Muon uses `muon_lr`.
+        lr_factor: factor of that rate, for this row alone.
+        factor: further factor, from the model's settings.
     """
 
     letters: str
@@ -59,12 +60,13 @@ class Row:
     factor: Callable[[ModelConfig], float] = lambda model: 1.0
 
     def matches(self, letter: str, name: str) -> bool:
+        """Return whether the row covers `name` in a mixer of this letter ("" outside mixers)."""
         inside = letter in self.letters if letter else not self.letters
         return inside and any(fnmatchcase(name, pattern) for pattern in self.names)
 
 
 def rows_by_head(projection: str, head_rows: str) -> View:
-    """Each head of an M2RNN projection is a matrix of `head_rows` (an attribute) rows."""
+    """Return a view that makes each head of an M2RNN projection a matrix of `head_rows` rows."""
 
     def view(mixer: nn.Module) -> MatrixView:
         assert isinstance(mixer, M2RNN)
@@ -76,42 +78,42 @@ def rows_by_head(projection: str, head_rows: str) -> View:
 
 
 def latent_rows(mixer: nn.Module) -> MatrixView:
-    """The latent | the rotary key that all heads share."""
+    """Divide MLA's down-projection into the latent and the rotary key that all heads share."""
     assert isinstance(mixer, MultiHeadLatentAttention)
     return MatrixView((mixer.latent_dim, mixer.rope_dim))
 
 
 def key_value_rows(mixer: nn.Module) -> MatrixView:
-    """k | v of every head in turn."""
+    """Divide MLA's up-projection into k and v of every head in turn."""
     assert isinstance(mixer, MultiHeadLatentAttention)
     heads = mixer.config.attention.num_heads
     return MatrixView((mixer.nope_dim, mixer.value_dim) * heads)
 
 
 def stream_rows(model: nn.Module) -> MatrixView:
-    """The keys of each residual stream are a matrix."""
+    """Divide Engram's key projection into one matrix per residual stream."""
     assert isinstance(model, HybridLM)
     streams = model.config.mhc.streams
     return MatrixView((model.config.dim,) * streams) if streams > 1 else MatrixView()
 
 
 def experts(mixer: nn.Module) -> MatrixView:
-    """Each expert is a matrix."""
+    """Make each expert a matrix."""
     return MatrixView(batched=True)
 
 
 def ngram_factor(model: ModelConfig) -> float:
-    """Of the learning rate of n-gram tables."""
+    """Return the learning rate factor of n-gram tables."""
     return model.ngram.lr_factor
 
 
 def memory_factor(model: ModelConfig) -> float:
-    """Of the learning rate of n-gram memories."""
+    """Return the learning rate factor of Engram tables."""
     return model.engram.lr_factor
 
 
 def vectors(letters: str, *names: str) -> Row:
-    """Norms, biases, and numbers per head or channel."""
+    """Return a row for norms, biases, and numbers per head or channel."""
     return Row(letters, names, "adamw", False, rate="vector_lr")
 
 
@@ -167,12 +169,12 @@ TABLE = (
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """One parameter and what the table says about it.
+    """Parameter with the table row that covers it.
 
     Attributes:
-        algorithm: `fold` for a weight that moves through its latent.
-        fold: of a latent: what its steps are added to.
-        factor: of the learning rate, from the model's settings.
+        algorithm: `fold` for a weight that is updated through its latent.
+        fold: for a latent, its low-rank update.
+        factor: factor of the learning rate, from the model's settings.
     """
 
     name: str
@@ -184,14 +186,14 @@ class Assignment:
     factor: float = 1.0
 
     def lr(self, config: OptimConfig) -> float:
-        """Peak learning rate."""
+        """Return the peak learning rate."""
         factor = self.row.lr_factor * self.factor
         if self.algorithm == "muon":
             return config.muon_lr * factor
         return (getattr(config, self.row.rate) or config.lr) * factor
 
     def decay(self, config: OptimConfig) -> float:
-        """Weight decay."""
+        """Return the weight decay."""
         decay = config.muon_weight_decay if self.algorithm == "muon" else config.weight_decay
         return decay if self.row.decays else 0.0
 
@@ -199,16 +201,16 @@ class Assignment:
 def assign(
     model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...] = TABLE
 ) -> list[Assignment]:
-    """The row of every parameter; with `adamw` alone, Muon's rows go there too.
+    """Return the row of every parameter; with `adamw` alone, Muon's rows use AdamW too.
 
     Raises:
-        ConfigError: a parameter matches no row, or more than one; it is named.
+        ConfigError: a parameter matches no row, or several; the error names it.
     """
     return list(_assignments(model, algorithm, table))
 
 
 def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]:
-    """The table as it applies to a model, one line per row, algorithm and shape of its matrices."""
+    """Return the table for a model, one line per row, algorithm and shape of its matrices."""
 
     def key(a: Assignment) -> tuple[int, str, str]:
         return rows[id(a.row)], a.algorithm, str(a.view)
@@ -259,7 +261,7 @@ def _assignments(
 
 
 def _place(model: HybridLM, name: str) -> tuple[str, nn.Module, str]:
-    """Letter and mixer that a parameter belongs to (none outside), and its name below."""
+    """Return the letter and the mixer that own a parameter, and its name below the mixer."""
     owner, inside, short = name.partition(".mixer.")
     if inside:
         block = model.get_submodule(owner)

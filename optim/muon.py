@@ -1,8 +1,8 @@
-"""Muon: momentum whose step is orthogonalised, matrix by matrix (Keller Jordan).
+"""Muon: momentum SGD whose update is orthogonalised matrix by matrix (Keller Jordan).
 
-Works on plain parameters and on DTensors of any mesh; a sharded run equals the unsharded one,
-because whole matrices are orthogonalised wherever their cells live (optim/ownership.py), and what
-is to be orthogonalised is rounded to the iteration's dtype before it travels, or stays.
+It works on plain parameters and on DTensors of any mesh. A sharded run equals the unsharded one:
+whole matrices are orthogonalised on one rank (optim/ownership.py), and the update is rounded to the
+dtype of the iteration before it is sent, or used locally.
 
 Legend: R rows, C columns of a matrix, K matrices of a batch.
 """
@@ -40,10 +40,20 @@ def muon_update(
     dtype: torch.dtype | None = None,
     coefficients: Coefficients = "quintic",
 ) -> Tensor:
-    """The update of one matrix, to be subtracted times the learning rate: the reference.
+    """Return the update of one matrix, `[R, C]`, before the learning rate: the reference.
 
-    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC, computed in the
-    gradient's dtype and rounded to its own.
+    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC in place, computed in
+    the gradient's dtype and rounded to its own.
+
+    Args:
+        grad_RC: gradient.
+        momentum_RC: momentum, updated in place.
+        momentum: decay of the momentum.
+        nesterov: orthogonalise the lookahead of the momentum instead of the momentum.
+        steps: Newton-Schulz steps.
+        scale: rule of `update_scale`.
+        dtype: dtype of the iteration; see `iteration_dtype` for the default.
+        coefficients: Newton-Schulz coefficients.
     """
     wide_RC = momentum_RC.to(grad_RC.dtype).lerp(grad_RC, 1 - momentum)
     wide_RC = momentum_RC.copy_(wide_RC).to(grad_RC.dtype)
@@ -53,12 +63,24 @@ def muon_update(
 
 
 def wire_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
-    """Of Newton-Schulz and of what travels; fp64 parameters stay fp64 with `auto`."""
+    """Return the dtype of Newton-Schulz and of the exchanged matrices.
+
+    Args:
+        parameter: parameter of any shape; `auto` keeps fp64 parameters in fp64.
+        width: `auto`, `bf16` or `fp32`.
+    """
     return iteration_dtype(parameter) if width == "auto" else _WIDTHS[width]
 
 
 def momentum_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
-    """Of the momentum: bf16 loses less than Newton-Schulz does; fp64 stays fp64 with `auto`."""
+    """Return the dtype of the momentum; `auto` is bf16, or fp64 for fp64 parameters.
+
+    bf16 rounds the momentum by less than Newton-Schulz rounds its result.
+
+    Args:
+        parameter: parameter of any shape.
+        width: `auto`, `bf16` or `fp32`.
+    """
     if width == "auto":
         return torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
     return _WIDTHS[width]
@@ -68,14 +90,15 @@ _WIDTHS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class MuonStep:
-    """One update of all matrices that have a gradient, in three acts.
+    """Update of all matrices that have a gradient, in three phases.
 
-    Making it decays the weights and sends the first wave. Then come `here`, and whatever else can
-    be done while that wave travels; then `finish`.
+    The constructor decays the weights and starts the first bucket's exchange. `here` solves the
+    local matrices while that bucket travels. `finish` processes all buckets.
 
     Args:
-        groups: of the optimizer.
-        momenta: in the order of the plan's matrices.
+        plan: assignment of matrices to ranks.
+        groups: parameter groups of the optimizer.
+        momenta: momentum per matrix, in the order of `plan.matrices`.
     """
 
     def __init__(
@@ -93,13 +116,13 @@ class MuonStep:
         self.flying = self._send(0)
 
     def here(self) -> None:
-        """What stays, while the first wave travels."""
+        """Solve the matrices that are whole on this rank, while the first bucket travels."""
         for exchange in self.plan.exchanges:
             for stay in exchange.staying:
                 self._solve_here(exchange, stay)
 
     def finish(self) -> None:
-        """Every wave: sends the next, solves this one, returns it, takes what came back before."""
+        """Process each bucket: send the next, solve this one, return it, apply the previous."""
         behind: tuple[CommBucket, AsyncAllToAll] | None = None
         for k, (exchange, bucket) in enumerate(self.buckets):
             coming, self.flying = self.flying, self._send(k + 1)
@@ -124,7 +147,7 @@ class MuonStep:
         return transfer
 
     def _solve_here(self, exchange: Exchange, stay: LocalJobs) -> None:
-        """Matrices that are whole here."""
+        """Solve matrices that are whole on this rank."""
         packed = self._pack(stay.cells, stay.blocks, exchange.wire)
         for section, alike, updates in stay.solve(packed, self._solve):
             self._apply(section.pieces, alike, updates)
@@ -135,14 +158,14 @@ class MuonStep:
         return newton_schulz(x_KRC, steps, x_KRC.dtype, coefficients)
 
     def _land(self, sent: tuple[CommBucket, AsyncAllToAll] | None) -> None:
-        """Takes the results of a wave."""
+        """Apply the results of a bucket."""
         if sent is not None:
             bucket, transfer = sent
             section = bucket.arriving
             self._apply(section.pieces, bucket.alike, section.views(transfer.wait()))
 
     def _decay(self) -> None:
-        """Decoupled weight decay of everything that has a gradient."""
+        """Apply decoupled weight decay to all matrices that have a gradient."""
         for number, group in enumerate(self.groups):
             if group["weight_decay"] and not group["cautious"] and number in self.rates:
                 found = zip(self.plan.matrices, self.weights, self.grads, strict=True)
@@ -151,17 +174,18 @@ class MuonStep:
                     torch._foreach_mul_(weights, 1 - self.rates[number] * group["weight_decay"])
 
     def _pack(self, cells: int, blocks: Sequence[PackedBuffer], wire: torch.dtype) -> Tensor:
-        """Moves the momenta of pieces; what is to be orthogonalised, one after the other."""
+        """Update the momenta of blocks and return the matrices to orthogonalise, `[cells]`."""
         packed = torch.empty(cells, dtype=wire, device=self.weights[0].device)
         for block in blocks:
             self._move(block, block.view(packed))
         return packed
 
     def _move(self, block: PackedBuffer, target: Tensor | None = None) -> None:
-        """m <- lerp(m, g, 1 - mu), rounded; the update is m or, under Nesterov, the same once more.
+        """Update momenta m <- lerp(m, g, 1 - mu); write m, or its Nesterov lookahead, to `target`.
 
-        All in the gradient's dtype, element by element: how they are cut changes no bit. Without a
-        gradient a momentum stays, and zeros take the place of the update: others may wait for it.
+        All operations are elementwise in the gradient's dtype, so the partition changes no bit. A
+        momentum without a gradient stays, and zeros replace its update: other ranks may wait for
+        it.
         """
         pieces = [p for p in block.pieces if not self._lacks(p)]
         if not pieces:
@@ -174,7 +198,7 @@ class MuonStep:
         wide, whole = grads[0].new_empty(block.cells), len(pieces) == len(block.pieces)
 
         def views(cells: Tensor) -> list[Tensor]:
-            """Of the pieces that have a gradient."""
+            """Return the views of slices that have a gradient."""
             found = block.views(cells)
             pairs = zip(found, block.pieces, strict=True)
             return found if whole else [view for view, p in pairs if not self._lacks(p)]
@@ -198,13 +222,13 @@ class MuonStep:
             target.copy_(rounded)
 
     def _lacks(self, piece: JobSlice) -> bool:
-        """Its parameter has no gradient."""
+        """Return whether the slice's parameter has no gradient."""
         return self.grads[piece.job.parameter] is None
 
     def _apply(
         self, pieces: Sequence[JobSlice], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
     ) -> None:
-        """w <- w - lr * scale * update, and cautious decay, of pieces that have a gradient."""
+        """Apply w <- w - lr * scale * update, and cautious decay, where there is a gradient."""
         for numbers in alike:
             members = [i for i in numbers if not self._lacks(pieces[i])]
             if not members:

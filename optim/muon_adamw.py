@@ -1,4 +1,4 @@
-"""One optimizer for a whole model: Muon moves its hidden matrices, AdamW everything else."""
+"""Optimizer of a whole model: Muon updates its hidden matrices, AdamW the rest."""
 
 from __future__ import annotations
 
@@ -40,36 +40,35 @@ ADAMW: dict[str, Any] = {
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW by parameter group, on plain parameters and on DTensors of any mesh.
 
-    A group is tagged `algorithm="muon"` or `"adamw"`; what it doesn't set is as in `MUON` or
-    `ADAMW`. `lr` is read at every step: a float or a 0-d tensor, to be moved by any scheduler of
-    `torch.optim.lr_scheduler`. Groups of `muon` also take `view` (a `MatrixView`: which matrices
-    their parameters are), or `views` with one for each parameter; the optimizer keeps these to
-    itself, and `param_groups` remain plain data. A group of `adamw` may take `folds` in the same
-    way: its parameters are latents, each with the weight that moves through it.
+    A group has `algorithm="muon"` or `"adamw"`; settings that are missing come from `MUON` or
+    `ADAMW`. `lr` is read at every step: a float or a 0-d tensor, which any scheduler of
+    `torch.optim.lr_scheduler` may change. Groups of `muon` also take `view`, a `MatrixView` that
+    divides their parameters into matrices, or `views`, one per parameter; the optimizer stores
+    these itself, and `param_groups` remain plain data. A group of `adamw` may take `folds` in the
+    same way: its parameters are latents of these low-rank updates.
 
         muon:  w <- (1 - lr * weight_decay) w - lr * scale * orthogonalised(momentum)
         adamw: torch.optim.AdamW, the fused kernel
 
-    State exists from the start, of the parameters' shapes and shardings: `momentum` (bf16 unless
-    `momentum_width` says otherwise), or `exp_avg`, `exp_avg_sq` and `step`. Nothing is kept by
-    who orthogonalises what, so state moves between meshes like parameters do.
+    State exists from the start, with the parameters' shapes and shardings: `momentum` (bf16 by
+    default), or `exp_avg`, `exp_avg_sq` and `step`. State doesn't depend on the owners of matrices,
+    so it moves between meshes like parameters do.
 
-    All ranks must construct it with the same parameters and groups, in one order; that is checked
-    once, when the plan is made: here, and at the first step after `add_param_group`. A parameter
-    without a gradient is left alone, weight, decay and state. Ranks must agree which these are, as
-    they do under FSDP2; where some don't, nobody waits for ever, but those matrices are
-    orthogonalised with zeros in the missing places.
+    All ranks must construct the optimizer with the same parameters and groups, in one order. This
+    is checked when the plan is made: here, and at the first step after `add_param_group`. A
+    parameter without a gradient keeps its weight, decay and state. Ranks must agree on these
+    parameters, as they do under FSDP2; where they don't, there is no deadlock, but zeros replace
+    the missing parts of the matrices.
 
     Args:
-        params: groups, of parameters or of (name, parameter).
-        muon_width: of Newton-Schulz and of what travels (`wire_dtype`).
-        momentum_width: see `momentum_dtype`.
-        bucket_bytes: most that a rank sends, or receives, at once.
-        adamw_state: how AdamW keeps its moments; see `new_state`.
-        process_groups: of ranks that share parameters cut along several mesh axes, or cut along
-            some and repeated along others (`World.holders`). Not needed along one axis, nor where
-            these ranks are all ranks.
-        redraw_every: steps of a latent after which its projection is another one (0: never).
+        params: groups of parameters or of (name, parameter).
+        muon_width: dtype of Newton-Schulz and of the exchange (`wire_dtype`).
+        momentum_width: dtype of the momentum (`momentum_dtype`).
+        bucket_bytes: most bytes that a rank sends, or receives, at once.
+        adamw_state: storage of AdamW's moments; see `new_state`.
+        process_groups: groups of ranks that hold parameters which several mesh axes shard or
+            replicate (`World.holders`). Not needed for one axis, nor for the group of all ranks.
+        redraw_every: steps of a latent after which its projection is redrawn (0: never).
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.plan()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and create its state; the next step makes the plan again."""
         algorithm = param_group.get("algorithm")
         assert algorithm in ("muon", "adamw"), f"a group's algorithm is muon or adamw: {algorithm}"
         views = param_group.pop("views", None)
@@ -121,7 +121,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._plan = None
 
     def plan(self) -> MuonPlan:
-        """Who orthogonalises what; made once for the groups as they are, by all ranks together."""
+        """Return the plan of the current groups; all ranks make it together, once."""
         if self._plan is None:
             matrices = [
                 Matrix(
@@ -139,7 +139,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,25 +169,25 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def transient_bytes(self) -> int:
-        """Most bytes alive at once in Muon's half of a step; see `MuonPlan.transient_bytes`."""
+        """Return the peak bytes of Muon's half of a step; see `MuonPlan.transient_bytes`."""
         plan = self.plan()
         momenta = [self.state[m.parameter]["momentum"] for m in plan.matrices]
         return plan.transient_bytes(momenta)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state as `<parameter>.<entry>`, to be saved, or filled for `load_state_tensors`.
+        """Return all state as `<parameter>.<entry>`, to save, or to fill for `load_state_tensors`.
 
-        It knows nothing of the order of parameters, of groups, or of the mesh. Moments in 8 or 4
-        bits are unpacked copies in the memory of the host; all others are the live tensors.
+        The names are independent of the order of parameters, of groups and of the mesh. 8- and
+        4-bit moments are unpacked copies in host memory; all others are the live tensors.
         """
         return {name: plain(value) for name, value in self._entries().items()}
 
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over state of the names and shapes of `state_tensors`, sharded as here.
+        """Load state with the names and shapes of `state_tensors`, sharded like the live state.
 
         Raises:
-            CheckpointError: an entry is missing, unknown or of another shape; it is named.
+            CheckpointError: an entry is missing, unknown or of another shape; the error names it.
         """
         own = self._entries()
         for wrong, what in ((own.keys() - state, "missing"), (state.keys() - own, "unknown")):
@@ -202,7 +202,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._resume_folds()
 
     def state_dict(self) -> dict[str, Any]:
-        """The standard form; moments in 8 or 4 bits are unpacked as in `state_tensors`."""
+        """Return torch's standard form; 8- and 4-bit moments are unpacked as in `state_tensors`."""
         found = super().state_dict()
         state = {
             key: {entry: plain(value) for entry, value in entries.items()}
@@ -212,7 +212,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The standard form; state is copied into what is here, and keeps its dtype and place.
+        """Load torch's standard form into the live tensors, which keep their dtype and device.
 
         Raises:
             CheckpointError: an entry is missing, unknown or of another shape.
@@ -231,12 +231,12 @@ class MuonAdamW(torch.optim.Optimizer):
             self.state.setdefault(parameter, entries)
 
     def _of(self, algorithm: str) -> list[tuple[int, dict[str, Any]]]:
-        """Groups of an algorithm with their numbers; empty ones are left out."""
+        """Return the non-empty groups of an algorithm with their numbers."""
         groups = enumerate(self.param_groups)
         return [(i, g) for i, g in groups if g["algorithm"] == algorithm and g["params"]]
 
     def _entries(self) -> dict[str, Tensor]:
-        """All state as it is stored, by the names of `state_tensors`."""
+        """Return all state in its stored form, by the names of `state_tensors`."""
         return {
             f"{name}.{key}": value
             for group in self.param_groups
@@ -245,12 +245,12 @@ class MuonAdamW(torch.optim.Optimizer):
         }
 
     def _resume_folds(self) -> None:
-        """Projections go on from the steps that loaded state has made."""
+        """Restore the projections from the step counts of loaded state."""
         for latent, of_it in self._folds.items():
             resume(of_it, self.state[latent], self._redraw_every)
 
     def _link_steps(self) -> None:
-        """Step counters become elements of one tensor per group: one operation counts them all."""
+        """Make step counters elements of one tensor per group: one operation increments all."""
         for number, group in self._of("adamw"):
             if number not in self._steps:
                 states = [self.state[p] for p in group["params"]]
@@ -260,10 +260,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Copies the state of a `state_dict` into the optimizer's; what is left for torch are groups.
+    """Copy the state of a `state_dict` into the optimizer's; return the rest for torch to load.
 
-    torch would make copies of its own, in the parameters' dtype and on their device
-    (pytorch#43706).
+    torch would copy the state itself, in the parameters' dtype and on their device (pytorch#43706).
     """
     saved = [key for group in given["param_groups"] for key in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -284,7 +283,7 @@ def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict
 
 
 def _write(name: str, own: Tensor, value: Tensor) -> None:
-    """Copies one entry of state into what is here; same shape, sharded as here."""
+    """Copy one entry of state into the live tensor of the same shape and sharding."""
     if value is own:
         return
     if value.shape != own.shape:

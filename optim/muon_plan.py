@@ -1,4 +1,4 @@
-"""The plan of Muon's step: who orthogonalises what, made once from shapes and placements alone."""
+"""Plan of Muon's step: the owner of each matrix, computed once from shapes and placements."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from optim.shard_layout import ShardLayout, layout_of
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A parameter that Muon moves.
+    """Parameter that Muon updates.
 
     Attributes:
-        group: the number of its parameter group, for settings that are read at every step.
-        solver: steps and coefficients of Newton-Schulz.
+        parameter: `[R, C]` or `[E, R, C]`.
+        group: number of its parameter group, whose settings are read at every step.
+        view: division into matrices.
+        wire: dtype of Newton-Schulz and of the exchange.
+        solver: number of Newton-Schulz steps and their coefficients.
     """
 
     parameter: Tensor
@@ -40,11 +43,19 @@ class Matrix:
 
     @property
     def kind(self) -> MatrixKind:
+        """Key of matrices that can be processed together."""
         return MatrixKind((self.group, self.parameter.dtype), self.solver)
 
 
 class Exchange:
-    """The plan of one set of ranks: which matrices stay, which travel, and in which waves."""
+    """Plan of one set of ranks: matrices that stay, and the buckets of those that travel.
+
+    Args:
+        matrices: matrices by their number in the plan.
+        layouts: shard layouts by the same numbers; all over the same ranks.
+        wire: dtype of the exchange.
+        bucket_bytes: most bytes that a rank sends or receives per bucket.
+    """
 
     def __init__(
         self,
@@ -53,7 +64,7 @@ class Exchange:
         wire: torch.dtype,
         bucket_bytes: int,
     ) -> None:
-        """All numbered parameters have cells on the same ranks; `bucket_bytes` in bytes."""
+        """Build the plan; all parameters of a plan must be sharded over the same ranks."""
         some, parameter = next(iter(layouts.values())), next(iter(matrices.values())).parameter
         assert all((x.rank, x.ranks) == (some.rank, some.ranks) for x in layouts.values())
         self.wire, self.group, self.num_ranks = wire, some.group, len(some.regions)
@@ -84,24 +95,29 @@ class Exchange:
 
     @property
     def loads(self) -> list[int]:
-        """Multiplications and additions of Newton-Schulz of each rank."""
+        """Multiplications and additions of Newton-Schulz per rank."""
         return loads(self.jobs, self.num_ranks)
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over the mean; with few matrices for many ranks some idle."""
+        """Work of the busiest rank over the mean; above 1 some ranks idle."""
         return max(self.loads) * self.num_ranks / sum(self.loads)
 
 
 def batch_cells(parameter: Tensor, wire: torch.dtype) -> int:
-    """Most cells of matrices that Newton-Schulz takes together, where one isn't larger already."""
+    """Return the most cells that Newton-Schulz processes together, unless one matrix is larger.
+
+    Args:
+        parameter: parameter of any shape, for its device.
+        wire: dtype of the iteration.
+    """
     if parameter.is_cuda:
         return CUDA_BATCH_BYTES // wire.itemsize
     return 1 if wire == torch.float64 else CPU_BATCH_BYTES // wire.itemsize
 
 
 def _portions(jobs: Sequence[Job], most_cells: int) -> list[list[Job]]:
-    """Items by shape, in lists of at most `most_cells`, or of one item."""
+    """Sort jobs by shape and split them into lists of at most `most_cells`, or of one job."""
     portions: list[list[Job]] = []
     cells = 0
     for job in sorted(jobs, key=lambda job: (job.rows, job.cols)):
@@ -114,9 +130,12 @@ def _portions(jobs: Sequence[Job], most_cells: int) -> list[list[Job]]:
 
 
 def _agree(exchange: Exchange, of: int, device: torch.device) -> None:
-    """Asserts that all ranks made the same plan; otherwise they would wait for each other.
+    """Assert that all ranks made the same plan; different plans would deadlock.
 
-    `of`: the number of exchanges of this rank.
+    Args:
+        exchange: plan of this rank.
+        of: number of exchanges of this rank.
+        device: device for the all-reduce.
     """
     group = exchange.group
     if group is None or dist.get_backend(group) == "fake":
@@ -132,13 +151,13 @@ def _agree(exchange: Exchange, of: int, device: torch.device) -> None:
 
 
 class MuonPlan:
-    """Of all matrices of an optimizer; parameters that the same ranks hold share their waves.
+    """Plan of all matrices of an optimizer; parameters on the same ranks share their buckets.
 
     Args:
-        matrices: in an order on which all ranks agree.
-        bucket_bytes: most that a rank sends, or receives, at once.
-        process_groups: of ranks that share parameters cut along several mesh axes, or repeated
-            along some; see `layout_of`.
+        matrices: matrices in an order that is the same on all ranks.
+        bucket_bytes: most bytes that a rank sends, or receives, at once.
+        process_groups: groups of ranks that hold parameters which several mesh axes shard or
+            replicate; see `layout_of`.
     """
 
     def __init__(
@@ -166,10 +185,13 @@ class MuonPlan:
             _agree(exchange, len(self.exchanges), self.matrices[0].parameter.device)
 
     def transient_bytes(self, momenta: Sequence[Tensor]) -> int:
-        """Most bytes alive at once in a step of this rank, beside parameters, gradients and state.
+        """Return the peak bytes that a step allocates beside parameters, gradients and state.
 
-        For gradients of the parameters' dtype, and without cautious decay, which needs up to three
-        times the largest piece for a moment.
+        The gradients are assumed to have the parameters' dtype. Cautious decay is left out: it
+        allocates up to three times the largest slice for a moment.
+
+        Args:
+            momenta: momentum per matrix, in the order of `matrices`.
         """
         cuda = any(matrix.parameter.is_cuda for matrix in self.matrices)
 
@@ -207,7 +229,7 @@ class MuonPlan:
 
 
 def _solving_bytes(batch: SolveBatch, copied: int, wire: torch.dtype, cuda: bool) -> int:
-    """Of one batch, `copied` cells of which are put together first."""
+    """Return the bytes that solving a batch allocates; `copied` cells are assembled first."""
     least = 1 if cuda else least_batch(min(batch.rows, batch.cols), wire.itemsize)
     count = max(least, batch.count)
     work = newton_schulz_bytes(count, batch.rows, batch.cols, wire.itemsize)

@@ -1,13 +1,14 @@
-"""Whole matrices from sharded parameters: who orthogonalises what, and in which wave.
+"""Assign each matrix of a sharded parameter to the rank that orthogonalises it.
 
-Meshes cut parameters into boxes (optim/shard_layout.py), but a matrix must be orthogonalised whole.
-Every rank derives the same plan from shapes alone: each matrix that lies on several ranks gets one
-owner, the costliest first to the rank with the least work (LPT), over all matrices of a process
-group at once. Then they are dealt into waves, each with about the same work for every owner and at
-most so many cells for any rank to send or to receive (optim/exchange.py moves them). Matrices that
-lie whole on one rank stay there; if there are replicas, each does these for itself.
+Meshes shard parameters into regions (optim/shard_layout.py), but Newton-Schulz needs whole
+matrices. Every rank computes the same plan from shapes alone. Each matrix that is spread over
+several ranks gets one owner: over all matrices of a process group, the costliest matrix first, to
+the rank with the least work (longest processing time first, LPT). The matrices are then divided
+into communication buckets, in each of which every owner has about the same work and no rank sends
+or receives more than a maximum of cells (optim/exchange.py moves them). Matrices that are whole on
+one rank stay there; with replicas, each replica solves them for itself.
 
-Legend: E matrices of a parameter `[E, R, C]`, R rows and C columns; K matrices of an item.
+Legend: E matrices of a parameter `[E, R, C]`, R rows, C columns, K matrices of a job.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from optim.shard_layout import ShardLayout, ShardRegion
 
 @dataclass(frozen=True)
 class MatrixView:
-    """How a parameter is read as matrices.
+    """Division of a parameter into matrices that are orthogonalised separately.
 
     Attributes:
-        row_blocks: heights of the blocks of rows that are matrices of their own, top to bottom
-            (a fused projection); empty: the whole parameter is one matrix.
+        row_blocks: heights of row blocks that are separate matrices, top to bottom (a fused
+            projection); empty if the whole parameter is one matrix.
         batched: `[E, R, C]` holds E matrices, one per expert.
     """
 
@@ -37,7 +38,7 @@ class MatrixView:
     batched: bool = False
 
     def heights(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each matrix of a parameter of `shape`, in order."""
+        """Return the number of rows of each matrix of a parameter of `shape`, in order."""
         if self.batched:
             assert len(shape) == 3 and not self.row_blocks, f"{self} of {tuple(shape)}"
             return (shape[1],) * shape[0]
@@ -46,7 +47,7 @@ class MatrixView:
         return self.row_blocks or (shape[0],)
 
     def matrices(self, shape: Sequence[int]) -> list[ShardRegion]:
-        """The cells of each matrix of a parameter of `shape`, seen as `[E, R, C]`."""
+        """Return the region of each matrix of a parameter of `shape`, viewed as `[E, R, C]`."""
         heights, cols = self.heights(shape), shape[-1]
         if self.batched:
             return [ShardRegion((e, 0, 0), (e + 1, rows, cols)) for e, rows in enumerate(heights)]
@@ -66,7 +67,17 @@ class MatrixView:
 
 @dataclass(frozen=True)
 class Job:
-    """Consecutive matrices of one shape in one parameter that lie on the same ranks."""
+    """Consecutive matrices of one shape in one parameter that are held by the same ranks.
+
+    Attributes:
+        parameter: number of the parameter in the plan.
+        region: cells of all matrices of the job: experts, or rows.
+        count: number of matrices.
+        rows, cols: shape of one matrix.
+        holders: ranks that hold cells of the job, over all replicas, in order.
+        owner: rank that solves the job.
+        moves: no rank holds all of it.
+    """
 
     parameter: int
     region: ShardRegion  # the matrices together: experts, or rows
@@ -79,20 +90,27 @@ class Job:
 
     @property
     def cost(self) -> int:
+        """Multiplications and additions of Newton-Schulz for the whole job."""
         return self.count * newton_schulz_flops(self.rows, self.cols)
 
     def for_parameter(self, parameter: int) -> Job:
-        """The same of another parameter."""
+        """Return a copy of the job for another parameter of the same shape and layout."""
         return replace(self, parameter=parameter)
 
 
 def jobs_of(
     parameter: int, matrices: Sequence[ShardRegion], layout: ShardLayout, most_cells: int = 0
 ) -> list[Job]:
-    """The matrices of one parameter, runs of alike ones together; the first holder owns them.
+    """Return the jobs of one parameter: consecutive matrices of equal shape and holders.
 
-    An item has at most `most_cells` (0: any number) or is one matrix. A run that moves becomes as
-    many items as there are ranks, so that all may share the work.
+    The first holder is the owner until `choose_owners` assigns another. Matrices that move are
+    split into as many jobs as there are ranks, so that all ranks can share the work.
+
+    Args:
+        parameter: number of the parameter in the plan.
+        matrices: region of each matrix.
+        layout: regions that the ranks hold.
+        most_cells: most cells of a job, unless it is a single matrix; 0: no limit.
     """
 
     def holders(matrix: ShardRegion) -> tuple[int, ...]:
@@ -113,17 +131,17 @@ def jobs_of(
 
 
 def choose_owners(jobs: Sequence[Job], ranks: int) -> list[Job]:
-    """The same items, those that move with an owner each: longest processing time first.
+    """Assign an owner to each job that moves, longest processing time first (LPT).
 
-    Work that can't move counts as load from the start. Holders are preferred as long as that keeps
-    the busiest rank no busier: what they hold of a matrix needs no sending.
+    Work that can't move counts as load from the start. Holders are preferred as long as the busiest
+    rank doesn't get busier: the cells that they hold needn't be sent.
     """
     near, plain = (_dealt(jobs, ranks, prefer) for prefer in (True, False))
     return near if max(loads(near, ranks)) <= max(loads(plain, ranks)) else plain
 
 
 def _dealt(jobs: Sequence[Job], ranks: int, prefer_holders: bool) -> list[Job]:
-    """Owners by LPT; of holders, one whose load stays within the mean goes before all others."""
+    """Assign owners by LPT; prefer a holder whose load stays within the mean."""
     load = loads([job for job in jobs if not job.moves], ranks)
     mean = -(-(sum(load) + sum(job.cost for job in jobs if job.moves)) // ranks)
     owners: dict[int, int] = {}
@@ -138,7 +156,7 @@ def _dealt(jobs: Sequence[Job], ranks: int, prefer_holders: bool) -> list[Job]:
 
 
 def loads(jobs: Sequence[Job], ranks: int) -> list[int]:
-    """Multiplications and additions of each rank; what stays is done by every holder."""
+    """Return FLOPs per rank; every holder solves jobs that don't move."""
     load = [0] * ranks
     for job in jobs:
         for rank in (job.owner,) if job.moves else job.holders:
@@ -149,10 +167,16 @@ def loads(jobs: Sequence[Job], ranks: int) -> list[int]:
 def buckets_of(
     jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int, most_cells: int
 ) -> list[list[Job]]:
-    """Items that move, in waves that each give every owner about the same share of its work.
+    """Divide jobs that move into buckets with about the same share of every owner's work.
 
-    In a wave no rank sends or receives more than `most_cells`, neither on the way to the owners nor
-    back, unless that is of a single item.
+    In a bucket no rank sends or receives more than `most_cells`, neither towards the owners nor
+    back, unless a single job is larger.
+
+    Args:
+        jobs: jobs with their owners.
+        layouts: shard layout per parameter number.
+        ranks: number of ranks.
+        most_cells: limit per rank, direction and bucket.
     """
     if not jobs:
         return []
@@ -180,7 +204,7 @@ def buckets_of(
 
 
 def _held(jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int) -> list[np.ndarray]:
-    """Cells of each item on each rank; many parameters are cut in the same way."""
+    """Return the number of cells per rank `[W]` of each job; equal layouts are counted once."""
     known: dict[tuple[int, ShardRegion], np.ndarray] = {}
     for job in jobs:
         layout = layouts[job.parameter]
@@ -193,7 +217,7 @@ def _held(jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int) -> l
 
 
 def _places(jobs: Sequence[Job]) -> list[float]:
-    """Where in its owner's work, from 0 to 1, the middle of each item is, costliest first."""
+    """Return the position of each job's middle in its owner's work, 0 to 1, costliest first."""
     places = [0.0] * len(jobs)
     totals: dict[int, int] = {}
     for job in jobs:
@@ -207,7 +231,7 @@ def _places(jobs: Sequence[Job]) -> list[float]:
 
 
 def _greedy(jobs: Sequence[tuple[Job, np.ndarray, np.ndarray]], most_cells: int) -> list[list[Job]]:
-    """In order, a new wave wherever one more item would be too much for some rank."""
+    """Fill buckets in order; open a new one where the limit of a rank would be exceeded."""
     buckets: list[list[Job]] = []
     held, returned = jobs[0][1] * 0, jobs[0][2] * 0
     for job, more, back in jobs:
@@ -220,5 +244,5 @@ def _greedy(jobs: Sequence[tuple[Job, np.ndarray, np.ndarray]], most_cells: int)
 
 
 def fingerprint(of: object) -> int:
-    """A number of 62 bits that two plans share only if they are the same."""
+    """Return a 62-bit hash of a plan, to compare plans between ranks."""
     return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], "big") >> 2

@@ -38,7 +38,6 @@ LEFT: dict[str, tuple[str, ...]] = {
         "megacpp/state",
         "megacpp/terminal",
         "megacpp/versions.py",
-        "optim",
         "parallel",
         "train.py",
     ),
@@ -54,7 +53,6 @@ LEFT: dict[str, tuple[str, ...]] = {
         "megacpp/model",
         "megacpp/run",
         "megacpp/state",
-        "optim",
         "parallel",
         "train.py",
     ),
@@ -83,7 +81,6 @@ LEFT: dict[str, tuple[str, ...]] = {
         "megacpp/report",
         "megacpp/run",
         "megacpp/state",
-        "optim",
         "parallel",
     ),
     "shapes": (
@@ -92,7 +89,6 @@ LEFT: dict[str, tuple[str, ...]] = {
         "megacpp/blocks",
         "megacpp/kernels",
         "megacpp/model",
-        "optim",
         "parallel",
     ),
 }
