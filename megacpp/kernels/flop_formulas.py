@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+import megacpp.kernels.experts.grouped_mm
+import megacpp.kernels.m2rnn.triton  # noqa: F401 - define the operators
+
 
 @register_flop_formula(torch.ops.megacpp.expert_products)
 def _expert_products(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: Any) -> int:
