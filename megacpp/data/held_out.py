@@ -1,7 +1,7 @@
-"""Which documents are held out, what compressors make of them, and how a sample begins.
+"""Held-out documents: their selection, their compressed size, and the prompt of a sample.
 
-held out    hash below `validation_fraction`, then more by hash until there are 64 documents
-            and 1 % of the bytes, but no more than a tenth of either
+A document is held out if its hash is below `validation_fraction`. More follow in the order of
+hashes until there are 64 documents and 1 % of the bytes, but at most a tenth of either.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ PROMPT = 40  # characters of a sample prompt, at most
 
 
 def in_validation(digest: bytes, fraction: float) -> bool:
-    """Whether a hash alone decides that a document is held out."""
+    """Return whether a hash alone makes a document held out."""
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: float) -> set[int]:
-    """Numbers of the held-out documents; neither they nor the others are ever none.
+    """Return the numbers of the held-out documents; neither they nor the others are ever empty.
 
     Args:
         digests: SHA-256 of each document, which also orders them.
         sizes: bytes of each document.
+        fraction: share of documents that are held out.
     """
     order = sorted(range(len(digests)), key=digests.__getitem__)
     chosen = {i for i in order if in_validation(digests[i], fraction)}
@@ -49,7 +50,14 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
 
 
 def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: int) -> str:
-    """Shortfall of the held-out documents, with numbers and a fix; empty if nothing."""
+    """Return a warning about too few held-out documents, with numbers and a fix; empty if enough.
+
+    Args:
+        documents: held-out documents.
+        text_bytes: bytes of these.
+        all_documents: documents of the corpus.
+        all_bytes: bytes of these.
+    """
     share = text_bytes / all_bytes
     if documents >= MIN_DOCUMENTS and share >= MIN_SHARE:
         return ""
@@ -66,7 +74,7 @@ def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: in
 
 
 def gzip_bits_per_byte(documents: Iterable[bytes]) -> float:
-    """Bits per byte of `gzip -9` over each document alone: what a plain compressor reaches."""
+    """Return bits per byte of `gzip -9` over each document alone."""
     packed = total = 0
     for document in documents:
         packed += len(gzip.compress(document, 9, mtime=0))
@@ -75,12 +83,13 @@ def gzip_bits_per_byte(documents: Iterable[bytes]) -> float:
 
 
 def xz_bits_per_byte(documents: Iterable[bytes], total: int) -> tuple[float | None, int]:
-    """Bits per byte of `xz -9` over documents end to end, and how many bytes were packed.
+    """Return bits per byte of `xz -9` over concatenated documents, and the number of bytes packed.
 
-    At most STREAM_BYTES. None with a Python that was built without liblzma.
+    At most STREAM_BYTES are packed. The first value is None if Python was built without liblzma.
 
     Args:
-        total: bytes of the documents: xz needs ten times its window, and here no wider one.
+        documents: documents in order.
+        total: bytes of all documents; bounds the window, because xz allocates ten times its size.
     """
     try:
         lzma = importlib.import_module("lzma")
@@ -100,7 +109,7 @@ def xz_bits_per_byte(documents: Iterable[bytes], total: int) -> tuple[float | No
 
 
 def compressor_lines(entry: Mapping[str, Any]) -> list[str]:
-    """Bits per byte of compressors on the held-out text, from its entry in the index."""
+    """Return lines with the compressors' bits per byte, from the split's entry in the index."""
     line = (
         f"gzip -9 {entry['gzip_bits_per_byte']:.3f} bits per byte, each document compressed alone"
     )
@@ -113,7 +122,7 @@ def compressor_lines(entry: Mapping[str, Any]) -> list[str]:
 
 
 def sample_prompt(read: Callable[[int], bytes], held_out: Sequence[int]) -> str:
-    """The first words of a held-out document that begins as no other does (else of the first)."""
+    """Return the first words of a held-out document with a unique start, else of the first."""
     starts = [read(i)[: 4 * PROMPT].decode(errors="ignore")[:PROMPT] for i in held_out[:256]]
     alike = Counter(start[: PROMPT // 2] for start in starts)
     own = (s for s in starts if alike[s[: PROMPT // 2]] == 1 and s.strip())

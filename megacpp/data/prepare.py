@@ -1,8 +1,8 @@
-"""From a source to a corpus on disk: read, deduplicate, split, learn a tokenizer, write shards.
+"""Corpus preparation: read a source, deduplicate, split, learn a tokenizer, write shards.
 
-Nothing depends on the order in which files are found: a document's split and place are pure
-functions of its hash (and the seed). Everything goes to a temporary folder that is renamed at the
-end, so a folder with an index is always whole.
+The result doesn't depend on the order in which files are found: a document's split and position are
+pure functions of its hash and the seed. Files are written to a temporary folder that is renamed at
+the end, so a folder with an index is always complete.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where a corpus is, what its index says, and whether this call made it."""
+    """Prepared corpus: its path, its index, and whether this call made it."""
 
     path: Path
     index: dict[str, Any]
@@ -57,11 +57,11 @@ class Prepared:
 
 
 def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
-    """Makes the corpus at `out`, or finds that it is there; safe to call from several processes.
+    """Make the corpus at `out`, or reuse an existing one; safe to call from several processes.
 
     Raises:
-        ConfigError: a broken rule, or `out` holds something else.
-        DataError: the source or the corpus that is there cannot be read.
+        ConfigError: a setting breaks a rule, or `out` holds something else.
+        DataError: the source or the existing corpus can't be read.
     """
     spec.check()
     start = time.perf_counter()
@@ -69,7 +69,7 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
     if there is not None:
         return Prepared(out, there, False, time.perf_counter() - start)
     if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise config_error("out", out, "is there and is no corpus", "choose another --out")
+        raise config_error("out", out, "exists and is not a corpus", "choose another --out")
     final = out.resolve()
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -88,7 +88,7 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
 
 
 def _build(spec: CorpusSpec, folder: Path) -> None:
-    """Writes every file of the corpus into `folder`, index last."""
+    """Write every file of the corpus into `folder`, the index last."""
     given = _given(spec)
     source = find_source(spec.source, spec.globs, spec.document_bytes)
     with progress_bars(keep=True) as stage, DocumentStore(folder / "spool") as spool:
@@ -133,7 +133,7 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
 
 
 def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
-    """The tokenizer that the spec names and where it is from; None if one is to be learned."""
+    """Return the tokenizer that the spec names and its source; None if one is to be learned."""
     if not spec.tokenizer:
         return None
     path = Path(spec.tokenizer)
@@ -151,7 +151,7 @@ def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
 def _read(
     spec: CorpusSpec, source: Source, spool: DocumentStore, advance: Advance
 ) -> dict[str, int]:
-    """Spools every new document; how many were read, empty, broken or seen before."""
+    """Store new documents; return counts of read, empty, broken and duplicate ones."""
     counts = {"read": 0, "empty": 0, "invalid_utf8": 0, "duplicates": 0}
     for text, read_bytes in read_items(source, spec.field):
         counts["read"] += 1
@@ -174,7 +174,7 @@ def _read(
 
 
 def _split(spec: CorpusSpec, spool: DocumentStore) -> tuple[list[int], list[int]]:
-    """Numbers of the training and of the held-out documents, each shuffled by (seed, hash)."""
+    """Return the numbers of training and of held-out documents, each shuffled by (seed, hash)."""
     digests = spool.digests
     held_out = choose_held_out(digests, spool.sizes, spec.validation_fraction)
 
@@ -188,7 +188,7 @@ def _split(spec: CorpusSpec, spool: DocumentStore) -> tuple[list[int], list[int]
 def _learn(
     spec: CorpusSpec, spool: DocumentStore, train: list[int], stage: Stage
 ) -> tuple[CorpusTokenizer, dict[str, Any]]:
-    """A tokenizer of the first training documents, and from how much of which kind of text."""
+    """Learn a tokenizer from the first training documents; return it with facts about its input."""
     ends = np.cumsum([spool.sizes[i] for i in train])
     count = min(len(train), int(np.searchsorted(ends, spec.tokenizer_bytes)) + 1)
     kind, why = spec.text_kind, "given"
@@ -209,7 +209,10 @@ def _learn(
 def _encoded(
     spool: DocumentStore, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
 ) -> Iterator[tuple[int, np.ndarray, str]]:
-    """Each document as `BOS tokens EOS`, and psm or spm if it was cut; whole ones go together."""
+    """Yield each document as `BOS tokens EOS`, and psm or spm if it was split.
+
+    Documents that aren't split are encoded in batches.
+    """
     marks = tokenizer.specials
     begin, end = (np.array([i], np.uint32) for i in (marks.bos, marks.eos))
     for batch in _batches(spool, members):
@@ -229,7 +232,7 @@ def _encoded(
 
 
 def _changed(spool: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
-    """How many held-out documents the tokenizer doesn't give back exactly."""
+    """Return the number of held-out documents that the tokenizer doesn't reproduce exactly."""
     count = 0
     for batch in _batches(spool, held_out):
         texts = [spool.read(i).decode() for i in batch]
@@ -239,7 +242,7 @@ def _changed(spool: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTok
 
 
 def _compressors(spool: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
-    """Bits per byte of gzip and xz on the held-out documents."""
+    """Return bits per byte of gzip and xz on the held-out documents."""
     total = sum(spool.sizes[i] for i in held_out)
     advance = stage("gzip -9 of held-out documents", total)
     alone = gzip_bits_per_byte(_advancing(map(spool.read, held_out), advance))
@@ -249,7 +252,7 @@ def _compressors(spool: DocumentStore, held_out: Sequence[int], stage: Stage) ->
 
 
 def _batches(spool: DocumentStore, members: Sequence[int]) -> Iterator[list[int]]:
-    """Runs of documents of about BATCH_BYTES."""
+    """Yield consecutive documents in groups of about BATCH_BYTES."""
     batch: list[int] = []
     size = 0
     for member in members:
@@ -263,7 +266,7 @@ def _batches(spool: DocumentStore, members: Sequence[int]) -> Iterator[list[int]
 
 
 def _existing(spec: CorpusSpec, out: Path) -> dict[str, Any] | None:
-    """The index at `out` if it was made from this spec, None if there is none."""
+    """Return the index at `out` if it was made from this spec, None if there is no index."""
     if not (out / INDEX).is_file():
         return None
     index = read_index(out)
@@ -278,7 +281,7 @@ def _existing(spec: CorpusSpec, out: Path) -> dict[str, Any] | None:
 
 
 def _publish(spec: CorpusSpec, temporary: Path, out: Path, force: bool) -> bool:
-    """Renames the finished folder into place; False if another process was faster."""
+    """Rename the finished folder into place; return False if another process was faster."""
     retired = temporary.with_suffix(".retired")
     if force and out.exists():
         out.rename(retired)

@@ -1,4 +1,4 @@
-"""Words that byte-level BPE never merges across: of code, or of prose in any script."""
+"""Word patterns that byte-level BPE never merges across: for code, or for prose in any script."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SAMPLE = 1_000_000  # characters that are looked at
 
 
 def text_kind(texts: Iterable[str]) -> tuple[Kind, str]:
-    """Whether texts are code or prose, and why."""
+    """Return whether texts are code or prose, and the reason."""
     seen = found = 0
     for text in texts:
         seen += len(text)

@@ -234,7 +234,7 @@ def test_a_foreign_folder_is_never_replaced(spec: CorpusSpec, tmp_path: Path) ->
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear")
     for force in (False, True):
-        with pytest.raises(ConfigError, match=r"is there and is no corpus\. Fix: choose another"):
+        with pytest.raises(ConfigError, match=r"exists and is not a corpus\. Fix: choose another"):
             ensure_corpus(spec, tmp_path / "mine", force)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "dear"
     (tmp_path / "empty").mkdir()
