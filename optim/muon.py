@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim.exchange import AsyncAllToAll, CommBucket, JobSlice, LocalJobs, PackedBuffer, SolveBatch
+from optim.exchange import AsyncAllToAll, CommBucket, LocalJobs
 from optim.local import local_part
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
@@ -26,6 +26,7 @@ from optim.newton_schulz import (
     newton_schulz_plain,
     update_scale,
 )
+from optim.packing import JobSlice, PackedBuffer, SolveBatch
 
 Width = Literal["auto", "bf16", "fp32"]
 

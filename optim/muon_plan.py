@@ -17,9 +17,10 @@ from megacpp.memory.forms.muon import (
     packing_bytes,
     step_peak_bytes,
 )
-from optim.exchange import CommBucket, LocalJobs, MatrixKind, PackedBuffer, RankContext, SolveBatch
+from optim.exchange import CommBucket, LocalJobs
 from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients, least_batch
 from optim.ownership import Job, MatrixView, buckets_of, choose_owners, fingerprint, jobs_of, loads
+from optim.packing import MatrixKind, PackedBuffer, RankContext, SolveBatch
 from optim.shard_layout import ShardLayout, layout_of
 
 

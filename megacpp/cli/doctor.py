@@ -1,4 +1,4 @@
-"""`megacpp doctor`: what is found, what is missing and why it matters; can two ranks talk?"""
+"""Command `megacpp doctor`: what is installed, what is missing and why it matters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megacpp.versions import PYTHON, TESTED_PYTHON, TRITON, minor, remark
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `ok` None means optional and absent."""
+    """Line of the report; `ok` is None for something optional that is absent."""
 
     name: str
     ok: bool | None
@@ -68,8 +68,9 @@ class DoctorArgs:
 
 
 def doctor(args: DoctorArgs) -> int:
-    """Reports versions, devices, optional kernels with reasons, and runs two gloo ranks against
-    each other. Exit code 1 when something that training needs is broken.
+    """Report versions, devices and optional kernels with reasons, and test two gloo ranks.
+
+    The exit code is 1 if something that training needs is broken.
     """
     findings = [*_versions(), *_devices(), _fp8(), *_kernels(), *_optional()]
     if not args.no_self_test:
@@ -103,7 +104,7 @@ def _versions() -> list[Finding]:
 
 
 def _triton() -> Finding:
-    """Triton beside the one that CUDA builds of this torch require."""
+    """Report Triton next to the version that CUDA builds of this torch require."""
     here = installed()
     wanted = next(
         (triton for torch, triton in TRITON.items() if minor(torch) == minor(here["torch"])), None
@@ -139,7 +140,7 @@ def _devices() -> list[Finding]:
 
 
 def _runtime() -> Finding:
-    """Driver, and the CUDA that torch was built with."""
+    """Report the driver, and the CUDA version that torch was built with."""
     import torch
 
     from megacpp.launch.record import driver_version
@@ -149,7 +150,7 @@ def _runtime() -> Finding:
 
 
 def _nccl() -> Finding:
-    """The library through which GPUs of several ranks talk."""
+    """Report the library for communication between GPUs."""
     import torch.distributed as dist
     from torch.cuda import nccl
 
@@ -172,7 +173,7 @@ def _optional() -> list[Finding]:
 
 
 def _import_trouble(module: str) -> str:
-    """Why a module can't be imported; nothing: it can."""
+    """Return the reason why a module can't be imported, or nothing."""
     try:
         importlib.import_module(module)
     except Exception as error:  # packages with compiled parts raise what they like
@@ -181,7 +182,7 @@ def _import_trouble(module: str) -> str:
 
 
 def _fp8() -> Finding:
-    """Whether matrices can be multiplied in FP8 here."""
+    """Report whether this device multiplies matrices in FP8."""
     import torch
 
     from checkpointing.fp8 import FP8_CAPABILITY
@@ -198,7 +199,7 @@ def _fp8() -> Finding:
 
 
 def _kernels() -> list[Finding]:
-    """Of every operation what `auto` takes for the default preset on this machine, and why."""
+    """Report the backend that `auto` selects for each operation, with the reason."""
     from megacpp.config.presets import tiny
     from megacpp.kernels.mamba3.library import siso_tuners
     from megacpp.kernels.selection import OPERATIONS, choose
@@ -222,7 +223,7 @@ def _kernels() -> list[Finding]:
 
 
 def _compared() -> list[Finding]:
-    """Every backend beside the definition, on this machine's device."""
+    """Compare every backend with the reference on this machine's device."""
     from megacpp.run.kernel_check import check_backends
     from parallel.mesh import pick_device
 
@@ -234,7 +235,7 @@ def _compared() -> list[Finding]:
 
 
 def _gloo() -> Finding:
-    """Two real processes: an all-reduce and a reduce-scatter with known results."""
+    """Run an all-reduce and a reduce-scatter with known results in two processes."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(

@@ -1,6 +1,6 @@
-"""Settings of a file: a run's own config.json, or TOML, YAML or JSON with some settings.
+"""Settings files: a run's own config.json, or TOML, YAML or JSON with some settings.
 
-Sections nest or keys are dotted (`optim.lr = 1e-3`); `preset` names the base. No torch import here.
+Sections nest or keys are dotted (`optim.lr = 1e-3`); `preset` names the base. No torch import.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """The settings of a file.
+    """Return the settings of a file.
 
     Raises:
-        ConfigError: unreadable, or with keys or values that no setting has; a line for each.
+        ConfigError: unreadable, or with unknown keys or illegal values; a line for each.
     """
     content = _content(path)
     sources: dict[str, str] = {}
@@ -98,7 +98,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested tables."""
+    """Yield dotted keys and values of nested tables."""
     for name, value in content.items():
         key = f"{prefix}{str(name).replace('-', '_')}"
         if isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _value(settings: Mapping[str, Setting], key: str, value: Any) -> Any:
-    """A value of the file as its setting has it."""
+    """Convert a value of the file to the type of its setting."""
     if value is None and key == "model.attention.yarn":
         return None
     if key not in settings:

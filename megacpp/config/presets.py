@@ -1,7 +1,7 @@
-"""Named runs. A preset is a function that returns a Config; go to its definition to change it.
+"""Presets: named functions that return a Config; go to the definition to change one.
 
-Each docstring opens with: parameters total / active; what to expect; time; machine.
-Where sources contradict each other, the docstring says which reading the preset takes.
+Each docstring opens with: parameters total / active; what to expect; time; machine. Where sources
+contradict each other, the docstring names the reading that the preset takes.
 """
 
 from __future__ import annotations
@@ -385,7 +385,11 @@ PRESETS: dict[str, Callable[[], Config]] = {
 
 
 def preset(name: str) -> Config:
-    """The configuration of a preset by name; ConfigError with a suggestion if there is none."""
+    """Return the configuration of a preset by name.
+
+    Raises:
+        ConfigError: there is no such preset; the error suggests a similar name.
+    """
     if name not in PRESETS:
         raise ConfigError(f"preset={name}: no such preset. Fix: {did_you_mean(name, PRESETS)}.")
     return PRESETS[name]()

@@ -1,7 +1,7 @@
-"""The launch gate: what a run will need is estimated first, and refused where it doesn't fit.
+"""Launch gate: estimate the memory of a run first, and reject the run if it doesn't fit.
 
-Nothing is written and no process group exists yet. The first rank of each machine judges for all of
-its ranks: what a host has left changes while the others start, and ranks must not disagree.
+Nothing is written and no process group exists yet. The first rank of each machine decides for all
+of its ranks: a host's free memory changes while the others start, and ranks must not disagree.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ VERDICTS = {
     "fits": "fits",
     "at_risk": "fits, unless routers or the allocator do their worst",
     "does_not_fit": "DOES NOT FIT",
-    "unknown": "nobody knows what this device has",
+    "unknown": "the memory of this device is unknown",
 }
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory that one rank may use.
+    """Memory that one rank may use.
 
     Attributes:
-        device_bytes: of its device, or its part of the machine; None: not known.
-        source: where that figure is from.
-        headroom: part of it that stays free.
+        device_bytes: memory of its device, or its part of the host; None: unknown.
+        source: origin of that figure.
+        headroom: fraction of it that stays free.
     """
 
     device_bytes: int | None
@@ -55,6 +55,7 @@ class MemoryBudget:
 
     @property
     def budget_bytes(self) -> int | None:
+        """Bytes that the rank may use; None: unknown."""
         if self.device_bytes is None:
             return None
         return int(self.device_bytes * (1 - self.headroom))
@@ -67,15 +68,18 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Admission:
-    """What was known of a launch's memory before it began.
+    """Memory estimate of a launch, with everything that the decision rests on.
 
     Attributes:
-        estimate: of the fullest rank, against the budget less the calibration's margin.
-        rank: which one that is.
-        gate: `on`, or `off`: nothing would have been refused.
-        settled: the configuration as this device runs it.
+        estimate: estimate of the fullest rank, against the budget less the calibration's margin.
+        rank: that rank.
+        gate: `on`, or `off`: nothing is rejected.
+        room: memory of a rank.
+        margin: correction learned from measured runs.
+        situation: key of comparable runs.
+        settled: configuration with `auto` resolved for this device.
         calibration: folder of records, or nothing.
-        plan, attempts: of a fitted run, for launch.json.
+        plan, attempts: plan and attempts of a fitted run, for launch.json.
     """
 
     estimate: MemoryEstimate
@@ -91,11 +95,11 @@ class Admission:
 
     @property
     def predicted_bytes(self) -> int:
-        """What a measurement is compared with."""
+        """Bytes that a measurement is compared with."""
         return comparable_bytes(self.estimate, self.settled.train.device)
 
     def lines(self) -> list[str]:
-        """For the header of a run."""
+        """Return lines for the header of a run."""
         e = self.estimate
         at = f" in {e.moment}" if e.moment else ""
         largest = sorted(e.components.items(), key=lambda one: -one[1])[:5]
@@ -112,7 +116,7 @@ class Admission:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For launch.json."""
+        """Return the admission for launch.json."""
         m = self.margin
         return {
             "estimate": self.estimate.as_dict(),
@@ -135,11 +139,13 @@ class Admission:
 
 
 class Estimator:
-    """Estimates configurations of one launch, each with the margin that was learned for it.
+    """Memory estimates of one launch's configurations, each with the margin learned for it.
 
     Args:
-        size: ranks.
-        estimator: of one rank.
+        config: configuration of the run.
+        size: number of ranks.
+        device: device of this rank.
+        estimator: function that estimates one rank.
     """
 
     def __init__(
@@ -155,19 +161,19 @@ class Estimator:
         self.versions = {name: found.get(name) for name in ("torch", "megacpp")}
 
     def settled(self, config: Config) -> Config:
-        """`auto` as it will run here."""
+        """Return the configuration with `auto` resolved for this device."""
         narrow = compute_dtype(config.precision, self.device) == torch.bfloat16
         return as_run(as_chosen(config, self.device), self.device.type, narrow)
 
     def price(self, config: Config, extra_bytes: int = 0) -> MemoryEstimate:
-        """What the fullest rank needs, against the budget less what a margin takes of it."""
+        """Return the fullest rank's needs, against the budget less `extra_bytes`."""
         budget = self.room.budget_bytes
         left = None if budget is None else max(0, budget - extra_bytes)
         brief = BRIEF if self.estimator is estimate else self.estimator
         return fullest(self.settled(config), self.size, left, brief)[1]
 
     def assess(self, config: Config) -> Admission:
-        """The estimate of a configuration with all that its verdict rests on."""
+        """Return the estimate of a configuration with everything that its verdict rests on."""
         settled = self.settled(config)
         where = situation(settled, self.size, device_name(self.device), self.versions)
         rank, plain = fullest(settled, self.size, self.room.budget_bytes, self.estimator)
@@ -188,10 +194,10 @@ class Estimator:
         )
 
     def judge(self, found: Admission) -> None:
-        """On the first rank of a machine, unless `memory.gate` is off.
+        """Reject a run that doesn't fit, on a machine's first rank, unless `memory.gate` is off.
 
         Raises:
-            ConfigError: with the three cheapest changes that help.
+            ConfigError: the run doesn't fit; the error names the three cheapest changes that help.
         """
         if found.gate == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -204,7 +210,7 @@ class Estimator:
 
 
 def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admission:
-    """Estimates a run before it starts.
+    """Estimate a run before it starts.
 
     Raises:
         ConfigError: it doesn't fit, and `memory.gate` is on.
@@ -216,7 +222,7 @@ def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admissi
 
 
 def set_allocator(config: Config, device: torch.device) -> None:
-    """What `memory.expandable_segments` says, on a GPU; call it before the first tensor.
+    """Apply `memory.expandable_segments` on a GPU; call it before the first tensor.
 
     Other settings of `PYTORCH_ALLOC_CONF` stay.
     """
@@ -226,7 +232,7 @@ def set_allocator(config: Config, device: torch.device) -> None:
 
 
 def memory_budget(config: Config, device: torch.device) -> MemoryBudget:
-    """What is configured; else the smallest GPU of this machine's ranks, or a part of its host."""
+    """Return the configured memory, or that of the smallest GPU, or a share of the host's."""
     memory, ranks = config.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if memory.device_gib:
         return MemoryBudget(int(memory.device_gib * GIB), "given", memory.headroom)
@@ -244,7 +250,7 @@ def memory_budget(config: Config, device: torch.device) -> MemoryBudget:
 
 
 def comparable_bytes(estimate: MemoryEstimate, device: str) -> int:
-    """The part of an estimate that can be measured: not what a process on a CPU has loaded."""
+    """Return the part of an estimate that can be measured; on a CPU without loaded libraries."""
     loaded = estimate.components.get("runtime_reserved", 0) if device == "cpu" else 0
     return estimate.point - loaded
 

@@ -1,4 +1,4 @@
-"""Whether a run may start, and with which configuration: the gate, or a fitted run's ladder."""
+"""Resolution of a launch: the memory gate, or the ladder of a fitted run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ SHOWN = 10  # candidates in the launch record
 def resolve_launch(
     resolved: Resolved, peers: RankStore, device: torch.device
 ) -> tuple[Resolved, Admission]:
-    """The configuration that a run starts with, and what its memory was estimated to be.
+    """Return the configuration that a run starts with, and its memory estimate.
 
-    That is the one given, unless `memory.fit` is `auto`. Called by every rank before any process
-    group exists.
+    That is the given configuration, unless `memory.fit` is `auto`. Every rank calls it, before any
+    process group exists.
+
+    Args:
+        resolved: given configuration.
+        peers: store of all ranks.
+        device: device of this rank.
 
     Raises:
-        ConfigError: it doesn't fit and the gate is on; or no candidate does.
+        ConfigError: it doesn't fit and the gate is on; or no candidate fits.
         MegacppError: an attempt failed for another reason than memory.
     """
     if resolved.config.memory.fit != "auto":
@@ -53,7 +58,7 @@ def resolve_launch(
 
 
 def planned(estimator: Estimator, resolved: Resolved) -> Plan:
-    """The plan of a run; what its command line says stays as it is."""
+    """Return the plan of a run; settings of its command line are fixed."""
     budget = estimator.room.budget_bytes
     assert budget is not None
     settled = estimator.settled(resolved.config)
@@ -64,7 +69,7 @@ def planned(estimator: Estimator, resolved: Resolved) -> Plan:
 
 
 def _unsettled(candidate: Candidate, asked: Config) -> Candidate:
-    """With `auto` where it was asked for: it was estimated as what that comes to here."""
+    """Restore `auto` in a candidate that was estimated with its resolved value."""
     train = replace(candidate.config.train, device=asked.train.device)
     return replace(
         candidate, config=replace(candidate.config, train=train, precision=asked.precision)
@@ -74,7 +79,7 @@ def _unsettled(candidate: Candidate, asked: Config) -> Candidate:
 def _lead(
     peers: RankStore, estimator: Estimator, resolved: Resolved
 ) -> tuple[Config, dict[str, Any]]:
-    """Rank 0: plans, has all ranks try, and says which configuration it is."""
+    """Plan on rank 0, have all ranks try candidates, and return the configuration that works."""
     asked, room = resolved.config, estimator.room
     folder = _own_folder(Path(resolved.config.run.dir))
     orders = _Orders(peers, estimator.size, folder)
@@ -104,7 +109,7 @@ def _lead(
 
 
 def _follow(peers: RankStore, size: int) -> Config:
-    """Any other rank: does what rank 0 says until it says which configuration it is."""
+    """Run trials on another rank until rank 0 names the configuration."""
     number = 1
     while True:
         said = peers.hear(f"order/{number}")
@@ -121,7 +126,7 @@ def _follow(peers: RankStore, size: int) -> Config:
 
 @dataclass
 class _Orders:
-    """What rank 0 has told the others so far."""
+    """Messages of rank 0 to the other ranks."""
 
     peers: RankStore
     size: int
@@ -147,7 +152,7 @@ class _Orders:
 
 
 def summary(found: Plan, asked: Config) -> dict[str, Any]:
-    """A plan for the launch record."""
+    """Return a plan for the launch record."""
     return {
         "world": found.world,
         "budget_bytes": found.budget_bytes,
@@ -169,7 +174,7 @@ def summary(found: Plan, asked: Config) -> dict[str, Any]:
 
 
 def _refit(resolved: Resolved, config: Config) -> Resolved:
-    """The command line with what was found out; each setting says where it is from."""
+    """Return the command line with the fitted settings, each marked with its origin."""
     changed = difference(resolved.config, config)
     notes = tuple(f"{key} = {value} (memory.fit=auto)" for key, value in sorted(changed.items()))
     provenance = {**resolved.provenance, **dict.fromkeys(changed, "fitted")}
@@ -177,5 +182,5 @@ def _refit(resolved: Resolved, config: Config) -> Resolved:
 
 
 def _own_folder(run: Path) -> Path:
-    """Beside the run's folder, one for each start: what failed can be read later."""
+    """Return a folder beside the run's, one for each start, for the logs of failed attempts."""
     return run.with_name(f"{run.name}.fit") / time.strftime("%Y%m%d-%H%M%S")

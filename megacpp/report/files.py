@@ -1,4 +1,4 @@
-"""Read the records of a run folder; a damaged one is named with its line, never passed over."""
+"""Records of a run folder; a damaged record is reported with its line, never skipped."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ OBJECTS = ("config", "parameters", "mesh", "versions", "memory", "traffic", "pol
 
 
 def run_folder(folder: Path) -> Path:
-    """The folder of a run.
+    """Return the folder of a run.
 
     Raises:
-        ConfigError: no such folder, or none of a run.
+        ConfigError: no such folder, or not a run's.
     """
     if not folder.is_dir():
         raise config_error("run", folder, "no such run folder", "give the folder of a run")
@@ -45,7 +45,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file.
+    """Return the object in a JSON file; empty if there is no file.
 
     Raises:
         DataError: it is damaged.
@@ -63,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_launch(path: Path) -> dict[str, Any]:
-    """A launch record; empty if there is none.
+    """Return a launch record; empty if there is none.
 
     Raises:
         DataError: it is damaged.
@@ -79,10 +79,11 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[str, Any]]:
-    """Objects of a file with one a line; a last line that was cut off is left out.
+    """Return the objects of a JSON-lines file; an incomplete last line is left out.
 
     Args:
-        types: of values by name.
+        path: file to read.
+        types: types of values by name.
 
     Raises:
         DataError: a line is damaged.
@@ -107,7 +108,7 @@ def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[st
 
 
 def damaged(path: Path, line: int, what: object) -> DataError:
-    """The error of a record that can't be read."""
+    """Return the error for a record that can't be read."""
     return DataError(
         f"run={path.parent}: {path.name} line {line}: {what}. "
         f"Fix: mend that line, or move {path} away to report without it."

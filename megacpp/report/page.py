@@ -1,4 +1,4 @@
-"""Make one page of HTML about a run: nothing from elsewhere, readable by day and by night."""
+"""HTML page about one run: no external resources, with a light and a dark style."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ABOUT = {
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page of what `data.gather` found."""
+    """Return the whole page about what `data.gather` has read."""
     name = data["header"].get("preset") or "run"
     parts = [
         f"<h1>{escape(str(name))}</h1>",
@@ -98,7 +98,7 @@ def _header(data: Mapping[str, Any]) -> list[str]:
 
 
 def _curves(data: Mapping[str, Any]) -> list[str]:
-    """Learning, the optimizer, experts, and what the machine did."""
+    """Return charts of learning, the optimizer, experts, and the machine."""
     steps, evaluations = data["steps"], data["evaluations"]
     if not steps:
         return []
@@ -155,7 +155,7 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
 
 
 def _samples(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """Generated texts, the newest first."""
+    """Return generated texts, the newest first."""
     shown = [
         f'<p class="dim">{escape(one["name"])}</p><pre>{escape(one["text"])}</pre>'
         for one in reversed(found)
@@ -164,7 +164,7 @@ def _samples(found: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:
-    """The waterfall: each component begins where the one above it ended."""
+    """Return a waterfall chart: each component begins where the one above it ends."""
     predicted, measured = memory["predicted"], memory["measured"]
     if not predicted and not measured:
         return []
@@ -214,7 +214,7 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
 
 
 def _both(predicted: object, a: float, measured: object, b: float | None) -> str:
-    """Predicted and measured bytes; what was not measured is not zero."""
+    """Return predicted and measured bytes; a missing measurement isn't zero."""
     said = [words(a)] if predicted else []
     if measured:
         said.append("not measured" if b is None else words(b))
@@ -222,7 +222,7 @@ def _both(predicted: object, a: float, measured: object, b: float | None) -> str
 
 
 def _off(memory: Mapping[str, Any]) -> str | None:
-    """The difference between estimate and measurement, in the same kind of bytes."""
+    """Return the difference between estimate and measurement, in the same kind of bytes."""
     record = memory["calibration"]
     if record:
         measured, predicted = record["measured_bytes"], record["predicted_bytes"]
@@ -236,7 +236,7 @@ def _off(memory: Mapping[str, Any]) -> str | None:
 
 
 def _growth(growth: Mapping[str, Any]) -> list[str]:
-    """From the first to the last followed step."""
+    """Return the growth from the first to the last recorded step."""
     found, record = growth.get("difference"), growth.get("record")
     if not found and not record:
         return []
@@ -277,7 +277,7 @@ def _fix(found: Mapping[str, Any]) -> str:
 
 
 def _traffic(found: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Bytes of a step by axis; pieces of a bar are what travels."""
+    """Return the bytes of a step by axis; the pieces of a bar are kinds of data."""
     if not found:
         return []
     kinds = sorted({what for parts in found.values() for what in parts})

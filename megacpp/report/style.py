@@ -1,4 +1,4 @@
-"""The style sheet of a report and its one small script; without the script nothing is lost."""
+"""Style sheet of a report and its small script; the page is complete without the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a run ends early: one line for a person, an exit code for the launcher, no hang."""
+"""End of a failed run: one line for a person, an exit code for the launcher, no hang."""
 
 from __future__ import annotations
 
@@ -38,13 +38,17 @@ NEXT = "Fix: start the same command again, it goes on from the last checkpoint."
 
 
 def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> None:
-    """Runs `main`; an error of any rank ends all of them, with one message.
+    """Run `main`; an error of any rank ends all of them, with one message.
 
-    An exception that is no message of ours is a bug: its first line is printed with the rank that
+    An exception that isn't a MegacppError is a bug: its first line is printed with the rank that
     raised it, and the traceback goes to `failures/rank-N.txt` in the run folder. Ranks that only
-    lost that peer leave with code 6; torchrun ends those that still wait. A peer that was killed
-    has no message: the first rank that is left names it. Of memory that ran out a screen tells
-    more (oom.py). torchrun's table shows the message too (outcome.py).
+    lost that peer exit with code 6; torchrun ends ranks that still wait. A killed rank prints
+    nothing: the first remaining rank names it. If memory ran out, a longer report is printed
+    (oom.py). torchrun's table shows the message too (outcome.py).
+
+    Args:
+        main: the run.
+        resolved: configuration of the run.
     """
     folder, peers = Path(resolved.config.run.dir), None
     first = os.environ.get("RANK", "0") == "0"
@@ -86,7 +90,7 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
 
 
 def what_is_saved(resolved: Resolved) -> str:
-    """From where a run that was stopped would go on."""
+    """Return a phrase that names the checkpoint from which a stopped run would resume."""
     saved = latest_checkpoint(Path(resolved.config.run.dir) / "checkpoints")
     if saved is None:
         return "nothing was saved yet (--checkpoint.every)"
@@ -97,7 +101,13 @@ def what_is_saved(resolved: Resolved) -> str:
 
 
 def report(error: Exception, folder: Path, peers: RankStore | None = None) -> int:
-    """Writes the traceback, prints one line unless a peer has to, and returns the exit code."""
+    """Write the traceback, print one line unless another rank has to, and return the exit code.
+
+    Args:
+        error: exception of this rank.
+        folder: folder of the run.
+        peers: store of all ranks; None before they have met.
+    """
     rank = os.environ.get("RANK", "0")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         _said(peers)
@@ -123,12 +133,12 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Another rank ended, and this one noticed in a collective."""
+    """Return whether a collective failed because another rank had ended."""
     return any(words in str(error) for words in OF_A_PEER)
 
 
 def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
-    """Waits for the peer that failed to say why; if none does, one rank says who is gone."""
+    """Wait for the failed rank to report; if none does, one rank names the ranks that are gone."""
     with contextlib.suppress(Exception):  # the store may be what was lost
         if peers is not None:
             peers.tell(f"left/{peers.rank}", True)
@@ -148,9 +158,10 @@ def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
 
 
 def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
-    """Ranks of this node that were killed, else all of nodes that are silent; whether to say so.
+    """Return the ranks that are gone, and whether this rank reports them.
 
-    On each node the first rank that is left may speak, and of all nodes the first one does.
+    Gone are killed ranks of this node, or else all ranks of silent nodes. On each node the first
+    remaining rank may report, and of all nodes the first one does.
     """
     if peers is None or peers.size == 1:
         return [], late
@@ -170,7 +181,7 @@ def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
 
 
 def _said(peers: RankStore | None) -> None:
-    """Tells ranks that will miss this one that it leaves a message."""
+    """Tell ranks that will miss this one that it prints a message."""
     with contextlib.suppress(Exception):
         if peers is not None:
             peers.say()
@@ -183,7 +194,7 @@ def _failed(code: int, line: str) -> int:
 
 
 def _leave(code: int) -> None:
-    """Ends the process at once: the shutdown of a process group may wait for its peers."""
+    """End the process at once: the shutdown of a process group may wait for its peers."""
     sys.stdout.flush()
     sys.stderr.flush()
     if "WORLD_SIZE" in os.environ:

@@ -1,4 +1,4 @@
-"""Write one record a step: a line on the screen, an object in metrics.jsonl, points in sinks."""
+"""Step records: a line on the screen, an object in metrics.jsonl, points in sinks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ DROPPED = ("seconds", "lr", "memory", "bpb", "mfu")  # by a line that is wider t
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step did; floats keep full precision in metrics.jsonl.
+    """Figures of one optimizer step; floats keep full precision in metrics.jsonl.
 
-    `tokens` and `valid_tokens` count this step over all ranks; `loss` is nats per valid token;
-    `peak_bytes` is this rank's peak memory since the start; `nonfinite` counts gradient values of
-    all ranks; `more` are further figures by name, of the step or of each layer, of which those that
-    are None aren't stored.
+    Attributes:
+        step: index; the first is 0.
+        loss: nats per valid token.
+        tokens, valid_tokens: tokens of this step over all ranks.
+        peak_bytes: this rank's peak memory since the start.
+        nonfinite: number of non-finite gradient values on all ranks.
+        more: further figures by name, of the step or of each layer; None isn't stored.
     """
 
     step: int
@@ -55,9 +58,15 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Writes step records of the main rank; does nothing elsewhere.
+    """Writer of step records on the main rank; does nothing elsewhere.
 
-    A resumed run drops the lines of steps that it will do again.
+    A resumed run drops the lines of steps that it will repeat.
+
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+        first_step: first step of this start.
+        active: this rank writes.
     """
 
     def __init__(self, folder: Path, config: Config, first_step: int, active: bool) -> None:
@@ -75,7 +84,7 @@ class MetricsLog:
         self._sinks = open_sinks(folder, run, settings_of(config), first_step)
 
     def write(self, record: StepRecord) -> None:
-        """Stores one record and prints its line, every `run.log_every` steps and at the end."""
+        """Store a record; print its line every `run.log_every` steps and at the end."""
         if not self.active or self._file is None:
             return
         values = asdict(record)
@@ -90,12 +99,12 @@ class MetricsLog:
             print(self.line(record), flush=True)
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Prints lines that a person should see, between those of the steps."""
+        """Print lines between those of the steps."""
         for line in lines if self.active else ():
             print(line, flush=True)
 
     def evaluation(self, step: int, values: Mapping[str, float], no_verdict: str = "") -> None:
-        """Prints validation figures and stores them in TensorBoard and evaluations.jsonl."""
+        """Print validation figures and store them in the sinks and in evaluations.jsonl."""
         if self.active:
             first, *others = evaluation_lines(values, no_verdict)
             for text in (f"step {step + 1}: {first}", *others):
@@ -110,7 +119,7 @@ class MetricsLog:
                 f.write(_strict_json({"step": step, **values}) + "\n")
 
     def sample(self, step: int, text: str) -> None:
-        """Prints generated text and stores it in the sinks."""
+        """Print generated text and store it in the sinks."""
         if not self.active:
             return
         print(f"---- sample ----\n{text}\n----", flush=True)
@@ -118,7 +127,7 @@ class MetricsLog:
             sink.text("sample", text, step)
 
     def line(self, record: StepRecord) -> str:
-        """The live line: everything a person watches, with the time that is left."""
+        """Return the line of a step, with the remaining time."""
         done = record.step + 1 - self.first_step
         left_s = (time.perf_counter() - self.began) / max(1, done) * (self.steps - record.step - 1)
         width = len(str(self.steps))
@@ -142,6 +151,7 @@ class MetricsLog:
         return "  ".join([*fields.values(), *note])
 
     def close(self) -> None:
+        """Close the file and the sinks."""
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -149,10 +159,11 @@ class MetricsLog:
 
 
 def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
-    """The figures as a person reads them.
+    """Return the validation figures as lines for the screen.
 
     Args:
-        no_verdict: why the figures of compressors are no bar (`Corpus.no_verdict`).
+        values: figures of `evaluate`.
+        no_verdict: reason why the loss can't be compared with compressors (`Corpus.no_verdict`).
     """
     over, bits = f"{values['target_bytes']:,.0f}", values["bits_per_byte"]
     part = f"all {over} held-out bytes" if values["complete"] else f"the first {over} bytes"
@@ -173,19 +184,19 @@ def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Summed nats over the bytes that they encode, in bits."""
+    """Return summed nats over the bytes that they encode, in bits."""
     return nats / math.log(2) / max(1, num_bytes)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of this process: allocator peak on a GPU, resident set on a CPU."""
+    """Return the peak of this process: allocator peak on a GPU, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident set of this process alone.
+    """Return the peak resident set of this process alone.
 
     Linux's `ru_maxrss` survives exec and so may be the launcher's; VmHWM starts afresh.
     """
@@ -198,7 +209,7 @@ def peak_resident_bytes() -> int:
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a known GPU, None elsewhere."""
+    """Return the peak bf16 FLOP/s of a known GPU, None elsewhere."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -206,7 +217,7 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def settings_of(config: Config) -> dict[str, Setting]:
-    """Dotted names and plain values of all settings."""
+    """Return dotted names and plain values of all settings."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in flatten(config).items()
@@ -214,7 +225,7 @@ def settings_of(config: Config) -> dict[str, Setting]:
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:
-    """Drops the lines of other steps, and unreadable ones; the file changes whole or not at all."""
+    """Drop the lines of other steps, and unreadable ones, atomically."""
     if not path.exists():
         return
     kept = []
@@ -228,7 +239,7 @@ def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:
 
 
 def _strict_json(values: Mapping[str, object]) -> str:
-    """One JSON line; what is not finite becomes null, because JSON has no NaN."""
+    """Return one JSON line; non-finite values become null, because JSON has no NaN."""
     finite = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }

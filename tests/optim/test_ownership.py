@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from optim.exchange import CommBucket, MatrixKind, RankContext
+from optim.exchange import CommBucket
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import (
     Job,
@@ -25,6 +25,7 @@ from optim.ownership import (
     jobs_of,
     loads,
 )
+from optim.packing import MatrixKind, RankContext
 from optim.shard_layout import ShardLayout, ShardRegion, cutting_order, shard_bounds
 
 
