@@ -23,14 +23,7 @@ RULES = ("opening", "missing", "raises", "args", "shapes")
 LEFT: dict[str, tuple[str, ...]] = {
     "opening": (
         "bench",
-        "checkpointing/apply.py",
-        "checkpointing/compile.py",
-        "checkpointing/compress.py",
-        "checkpointing/fp8.py",
-        "checkpointing/host_memory.py",
-        "checkpointing/offload.py",
         "checkpointing/rebuild.py",
-        "checkpointing/rng_and_autocast.py",
         "checkpointing/tracing",
         "megacpp/blocks",
         "megacpp/config/checks",
@@ -45,11 +38,7 @@ LEFT: dict[str, tuple[str, ...]] = {
     ),
     "missing": (
         "bench",
-        "checkpointing/compress.py",
-        "checkpointing/fp8.py",
-        "checkpointing/host_memory.py",
         "checkpointing/rebuild.py",
-        "checkpointing/rng_and_autocast.py",
         "checkpointing/tracing",
         "megacpp/blocks",
         "megacpp/kernels",
@@ -58,11 +47,9 @@ LEFT: dict[str, tuple[str, ...]] = {
         "parallel",
         "train.py",
     ),
-    "raises": ("checkpointing/fp8.py", "megacpp/blocks", "train.py"),
+    "raises": ("megacpp/blocks", "train.py"),
     "args": (
         "bench",
-        "checkpointing/compile.py",
-        "checkpointing/compress.py",
         "megacpp/blocks",
         "megacpp/errors.py",
         "megacpp/kernels",
@@ -70,15 +57,7 @@ LEFT: dict[str, tuple[str, ...]] = {
         "megacpp/model",
         "parallel",
     ),
-    "shapes": (
-        "bench",
-        "checkpointing/compress.py",
-        "checkpointing/host_memory.py",
-        "megacpp/blocks",
-        "megacpp/kernels",
-        "megacpp/model",
-        "parallel",
-    ),
+    "shapes": ("bench", "megacpp/blocks", "megacpp/kernels", "megacpp/model", "parallel"),
 }
 SHAPE = re.compile(r"_[A-Z][A-Za-z0-9]*$|^[a-z]$")
 TENSOR = re.compile(r"\bTensor\b")
