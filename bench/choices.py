@@ -1,4 +1,4 @@
-"""What may be kept and what may run again, from one end to the other, to be compared."""
+"""Recompute setups to compare, from saving all activations to recomputing whole blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megacpp.model.pieces import BLOCK, NOTHING, Piece
 
 @dataclass(frozen=True)
 class RecomputeSetup:
-    """A policy with a name.
+    """Recompute policy with a name.
 
     Attributes:
-        whole: every layer but the last runs again as a whole, the scan of M too: what a global
-            switch does, and no policy offers.
+        whole: every layer but the last is recomputed as a whole, the scan of M too: the effect of a
+            global switch, which no policy offers.
         compiled: blocks are compiled.
     """
 
@@ -30,17 +30,17 @@ class RecomputeSetup:
     compiled: bool = False
 
     def apply(self, config: Config) -> Config:
-        """The run with this choice."""
+        """Return the configuration with this setup."""
         compiles = "inductor" if self.compiled else "off"
         train = replace(config.train, compile=compiles)
         return replace(config, recompute=self.policy, train=train)
 
     def keeper(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
-        """What gives a model on a device this choice; `config` is of `of`."""
+        """Return the setup's `ActivationCheckpointing`; `config` is a result of `apply`."""
         return ActivationCheckpointing(config, device, self.pieces(config))
 
     def pieces(self, config: Config) -> Sequence[frozenset[Piece]] | None:
-        """Of every layer, if the policy doesn't say."""
+        """Return the recomputed pieces of every layer, or None if the policy determines them."""
         return [BLOCK] * (config.model.depth - 1) + [NOTHING] if self.whole else None
 
 

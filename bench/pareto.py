@@ -77,11 +77,11 @@ SAYS = {
 
 @dataclass(frozen=True)
 class TradeOff:
-    """What a choice comes to.
+    """Cost and saving of a setup.
 
     Attributes:
         kept: bytes on the device, from one microbatch's forward to its backward.
-        flops: of matrix products, more than where all is kept; less if negative.
+        flops: FLOPs of matrix products beyond those without recomputation; fewer if negative.
         moved: bytes that wait on the host.
     """
 
@@ -90,24 +90,26 @@ class TradeOff:
     moved: int = 0
 
     def beats(self, other: TradeOff) -> bool:
-        """Keeps no more and repeats no more, and is another."""
+        """Return whether it saves no more bytes, repeats no more, and differs."""
         least = self.kept <= other.kept and self.flops <= other.flops
         return least and (self.kept, self.flops) != (other.kept, other.flops)
 
 
 @dataclass(frozen=True)
 class Front:
-    """A preset's choices by name, and the policies by kind that no other one by kind beats."""
+    """Setups of a preset by name, and the policies by kind on the Pareto front."""
 
     forward: int
     points: dict[str, TradeOff]
     best: dict[str, TradeOff]
 
     def beaten(self, name: str) -> bool:
+        """Return whether a policy of the front beats the setup."""
         return any(point.beats(self.points[name]) for point in self.best.values())
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -125,7 +127,7 @@ def main() -> None:
 
 
 def front(config: Config, size: int) -> Front:
-    """All choices, measured, and what kinds of blocks put together come to."""
+    """Measure all setups, and combine the kinds of blocks."""
     found = {choice: measured(choice, config, size) for choice in (*CHOICES, NORMS, EXPERTS)}
     plain = found[KEEP_ALL].activations
     points = {choice.name: found[choice].relative_to(plain) for choice in CHOICES}
@@ -145,25 +147,26 @@ def front(config: Config, size: int) -> Front:
 
 
 def part_of(found: Activations, name: str) -> Part:
+    """Return the part of that name."""
     return next(part for part in found.parts if part.name == name)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a choice keeps, and bytes of the storages that it lets wait on the host, in order."""
+    """Activations of a setup, and bytes of storages that it moves to the host, in order."""
 
     activations: Activations
     parked: Sequence[int] = ()
 
     def relative_to(self, plain: Activations) -> TradeOff:
-        """Compared with keeping all. The forward counts too: projections are made in it."""
+        """Compare with saving everything. The forward counts too: it computes projections."""
         found, gone = self.activations, offload_bytes(self.parked, 0, sys.maxsize).back
         flops = found.repeated(plain) + found.flops("forward") - plain.flops("forward")
         return TradeOff(found.bytes - gone, flops, gone)
 
 
 def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
-    """What one microbatch keeps on rank 0, under fake tensors, one layer of each kind."""
+    """Measure one microbatch on rank 0, under fake tensors, one layer of each kind."""
     config = as_trained(choice.apply(config))
     few = replace(
         config,
@@ -201,7 +204,7 @@ def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
 
 
 def noted(block: nn.Module, names: dict[int, str], to: dict[str, dict[int, int]]) -> Store:
-    """Leaves tensors where they are, and writes down bytes of storages by block."""
+    """Return a store that leaves tensors in place and notes the bytes of storages by block."""
 
     def store(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -216,7 +219,7 @@ def noted(block: nn.Module, names: dict[int, str], to: dict[str, dict[int, int]]
 
 
 def table(name: str, of: Front) -> str:
-    """A line for each choice, then one for each policy of the front."""
+    """Return a line for each setup, then one for each policy of the front."""
     every = of.points[KEEP_ALL.name].kept
     lines = [
         f"{name}, all kept: {readable(every)}",
@@ -243,7 +246,7 @@ LABELS = {BY_KIND: (6, 6), COMPRESS: (6, 17), WHOLE: (6, -3)}  # points to the r
 
 
 def draw(fronts: dict[str, Front], image: Path) -> None:
-    """A panel for each preset."""
+    """Draw a panel for each preset."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -265,6 +268,7 @@ def draw(fronts: dict[str, Front], image: Path) -> None:
 
 
 def panel(axes: Axes, name: str, of: Front) -> None:
+    """Draw the setups and the front of one preset."""
     every = of.points[KEEP_ALL.name].kept
 
     def place(p: TradeOff) -> tuple[float, float]:

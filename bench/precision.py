@@ -1,4 +1,4 @@
-"""What low precision does to the loss of a small hybrid, next to what another seed does.
+"""Effect of low precision on the loss of a small hybrid, compared with that of another seed.
 
     python -m bench.precision                     every variant, three seeds; then the table
     python -m bench.precision --only fp16         some of them, and what they are compared with
@@ -84,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclass(frozen=True)
 class PrecisionRun:
-    """One training run."""
+    """Training run of one variant and seed."""
 
     variant: str
     seed: int
@@ -92,9 +92,11 @@ class PrecisionRun:
 
     @property
     def folder(self) -> Path:
+        """Folder of the run."""
         return RUNS / f"{self.variant.replace(' ', '-')}-{self.seed}"
 
     def command(self) -> list[str]:
+        """Return the command of the run."""
         settings = {
             "run.dir": self.folder,
             "run.seed": self.seed,
@@ -111,7 +113,7 @@ class PrecisionRun:
 
 
 def train(run: PrecisionRun) -> dict[str, Any]:
-    """The figures of a run, made now or found."""
+    """Return the figures of a run; run it unless they are stored."""
     found = run.folder / "precision.json"
     if found.exists():
         old = json.loads(found.read_text())
@@ -140,7 +142,7 @@ def train(run: PrecisionRun) -> dict[str, Any]:
 
 
 def plan(options: argparse.Namespace) -> list[PrecisionRun]:
-    """The base, whose seeds give the bound, then seed by seed: useful wherever it is stopped."""
+    """Return the runs of the base, whose seeds give the bound, then the others seed by seed."""
     names = list(VARIANTS)
     if options.only:
         wanted = {BASE, *options.only}
@@ -151,7 +153,7 @@ def plan(options: argparse.Namespace) -> list[PrecisionRun]:
 
 
 def stored(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs of the record, unless it is of another machine, library or length."""
+    """Return runs of the record, unless it is of another machine, library or length."""
     if not options.record.exists():
         return []
     record = json.loads(options.record.read_text())
@@ -170,13 +172,13 @@ def _made_with(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_order(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Variant by variant as they are listed, seed by seed."""
+    """Sort runs by variant, as listed, and by seed."""
     names = list(VARIANTS)
     return sorted(runs, key=lambda run: (names.index(run["variant"]), run["seed"]))
 
 
 def measure(options: argparse.Namespace) -> None:
-    """All runs that are wanted, one after another; the record has what there is so far."""
+    """Run all requested variants one after another; the record is written after each."""
     known = {(run["variant"], run["seed"]): run for run in stored(options)}
     runs, began = plan(options), time.perf_counter()
     if not options.again:
@@ -197,13 +199,13 @@ def measure(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class PrecisionLine:
-    """A variant against its reference, seed by seed.
+    """Comparison of a variant with its reference, seed by seed.
 
     Attributes:
         held_out: mean held-out loss in nats a token, over seeds.
         difference: its mean difference from the reference's (None: it has none).
         bound: twice the standard deviation of the fp32 runs over seeds.
-        apart: most that the losses of a step differ, in means of TAIL steps.
+        apart: largest difference between losses of a step, in means of TAIL steps.
     """
 
     variant: str
@@ -217,13 +219,14 @@ class PrecisionLine:
 
     @property
     def verdict(self) -> str:
+        """Text: parity or apart."""
         if self.difference is None:
             return ""
         return "parity" if abs(self.difference) <= self.bound else "apart"
 
 
 def lines_of(record: dict[str, Any]) -> list[PrecisionLine]:
-    """The table's lines, from what was stored."""
+    """Return the table's lines from a record."""
     of: dict[str, dict[int, dict[str, Any]]] = {}
     for run in record["runs"]:
         of.setdefault(run["variant"], {})[run["seed"]] = run
@@ -250,20 +253,20 @@ def lines_of(record: dict[str, Any]) -> list[PrecisionLine]:
 
 
 def seed_bound(record: dict[str, Any]) -> float:
-    """Twice the standard deviation of held-out loss over the fp32 runs of different seeds."""
+    """Return twice the standard deviation of held-out loss over seeds, in fp32."""
     losses = [run["held_out"] for run in record["runs"] if run["variant"] == BASE]
     return 2 * statistics.stdev(losses) if len(losses) > 1 else float("nan")
 
 
 def smooth(run: dict[str, Any]) -> list[float]:
-    """Means of TAIL steps (of all, if there are fewer)."""
+    """Return means of TAIL steps (of all, if there are fewer)."""
     losses = run["losses"]
     size = min(TAIL, len(losses))
     return [statistics.mean(losses[i : i + size]) for i in range(0, len(losses) - size + 1, size)]
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return a record as Markdown."""
     rows = [
         "| run | against | seeds | held-out loss | difference | bound | "
         "| most in training | skipped |",
@@ -287,6 +290,7 @@ def _version(package: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

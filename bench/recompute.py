@@ -1,4 +1,4 @@
-"""Step time and peak memory of what may be kept and what may run again, side by side.
+"""Step time and peak memory of recompute setups, side by side.
 
     python bench/recompute.py tiny
     python bench/recompute.py dense_4m --compiled
@@ -34,6 +34,7 @@ Row = dict[str, float]
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def fits(choice: RecomputeSetup, config: Config) -> bool:
-    """Whether a model has what a choice is about."""
+    """Return whether a model has the layers that a setup concerns."""
     letters = set(config.model.pattern)
     return not choice.policy.compress or bool(letters & set("AF"))
 
@@ -60,7 +61,14 @@ def fits(choice: RecomputeSetup, config: Config) -> bool:
 def measure(
     config: Config, choices: list[RecomputeSetup], steps: int, world: World
 ) -> dict[str, Row]:
-    """Seconds a step in turns, bytes kept and the peak of one step."""
+    """Return seconds per step in turns, saved bytes and the peak of one step.
+
+    Args:
+        config: configuration of the model.
+        choices: setups to compare.
+        steps: measured steps.
+        world: ranks and device.
+    """
     trainers = {}
     for choice in choices:
         own = choice.apply(config)
@@ -89,7 +97,13 @@ def measure(
 
 
 def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
-    """MiB kept from the forward to the backward, and the most alive at once, of activations."""
+    """Return MiB saved from the forward to the backward, and the peak, of activations.
+
+    Args:
+        trainer: trainer of the setup.
+        ids: `[B, T]`, tokens and labels.
+        world: ranks and device.
+    """
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -104,6 +118,7 @@ def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
 
 
 def table(result: dict[str, Any]) -> str:
+    """Return the result as text."""
     heads = ("step s", "kept MiB", "peak MiB", "time", "kept", "peak")
     lines = [f"{result['shape']} on {result['device']}, 1 thread; ratios to keeping all"]
     lines.append(f"{'':24}" + "".join(f"{head:>10}" for head in heads))

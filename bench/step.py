@@ -43,7 +43,7 @@ from parallel.mesh import World, pick_device, start, world_size
 
 
 class Trainer:
-    """The step of train.py without its corpus: accumulate, clip, step, zero."""
+    """Step of train.py without its corpus: accumulate, clip, step, zero."""
 
     def __init__(
         self, config: Config, world: World, keeper: ActivationCheckpointing | None = None
@@ -56,7 +56,7 @@ class Trainer:
         self.boundary = AccumulationBoundary(self.model, world, config)
 
     def accumulate(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
         batch = Batch(
             ids_BT, labels_BT, docs, target_bytes=1, num_targets=ids_BT.numel(), rows=(0,)
@@ -64,6 +64,7 @@ class Trainer:
         self.boundary.accumulate([batch])
 
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+        """Run one training step."""
         self.accumulate(ids_BT, labels_BT)
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
@@ -72,6 +73,7 @@ class Trainer:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -118,7 +120,7 @@ def _trainer(name: str, config: Config, world: World) -> Callable[[Tensor, Tenso
 def _run(
     trainers: dict[str, Callable[[Tensor, Tensor], None]], config: Config, steps: int, world: World
 ) -> dict[str, dict[str, float]]:
-    """Median and minimum wall and CPU seconds a step, in turns; two steps unmeasured."""
+    """Return median and least wall and CPU seconds a step, in turns; two steps are unmeasured."""
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     wall: dict[str, list[float]] = {name: [] for name in trainers}
     cpu: dict[str, list[float]] = {name: [] for name in trainers}
@@ -149,14 +151,14 @@ def _run(
 
 
 def _peak_of(name: str, shape_name: str) -> int:
-    """Peak resident bytes of three steps in a process of their own."""
+    """Return peak resident bytes of three steps in a process of their own."""
     command = [sys.executable, __file__, shape_name, "--only", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
 class _Counter(TorchDispatchMode):
-    """Counts dispatched operations; views cost nothing and are left out."""
+    """Counter of dispatched operations; views cost nothing and are left out."""
 
     FREE = frozenset(
         "view _unsafe_view transpose t permute expand detach unsqueeze squeeze alias select slice "
@@ -174,7 +176,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _operations(config: Config, device: torch.device) -> dict[str, int]:
-    """Operations of one forward and backward of each block kind (kernels, on a GPU)."""
+    """Return operations of one forward and backward of each block kind (kernels, on a GPU)."""
     counts: dict[str, int] = {}
     for letter in dict.fromkeys(config.model.pattern.replace("|", "")):
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Measures everything that a GPU is needed for, and keeps what it found as it goes.
+"""Measure everything that needs a GPU, and store each row at once.
 
     python -m bench.gpu                             # all sections, to docs/gpu.json
     python -m bench.gpu --only models kernels       # some

@@ -29,7 +29,7 @@ MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")
 
 
 def models(record: GpuRecord, wanted: list[str]) -> None:
-    """Every model in every mode that is legal for it."""
+    """Measure every model in every mode that is legal for it."""
     for name in wanted or (TINY if record.tiny else MODELS):
         if name not in MODELS:
             record.skip("models", name, "", f"no such model: {', '.join(MODELS)}")
@@ -44,7 +44,7 @@ def models(record: GpuRecord, wanted: list[str]) -> None:
 
 
 def config_of(name: str, record: GpuRecord) -> Config:
-    """A model ready to run; the hybrid as deep as the device takes."""
+    """Return a model ready to run; the hybrid as deep as the device allows."""
     if name != "hybrid":
         return ready(MODELS[name](), record.tiny)
     makers = [partial(ready, hybrid(depth), record.tiny) for depth in DEPTHS]
@@ -52,7 +52,14 @@ def config_of(name: str, record: GpuRecord) -> Config:
 
 
 def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
-    """One model in one mode."""
+    """Measure one model in one mode.
+
+    Args:
+        record: record of the run.
+        name: name of the model.
+        mode: eager, inductor, graph or a combination.
+        config: configuration of the model.
+    """
     device = record.device
     if "inductor" in mode:
         config = compiled(config, record.tiny)
@@ -68,7 +75,14 @@ def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
 
 
 def run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Iterator[Row]:
-    """The figures of one mode; a microbatch warms up, and a step."""
+    """Yield the figures of one mode after a warm-up microbatch and step.
+
+    Args:
+        config: configuration of the model.
+        device: device of the run.
+        mode: eager, inductor, graph or a combination.
+        is_tiny: few repeats, for tests.
+    """
     fresh(device)
     if "graph" in mode:
         captured = CapturedSteps(config, device)
@@ -81,7 +95,7 @@ def run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Itera
 
 
 def measured(steps: Steps, is_tiny: bool) -> Row:
-    """Seconds of a pass, of what follows and of a step; rates by counted FLOPs."""
+    """Return seconds of a pass, of the update and of a step; rates by counted FLOPs."""
     config, device = steps.config, steps.device
     repeats = 2 if is_tiny else 3
     first_s = median_s(steps.step, device, warm=0, repeats=1)  # compiles, tunes, makes workspaces

@@ -1,4 +1,4 @@
-"""What may be kept and what may run again: seconds, bytes kept and the peak of each policy."""
+"""Recompute setups on a GPU: seconds, saved bytes and the peak of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "hybrid, 13 layers"
 
 
 def recompute(record: GpuRecord, wanted: list[str]) -> None:
-    """One model under every choice of bench/choices.py, and which of them no other one beats."""
+    """Measure one model under every setup of bench/choices.py, and mark the Pareto front."""
     config = ready(hybrid(13), record.tiny)
     for choice in CHOICES[:: 3 if record.tiny else 1]:
         if wanted and choice.name not in wanted:
@@ -36,7 +36,7 @@ def recompute(record: GpuRecord, wanted: list[str]) -> None:
 
 
 def run(choice: RecomputeSetup, config: Config, record: GpuRecord) -> Iterator[Row]:
-    """Of one microbatch, forward and backward."""
+    """Yield figures of one microbatch, forward and backward."""
     device, config = record.device, choice.apply(config)
     fresh(device)
     trainer = Trainer(config, World(0, 1, device), choice.keeper(config, device))
@@ -59,7 +59,7 @@ def run(choice: RecomputeSetup, config: Config, record: GpuRecord) -> Iterator[R
 
 
 def mark(rows: list[Row]) -> None:
-    """Ratios to keeping all, and whether another choice is faster and needs less at once."""
+    """Add ratios to saving everything, and whether a setup is on the Pareto front."""
     plain = next((row for row in rows if row["mode"] == KEEP_ALL.name), None)
     for row in rows:
         row["front"] = not any(

@@ -88,7 +88,7 @@ def hybrid(depth: int = 52) -> Config:
 
 
 def small(config: Config) -> Config:
-    """The same kind of model in milliseconds on a CPU."""
+    """Return a model of the same kind that takes milliseconds on a CPU."""
     like = tiny().model
     model = replace(
         config.model,
@@ -115,7 +115,7 @@ DEPTHS = (52, 39, 26, 13)  # of the hybrid, the deepest that fits
 
 
 def ready(config: Config, is_tiny: bool) -> Config:
-    """Checked and resolved for one process."""
+    """Return the configuration, checked and resolved for one process."""
     config = small(config) if is_tiny else config
     config = replace(config, memory=replace(config.memory, calibration=""))  # nothing was learned
     check(config, 1)
