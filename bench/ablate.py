@@ -38,7 +38,7 @@ RECORD = ROOT / "docs/ablation.json"
 RUNS = ROOT / "runs/ablation"
 BASE, ALL = "base", "all"
 SEEDS, STEPS, EVAL_ROWS = 3, 50, 64
-WARM = 5  # steps that don't count for speed
+WARM = 5  # steps that are left out of the speed
 # Student's t for a two-sided 95 % interval of the mean, by number of pairs.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 

@@ -44,7 +44,7 @@ class RecomputeSetup:
         return [BLOCK] * (config.model.depth - 1) + [NOTHING] if self.whole else None
 
 
-# States of the recurrence are kept here and nowhere else.
+# The only setup that saves the states of the recurrence.
 KEEP_ALL = RecomputeSetup("keep all", CheckpointingPolicy(rblock="none"))
 WHOLE = RecomputeSetup("every block", CheckpointingPolicy(), whole=True)
 # One selection for every kind, as trainers of dense models offer it.

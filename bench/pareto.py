@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
 NORMS = RecomputeSetup("norms", CheckpointingPolicy(rblock="none", norms=True))
 EXPERTS = RecomputeSetup("by kind, no mlp", replace(PER_BLOCK, mlp=False))
-# What a policy may say of one kind, and the choice in which blocks of the kind do it.
+# Values of a policy for one kind, and the setup in which blocks of the kind use them.
 SAYS = {
     "A": {"": NORMS, "selective": SELECTIVE, "full": WHOLE},
     "E": {"": NORMS, "mlp": SELECTIVE, "experts": EXPERTS, "experts, mlp": BY_KIND, "full": WHOLE},
@@ -140,7 +140,7 @@ def front(config: Config, size: int) -> Front:
         )
         words = "; ".join(f"{letter} {w}" for letter, w in zip(letters, says, strict=True) if w)
         mixed[words] = Measured(replace(plain, parts=parts)).relative_to(plain)
-    first = {p: w for w, p in reversed(mixed.items())}  # not two ways to one point
+    first = {p: w for w, p in reversed(mixed.items())}  # one policy per point
     best = {w: p for p, w in first.items() if not any(q.beats(p) for q in first)}
     ordered = dict(sorted(best.items(), key=lambda item: item[1].flops))
     return Front(plain.flops("forward"), points, ordered)
@@ -172,7 +172,7 @@ def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
         config,
         model=one_of_each(config.model),
         mesh=replace(config.mesh, reshard="always"),
-        recompute=replace(config.recompute, offload="none"),  # what would move is noted
+        recompute=replace(config.recompute, offload="none"),  # offloaded bytes are noted
     )
     offloads, standing = choice.policy.offload != "none", standing_for(few.model, config.model)
     notes: dict[str, dict[int, int]] = {}
@@ -192,7 +192,7 @@ def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
             model.to_empty(device=world.device)
             model.train()
             boundary = FakeBoundary(model, world, few)
-            if world.parallel:  # FSDP2 and DTensor make things that stay when they run first
+            if world.parallel:  # FSDP2 and DTensor allocate persistent buffers when they first run
                 boundary.accumulate([fake_batch(few)])
                 model.zero_grad()
                 notes.clear()

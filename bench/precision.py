@@ -37,7 +37,7 @@ RUNS = ROOT / "runs/precision"
 SEEDS, STEPS, TAIL = 3, 300, 50
 BASE = "fp32"
 # Every kind of block, those of FP8 between the two that it leaves alone; 0.7M parameters, so that
-# all runs take half an hour on a core that others use too.
+# all runs take half an hour on one core.
 MODEL: dict[str, Any] = {
     "model.dim": 64,
     "model.depth": 6,

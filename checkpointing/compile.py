@@ -227,11 +227,11 @@ class Compiler:
             say(f"    {time.perf_counter() - began:.1f} s; their backward when it first runs")
             return made
         except (RestartAnalysis, SkipFrame):
-            raise  # no errors: what the compiler asks of Dynamo
+            raise  # no errors: requests of the compiler to Dynamo
         except Exception as error:
             # Raised when the graph is run, a moment later. An error that goes through Dynamo itself
-            # leaves its hook in the interpreter (no thread known): from then on whatever a function
-            # is called with lives until it returns, also what it deletes before.
+            # leaves its hook in the interpreter (no upstream issue known): from then on a function's
+            # arguments live until it returns, even if it deletes them earlier.
             return functools.partial(_fail, error)
 
     def settings(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class Compiler:
         # that matter. Older versions bring no mesh.
         if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
             found["unsafe_treat_script_objects_as_zero_size"] = True
-        if self.halves:  # else inductor's backward writes over what was kept
+        if self.halves:  # otherwise inductor's backward overwrites saved tensors
             found["donated_buffer"] = False
         return found
 
@@ -332,7 +332,7 @@ def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Docume
         read = Documents(docs.ids_BT, docs.positions_BT, docs.whole, boundaries=docs.boundaries)
         rotary_table(read, dim, config, dtype)
         remember(read, of_queries, config.softcap, backend)
-        if backend in VARLEN and not read.whole:  # as many as there are documents
+        if backend in VARLEN and not read.whole:  # its length is the number of documents
             torch._dynamo.mark_dynamic(read.cu_seqlens, 0)
         return read
 

@@ -193,7 +193,7 @@ def compressed_linear(layer: nn.Linear, projection: Projection, x: Tensor) -> Te
     assert latent is not None
     if not torch.is_grad_enabled():
         return F.linear(x, layer.weight)
-    if is_dtensor(latent):  # cut by tensor parallelism; its gradient is taken as it comes
+    if is_dtensor(latent):  # sharded by tensor parallelism, and so is its gradient
         latent = latent.to_local(grad_placements=latent.placements)
     return CompressedProduct.apply(x, latent, projection.project(x), layer)  # type: ignore[no-any-return]
 
@@ -210,7 +210,7 @@ def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner
         weight = layer._parameters["weight"]
         assert weight is not None
         weight.requires_grad_(False)
-        # A slice of the weight, so that it lies where the weight does.
+        # A slice of the weight, so that it is sharded like the weight.
         like = weight.detach()[:, : projection.projected]
         layer.register_parameter("latent", nn.Parameter(torch.zeros_like(like)))
         vars(layer)["projection"] = projection

@@ -42,7 +42,7 @@ from megacpp.model.pieces import Piece
 
 R = TypeVar("R")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix products, no GPU before them
-GROUPED_CAPABILITY = (9, 0)  # of torch._scaled_grouped_mm, with a scale for each row
+GROUPED_CAPABILITY = (9, 0)  # required by torch._scaled_grouped_mm with a scale per row
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _by_transformer_engine(model: HybridLM, names: tuple[str, ...]) -> None:
     forward = model.forward
 
     def in_fp8(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # evaluation has rows of any number, and is done wide
+        if not torch.is_grad_enabled():  # evaluation has any number of rows, and is computed wide
             return forward(*args, **kwargs)
         with fp8_context():
             return forward(*args, **kwargs)

@@ -134,8 +134,8 @@ class CudaCopies:
             host: `[N]` uint8, pinned.
             after: event to wait for first.
         """
-        # Memory of the computing stream, which the copy waits for: it may be used, and be given
-        # to others, in the order of that stream, and the allocator need not know of the copy.
+        # Memory of the computing stream, which the copy waits for: it may be used and reused in
+        # the order of that stream, and the allocator needn't know of the copy.
         here = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         return here, self._copy(self._back, host, here, after)
 
@@ -172,7 +172,7 @@ class HostMemory:
         self.host_bytes, self.copies = host_bytes, copies
         self.held_bytes = self.peak_bytes = self.num_made = 0
         self._free: dict[int, list[Buffer]] = {}
-        # Whose owner died, at a moment that may lie inside any method here.
+        # Buffers whose owner was freed, possibly inside a method of this class.
         self._returned: deque[Buffer] = deque()
 
     def take(self, num_bytes: int) -> Buffer | None:

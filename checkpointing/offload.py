@@ -123,7 +123,7 @@ class Offloader:
         if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
             return "more than strided bytes"
         storage = t.untyped_storage()
-        # Of an expanded tensor, or a part of a larger one, the smaller of both.
+        # An expanded tensor is larger than its storage, a slice smaller: compare the smaller size.
         if min(t.numel() * t.itemsize, storage.nbytes()) < max(self.min_bytes, 1):
             return "small"
         if t.device.type != self.device.type:
@@ -160,7 +160,7 @@ class Offloader:
         while place > 0 and left > 0:
             place -= 1
             entry = order[place]()
-            # Nobody asks twice, but for a second backward of the same graph: that one waits.
+            # Only a second backward of the same graph takes twice; it waits for its copy.
             if entry is None or (entry.last and entry.arrived):
                 continue
             left -= 1
@@ -268,7 +268,7 @@ class _StoredTensor:
         return here
 
     def __del__(self) -> None:
-        # Memory that a copy still reads or writes goes to nobody before the copy has ended.
+        # Memory isn't reused before the copies that read or write it have ended.
         if getattr(self, "source", None) is not None or not getattr(self, "arrived", True):
             self.owner.copies.wait(self.buffer.last)
         self.owner.memory.give(self.buffer)

@@ -41,7 +41,7 @@ def adamw_kernel(
         grads,
         exp_avgs,
         exp_avg_sqs,
-        [],  # of amsgrad
+        [],  # max_exp_avg_sqs, for amsgrad only
         steps,
         lr=group["lr"],
         beta1=group["betas"][0],
@@ -79,7 +79,7 @@ def cautious_adamw(
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-    counts_P = torch.stack(steps).double()  # P parameters; no value of it leaves the device
+    counts_P = torch.stack(steps).double()  # P parameters; stays on the device
     corrections1 = list((1 - beta1**counts_P).unbind())
     roots2 = list((1 - beta2**counts_P).sqrt().unbind())
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
@@ -88,7 +88,7 @@ def cautious_adamw(
     updates = list(torch._foreach_div(exp_avgs, denominators))
     torch._foreach_div_(updates, corrections1)
     for weight, update, denominator in zip(weights, updates, denominators, strict=True):
-        decay = denominator.copy_(weight).mul_(group["weight_decay"])  # its memory is free by now
+        decay = denominator.copy_(weight).mul_(group["weight_decay"])  # reuses its memory
         update.add_(decay.mul_(update * weight >= 0))
     if isinstance(lr, Tensor):
         torch._foreach_mul_(updates, lr)

@@ -57,7 +57,7 @@ def clip_gradients(
     if not grads or (not max_norm and loss_scale == 1.0):
         return norm
     if loss_scale == 1.0 and not norm.is_cuda and norm.item() + 1e-6 <= max_norm:
-        return norm  # the factor is 1; a GPU would have to wait to know, and multiplies with it
+        return norm  # the factor is 1; on a GPU testing it would wait for the device
     limit = max_norm or torch.inf
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0) / loss_scale
     local = [local_part(g) for g in grads]

@@ -69,7 +69,7 @@ class LocalJobs:
         """
         for batch, section, alike in zip(self.batches, self._sections, self.alike, strict=True):
             x_KRC = section.view(packed).view(batch.count, batch.rows, batch.cols)
-            # Without a name here, what was yielded goes before the next batch is solved.
+            # Without a local name the yielded updates are freed before the next batch is solved.
             yield section, alike, section.views(function(batch, x_KRC).reshape(-1))
 
 
@@ -92,7 +92,7 @@ class CommBucket:
         dealt: list[list[Job]] = [[] for _ in ranks]
         for job in jobs:
             dealt[job.owner].append(job)
-        # Items of a batch lie side by side in every buffer: one copy moves what ranks hold of them.
+        # Jobs of a batch are adjacent in every buffer: one copy moves a rank's cells of all.
         batches = [batches_of(some, rank.kinds, rank.batch_cells) for some in dealt]
         owned = [[job for batch in some for job in batch.jobs] for some in batches]
         arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
@@ -127,7 +127,7 @@ class CommBucket:
             o_KRC = function(batch, _assembled(batch, arriving, arrived))
             for run in leaving:
                 run.there(back).copy_(run.here(o_KRC))
-            del o_KRC  # not to be alive while the next batch is solved
+            del o_KRC  # free it before the next batch is solved
         return back
 
 
@@ -177,7 +177,7 @@ class CopyRun(NamedTuple):
 
 def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[CopyRun]]:
     """Return, per batch, the fewest copies between it and a buffer packed by rank."""
-    places: dict[int, tuple[int, int]] = {}  # of items, by id: their batch, and the first matrix
+    places: dict[int, tuple[int, int]] = {}  # id of a job: its batch, and its first matrix
     for number, batch in enumerate(batches):
         firsts = accumulate(batch.counts, initial=0)
         places |= {id(job): (number, a) for job, a in zip(batch.jobs, firsts, strict=False)}

@@ -28,10 +28,10 @@ from optim.local import local_part
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS: dict[Bits, int] = {"8bit": 256, "4bit": 128}
-# Of one rank's part of a parameter; smaller ones keep wide moments, as those that no whole number
-# of blocks fits do. Norms, biases and other vectors are among them.
+# Least entries of a local shard. Smaller shards, such as norms and biases, keep wide moments, and so
+# do shards that aren't a whole number of blocks.
 MIN_ENTRIES = 4096
-PIECE = 1 << 22  # entries that are unpacked at a time; packing takes some 40 bytes for each
+PIECE = 1 << 22  # entries unpacked at a time; packing takes about 40 bytes each
 FLOOR = 1e-12  # torchao's smallest scale
 
 
@@ -143,7 +143,7 @@ def _packed_class(bits: Bits) -> Any:
             "pip install torchao (the lowp extra), or use optim.adamw_state=fp32",
         ) from error
     module = {"8bit": subclass_8bit, "4bit": subclass_4bit}[bits]
-    with _disable_current_modes():  # remembered for good: values of fake tensors would be, too
+    with _disable_current_modes():  # cached by torchao: it must not cache fake tensors
         for table in (module.get_qmap_signed, module.get_qmap_unsigned):
             table()
     return {"8bit": subclass_8bit.OptimState8bit, "4bit": subclass_4bit.OptimState4bit}[bits]
@@ -157,7 +157,7 @@ def _pack(own: Tensor, new: Tensor) -> None:
         _lift_zeros(own, new)
     num_blocks = len(state.scale)
     value_Nb = new.reshape(num_blocks, -1)  # N blocks of b entries
-    codes_Nb = state.codes.view(num_blocks, -1)  # two of them in a byte in 4 bits
+    codes_Nb = state.codes.view(num_blocks, -1)  # two per byte in 4 bits
     middles = (state.qmap[1:] + state.qmap[:-1]) / 2
     for scale_N in _possible_scales(value_Nb, float(state.qmap[0]), state.signed):
         tried_Nb = torch.bucketize(value_Nb / scale_N.clamp(min=1e-38)[:, None], middles)
@@ -217,7 +217,7 @@ def _possible_scales(value_Nb: Tensor, lowest: float, signed: bool) -> list[Tens
     """Return the scales that blocks of unpacked values can have had, `[N]` each."""
     largest_N = value_Nb.abs().amax(dim=1)
     candidates = [torch.zeros_like(largest_N), largest_N]
-    if signed:  # the largest magnitude was negative: the lowest of the table times the scale
+    if signed:  # the largest magnitude may be the table's lowest value times the scale
         guess_N = largest_N / -lowest
         candidates.append(guess_N)
         for direction in (float("inf"), -float("inf")):

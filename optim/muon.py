@@ -106,7 +106,7 @@ class MuonStep:
         self, plan: MuonPlan, groups: Sequence[dict[str, Any]], momenta: Sequence[Tensor]
     ) -> None:
         self.groups, self.plan = groups, plan
-        # A rate on a GPU is waited for, once a group: factors of foreach operations are numbers.
+        # foreach operations take factors as numbers, so a rate on a GPU is read once per group.
         self.rates = {n: float(groups[n]["lr"]) for n in {m.group for m in plan.matrices}}
         grads = [m.parameter.grad for m in plan.matrices]
         self.grads = [None if g is None else local_part(g) for g in grads]
@@ -152,7 +152,7 @@ class MuonStep:
         packed = self._pack(stay.cells, stay.blocks, exchange.wire)
         for section, alike, updates in stay.solve(packed, self._solve):
             self._apply(section.pieces, alike, updates)
-            del updates  # not to be alive while the next batch is solved
+            del updates  # free it before the next batch is solved
 
     def _solve(self, batch: SolveBatch, x_KRC: Tensor) -> Tensor:
         steps, coefficients = batch.solver

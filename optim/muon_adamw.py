@@ -88,7 +88,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._redraw_every = redraw_every
         self._views: dict[Tensor, MatrixView] = {}
         self._folds: dict[Tensor, LowRankUpdate] = {}
-        self._steps: dict[int, Tensor] = {}  # of AdamW's groups; each `step` is an element
+        # Step counters of each AdamW group; every `step` is an element.
+        self._steps: dict[int, Tensor] = {}
         self._plan: MuonPlan | None = None
         super().__init__(params, {})
         self.plan()
@@ -162,7 +163,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 apply_low_rank_updates(group, folds)
                 redraw(folds, [self.state[f.latent] for f in folds], self._redraw_every)
         muon.finish()
-        # Only local parts were written to, which autograd sees on plain parameters alone.
+        # Local shards were written to, which autograd notices on plain parameters only.
         torch.autograd.graph.increment_version(
             [p for group in self.param_groups for p in group["params"] if is_dtensor(p)]
         )
@@ -217,7 +218,7 @@ class MuonAdamW(torch.optim.Optimizer):
         Raises:
             CheckpointError: an entry is missing, unknown or of another shape.
         """
-        handle = self.register_load_state_dict_pre_hook(_take_state)  # behind those of others
+        handle = self.register_load_state_dict_pre_hook(_take_state)  # after other hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -267,7 +268,7 @@ def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict
     saved = [key for group in given["param_groups"] for key in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(saved) != len(params):
-        return given  # torch says so
+        return given  # torch raises the error
     both = zip(saved, params, strict=True)
     entries = [(key, optimizer.state[p], given["state"].get(key, {})) for key, p in both]
     for key, own, new in entries:

@@ -74,7 +74,7 @@ class Exchange:
         dims = {number: matrix.parameter.dim() for number, matrix in matrices.items()}
         rank = RankContext(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
         most = max(1, bucket_bytes // wire.itemsize)
-        alike: dict[Any, list[Job]] = {}  # many parameters are cut in the same way
+        alike: dict[Any, list[Job]] = {}  # many parameters are sharded alike
         jobs: list[Job] = []
         for number, matrix in matrices.items():
             layout, shape = layouts[number], matrix.parameter.shape
@@ -88,10 +88,10 @@ class Exchange:
         moving = [job for job in self.jobs if job.moves]
         dealt = buckets_of(moving, layouts, self.num_ranks, most)
         self.buckets = [CommBucket(bucket, rank) for bucket in dealt]
-        # What needn't travel is packed a few batches at a time, to be in caches when it is solved.
+        # Local jobs are packed a few batches at a time, so that they stay in caches until solved.
         portions = _portions(here, min(most, max(batch, BLOCK_CELLS)))
         self.staying = [LocalJobs(part, rank) for part in portions]
-        solvers = [kind.solve for kind in kinds.values()]  # order matrices within a wave
+        solvers = [kind.solve for kind in kinds.values()]  # they order matrices within a bucket
         self.fingerprint = fingerprint((wire, bucket_bytes, some.ranks, self.jobs, dealt, solvers))
 
     @property

@@ -26,7 +26,7 @@ Scale = Literal["spectral", "rms"]
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 # Five steps from singular values of 1e-3 to 1, with 2 % of safety, as published with modded-nanogpt
-# (github.com/KellerJordan/modded-nanogpt); behind them the polynomial that the best ones tend to.
+# (github.com/KellerJordan/modded-nanogpt); the last row is their limit, for further steps.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,12 +37,12 @@ POLAR_EXPRESS = (
 )
 POLAR_EXPRESS_SAFETY = 1.02
 EPS = 1e-7  # added to the norm, as upstream does
-CPU_BATCH_BYTES = 1 << 20  # of matrices that share a product: what caches hold, with the products
+CPU_BATCH_BYTES = 1 << 20  # of matrices per product: they fit in caches with the products
 CUDA_BATCH_BYTES = 1 << 26  # chosen for memory, not measured
-# torch gives products of bf16 on a CPU to oneDNN if they have more multiplications than this, over
-# the whole batch, and to other kernels if not (mkldnn_gemm_min_size).
+# torch computes bf16 products on a CPU by oneDNN if they have more multiplications than this, over
+# the whole batch, and by other kernels otherwise (mkldnn_gemm_min_size).
 ONEDNN_PRODUCT = 16**3
-FLIPPED_CELLS = 1 << 16  # from here on torch's transposition of one matrix beats that of a batch
+FLIPPED_CELLS = 1 << 16  # above it, torch transposes single matrices faster than a batch
 
 
 def newton_schulz(
@@ -213,13 +213,13 @@ def _normalised(x_Ksl: Tensor, dtype: torch.dtype, safety: float) -> Tensor:
     y_Ksl = _contiguous(x_Ksl.to(dtype))
     norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
     usual, eps = (norm >= 2.0**-20) & (norm <= 2.0**60), EPS
-    if x_Ksl.is_cuda or not usual.all():  # a GPU isn't waited for
+    if x_Ksl.is_cuda or not usual.all():  # on a GPU the test would wait for the device
         del y_Ksl
         power = torch.where(usual, 1.0, _power(x_Ksl))
         y_Ksl = _contiguous((x_Ksl * power.to(x_Ksl.dtype)).to(dtype))
         norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
         eps = EPS * power.to(norm_dtype).clamp(max=2.0**20)
-    length = (norm * safety + eps).to(dtype)  # of another dtype it would take twenty times as long
+    length = (norm * safety + eps).to(dtype)  # dividing by another dtype takes 20 times as long
     y_Ksl = y_Ksl / length if y_Ksl is x_Ksl else y_Ksl.div_(length)
     count, short, long = x_Ksl.shape
     rows, cols = -short % 8, -long % 8

@@ -75,7 +75,7 @@ def offloaded_update(
             arrived.synchronize()
         moments = [local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         adamw_kernel(group, [weight], [grad], [moments[0]], [moments[1]], [step])
-        # Memory of `weight` isn't reused before the copy is done: torch's allocator sees to that.
+        # torch's pinned allocator doesn't reuse `weight` before the copy has ended.
         local_part(p).copy_(weight, non_blocking=True)
 
 

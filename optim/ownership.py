@@ -180,11 +180,11 @@ def buckets_of(
     """
     if not jobs:
         return []
-    # To owners a rank sends no more than it gets back; an owner gets no more than it returns.
-    held_IW = np.stack(_held(jobs, layouts, ranks))  # I items, W ranks
+    # Cells sent to owners never exceed those returned, so only returned cells are limited.
+    held_IW = np.stack(_held(jobs, layouts, ranks))  # I jobs, W ranks
     returned_IW = np.zeros_like(held_IW)
     returned_IW[np.arange(len(jobs)), [job.owner for job in jobs]] = held_IW.sum(1)
-    # What is too large by itself fills a wave for its rank, and leaves room for others in it.
+    # A job above the limit fills the bucket for its rank only; others can still join it.
     held_IW, returned_IW = (np.minimum(cells, most_cells) for cells in (held_IW, returned_IW))
     places = _places(jobs)
     order = sorted(range(len(jobs)), key=lambda i: (places[i], i))

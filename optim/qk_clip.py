@@ -96,10 +96,10 @@ class QKClip:
         assert not self.config.qk_norm, "the norm would undo any scaling"
         parts = head_parts(self.config)
         scale = softmax_scale(sum(parts), self.config)
-        self.recorder = LogitRecorder(scale, parts, statistic)  # of no layer: only its rules
+        self.recorder = LogitRecorder(scale, parts, statistic)  # only its rules are used
         self.layers: list[ClippedAttention] = []
         names = [f"blocks.{i}.mixer" for i, letter in enumerate(model.letters) if letter == "A"]
-        ahead = range(num_blocks(model.config.mtp))  # of multi-token prediction
+        ahead = range(num_blocks(model.config.mtp))  # blocks of multi-token prediction
         names += [f"mtp.blocks.{i}.attention.mixer" for i in ahead]
         assert names, "a model without attention"
         self.num_layers, self.like = len(names), next(model.parameters())
@@ -175,7 +175,7 @@ def query_and_key(mixer: Attention) -> tuple[nn.Parameter, nn.Parameter]:
     else:
         low_rank = mixer.config.attention.q_lora_rank > 0
         modules = mixer.wq_b if low_rank else mixer.wq, mixer.wkv_b
-    # Not `.weight`: on the axis tp that reads a local part (parallel/tensor.py).
+    # Not `.weight`: under tensor parallelism it reads a local shard (parallel/tensor.py).
     w_q, w_k = (module._parameters["weight"] for module in modules)
     assert w_q is not None and w_k is not None
     return w_q, w_k

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     record = GpuRecord(path, device, options.seconds, options.tiny)
     if options.tiny and options.out is None:
-        record.path = None  # what a CPU made up is nobody's benchmark
+        record.path = None  # figures of a CPU aren't a benchmark
     wanted = options.only or list(SECTIONS)
     if options.add and (before := read(path)):
         record.rows = [row for row in before["rows"] if row["section"] not in wanted]

@@ -132,7 +132,7 @@ class GpuRecord:
                 for row in run():
                     self.add({"section": section, "name": name, "mode": mode} | row)
                 return True
-            except Exception as error:  # whatever one row does, the others are still to come
+            except Exception as error:  # an error of one row must not stop the others
                 traceback.print_exc(limit=-6, file=sys.stderr)
                 self.skip(section, name, mode, one_line(error))
                 self.lost = _lost(self.device)
@@ -212,7 +212,7 @@ def _lost(device: torch.device) -> bool:
     try:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    except Exception:  # whatever it says
+    except Exception:  # any error means that it is lost
         return True
     return False
 

@@ -28,7 +28,7 @@ from parallel.build import build_model
 from parallel.mesh import World
 
 GIB = 2**30
-DOCUMENTS = 4  # of a packed row
+DOCUMENTS = 4  # documents in a packed row
 
 
 class Steps:
@@ -156,7 +156,7 @@ def graph_unsupported_reason(config: Config, device: torch.device) -> str | None
     nothing in between, and no number of its own may change.
     """
     if device.type != "cuda":
-        return None  # the body runs as it is, to see that it does
+        return None  # the body runs without a graph, for tests
     model, recompute = config.model, config.recompute
     dtype, sizes = compute_dtype(config.precision, device), (model.moe.hidden_dim, model.dim)
     routed = "E" in block_letters(model.pattern, model.depth)

@@ -57,7 +57,7 @@ NAMES = {
     "head": "head and loss",
     "received": "received",
 }
-SMALL = 0.02  # of a part's bytes: tensors below are shown together
+SMALL = 0.02  # fraction of a part's bytes below which tensors are summed up
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config
 from megacpp.config.settings import Setting, setting, settings_of
 
-Word = tuple[str, str]  # and its sentence
+Word = tuple[str, str]  # word and its sentence
 
 BASH = """_megacpp() {
     local IFS=$'\\n' line="${COMP_LINE:0:COMP_POINT}"
@@ -88,7 +88,7 @@ def _all(before: list[str], current: str) -> Iterator[Word]:
         yield from _behind(before[scripts[0] + 1 :], current, {}, runs=True)
         return
     if not before or before[0].rpartition("/")[2] != "megacpp":
-        return  # another program's words: the shell's files
+        return  # another program: the shell completes files
     typed = before[1:]
     for size in (2, 1):
         name = " ".join(typed[:size])

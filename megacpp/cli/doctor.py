@@ -27,7 +27,7 @@ class Finding:
     detail: str
 
 
-# module -> what it gives, and what is used without it
+# module -> its use, and the replacement without it
 OPTIONAL = {
     "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
     "tilelang": ("the MIMO kernel of Mamba-3", "our chunked torch form"),
@@ -44,7 +44,7 @@ OPTIONAL = {
     "matplotlib": ("plots", "tables"),
 }
 
-# Installed in parts: the one that is used may be missing.
+# Packages with separate parts: the part that is used.
 PARTS = {"transformer_engine": "transformer_engine.pytorch"}
 
 SELF_TEST = """
@@ -130,7 +130,7 @@ def _devices() -> list[Finding]:
         p = torch.cuda.get_device_properties(i)
         try:
             free, _ = torch.cuda.mem_get_info(i)
-        except RuntimeError as error:  # another process has it to itself, or it is broken
+        except RuntimeError as error:  # in exclusive use by another process, or broken
             first = str(error).splitlines()[0]
             gpus.append(Finding(f"cuda:{i}", False, f"{p.name} doesn't answer: {first}"))
             continue
@@ -176,7 +176,7 @@ def _import_trouble(module: str) -> str:
     """Return the reason why a module can't be imported, or nothing."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # packages with compiled parts raise what they like
+    except Exception as error:  # packages with compiled parts raise any exception
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return ""
 

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return the exit code (0 ok, 2 configuration, 3 data, ...)."""
     show_any_text()
     try:
-        put_first()  # `parallel` and the other rooms are this checkout's, from any folder
+        put_first()  # import `parallel`, `optim` and `checkpointing` from this checkout
         code = _said(utf8_words(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not nobody_reads(error):
             raise
         return NOBODY_READS
-    except OSError as error:  # a path that the system doesn't take: too long, a loop of links
+    except OSError as error:  # an invalid path: too long, or a loop of links
         print(f"error: {path_error(error)}", file=sys.stderr)
         return ConfigError.exit_code
     except KeyboardInterrupt:
@@ -139,7 +139,7 @@ def _said(arguments: list[str]) -> int:
         return 0
     group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{arguments[0]} ")}
     if group and (len(arguments) < 2 or arguments[1] in ("-h", "--help")):
-        print("\n".join(_table(group)))  # `megacpp data`: what there is of it
+        print("\n".join(_table(group)))  # `megacpp data`: list its subcommands
         return 0
     if arguments[0] == "--version":
         print(megacpp.__version__)

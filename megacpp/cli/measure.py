@@ -55,7 +55,8 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     """
     given, place = config, (size, rank)
     config, mesh = as_trained(config), config.mesh
-    full = full or bool(stream_groups(config))  # layers of a kind differ by their place in one
+    # Layers of a kind differ by their position in a group.
+    full = full or bool(stream_groups(config))
     traced = config.model if full else one_of_each(config.model)
     standing, stages = standing_for(traced, config.model), []
     if mesh.pp > 1:  # a stage is a model on a pp-th of the ranks
@@ -66,7 +67,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     with fake_world(few, size, rank) as world:
         few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
         keeper = ActivationCheckpointing(few)
-        if full:  # groups end with stages, which this model hasn't
+        if full:  # groups depend on stages, which this model lacks
             keeper.groups = places_in_groups(config)
         if keeper.offloader is not None:
             keeper.offloader = HostLedger.like(keeper.offloader)
@@ -74,7 +75,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
         with fake_tensors(memory=True):
             found = activations(run(few, world, model, keeper), standing)
     if found.host_bytes > config.recompute.offload_host_gib * 2**30 and not full:
-        return measure(given, *place, full=True)  # what leaves depends on what has left
+        return measure(given, *place, full=True)  # each offload depends on the previous ones
     received = [_received(config, world) for part in stages if not part.first]
     parts = found.parts if given.train.device == "cpu" else map(_as_on_gpu, found.parts)
     return replace(found, parts=(*received, *parts))
@@ -115,7 +116,7 @@ def run(config: Config, world: World, model: HybridLM, keeper: ActivationCheckpo
     model.to_empty(device=world.device)
     model.train()
     boundary = FakeBoundary(model, world, config)
-    if world.parallel:  # FSDP2 makes things that stay when it first runs, of however few tokens
+    if world.parallel:  # FSDP2 allocates persistent buffers when it first runs
         boundary.accumulate([fake_batch(short(config))])
         model.zero_grad()
     batch = fake_batch(config)

@@ -14,7 +14,7 @@ from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.terminal.screen import columns, labelled, wrapped
 
-WIDE = 110  # columns from which presets say how long they take and what comes out
+WIDE = 110  # columns from which presets show time and result
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from parallel.simulate.fake import (
 )
 from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
 
-MICROBATCHES = 2  # the first leaves its gradients, the last reduces them: others are as the first
+MICROBATCHES = 2  # the first keeps its gradients, the last reduces them; others equal the first
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -203,7 +203,7 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
             gather_once(model)
         recorder.begin(trainee.optimizer)
         trainee.step(config, microbatches(config), recorder.stage, optimizes)
-        return recorder.stream(), recorder  # while there is an optimizer, which has its state
+        return recorder.stream(), recorder  # while the optimizer and its state are alive
 
 
 def prepared(config: Config) -> Callable[[HybridLM], None]:

@@ -81,7 +81,7 @@ def launch_words(args: TrainArgs, flags: list[str]) -> tuple[list[str], int]:
     if not args.rdzv_id:
         passed.insert(0, "--rdzv-id=megacpp")
     unfit: dict[int, ConfigError] = {}
-    for number in range(least, most):  # an elastic launch may have to go on with these
+    for number in range(least, most):  # an elastic launch may have to continue with fewer nodes
         try:
             parse_run(flags, number * ranks, resumes=True)
         except ConfigError as error:

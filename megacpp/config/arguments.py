@@ -32,7 +32,7 @@ from megacpp.terminal.screen import NOBODY_READS, nobody_reads, show_any_text
 
 Parsed = TypeVar("Parsed")
 Default = TypeVar("Default")
-GIVEN = ("command line", "config file")  # sources of what somebody asked for
+GIVEN = ("command line", "config file")  # sources of explicit settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
         name = (saved / "latest").read_text().strip()
         tokens = json.loads((saved / name / "extra.json").read_text())["extra"]["tokens_per_step"]
     except (OSError, ValueError, KeyError, TypeError):
-        return config, []  # nothing was saved, or what is damaged is said on resume
+        return config, []  # nothing was saved; damage is reported on resume
     per_micro = train.device_batch_size * config.data.seq_len
     if tokens == per_micro * batch_ranks(config.mesh, world_size):
         return config, []
@@ -190,7 +190,7 @@ def parse_or_exit(program: str) -> Resolved:
     try:
         ranks = ranks_started(os.environ)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # it has no rank to go by
+        print(f"error: {error}", file=sys.stderr, flush=True)  # the rank is unknown
         raise SystemExit(error.exit_code) from None
     try:
         words = utf8_words(sys.argv[1:])

@@ -20,7 +20,7 @@ from megacpp.config.values import read_value, suggestion
 from megacpp.errors import ConfigError, config_error, did_you_mean, shortened
 
 SUFFIXES = (".json", ".toml", ".yaml", ".yml")
-# Settings that follow from the number of ranks: what a run worked out is worked out again.
+# Settings derived from the number of ranks: they are derived again.
 DERIVES = {"mesh.dp_shard": -1, "train.grad_accum": 0, "train.tokens_per_step": 0}
 
 
@@ -58,7 +58,7 @@ def read_config_file(path: Path) -> ConfigFile:
     if wrong:
         raise ConfigError(*(f"{path}: {line}" for line in wrong))
     if "fitted" in sources.values():
-        values["memory.fit"] = "off"  # what was found is in the file
+        values["memory.fit"] = "off"  # the file holds the fitted settings
     neutral = {key: value for key, value in DERIVES.items() if sources.get(key) == "derived"}
     return ConfigFile(path, name, values | neutral)
 
@@ -71,7 +71,7 @@ def _content(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"can't be read ({error.strerror})"
         raise config_error("config", path, what, "give a file that is there") from None
-    except (ValueError, RecursionError) as error:  # of json, tomllib, and text that isn't UTF-8
+    except (ValueError, RecursionError) as error:  # by json, tomllib, and for text not in UTF-8
         what = f"is no {path.suffix[1:].upper()} ({' '.join(str(error).split())})"
         raise config_error("config", path, what, "mend that place") from None
     if not isinstance(content, dict):

@@ -33,8 +33,8 @@ from megacpp.config.schema import (
 from megacpp.errors import ConfigError, did_you_mean
 
 NAM_PATTERN = "AEMEAEMEAEMR"
-# What saves most for the least work, by block kind (docs/21-activation-memory.md). Attention stays:
-# a fused kernel keeps its output and a number per query and head, and takes long to run again.
+# Largest saving for the least work, by block kind (docs/21-activation-memory.md). Attention stays:
+# a fused kernel saves its output and a number per query and head, and is slow to recompute.
 PER_BLOCK = CheckpointingPolicy(
     eblock="expert_gemm_only",
     mblock="conv_bc_only",

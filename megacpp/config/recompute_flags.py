@@ -25,7 +25,7 @@ NONE: Meaning = {
     "recompute.rblock": "recurrence",
     **{f"recompute.{piece}": "false" for piece in ("norms", "core_attn", "mlp")},
 }
-COMPILED_BUDGET = 0.5  # of a compiled block told to checkpoint, without saying how much
+COMPILED_BUDGET = 0.5  # for compiled blocks with gradient checkpointing but no budget
 
 
 def _either(yes: Meaning, no: Meaning) -> Callable[[str, str], Meaning]:

@@ -106,7 +106,7 @@ class TrainConfig:
         "Steps over which grad_accum grows from an eighth to all of it (0: none).",
         "steps",
         at_least=0,
-        at_most=1_000_000,  # every one is counted when the schedule is made
+        at_most=1_000_000,  # the schedule enumerates every step
     )
     divisor: Literal["tokens", "microbatches"] = setting(
         "tokens", "Gradient over valid tokens of the step, or mean of microbatches' own means."

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from megacpp.config.recompute_flags import FALSE, TRUE
 from megacpp.errors import config_error, did_you_mean
 
-CLOSE = 0.6  # of a word to a choice: below it `fp8` would mean `fp64`
-LARGEST = 2**63 - 1  # what tensors, files and random generators take as a whole number
+CLOSE = 0.6  # least similarity of a word to a choice: `fp8` isn't `fp64`
+LARGEST = 2**63 - 1  # largest integer that tensors, files and generators accept
 FEW = 12  # settings of a section that an error still lists
 
 

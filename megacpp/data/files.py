@@ -13,10 +13,10 @@ from megacpp.errors import DataError
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 CPP_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
-# Text that is seldom meant to be learned; --globs takes it.
+# Text that is rarely training data; --globs selects it.
 DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipynb"}
 SNIFFED = 4096  # bytes of a file that decide whether it is text
-SHOWN = 4  # suffixes that are named one by one
+SHOWN = 4  # suffixes listed by name
 
 
 class Chosen(NamedTuple):
@@ -108,7 +108,7 @@ def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield all files below a folder, sorted, without dead links and pipes."""
 
-    def unreadable(error: OSError) -> None:  # os.walk would leave the folder out without a word
+    def unreadable(error: OSError) -> None:  # os.walk would skip the folder silently
         raise error
 
     for parent, folders, names in os.walk(folder, onerror=unreadable):

@@ -18,7 +18,7 @@ import numpy as np
 from megacpp.data.specials import OURS, FimIds
 
 assert OURS.fim is not None
-SENTINELS = OURS.fim  # of a learned tokenizer
+SENTINELS = OURS.fim  # sentinels of a learned tokenizer
 
 
 @dataclass(frozen=True)

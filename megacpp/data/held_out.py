@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-MIN_DOCUMENTS = 64  # fewer carry no verdict against a compressor
-MIN_SHARE = 0.01  # of the bytes
-MOST = 0.10  # of documents and of bytes, unless a larger fraction is asked for
+MIN_DOCUMENTS = 64  # fewer are not compared with a compressor
+MIN_SHARE = 0.01  # share of the bytes
+MOST = 0.10  # share of documents and of bytes, unless a larger fraction is given
 STREAM_BYTES = 1 << 25  # xz -9 takes about a second a MiB
 PROMPT = 40  # characters of a sample prompt, at most
 

@@ -26,7 +26,7 @@ import numpy as np
 from megacpp.data.tokenizer import file_sha256
 from megacpp.errors import DataError
 
-FORMAT_VERSION = 2  # 1 had no sums of blocks
+FORMAT_VERSION = 2  # version 1 had no block checksums
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
@@ -108,7 +108,7 @@ class BlockSums:
 
     def __init__(self) -> None:
         self._sums: list[int] = []
-        self._room = 0  # bytes that the last block still takes
+        self._room = 0  # bytes left in the last block
 
     def update(self, raw: bytes) -> None:
         """Append bytes."""
@@ -247,9 +247,9 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
     for split in SPLITS:
         for entry in index["splits"][split]["shards"]:
             _check_file(folder, entry, verify, fix)
-        # Every row is cut where these say; eight bytes a document.
+        # Offsets determine every row; they take eight bytes a document.
         _check_file(folder, _offsets(index, split), True, fix)
-    _check_file(folder, index["tokenizer"], True, fix)  # small, and every figure rests on it
+    _check_file(folder, index["tokenizer"], True, fix)  # small, and every byte count depends on it
     return index
 
 

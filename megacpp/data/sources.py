@@ -23,10 +23,10 @@ from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
 from megacpp.errors import DataError, did_you_mean
 
 TORCH_HEADERS = "torch-headers"
-FIELDS = ("text", "content")  # looked for, in this order, where none is given
+FIELDS = ("text", "content")  # tried in this order if none is given
 PIECE_BYTES = 1 << 20
-LONGEST = 1 << 24  # bytes of a document of a text file
-LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a lone text file: about so many, and how short
+LONGEST = 1 << 24  # bytes of a text file's document
+LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a single file: its documents, and least bytes
 
 
 class SourceDocument(NamedTuple):

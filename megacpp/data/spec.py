@@ -13,7 +13,7 @@ from megacpp.data.sources import TORCH_HEADERS
 from megacpp.data.tokenizer import MAX_VOCAB, MIN_VOCAB, SPECIALS
 from megacpp.errors import config_error
 
-VOCAB_SIZE = 4096  # of a tokenizer that is learned
+VOCAB_SIZE = 4096  # of a learned tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megacpp.errors import DataError, did_you_mean
 # only keeps the ids that follow in their place.
 SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>")
 PAD, UNK, BOS, EOS, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = range(len(SPECIALS))
-ADDED = "<|endoftext|>"  # given to a tokenizer that has no special token at all
+ADDED = "<|endoftext|>"  # added to a tokenizer without special tokens
 CONFIG = "tokenizer_config.json"  # Hugging Face's file for the names of special tokens
 
 # Spellings that published tokenizers use, each list in the order of preference.

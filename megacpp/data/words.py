@@ -39,7 +39,7 @@ OF_CODE = re.compile(r"[{}\[\];=<>_#&|\\]")
 # Licences have 0.2 %, translated messages in 15 languages 0.3 to 1.7 %, Python's reference 2.6 %;
 # Python's library 3.5 %, C++ and JavaScript 7 %.
 CODE_SHARE = 0.03
-SAMPLE = 1_000_000  # characters that are looked at
+SAMPLE = 1_000_000  # characters that are counted
 
 
 def text_kind(texts: Iterable[str]) -> tuple[Kind, str]:

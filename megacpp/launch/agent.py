@@ -22,7 +22,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     killed rank is named here. SIGTERM and SIGINT are passed to the ranks.
     """
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    if quiet:  # read once, by the import: for this process, whose store may go first at the end
+    if quiet:  # read at import: silences this process, whose store may close first at the end
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,7 +32,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     if quiet:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     logging.disable(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with four lines
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     with tempfile.TemporaryDirectory(prefix="megacpp-") as name:
         logs = Path(name)
         if not any(word.split("=")[0] == "--log-dir" for word in words):

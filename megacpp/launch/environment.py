@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from megacpp.errors import ConfigError, config_error
 
-MOST_RANKS = 1 << 17  # reports look at every rank
+MOST_RANKS = 1 << 17  # reports iterate over all ranks
 PORTS = 1 << 16
 RANKS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -25,8 +25,8 @@ from megacpp.memory.estimate import MemoryEstimate
 from megacpp.run.health import Health
 
 STEPS = 4
-BUMP = 0.02  # of an estimate that ran out of memory, that the next one has to be below it
-# Follow from the mesh and the batch of a candidate, whose tokens a step are all the same.
+BUMP = 0.02  # fraction by which the next estimate must be below one that ran out of memory
+# Settings derived from a candidate's mesh and batch; all have the same tokens per step.
 DERIVED = ("train.grad_accum", "mesh.dp_shard")
 
 

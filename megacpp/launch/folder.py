@@ -11,7 +11,7 @@ from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
 from megacpp.launch.rank_store import RankStore
 
-PATIENCE_S = 5.0  # for a network file system to show what another node wrote
+PATIENCE_S = 5.0  # wait for a network file system to show another node's file
 
 
 def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:

@@ -26,7 +26,7 @@ def wait_quietly() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        # The first rank of another node leaves soon: launchers end together, or miss each other.
+        # The first rank of a node exits soon, so that launchers end together.
         time.sleep(1.0 if os.environ.get("LOCAL_RANK") == "0" else 5.0)
     else:
         time.sleep(1.0)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megacpp.errors import MegacppError
 
 POLL_S = 0.1
-TIMEOUT = timedelta(minutes=10)  # for the slowest rank to get as far
+TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
         names = [word for piece, word in WORDS.items() if piece in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")
-        if layer in compiled:  # of an E block the shared expert alone
+        if layer in compiled:  # in an E block, only the shared expert is compiled
             names = [*(names if letter == "E" else []), compiled[layer]]
         row = {"layer": layer, "kind": letter, "runs_again": names}
         rows.append(row if config.precision.fp8 == "off" else row | {"fp8": layer in in_fp8})

@@ -109,7 +109,7 @@ def print_header(sections: Sequence[tuple[str, Sequence[str]]]) -> None:
     for title, lines in sections:
         console.print(f"[bold]{title}[/bold]")
         for text in lines:
-            # Spaces inside a line align the columns of a table, which is narrow as it is.
+            # Wrapping would break the aligned columns of a table, which fits anyway.
             fits = len(text) + 2 <= columns()
             for line in [f"  {text}"] if fits else wrapped(text, "    ", "  "):
                 console.print(line, markup=False)

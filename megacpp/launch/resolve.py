@@ -20,7 +20,7 @@ from megacpp.launch.rank_store import RankStore
 from megacpp.launch.trial import TrialCommand, arguments_of, port_conflict, run_trial, trial_command
 from megacpp.memory.planner import Candidate, Plan, plan
 
-PORTS = 3  # that may turn out to be taken
+PORTS = 3  # attempts to find a free port
 SHOWN = 10  # candidates in the launch record
 
 
@@ -52,7 +52,7 @@ def resolve_launch(
     except Exception:
         peers.gather("over", True)
         raise
-    peers.gather("over", True)  # the store may be rank 0's: it leaves last
+    peers.gather("over", True)  # rank 0 may serve the store: it exits last
     found = replace(estimator.assess(config), **told)
     return _refit(resolved, config), found
 

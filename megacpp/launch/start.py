@@ -120,7 +120,7 @@ def announce(
     resolved, corpus, device = launch.resolved, launch.corpus, launch.device
     kernels, agreed, admission = launch.kernels, launch.agreed, launch.admission
     config = resolved.config
-    axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep folds others
+    axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep is a view
     ranks, rows = math.prod(axes.values()), batch_ranks(config.mesh, math.prod(axes.values()))
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = device_peak_flops(device)

@@ -34,10 +34,10 @@ from megacpp.run.failure import PEER_LOST
 from megacpp.run.oom import NO_MEMORY
 
 LINE = 400  # characters of a message
-GRACE_S = 10.0  # for children to notice by themselves that a peer is gone
-KILLED = -signal.SIGKILL  # how the kernel ends whoever took its last memory
+GRACE_S = 10.0  # time for children to detect a lost peer
+KILLED = -signal.SIGKILL  # exit code after the kernel's out-of-memory killer
 SAID = (*NO_MEMORY, "OutOfMemoryError:", "MemoryError:", "std::bad_alloc")
-# What a candidate's four steps have otherwise than its run: nothing is kept of them.
+# Settings in which a trial differs from the run: its results are discarded.
 SETTINGS: dict[str, Any] = {
     "run.steps": STEPS,
     "run.eval_every": 0,
@@ -196,7 +196,7 @@ def _outcome(ends: Sequence[Mapping[str, Any]], folder: Path) -> Outcome:
         if out_of_memory(end):
             return Outcome("oom", f"rank {rank}: {end['said'] or 'killed'}", code=end["code"])
     bad = [(rank, end) for rank, end in enumerate(ends) if end["code"] and not end["ended"]]
-    if bad:  # a rank that lost a peer has less to say than that peer
+    if bad:  # the failed peer's message is preferred to that of ranks that lost it
         rank, end = min(bad, key=lambda one: (one[1]["code"] == PEER_LOST, one[0]))
         said = f"rank {rank}: {end['said'] or 'no message'} ({folder}/log-{rank}.txt)"
         kind = "unsound" if end["code"] == 5 else "failed"

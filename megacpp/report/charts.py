@@ -14,7 +14,7 @@ from html import escape
 from megacpp.report.style import SERIES, SMOOTH
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 66, 14, 10, 28
-POINTS = 600  # of a line, more are averaged
+POINTS = 600  # most points of a line; more are averaged
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megacpp.report.charts import ChartLine, lines
 from megacpp.report.html import columns, document, figures, plain, power, short
 from megacpp.report.style import SLIDER
 
-ASIDE = ("run.dir",)  # of settings, what says nothing about a run
+ASIDE = ("run.dir",)  # settings that don't describe a run
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -33,7 +33,7 @@ from megacpp.report.files import (
 from megacpp.run.goodput import FILE, account, read_starts
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
-EVENTS = 200  # of skipped steps and warnings, most that are listed
+EVENTS = 200  # most skipped steps and warnings that are listed
 SAMPLES = 3  # newest texts
 PLAIN = ("loss", "bits_per_byte", "tokens_per_s", "step_s", "grad_norm", "lr", "mfu", "peak_bytes")
 

@@ -11,7 +11,7 @@ from megacpp.errors import DataError, config_error
 
 LAUNCH, STEPS = "launch.json", "metrics.jsonl"
 NUMBER = (int, float)
-# Types of what is read of a step, where it is there; null is a number that was not finite.
+# Types of a step's values, if present; null is a non-finite number.
 STEP: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "tokens": (int,),
@@ -97,7 +97,7 @@ def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[st
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines):  # no newline behind it: it is being written, or never was
+            if number == len(lines):  # no newline after it: the line is incomplete
                 continue
             raise damaged(path, number, "is no JSON") from None
         if not isinstance(row, dict) or "step" not in row:

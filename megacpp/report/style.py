@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SERIES = 8  # colours
-SMOOTH = 0.8  # weight of what came before in a smoothed line
+SMOOTH = 0.8  # weight of earlier points in a smoothed line
 
 COLOURS = """
 :root { color-scheme: light dark; --ink: #1c2024; --dim: #5f676d; --paper: #fff; --rule: #e3e6e8;

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-FEW = 8  # tokens that an expert would get on average: below that one without any is chance
+FEW = 8  # mean tokens per expert below which an idle expert may be chance
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
 PEER_LOST = 6
 DISK_FULL = 4  # the code of a checkpoint that can't be saved
-# A path that no file can have, or that goes through a file: a mistake of the command line.
+# Errors of an invalid path: a mistake in the command line.
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-# What gloo and NCCL say on the ranks that did nothing wrong, and torch of a store that is gone.
+# Messages of gloo and NCCL on ranks that lost a peer, and of torch without its store.
 OF_A_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -33,7 +33,7 @@ OF_A_PEER = (
     "NCCL communicator was aborted",
 )
 TIMED_OUT = ("Timed out waiting", "wait timeout", "Watchdog caught collective operation timeout")
-PATIENCE_S = 2.0  # of a rank that lost a peer, for the peer to say why
+PATIENCE_S = 2.0  # a rank that lost a peer waits for the peer's message
 NEXT = "Fix: start the same command again, it goes on from the last checkpoint."
 
 
@@ -57,14 +57,14 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
         main(resolved, peers)
         sys.stdout.flush()
         if "WORLD_SIZE" in os.environ:
-            _leave(0)  # meshes keep their groups; nothing is left to do that could fail
+            _leave(0)  # process groups aren't destroyed: no work is left that could fail
     except PreemptedError as left:
         line = f"{left}: {what_is_saved(resolved)}"
         note(left.exit_code, line)
         if first:
             print(line, file=sys.stderr)
         _leave(left.exit_code)
-    except MegacppError as error:  # every rank has the same one, unless it read a bad row
+    except MegacppError as error:  # equal on every rank, except for a corrupt row
         _said(peers)
         own = isinstance(error, DataError) and "WORLD_SIZE" in os.environ and not error.agreed
         exit_on_error(error, own=own)
@@ -74,7 +74,7 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
         if first:  # an interrupt reaches every rank
             print(f"\n{line}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
-    except (BrokenPipeError, SystemExit) as error:  # of gloo it would be a RuntimeError
+    except (BrokenPipeError, SystemExit) as error:  # gloo raises RuntimeError instead
         if not nobody_reads(error):
             raise
         line = f"stopped, nobody reads: {what_is_saved(resolved)}"
@@ -121,7 +121,7 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
-        traceback.print_exception(error)  # better here than nowhere
+        traceback.print_exception(error)  # the folder isn't writable: print it instead
     late = any(words in str(error) for words in TIMED_OUT)
     if late or is_peer_failure(error):
         return _alone(peers, path, late)
@@ -139,7 +139,7 @@ def is_peer_failure(error: Exception) -> bool:
 
 def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
     """Wait for the failed rank to report; if none does, one rank names the ranks that are gone."""
-    with contextlib.suppress(Exception):  # the store may be what was lost
+    with contextlib.suppress(Exception):  # the store may be lost too
         if peers is not None:
             peers.tell(f"left/{peers.rank}", True)
             peers.tell(f"heard/{peers.table[peers.rank].node}", True)
@@ -171,12 +171,12 @@ def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
         gone = [r for r in beside if not peers.told(f"left/{r}") and not peers.table[r].alive()]
         if peers.rank != next(rank for rank in beside if rank not in gone) or peers.said():
             return gone, False
-        if not gone:  # then a rank of another node, where somebody knows, or a whole node
+        if not gone:  # a rank of another node failed, or a whole node
             time.sleep(PATIENCE_S)
             silent = {p.node for p in peers.table if not peers.told(f"heard/{p.node}")}
             gone = [rank for rank, process in enumerate(peers.table) if process.node in silent]
         return gone, peers.say()
-    except Exception:  # the store went with the rank or launcher that served it
+    except Exception:  # the process that served the store has ended
         return [r for r in beside if not peers.table[r].alive()], peers.rank == beside[0]
 
 

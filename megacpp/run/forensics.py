@@ -102,7 +102,7 @@ class Forensics:
         self.config = config
         self.folder, self.rank, self.device, self.watch = folder / "memory", rank, device, watch
         self.every, self.gap = config.memory.snapshot_every, config.memory.snapshot_gap
-        # The compiler runs FlexAttention op by op, with whole scores, while operators are followed.
+        # While operators are recorded, FlexAttention runs uncompiled and materialises all scores.
         hidden = config.precision.fp8 == "te" or config.kernels.attention == "flex"
         self.follows = config.train.compile == "off" and not hidden
         self.letters = block_letters(config.model.pattern, config.model.depth)
@@ -111,7 +111,7 @@ class Forensics:
         self.last: Snapshot | None = None
         self.seen: Snapshot | None = None
         self._asked = False
-        self._before: dict[int, Snapshot] = {}  # those that wait for their second
+        self._before: dict[int, Snapshot] = {}  # snapshots that wait for their comparison
         self._running: Watch | None = None
         for old in snapshots_of(self.folder, rank):
             if old.step > first_step:

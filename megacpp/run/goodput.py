@@ -71,13 +71,13 @@ class Goodput:
         self._path = folder / FILE if active else None
         self._now, self._compiles = now, compiles
         began = process_began() if began is None else began
-        # The clock on the wall may be set meanwhile: it is read once.
+        # The wall clock may be adjusted during the run, so it is read once.
         self._offset = wall() - now()
         self._class, self._since = "startup", began - self._offset
         self._written = self._since
         self._spent: dict[str, float] = {}
         self._steps: list[int] = []
-        self._carried = False  # the step was in the line before
+        self._carried = False  # the step is in the previous line
         self._file: TextIO | None = None
         self._turn("startup")
         retried_s = min(retried_s, self._spent["startup"])
@@ -154,7 +154,7 @@ class Goodput:
 
     def _flush(self) -> None:
         if self._path is not None and self._file is None:
-            return  # all that was spent before the first step is one line
+            return  # all time before the first step is one line
         if self._file is not None and self._since > self._written:
             line: dict[str, Any] = {
                 "from": self._written + self._offset,
@@ -166,7 +166,8 @@ class Goodput:
             self._write(line)
         self._written = self._since
         self._spent.clear()
-        self._steps, self._carried = self._steps[-1:], True  # what follows may still be its own
+        # The next line may still belong to this step.
+        self._steps, self._carried = self._steps[-1:], True
 
     def _write(self, line: dict[str, Any], before: str = "") -> None:
         if self._file is not None:
@@ -253,7 +254,7 @@ def account(starts: list[Start]) -> Account:
     startup = redone = wall = 0.0
     for number, start in enumerate(starts):
         later = [s.first_step for s in starts[number + 1 :] if s.first_step is not None]
-        until = min(later, default=None)  # steps from here on were done again
+        until = min(later, default=None)  # steps from here on were repeated
         known = 0.0
         for line in start.lines:
             again = _again(line.get("steps"), until)
@@ -265,7 +266,7 @@ def account(starts: list[Start]) -> Account:
                 seconds[own] += spent * (1 - again)
                 seconds["restart_lost"] += spent * again
         lived = start.last - start.began
-        seconds["idle"] += max(0.0, lived - known)  # lines that are missing
+        seconds["idle"] += max(0.0, lived - known)  # missing lines
         wall += max(lived, known)
         if number + 1 < len(starts) and not start.ended:
             gap = max(0.0, starts[number + 1].began - start.last)

@@ -65,7 +65,7 @@ class Health:
         assert 0 < alpha <= 1 and 1 < warn <= critical and 2 <= least <= window
         self.alpha, self.warn, self.critical = alpha, warn, critical
         self.sigmas, self.least = sigmas, least
-        self._average = self._weight = 0.0  # of gradient norms; sum of their weights
+        self._average = self._weight = 0.0  # average of gradient norms; sum of weights
         self._losses: deque[float] = deque(maxlen=window)
         self._ratio: float | None = None
         self._sigma: float | None = None

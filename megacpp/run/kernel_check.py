@@ -30,9 +30,9 @@ from megacpp.model.init import initialise
 from megacpp.run.precision import compute_dtype
 
 SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents
-# What rounding explains between two orders of the same sums. Of the narrow dtypes: operands and
+# Errors that rounding explains between two orders of the same sums. In narrow dtypes operands and
 # results are rounded to 2^-8 (2^-11) of themselves, about 64 times on the way from an input to an
-# output or back, in directions that have nothing to do with each other: its root times as much.
+# output or back, independently: the error grows by the square root of 64.
 BOUNDS = {
     torch.bfloat16: 8 * 2**-8,
     torch.float16: 8 * 2**-11,
@@ -202,7 +202,7 @@ def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) 
     module.to_empty(device=device)
     initialise(module, module.init_rules(), seed=seed)
     for key, parameter in module.named_parameters():
-        if key == "mixer.D":  # what goes around a recurrence would hide what comes out of it
+        if key == "mixer.D":  # the skip connection would hide the recurrence's output
             nn.init.constant_(parameter, 0.01)
     if isinstance(module, Block):  # without its residual, for the same reason
         return Case(module.mixer, lambda x_BTD, docs: module.mixer(x_BTD, docs), model.dim)

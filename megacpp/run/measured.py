@@ -17,9 +17,9 @@ from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.snapshot import Snapshot
 from megacpp.run.metrics import peak_resident_bytes
 
-OUTSIDE = ("runtime_reserved", "allocator_overhead")  # of tensors
+OUTSIDE = ("runtime_reserved", "allocator_overhead")  # not in tensors
 IN_TENSORS = tuple(name for name in COMPONENTS if name not in OUTSIDE)
-OF_A_STEP = "tensors_of_a_step"  # all that doesn't rest
+OF_A_STEP = "tensors_of_a_step"  # tensors that don't outlive the step
 FILE = "measured.json"  # in RUN/memory
 
 
@@ -53,7 +53,7 @@ class Calibrator:
     waiting: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.waiting = bool(self.admission.calibration)  # its folder; none: nothing is measured
+        self.waiting = bool(self.admission.calibration)  # without a folder nothing is measured
 
     def after_step(self, updated: bool, found: Snapshot | None) -> list[str]:
         """Store the first step that updated the weights; every rank calls it.

@@ -24,7 +24,8 @@ from megacpp.terminal.screen import duration as duration
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
-DROPPED = ("seconds", "lr", "memory", "bpb", "mfu")  # by a line that is wider than the screen
+# Fields that are dropped in this order from a line wider than the screen.
+DROPPED = ("seconds", "lr", "memory", "bpb", "mfu")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megacpp.memory.snapshot import STEADY, compare
 from megacpp.run.forensics import Forensics, allocator_state
 from megacpp.run.precision import compute_dtype
 
-# How torch and Python say that there is no memory left, beside the classes they have for it.
+# Messages of out-of-memory errors that have no exception class of their own.
 NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA out of memory",
@@ -29,7 +29,7 @@ NO_MEMORY = (
     "cudaErrorMemoryAllocation",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-GAIN = 0.1  # of the estimate, that a fix should bring
+GAIN = 0.1  # fraction of the estimate that a fix should save
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -86,13 +86,13 @@ def show_once(error: BaseException, folder: Path) -> Path:
     path = folder / "failures" / f"oom-rank-{os.environ.get('RANK', '0')}.txt"
     try:
         screen = oom_screen(error, folder)
-    except Exception as second:  # what went wrong first is what has to be told
+    except Exception as second:  # the first error must be reported
         screen = f"out of memory, and no more is known: {type(second).__name__}: {second}"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(screen + "\n")
     with contextlib.suppress(FileExistsError):
-        if "WORLD_SIZE" in os.environ:  # ranks of a machine have one parent, at each start another
+        if "WORLD_SIZE" in os.environ:  # ranks of a machine share a parent, a new one at each start
             (path.parent / f".shown-{os.getppid()}").open("x").close()
         print(screen, file=sys.stderr, flush=True)
     return path

@@ -17,7 +17,7 @@ import torch
 
 from megacpp.config.checks.every import profiled_steps
 
-RANKS = 8  # that write a trace: the first ones
+RANKS = 8  # number of ranks that write a trace
 
 
 @contextmanager

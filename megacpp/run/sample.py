@@ -86,7 +86,7 @@ def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Ge
     scores_V = logits_V.detach().to("cpu", torch.float64)
     scores_V = (scores_V - scores_V.max()) / temperature  # at most 0: no overflow near 0
     if 0 < top_k < len(scores_V):
-        kept = scores_V.topk(top_k)  # exactly k, also among equals
+        kept = scores_V.topk(top_k)  # exactly k, even with ties
         pick = torch.multinomial(kept.values.softmax(0), 1, generator=generator)
         return int(kept.indices[pick])
     return int(torch.multinomial(scores_V.softmax(0), 1, generator=generator))

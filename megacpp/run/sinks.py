@@ -18,7 +18,8 @@ from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError, config_error
 
 Setting = bool | int | float | str
-GOALS = ("train/loss", "validation/loss", "validation/bits_per_byte")  # beside hyperparameters
+# Metrics that TensorBoard shows with hyperparameters.
+GOALS = ("train/loss", "validation/loss", "validation/bits_per_byte")
 
 
 class Sink(Protocol):

@@ -104,7 +104,7 @@ def whole_on_main(t: Tensor | None, entry: TensorEntry, first: int, device: torc
         return full if rank == 0 else torch.empty(0)
     if rank == first:
         dist.send(full.detach().contiguous().view(-1), 0)
-        if full.device.type != "cpu":  # else whole tensors would queue up on this device
+        if full.device.type != "cpu":  # otherwise whole tensors would accumulate on this device
             torch.accelerator.synchronize(full.device)
         return torch.empty(0)
     flat = torch.empty(entry.numel, dtype=entry.torch_dtype, device=device)

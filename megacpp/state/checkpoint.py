@@ -136,7 +136,7 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
             manifest = read_manifest(path, "checkpoint")
         except DamagedError as damage:
             raise CheckpointError(f"{damage}. Fix: {fix}.") from None
-        # Ranks share the reading; a stray tensor file would otherwise be taken in by DCP.
+        # Each rank verifies a share of the files. DCP would load stray tensor files.
         names = sorted(manifest.files)[rank::world_size]
         problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
         if problems:
@@ -283,7 +283,7 @@ def _publish(pending: Path, final: Path, step: int, keep: int) -> None:
     write_text(final.parent / LATEST, f"{final.name}\n")
     if aside_of(final).exists():
         remove_folder(aside_of(final))
-    # A run that went back to an older checkpoint has overtaken the later ones: they go first.
+    # After resuming from an older checkpoint, checkpoints of later steps are deleted first.
     others = [path for path in _published(final.parent) if path != final]
     others.sort(key=lambda path: (_step(path) <= step, _step(path)), reverse=True)
     for path in others[max(0, keep - 1) :] if keep else []:

@@ -204,7 +204,7 @@ def _ordered(model: nn.Module, whole: Catalogue) -> list[str]:
     """Return the names of all ranks' tensors in the order of the unsharded model."""
     if whole.everywhere:
         return list(whole.entries)
-    assert isinstance(model, HybridLM)  # nothing else is spread over pipeline stages
+    assert isinstance(model, HybridLM)  # no other model has pipeline stages
     with torch.device("meta"):
         names = list(model_tensors(HybridLM(model.config)))
     differ = sorted(whole.entries.keys() ^ set(names))
@@ -290,7 +290,7 @@ def _empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.d
     def part(t: Tensor) -> Slice:
         if id(t) in tables or t.dim() == 0:
             return whole(t)
-        return Slice(t[:0], tuple(t.shape), (0,) * t.dim())  # a saved one: nothing to compute
+        return Slice(t[:0], tuple(t.shape), (0,) * t.dim())  # saved in the files: not computed here
 
     initialise(model, model.init_rules(), seed=0, part=part)
     return model.eval()
@@ -343,7 +343,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)
-    if legal := typing.get_args(kind):  # of a Literal
+    if legal := typing.get_args(kind):  # choices of a Literal
         fits = value in legal
     else:
         fits = type(value) in ((int, float) if kind is float else (kind,))

@@ -30,18 +30,18 @@ from megacpp.state.tensors import model_tensors
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
 KEPT = ("model", "data", "train", "optim", "precision", "recompute")
-# Of these, what a resumed run may have otherwise: it says so in its header, and goes on.
+# Sections of these that a resumed run may change; its header reports the changes.
 MAY_CHANGE = {
     "train": TrainConfig(),
     "optim": OptimConfig(),
     "precision": PrecisionConfig(),
     "recompute": CheckpointingPolicy(),
 }
-# How a step is cut into pieces and computed; tokens_per_step, which decides, has a line of its own.
+# Settings of how a step is split and computed; tokens_per_step is reported separately.
 CUTS = ("train.device_batch_size", "train.tokens_per_step", "train.grad_accum", "train.device")
-# Of a model: another stage of the same weights.
+# Settings of a model that select another training stage of the same weights.
 STAGES = tuple(f"model.attention.sparse.{name}" for name in ("stage", "top_k", "loss"))
-AVERAGES = {"health"}  # counters that a stage in which other parameters are trained would alarm
+AVERAGES = {"health"}  # counters that restart when a stage trains other parameters
 
 
 class HasTensors(Protocol):
@@ -217,10 +217,10 @@ class TrainingState:
             "optim.name": (self.config.optim.name, extra["config"]["optim"]["name"]),
         }
         policy = dataclasses.asdict(CheckpointingPolicy()) | extra["config"].get("recompute", {})
-        if self.config.recompute.compress or policy["compress"]:  # moments belong to projections
+        if self.config.recompute.compress or policy["compress"]:  # moments fit one projection only
             for key in ("compress", "compress_redraw"):
                 now[f"recompute.{key}"] = (getattr(self.config.recompute, key), policy[key])
-        if self.loader is None:  # the step alone can't tell which rows were read
+        if self.loader is None:  # the step alone doesn't determine the rows read
             tokens = self.config.train.tokens_per_step
             now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])
         model, saved = settings_of(self.config.model), _saved_model(extra)

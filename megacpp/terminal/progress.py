@@ -14,7 +14,7 @@ Advance = Callable[[int], None]  # called with the units (bytes, blocks, ...) th
 Stage = Callable[[str, int], Advance]  # name and units in total
 Item = TypeVar("Item")
 
-EVERY_S = 5.0  # from one line to the next, where no terminal is
+EVERY_S = 5.0  # between two lines without a terminal
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megacpp.errors import config_error
 
-PLAIN = 80  # columns of a file, a pipe and a terminal that doesn't tell
+PLAIN = 80  # columns of a file, a pipe or an unknown terminal
 NARROWEST = 40
-INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of Ctrl-C, and of `| head`
+INTERRUPTED, NOBODY_READS = 130, 141  # exit codes after Ctrl-C, and after `| head`
 
 
 def show_any_text() -> None:
