@@ -28,8 +28,8 @@ from optim.local import local_part
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS: dict[Bits, int] = {"8bit": 256, "4bit": 128}
-# Least entries of a local shard. Smaller shards, such as norms and biases, keep wide moments, and so
-# do shards that aren't a whole number of blocks.
+# Least entries of a local shard. Smaller shards, such as norms and biases, keep wide moments, as do
+# shards that are no whole number of blocks.
 MIN_ENTRIES = 4096
 PIECE = 1 << 22  # entries unpacked at a time; packing takes about 40 bytes each
 FLOOR = 1e-12  # torchao's smallest scale

@@ -27,11 +27,9 @@ LEFT: dict[str, tuple[str, ...]] = {
         "megacpp/blocks",
         "megacpp/config/checks",
         "megacpp/config/model.py",
-        "megacpp/errors.py",
         "megacpp/kernels",
         "megacpp/memory",
         "megacpp/model",
-        "megacpp/versions.py",
         "parallel",
         "train.py",
     ),
@@ -46,14 +44,7 @@ LEFT: dict[str, tuple[str, ...]] = {
         "train.py",
     ),
     "raises": ("megacpp/blocks", "train.py"),
-    "args": (
-        "megacpp/blocks",
-        "megacpp/errors.py",
-        "megacpp/kernels",
-        "megacpp/memory",
-        "megacpp/model",
-        "parallel",
-    ),
+    "args": ("megacpp/blocks", "megacpp/kernels", "megacpp/memory", "megacpp/model", "parallel"),
     "shapes": ("megacpp/blocks", "megacpp/kernels", "megacpp/model", "parallel"),
 }
 SHAPE = re.compile(r"_[A-Z][A-Za-z0-9]*$|^[a-z]$")

@@ -91,26 +91,26 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
     """Write every file of the corpus into `folder`, the index last."""
     given = _given(spec)
     source = find_source(spec.source, spec.globs, spec.document_bytes)
-    with progress_bars(keep=True) as stage, DocumentStore(folder / "spool") as spool:
-        counts = _read(spec, source, spool, stage("reading", source.total_bytes))
-        train, held_out = _split(spec, spool)
-        tokenizer, facts = given or _learn(spec, spool, train, stage)
+    with progress_bars(keep=True) as stage, DocumentStore(folder / "documents") as store:
+        counts = _read(spec, source, store, stage("reading", source.total_bytes))
+        train, held_out = _split(spec, store)
+        tokenizer, facts = given or _learn(spec, store, train, stage)
         tokenizer.save(folder / TOKENIZER)
-        advance = stage("encoding", spool.total_bytes)
+        advance = stage("encoding", store.total_bytes)
         dtype = token_dtype(tokenizer.vocab_size)
         splits, cuts = {}, {"psm": 0, "spm": 0}
         for name, members, rate in (("train", train, spec.fim_rate), ("validation", held_out, 0.0)):
             writer = SplitWriter(folder, name, dtype, spec.shard_tokens)
-            for member, ids, cut in _encoded(spool, members, tokenizer, spec.seed, rate):
+            for member, ids, cut in _encoded(store, members, tokenizer, spec.seed, rate):
                 writer.add(ids)
-                advance(spool.sizes[member])
+                advance(store.sizes[member])
                 if cut:
                     cuts[cut] += 1
-            text_bytes = sum(spool.sizes[member] for member in members)
+            text_bytes = sum(store.sizes[member] for member in members)
             splits[name] = writer.close() | {"text_bytes": text_bytes}
-        facts["changed"] = _changed(spool, held_out, tokenizer)
-        splits["validation"] |= _compressors(spool, held_out, stage)
-        prompt = sample_prompt(spool.read, held_out)
+        facts["changed"] = _changed(store, held_out, tokenizer)
+        splits["validation"] |= _compressors(store, held_out, stage)
+        prompt = sample_prompt(store.read, held_out)
     index = {
         "format_version": FORMAT_VERSION,
         "command": spec.command(),
@@ -149,7 +149,7 @@ def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
 
 
 def _read(
-    spec: CorpusSpec, source: Source, spool: DocumentStore, advance: Advance
+    spec: CorpusSpec, source: Source, store: DocumentStore, advance: Advance
 ) -> dict[str, int]:
     """Store new documents; return counts of read, empty, broken and duplicate ones."""
     counts = {"read": 0, "empty": 0, "invalid_utf8": 0, "duplicates": 0}
@@ -159,11 +159,11 @@ def _read(
             counts["invalid_utf8"] += 1
         elif not text:
             counts["empty"] += 1
-        elif not spool.add(text.encode()):
+        elif not store.add(text.encode()):
             counts["duplicates"] += 1
         advance(read_bytes)
-    if len(spool.digests) < 2:
-        found = f"{len(spool.digests)} different documents with text"
+    if len(store.digests) < 2:
+        found = f"{len(store.digests)} different documents with text"
         broken = counts["invalid_utf8"]
         latin = f", {broken} are not UTF-8 (iconv -t UTF-8 converts)" if broken else ""
         raise DataError(
@@ -173,10 +173,10 @@ def _read(
     return counts
 
 
-def _split(spec: CorpusSpec, spool: DocumentStore) -> tuple[list[int], list[int]]:
+def _split(spec: CorpusSpec, store: DocumentStore) -> tuple[list[int], list[int]]:
     """Return the numbers of training and of held-out documents, each shuffled by (seed, hash)."""
-    digests = spool.digests
-    held_out = choose_held_out(digests, spool.sizes, spec.validation_fraction)
+    digests = store.digests
+    held_out = choose_held_out(digests, store.sizes, spec.validation_fraction)
 
     def place(i: int) -> bytes:
         return hashlib.sha256(b"order\0%d\0" % spec.seed + digests[i]).digest()
@@ -186,28 +186,28 @@ def _split(spec: CorpusSpec, spool: DocumentStore) -> tuple[list[int], list[int]
 
 
 def _learn(
-    spec: CorpusSpec, spool: DocumentStore, train: list[int], stage: Stage
+    spec: CorpusSpec, store: DocumentStore, train: list[int], stage: Stage
 ) -> tuple[CorpusTokenizer, dict[str, Any]]:
     """Learn a tokenizer from the first training documents; return it with facts about its input."""
-    ends = np.cumsum([spool.sizes[i] for i in train])
+    ends = np.cumsum([store.sizes[i] for i in train])
     count = min(len(train), int(np.searchsorted(ends, spec.tokenizer_bytes)) + 1)
     kind, why = spec.text_kind, "given"
     if kind == "auto":
-        kind, why = text_kind(spool.read(i).decode() for i in train[:count])
+        kind, why = text_kind(store.read(i).decode() for i in train[:count])
     facts: dict[str, Any] = {"learned_documents": count, "learned_bytes": int(ends[count - 1])}
     advance = stage("learning the tokenizer", facts["learned_bytes"])
 
     def batches() -> Iterator[list[str]]:
-        for batch in _batches(spool, train[:count]):
-            yield [spool.read(i).decode() for i in batch]
-            advance(sum(spool.sizes[i] for i in batch))
+        for batch in _batches(store, train[:count]):
+            yield [store.read(i).decode() for i in batch]
+            advance(sum(store.sizes[i] for i in batch))
 
     tokenizer = CorpusTokenizer.train(batches(), spec.vocab_size or VOCAB_SIZE, kind)
     return tokenizer, facts | {"text_kind": kind, "reason": why}
 
 
 def _encoded(
-    spool: DocumentStore, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
+    store: DocumentStore, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
 ) -> Iterator[tuple[int, np.ndarray, str]]:
     """Yield each document as `BOS tokens EOS`, and psm or spm if it was split.
 
@@ -215,9 +215,9 @@ def _encoded(
     """
     marks = tokenizer.specials
     begin, end = (np.array([i], np.uint32) for i in (marks.bos, marks.eos))
-    for batch in _batches(spool, members):
-        texts = [spool.read(i).decode() for i in batch]
-        digests = [spool.digests[i] for i in batch]
+    for batch in _batches(store, members):
+        texts = [store.read(i).decode() for i in batch]
+        digests = [store.digests[i] for i in batch]
         cuts = [fim.cut(t, d, seed, rate) for t, d in zip(texts, digests, strict=True)]
         uncut = [text for text, parts in zip(texts, cuts, strict=True) if parts is None]
         whole = iter(tokenizer.encode_many(uncut))
@@ -231,33 +231,33 @@ def _encoded(
             yield member, np.concatenate([begin, ids, end]), kind
 
 
-def _changed(spool: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
+def _changed(store: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
     """Return the number of held-out documents that the tokenizer doesn't reproduce exactly."""
     count = 0
-    for batch in _batches(spool, held_out):
-        texts = [spool.read(i).decode() for i in batch]
+    for batch in _batches(store, held_out):
+        texts = [store.read(i).decode() for i in batch]
         ids = tokenizer.encode_many(texts)
         count += sum(tokenizer.decode(i.tolist()) != t for i, t in zip(ids, texts, strict=True))
     return count
 
 
-def _compressors(spool: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
+def _compressors(store: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
     """Return bits per byte of gzip and xz on the held-out documents."""
-    total = sum(spool.sizes[i] for i in held_out)
+    total = sum(store.sizes[i] for i in held_out)
     advance = stage("gzip -9 of held-out documents", total)
-    alone = gzip_bits_per_byte(_advancing(map(spool.read, held_out), advance))
+    alone = gzip_bits_per_byte(_advancing(map(store.read, held_out), advance))
     advance = stage("xz -9 of held-out documents", total)
-    stream, taken = xz_bits_per_byte(_advancing(map(spool.read, held_out), advance), total)
+    stream, taken = xz_bits_per_byte(_advancing(map(store.read, held_out), advance), total)
     return {"gzip_bits_per_byte": alone, "xz_bits_per_byte": stream, "xz_bytes": taken}
 
 
-def _batches(spool: DocumentStore, members: Sequence[int]) -> Iterator[list[int]]:
+def _batches(store: DocumentStore, members: Sequence[int]) -> Iterator[list[int]]:
     """Yield consecutive documents in groups of about BATCH_BYTES."""
     batch: list[int] = []
     size = 0
     for member in members:
         batch.append(member)
-        size += spool.sizes[member]
+        size += store.sizes[member]
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0

@@ -358,17 +358,17 @@ def test_wide_ids_survive_the_shards(tmp_path: Path) -> None:
     assert all((reader.document(i) == ids).all() for i, ids in enumerate(written))
 
 
-def test_spool_reads_back_in_any_order(tmp_path: Path) -> None:
-    with DocumentStore(tmp_path / "spool") as spool:
-        assert [spool.add(raw) for raw in (b"one", b"two", b"one", b"three")] == [
+def test_documents_are_read_back_in_any_order(tmp_path: Path) -> None:
+    with DocumentStore(tmp_path / "spool") as store:
+        assert [store.add(raw) for raw in (b"one", b"two", b"one", b"three")] == [
             True,
             True,
             False,
             True,
         ]
-        assert [spool.read(i) for i in (2, 0, 1)] == [b"three", b"one", b"two"]
-        assert spool.add(b"four") and spool.read(3) == b"four"
-        assert spool.total_bytes == 15 and spool.digests[1] == hashlib.sha256(b"two").digest()
+        assert [store.read(i) for i in (2, 0, 1)] == [b"three", b"one", b"two"]
+        assert store.add(b"four") and store.read(3) == b"four"
+        assert store.total_bytes == 15 and store.digests[1] == hashlib.sha256(b"two").digest()
     assert not (tmp_path / "spool").exists()
 
 
