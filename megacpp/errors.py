@@ -39,7 +39,7 @@ class MegacppError(Exception):
 
 
 class ConfigError(MegacppError, ValueError):
-    """Setting that breaks a rule: `key=value: rule (numbers). Fix: action.`"""
+    """Setting that breaks a rule: one line `key=value: rule (numbers). Fix: action.` each."""
 
     exit_code = 2
 
