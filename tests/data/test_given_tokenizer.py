@@ -152,7 +152,7 @@ def test_a_lossy_tokenizer_gets_no_verdict(made: tuple[str, Corpus]) -> None:
 
 
 def test_bytes_of_ids_add_up(made: tuple[str, Corpus]) -> None:
-    """Of tokenizers that lose nothing: to the text, and to a blank before each of llama's."""
+    """Sum the bytes of ids of lossless tokenizers: the text; llama's has a blank before it."""
     name, corpus = made
     batches = list(corpus.validation_batches(8))
     labels = [i for b in batches for i in b.labels_BT.flatten().tolist() if i != IGNORED]

@@ -38,9 +38,9 @@ WHOLE, EXPERTS = MatrixView(), MatrixView(batched=True)
 
 @dataclass(frozen=True)
 class Case:
-    """A parameter: its shape, how Muon sees it (None: AdamW's), and the dims that are cut.
+    """Parameter: its shape, its view by Muon (None: AdamW's), and the sharded dims.
 
-    `dim` over tp, or over ep if it has three, then `fsdp_dim` by FSDP2.
+    `dim` over tp, or over ep if it has three dims, then `fsdp_dim` by FSDP2.
     """
 
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ def ranks_of(mesh: MeshConfig) -> int:
 
 
 def values(name: str, step: int) -> Tensor:
-    """Of a parameter (step -1) or its gradient, fp64."""
+    """Return the values of a parameter (step -1) or its gradient, fp64."""
     g = torch.Generator().manual_seed(100 * list(CASES).index(name) + step + 1)
     return torch.randn(CASES[name].shape, generator=g, dtype=torch.float64)
 
@@ -170,7 +170,7 @@ def shard(model: Model, world: World) -> None:
 
 
 def replica_group(config: MeshConfig) -> dist.ProcessGroup:
-    """The ranks that hold a stage of the model once: dp_shard x cp x tp."""
+    """Return the ranks that hold a pipeline stage once: dp_shard x cp x tp."""
     size, world = config.dp_shard * config.cp * config.tp, ranks_of(config)
     parts = [list(range(first, first + size)) for first in range(0, world, size)]
     group, _ = dist.new_subgroups_by_enumeration(parts)
@@ -187,7 +187,7 @@ def like(p: nn.Parameter, local: Tensor) -> Tensor:
 
 
 class Training:
-    """A model with known gradients; `cells` are the numbers of the cells that are here."""
+    """Model with known gradients; `cells` are the numbers of this rank's cells."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Training:
 
 @dataclass
 class Trace:
-    """What one rank has to show after training, and after clipping the last step's gradients."""
+    """Result of one rank after training, and after clipping the last step's gradients."""
 
     cells: dict[str, Tensor]
     state: dict[str, Tensor]

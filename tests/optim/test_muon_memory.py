@@ -42,7 +42,7 @@ KIB = 1 << 10
 
 
 class Done:
-    """A collective that is over."""
+    """Collective that has ended."""
 
     def wait(self) -> None:
         pass
@@ -212,7 +212,7 @@ def test_bytes_and_collectives_of_many_ranks(
 
 
 def test_state_is_two_bytes_under_muon_and_eight_under_adamw() -> None:
-    """Of a model of every letter, in fp32: what is kept of each cell, but for counters of steps."""
+    """Count the state's bytes per cell of a model with every letter, in fp32."""
     config = Config(model=SMALL)
     with torch.device("meta"):
         model = HybridLM(config.model)

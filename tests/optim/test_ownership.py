@@ -1,4 +1,4 @@
-"""The plan of Muon's step by hand: boxes, matrices, owners, waves, and what travels. No ranks."""
+"""Plan of Muon's step by hand: regions, matrices, owners, buckets, and traffic. No ranks."""
 
 from __future__ import annotations
 

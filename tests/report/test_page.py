@@ -1,4 +1,4 @@
-"""The page of a run: all that its folder tells, nothing from elsewhere, and what is missing."""
+"""Page of a run: everything in its folder, no external resources, and what is missing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of two ranks with everything in it."""
+    """Return a run of two ranks with every record."""
     run = tmp_path / "run"
     (run / "memory").mkdir(parents=True)
     (run / "failures").mkdir()

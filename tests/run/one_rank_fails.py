@@ -1,4 +1,4 @@
-"""A run of which one rank raises while the others wait for it in a collective (test_failure.py)."""
+"""Run in which one rank raises while the others wait for it in a collective (test_failure.py)."""
 
 import sys
 from pathlib import Path

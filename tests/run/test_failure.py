@@ -104,7 +104,7 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(corpus: Path, tmp_path: Pat
 def test_a_full_disk_is_one_line_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """A traceback would go to the same disk, and its place is no news."""
+    """Check that there is no traceback: it would go to the same disk."""
     assert report(OSError(code, os.strerror(code)), tmp_path / "run") == 4
     err = capsys.readouterr().err
     assert err.startswith(f"error: rank 0: run.dir={tmp_path / 'run'}: ") and err.count("\n") == 1

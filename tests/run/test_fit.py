@@ -1,4 +1,4 @@
-"""The ladder of a fitted run: with injected outcomes, then on real ranks that run out of memory."""
+"""Ladder of a fitted run: with injected outcomes, then on real ranks that run out of memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Rung:
 
 
 def rung(point: int, checkpointing: bool, rows: int = 8, **other: Any) -> Rung:
-    """A candidate that is predicted to need `point` bytes."""
+    """Return a candidate with a predicted need of `point` bytes."""
     keys = {
         "train.device_batch_size": rows,
         "recompute.ablock": "full" if checkpointing else "none",
@@ -91,7 +91,7 @@ PLAN = [
 
 
 def test_a_retry_preserves_gradient_checkpointing() -> None:
-    """The failure on record: 8 rows with recompute were traded for 4 rows without."""
+    """Reproduce a known failure: 8 rows with recompute were traded for 4 rows without."""
     candidates = [rung(90, True, 8), rung(80, False, 4), rung(60, True, 4)]
     assert walked(candidates, [OOM, OK])[0] == [0, 2]
     assert walked(PLAN, [OOM, OK])[0] == [0, 2], "nor is it switched on as long as rows can go"
@@ -111,7 +111,7 @@ def test_out_of_memory_at_each_rung_walks_the_ladder_in_order(failures: int) -> 
 
 
 def test_what_is_predicted_to_need_as_much_is_not_tried() -> None:
-    """The second one fits on paper, as the first one did."""
+    """Skip a second candidate that fits on paper, as the first one did."""
     candidates = [rung(90, False, 8), rung(89, False, 4), rung(88, False, 2)]
     assert walked(candidates, [OOM, OK])[0] == [0, 2], "89 is within 2 % of 90"
     assert walked([rung(101, False), rung(99, False)], [OK])[0] == [1], "beyond the budget"
@@ -299,7 +299,7 @@ GLOO, START = dist.ProcessGroupGloo.__init__, dist.init_process_group
 
 
 class Forked:
-    """A rank of a candidate, forked where `train.py` starts an interpreter."""
+    """Rank of a candidate, forked where `train.py` starts an interpreter."""
 
     def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
         self._process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
@@ -317,7 +317,7 @@ class Forked:
 
 
 def breaking(first: Callable[[], object]) -> Callable[..., Forked]:
-    """What starts children; in the first attempt rank 1 does `first` in the middle of a step."""
+    """Return what starts children; in the first attempt rank 1 runs `first` within a step."""
 
     def child(arguments: Sequence[str], port: str, folder: Path) -> None:
         dist.ProcessGroupGloo.__init__ = GLOO  # type: ignore[method-assign]
@@ -355,7 +355,7 @@ def fitted(
 def test_a_run_that_finds_what_fits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first candidate asks the allocator for what no machine has."""
+    """Make the first candidate ask the allocator for more than any machine has."""
     done = fitted(corpus, tmp_path, monkeypatch, lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert done.returncode == 0, done.stdout + done.stderr
     launch = json.loads((tmp_path / "run/launch.json").read_text())

@@ -1,4 +1,4 @@
-"""The launch gate: what a machine has, what is refused, what the records say; then real runs."""
+"""Launch gate: a machine's memory, rejections, calibration records; then real runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def machine(root: Path, available_kib: int, groups: str, **files: str) -> Path:
-    """A made-up /proc and /sys."""
+    """Write an imitation of /proc and /sys."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
     (root / "proc/self/cgroup").write_text(groups)
@@ -50,7 +50,7 @@ def test_what_a_machine_has_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
-    """The tightest of a group and of those above it; cached files are free to go."""
+    """Use the tightest limit of a group and its parents; cached files count as free."""
     names = {
         1: ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("", "memory.max", "memory.current", "inactive_file"),
@@ -88,7 +88,7 @@ def test_the_room_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flat(point: float, upper: float) -> Callable[..., MemoryEstimate]:
-    """An estimator that says the same of every configuration, in GiB."""
+    """Return an estimator with one result for every configuration, in GiB."""
 
     def estimate(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
         sizes = int(point * GIB), int(upper * GIB)

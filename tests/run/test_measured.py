@@ -1,4 +1,4 @@
-"""What is measured of the first step: live tensors on a CPU, made-up figures of a GPU."""
+"""Measurement of the first step: live tensors on a CPU, invented figures of a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = 2 * WEIGHTS + 2 * 4  # moments and two step counters
 
 
 class Rig:
-    """A model of one layer, its optimizer, what follows a step, and a calibrator."""
+    """Model of one layer with its optimizer, a recorder of steps, and a calibrator."""
 
     def __init__(self, folder: Path, to: str | None = None, rank: int = 0, factor: int = 1) -> None:
         to = str(folder / "calibration") if to is None else to
@@ -120,7 +120,7 @@ def test_the_largest_rank_and_the_parts_of_the_estimated_one(tmp_path: Path) -> 
 
 
 def test_what_waits_on_the_host_is_not_of_the_device() -> None:
-    """A model of another device (`meta`, in the place of a GPU), and a tensor of the host."""
+    """Use a model on another device (`meta` instead of a GPU), and a tensor on the host."""
     model = nn.Linear(200, 300, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with (watch := StepWatch(model, optimizer)):

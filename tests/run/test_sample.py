@@ -149,7 +149,7 @@ def test_mistakes_are_one_line(prompt: list[int], settings: dict, message: str) 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with final weights and one checkpoint of other weights."""
+    """Return a finished run with final weights and one checkpoint of other weights."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     corpus = folder.parent / "corpus"
     corpus.mkdir()
