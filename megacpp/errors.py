@@ -18,7 +18,7 @@ EXIT_CODES = {
     6: "a peer is lost or hangs",
     75: "preempted: saved, start it again",
     130: "interrupted by Ctrl-C",
-    141: "nobody reads the output any more",
+    141: "the output was closed",
 }
 LONGEST = 120  # characters of a value that an error repeats
 GIVEN_KEY = re.compile(r"(?<![\w.-])([a-z]\w*(?:\.[a-z]\w*)+)=([^\s,;:]+)")

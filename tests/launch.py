@@ -58,7 +58,7 @@ def forked(*flags: str, ranks: int = 1, read: int | None = None) -> Done:
     """The same in forked processes; the exit code is that of the first rank that failed.
 
     Args:
-        read: lines of a pipe after which nobody reads the output any more (None: a file has all).
+        read: lines of a pipe after which the output was closed (None: a file has all).
 
     Raises:
         TimeoutExpired: they still run; with what they have printed.

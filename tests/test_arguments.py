@@ -241,7 +241,7 @@ def test_arguments_of_a_subcommand(words: str, args: Toy) -> None:
     [
         ("", "path=: is needed"),
         ("--rows 2", "path=: is needed"),
-        ("here there", "argument=there: is no flag"),
+        ("here there", "argument=there: is not a flag"),
         ("here --row 2", "--row: no such setting. Fix: did you mean '--rows'"),
         ("here --rows x", "rows=x: must be a whole number"),
         ("here --split test", "split=test: must be one of train, validation"),

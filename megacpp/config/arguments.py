@@ -327,7 +327,7 @@ def read_flags(
     while left:
         flag = left.pop(0)
         if not flag.startswith("--"):
-            raise config_error("argument", flag, "is no flag", fix)
+            raise config_error("argument", flag, "is not a flag", fix)
         text, equals, inline = flag[2:].partition("=")
         key = text.replace("-", "_")
         section, dot, leaf = key.rpartition(".")

@@ -72,7 +72,7 @@ def _content(path: Path) -> dict[str, Any]:
         what = f"can't be read ({error.strerror})"
         raise config_error("config", path, what, "give a file that is there") from None
     except (ValueError, RecursionError) as error:  # by json, tomllib, and for text not in UTF-8
-        what = f"is no {path.suffix[1:].upper()} ({' '.join(str(error).split())})"
+        what = f"is not {path.suffix[1:].upper()} ({' '.join(str(error).split())})"
         raise config_error("config", path, what, "mend that place") from None
     if not isinstance(content, dict):
         raise config_error("config", path, "must be a table of settings", "write run.steps: 10")

@@ -239,7 +239,7 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
         )
     if not (folder / INDEX).is_file():
         raise DataError(
-            f"data.path={folder}: holds no {INDEX}, so it is no corpus. "
+            f"data.path={folder}: holds no {INDEX}, so it is not a corpus. "
             f"Fix: run `megacpp data prepare` with another --out, or check the path."
         )
     index = _parse_index(folder)

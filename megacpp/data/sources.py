@@ -188,7 +188,7 @@ def _field(line: str, field: str, path: Path, number: int) -> str | None:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: no valid JSON ({error}). Fix: repair or drop it.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: is no JSON object. Fix: write {{'text': ...}} a line.")
+        raise DataError(f"{where}: is not a JSON object. Fix: write {{'text': ...}} a line.")
     field = _present(field, record, where, "field")
     text = record[field]
     if not isinstance(text, str):

@@ -96,7 +96,7 @@ class CorpusTokenizer:
         except Exception as error:  # the library raises bare Exception
             first = (str(error).splitlines() or [""])[0]
             raise DataError(
-                f"tokenizer={path}: is no tokenizer ({first}). "
+                f"tokenizer={path}: is not a tokenizer ({first}). "
                 "Fix: give a Hugging Face tokenizer.json or the folder of a corpus."
             ) from None
         vocab = inner.get_vocab()

@@ -242,9 +242,7 @@ def memory_budget(config: Config, device: torch.device) -> MemoryBudget:
         return MemoryBudget(least, f"of {device_name(device)}", memory.headroom)
     host = host_available_bytes()
     if host is None:
-        return MemoryBudget(
-            None, "nothing says how much memory this machine has left", memory.headroom
-        )
+        return MemoryBudget(None, "the free memory of this machine is unknown", memory.headroom)
     share = f"of {words(host)} left for {ranks} ranks" if ranks > 1 else "left on this machine"
     return MemoryBudget(host // ranks, share, memory.headroom)
 

@@ -58,7 +58,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, getattr(error, "lineno", 1), getattr(error, "msg", error)) from None
     if not isinstance(found, dict):
-        raise damaged(path, 1, "is no object")
+        raise damaged(path, 1, "is not an object")
     return found
 
 
@@ -71,7 +71,7 @@ def read_launch(path: Path) -> dict[str, Any]:
     found = read_object(path)
     for name in OBJECTS:
         if not isinstance(found.get(name) or {}, dict):
-            raise damaged(path, 1, f"{name} is no object")
+            raise damaged(path, 1, f"{name} is not an object")
     for name in ("first_step", "world_size"):
         if type(found.get(name, 0)) is not int:
             raise damaged(path, 1, f"{name} is {found[name]!r}")
@@ -99,9 +99,9 @@ def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[st
         except (ValueError, RecursionError):
             if number == len(lines):  # no newline after it: the line is incomplete
                 continue
-            raise damaged(path, number, "is no JSON") from None
+            raise damaged(path, number, "is not JSON") from None
         if not isinstance(row, dict) or "step" not in row:
-            raise damaged(path, number, "is no object with a step")
+            raise damaged(path, number, "is not an object with a step")
         _check(path, number, row, types)
         found.append(row)
     return found
@@ -136,6 +136,6 @@ def _text(path: Path) -> str:
         return ""
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise damaged(path, line, "is no text") from None
+        raise damaged(path, line, "is not text") from None
     except OSError as error:
         raise damaged(path, 1, f"is not readable ({error.strerror})") from None

@@ -24,7 +24,7 @@ def open_corpus(config: Config, verify: bool = False) -> Corpus:
     """
     path = Path(config.data.path)
     if not (path / INDEX).is_file():
-        found = f"holds no {INDEX}, so it is no corpus" if path.is_dir() else "no such folder"
+        found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
         raise DataError(f"data.path={path}: {found}. Fix: run `{prepare_command(config)}`.")
     return Corpus(path, config.data.seq_len, config.run.seed, verify)
 

@@ -77,7 +77,7 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
     except (BrokenPipeError, SystemExit) as error:  # gloo raises RuntimeError instead
         if not nobody_reads(error):
             raise
-        line = f"stopped, nobody reads: {what_is_saved(resolved)}"
+        line = f"stopped, the output is closed: {what_is_saved(resolved)}"
         note(NOBODY_READS, line)
         _said(peers)
         print(line, file=sys.stderr, flush=True)

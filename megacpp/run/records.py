@@ -89,7 +89,7 @@ class Records:
             say(self.balance.observe(step, verdict.loads))
         if verdict.trouble:
             fate = "left out" if not verdict.healthy else "taken with zeros instead"
-            where = self.where() or "nobody's gradients before they were summed"
+            where = self.where() or "no rank's gradients before the reduction"
             say([f"step {step + 1}: {fate}: {verdict.trouble} ({where})"])
         record = StepRecord(
             step=step,

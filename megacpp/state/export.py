@@ -327,7 +327,7 @@ def _fill(
 def _dataclass(cls: Any, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     if not isinstance(values, Mapping):
-        raise _wrong_config(where, "is no object of settings")
+        raise _wrong_config(where, "is not an object of settings")
     known, given = {f.name for f in dataclasses.fields(cls)}, set(values)
     wrong = sorted(known ^ given)
     if wrong:

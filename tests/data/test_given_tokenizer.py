@@ -253,7 +253,7 @@ def test_what_is_no_tokenizer(name: str, tmp_path: Path, records: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.json").write_text("not json")
     with pytest.raises(
-        DataError, match=r"tokenizer=.*: (no such file|is no tokenizer).*Fix: "
+        DataError, match=r"tokenizer=.*: (no such file|is not a tokenizer).*Fix: "
     ) as caught:
         ensure_corpus(CorpusSpec(str(records), tokenizer=str(tmp_path / name)), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -151,7 +151,7 @@ def test_zst_damage_is_noticed(tmp_path: Path) -> None:
             r"line 2: has no field 'text'\. Fix: choose --field \(did you mean 'texts'\)",
         ),
         ('{"text": 3}', r"line 2: field 'text' is int, not text"),
-        ('["x"]', r"line 2: is no JSON object"),
+        ('["x"]', r"line 2: is not a JSON object"),
         ('{"text": "x"', r"line 2: no valid JSON"),
         ("[" * 100_000, r"line 2: no valid JSON"),
     ],

@@ -87,7 +87,9 @@ def test_a_run_that_nobody_reads_ends_in_one_line(corpus: Path, tmp_path: Path) 
     flags = f"--data.path {corpus} --model.vocab-size 400 --run.dir {tmp_path / 'run'} {SMALL}"
     done = forked("tiny", *flags.split(), read=1)
     assert done.returncode == 141 and done.stdout.count("\n") == 1
-    assert done.stderr == "stopped, nobody reads: nothing was saved yet (--checkpoint.every)\n"
+    assert (
+        done.stderr == "stopped, the output is closed: nothing was saved yet (--checkpoint.every)\n"
+    )
     assert not (tmp_path / "run/failures").exists() and not (tmp_path / "run/final").exists()
 
 
