@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 import megacpp.kernels.experts.grouped_mm
-import megacpp.kernels.m2rnn.triton  # noqa: F401 - define the operators
+import megacpp.kernels.m2rnn.triton  # noqa: F401 - both define the operators below
 
 
 @register_flop_formula(torch.ops.megacpp.expert_products)
