@@ -1,4 +1,4 @@
-"""The ablation's arithmetic, its flags, and that the record in the book is a whole one."""
+"""Ablation: its arithmetic, its flags, and the completeness of the record in the book."""
 
 from __future__ import annotations
 

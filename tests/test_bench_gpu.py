@@ -1,4 +1,4 @@
-"""What a GPU is measured with, small on a CPU: every section, and errors that end nothing."""
+"""GPU benchmarks, small on a CPU: every section, and errors that end nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_models_of_a_gpu_are_legal(name: str) -> None:
 
 
 def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line each, by rules alone; the models of the bench may be captured in bf16."""
+    """Check one line per rule; the models of the benchmark may be captured in bf16."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     config = ready(MODELS["moe_1b"](), False)
     model, odd = config.model, replace(config.model.moe, hidden_dim=1020)

@@ -1,4 +1,4 @@
-"""The comparison of precisions: its arithmetic, its order, its commands; no training."""
+"""Comparison of precisions: its arithmetic, its order, its commands; no training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_base_comes_first() -> None:
 def test_what_is_stored_stays_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that is asked for adds to the record; another number of steps begins a new one."""
+    """Add a requested part to the record; another number of steps begins a new one."""
     ran: list[tuple[str, int]] = []
 
     def trained(run: PrecisionRun) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_a_subset_and_flags_over_it(name: str, text: str, tmp_path: Path) -> Non
     ],
 )
 def test_a_run_repeats_itself(words: str, tmp_path: Path) -> None:
-    """The same settings but the folder, and saved again the same file."""
+    """Compare all settings but the folder, and the file when it is saved again."""
     first = parse_run([*words.split(), "--run.dir", "runs/x"], 4)
     file = str(run_file(tmp_path / "config.json", first))
     again = parse_run(["--config", file, "--run.dir", "runs/y"], 4)

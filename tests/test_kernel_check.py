@@ -34,7 +34,7 @@ def test_every_backend_is_compared_or_has_a_reason() -> None:
 
 
 def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousandth too much of every other head: nothing that a loss curve would show."""
+    """Change every other head by a thousandth: no loss curve would show it."""
     right = m2rnn.m2rnn_chunked
 
     def wrong(*args: Any, backend: str, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -49,7 +49,7 @@ def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_starts_with_kernels_that_agree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan by torch under another name, as it is and with a fault in one head."""
+    """Register the torch scan under another name, unchanged and with a fault in one head."""
     row = OPERATIONS["m2rnn"]
     other = Operation(row.what, row.letters, (Backend("other", "a kernel", always), *row.backends))
     monkeypatch.setitem(OPERATIONS, "m2rnn", other)

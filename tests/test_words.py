@@ -50,7 +50,7 @@ TENSOR = re.compile(r"\bTensor\b")
 
 
 class Finding(NamedTuple):
-    """A docstring that breaks a rule."""
+    """Docstring that breaks a rule."""
 
     rule: str
     file: str
@@ -154,7 +154,7 @@ def test_docstrings_keep_the_rule(found: list[Finding], rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_listed_package_has_findings(found: list[Finding], rule: str) -> None:
-    """An entry that isn't needed any more is deleted, so that the list can only shrink."""
+    """Check that each entry is still needed, so that the list can only shrink."""
     needed = [
         p for p in LEFT[rule]
         if any(f.rule == rule and (f.file == p or f.file.startswith(f"{p}/")) for f in found)

@@ -464,7 +464,7 @@ RANKS: list[tuple[str, str, str]] = [
 
 @pytest.fixture(scope="module")
 def place(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run, its corpus, and damaged copies of both."""
+    """Return a folder with a finished run, its corpus, and damaged copies of both."""
     from tests.launch import forked
 
     folder = tmp_path_factory.mktemp("place")
@@ -619,7 +619,7 @@ def test_the_table_is_whole() -> None:
 
 
 def message(arguments: list[str], world: int) -> str:
-    """The first error of a command line."""
+    """Return the first error of a command line."""
     with pytest.raises(ConfigError) as caught:
         parse_run(arguments, world)
     return str(caught.value)
@@ -674,7 +674,7 @@ def test_what_a_run_leaves_follows_the_umask(place: Path) -> None:
 def test_output_that_nobody_reads(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real pipe without a reader; small output is only written at the end."""
+    """Use a real pipe without a reader; small output is only written at the end."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:

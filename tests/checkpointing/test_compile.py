@@ -66,7 +66,7 @@ B, T = 4, 12
 
 
 def pair(model: ModelConfig, budget: float) -> tuple[HybridLM, HybridLM, Compiled]:
-    """A model as it is written and the same compiled."""
+    """Return a model and the same model compiled."""
     config = Config(model=model, precision=PrecisionConfig("fp64"))
     found: list[Compiled] = []
     compiled = build_model(
@@ -143,7 +143,7 @@ def test_names_and_saved_state_are_untouched() -> None:
 
 
 def test_recorded_logits_are_the_same() -> None:
-    """What QK-clip goes by: a graph for the first microbatch of a step and one for the others."""
+    """Compare QK-clip logits: a graph for the first microbatch of a step, one for the others."""
     plain, compiled, _ = pair(small("AF"), 0.5)
     recorders = [LogitRecorder(0.3, (8,)) for _ in range(2)]
     for model, recorder in zip((plain, compiled), recorders, strict=True):
@@ -214,7 +214,7 @@ WIDE = replace(
 
 
 def kept_bytes(model: HybridLM, layer: int, x_BTD: Tensor, docs: Documents) -> int:
-    """What a block saves, but for parameters and for what layers share of a batch."""
+    """Return the bytes that a block saves, without parameters and tensors that layers share."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

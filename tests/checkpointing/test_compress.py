@@ -76,7 +76,7 @@ def test_output_and_input_gradient_are_those_of_linear(
 
 
 def test_under_autocast_too() -> None:
-    """One process below fp32: fp32 weights, bf16 products, an fp32 latent gradient."""
+    """Run one process below fp32: fp32 weights, bf16 products, an fp32 latent gradient."""
     plain = linear(dtype=torch.float32)
     layer, projection = compressed(plain)
     x = torch.randn(2, 7, 24, requires_grad=True)
@@ -107,7 +107,7 @@ def test_the_latent_gets_the_projected_gradient() -> None:
 
 
 def test_the_estimate_is_unbiased() -> None:
-    """The mean over K redraws of (G P) P^T against G, within six of its standard errors.
+    """Compare the mean over K redraws of (G P) P^T with G, within six of its standard errors.
 
     The variance of one entry is (|G_o|^2 - G_od^2) / Z.
     """
@@ -141,7 +141,7 @@ def test_projections_are_signs_that_depend_on_all_of_their_key() -> None:
 
 
 def test_large_projections_are_balanced() -> None:
-    """A million signs, rows and columns: sums of n signs within six sqrt(n)."""
+    """Sum a million signs, rows and columns: sums of n signs are within six sqrt(n)."""
     p_DZ = Projection("x", 2048, 512, SEED).matrix(torch.float64, torch.device("cpu")) * 512**0.5
     assert p_DZ.sum().abs() < 6 * 1024
     assert p_DZ.sum(0).abs().max() < 6 * 2048**0.5 and p_DZ.sum(1).abs().max() < 6 * 512**0.5

@@ -40,7 +40,7 @@ from tests.checkpointing.fp8_cases import (
 
 
 class CurrentLinear(nn.Module):
-    """As Transformer Engine's with current scaling: in FP8 inside of its context, else wide."""
+    """Stand-in for Transformer Engine's linear layer: FP8 inside its context, else wide."""
 
     state: dict[str, Any]
 
@@ -62,7 +62,7 @@ class CurrentLinear(nn.Module):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A `transformer_engine` whose calls are listed."""
+    """Return a `transformer_engine` whose calls are listed."""
     calls: list[Any] = []
     state = {"fp8": False}
 
@@ -110,7 +110,7 @@ FULL = {"ablock": "full", "fblock": "full"}
 
 
 def kept(config: Config) -> HybridLM:
-    """As a run makes it on a GPU."""
+    """Return the activation checkpointing that a run makes on a GPU."""
     model = HybridLM(config.model)
     ActivationCheckpointing(config, torch.device("cuda"))(model)
     initialise(model, model.init_rules(), 0)

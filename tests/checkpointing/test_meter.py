@@ -1,7 +1,7 @@
-"""The meter: by hand on small things, and the same on real tensors as on fake ones, on any mesh.
+"""Meter: by hand on small examples, and equal on real and fake tensors, on any mesh.
 
 Figures are bytes and counts, so they are compared exactly. Experts are chosen evenly on both sides:
-how many rows each gets can't depend on values that aren't there.
+the rows of each can't depend on values that don't exist.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Middle(nn.Module):
 
 
 def test_what_is_kept_by_hand() -> None:
-    """Of two layers the hidden units before and after the SiLU; x was there before."""
+    """Count the hidden units of two layers before and after the SiLU; x existed before."""
     model, x = TwoLayers(), torch.ones(10, 4)
     with Meter(model) as meter:
         model(x).backward()

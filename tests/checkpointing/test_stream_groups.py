@@ -143,7 +143,7 @@ def test_the_chosen_size_needs_fewest_numbers(streams: int, layers: int) -> None
 
 
 def test_compiled_blocks_agree() -> None:
-    """A and F blocks are one graph each, connections inside; nothing runs again in groups."""
+    """Compile A and F blocks to one graph each, connections inside; no group is recomputed."""
     eager = config_of(mhc_group_size=0)
     mhc = replace(eager.model.mhc, iterations=2)
     model = replace(eager.model, pattern="AF", depth=3, mhc=mhc)

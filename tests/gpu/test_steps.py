@@ -57,7 +57,7 @@ def test_bf16_beside_fp32(preset: str, device: torch.device) -> None:
 def loss_and_gradients(
     preset: str, device: torch.device, narrow: bool
 ) -> tuple[float, list[Tensor]]:
-    """Of packed rows, under autocast or in fp32."""
+    """Return loss and gradients of packed rows, under autocast or in fp32."""
     model = HybridLM(shrunk(preset))
     initialise(model, model.init_rules(), 0)
     model.to(device).train()
@@ -75,7 +75,7 @@ def loss_and_gradients(
 
 @contextmanager
 def nobody_waits(device: torch.device) -> Iterator[None]:
-    """An error where the host waits for a GPU."""
+    """Raise an error where the host waits for a GPU."""
     if device.type != "cuda":
         yield
         return
@@ -145,7 +145,7 @@ def test_resumed_to_the_last_bit(device: torch.device, optimizer: str, tmp_path:
 
 @contextmanager
 def alone(device: torch.device, folder: Path, mesh: MeshConfig) -> Iterator[World]:
-    """A mesh of one rank over a process group of its own: NCCL on a GPU, gloo on a CPU."""
+    """Return a mesh of one rank with its own process group: NCCL on a GPU, gloo on a CPU."""
     cuda = device.type == "cuda"
     store = dist.FileStore(str(folder / "store"), 1)
     if cuda:
