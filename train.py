@@ -15,14 +15,14 @@ RESOLVED = parse_or_exit("train.py") if __name__ == "__main__" else None
 from functools import partial
 from pathlib import Path
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.fp8 import check_fp8_device
 from checkpointing.tracing.watch import StepWatch
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
 from megacpp.run.evaluate import evaluate, validation_share
 from megacpp.run.expert_load import LoadWatch
@@ -46,7 +46,7 @@ from parallel.build import build_model
 from parallel.mesh import pick_device, start
 
 
-def main(resolved: Resolved, peers: Peers) -> None:
+def main(resolved: Resolved, peers: RankStore) -> None:
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
     with peers.agree("start"):  # what one node lacks ends all of them
         device = pick_device(resolved.config.train.device)
@@ -61,7 +61,9 @@ def main(resolved: Resolved, peers: Peers) -> None:
     world = start(config.mesh, device, peers.store)
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
-    keeper = Keeper(config, device, say=partial(print, flush=True) if world.is_main else None)
+    keeper = ActivationCheckpointing(
+        config, device, say=partial(print, flush=True) if world.is_main else None
+    )
     model = build_model(config, world, keeper)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config, stop)

@@ -1,0 +1,1 @@
+"""Benchmarks; each file is a program, `python bench/NAME.py --help`."""

@@ -1,10 +1,10 @@
-"""What each further feature does to the tiny hybrid: bits per byte, speed, memory.
+"""Ablation of the tiny hybrid's features: bits per byte, speed, memory.
 
     python -m bench.ablate                     every feature, three seeds; then the tables
     python -m bench.ablate --only mtp mhc      some of them, and the base
     python -m bench.ablate --show              the tables again, from docs/ablation.json
 
-Every run sees the same tokens in the same order as the base of its seed, from the same weights
+Each run reads the same tokens in the same order as the base of its seed, from the same weights
 where the two models have the same ones, so differences are taken seed by seed. A run is `train.py`
 in a process and a folder of its own; finished ones are not run again. Bits per byte are of the
 held-out rows. Memory is the traced peak of tensors of a step, which doesn't depend on the machine.
@@ -38,14 +38,14 @@ RECORD = ROOT / "docs/ablation.json"
 RUNS = ROOT / "runs/ablation"
 BASE, ALL = "base", "all"
 SEEDS, STEPS, EVAL_ROWS = 3, 50, 64
-WARM = 5  # steps that don't count for speed
+WARM = 5  # steps that are left out of the speed
 # Student's t for a two-sided 95 % interval of the mean, by number of pairs.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run."""
+class AblationRun:
+    """Training run of one variant and seed."""
 
     variant: str
     seed: int
@@ -54,9 +54,11 @@ class Run:
 
     @property
     def folder(self) -> Path:
+        """Folder of the run."""
         return RUNS / f"{self.variant}-{self.seed}"
 
     def command(self) -> list[str]:
+        """Return the command of the run."""
         settings = {
             "run.dir": self.folder,
             "run.seed": self.seed,
@@ -71,11 +73,12 @@ class Run:
 
 
 def variants() -> list[str]:
-    """The base, each feature alone, all together."""
+    """Return the base, each feature alone, and all together."""
     return [BASE, *TINY_FEATURES, ALL]
 
 
 def model_of(variant: str) -> ModelConfig:
+    """Return the model settings of a variant."""
     if variant == ALL:
         return tiny_full().model
     base = tiny().model
@@ -83,15 +86,15 @@ def model_of(variant: str) -> ModelConfig:
 
 
 def flags_of(variant: str) -> dict[str, Any]:
-    """Settings that make the base the variant."""
+    """Return the settings in which the variant differs from the base."""
     base = tiny()
     before = flatten(base)
     after = flatten(replace(base, model=model_of(variant)))
     return {key: value for key, value in after.items() if value != before[key]}
 
 
-def train(run: Run) -> dict[str, Any]:
-    """The figures of a run, made now or found."""
+def train(run: AblationRun) -> dict[str, Any]:
+    """Return the figures of a run; run it unless they are stored."""
     found = run.folder / "ablation.json"
     if found.exists():
         old = json.loads(found.read_text())
@@ -120,10 +123,10 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All runs, `jobs` at a time, seed by seed so that slow hours hit all variants alike."""
+    """Run all variants, seed by seed, so that slow hours affect all variants alike."""
     names = [BASE, *(v for v in variants() if v in options.only)] if options.only else variants()
     plan = [
-        Run(variant, seed, options.steps, options.eval_rows)
+        AblationRun(variant, seed, options.steps, options.eval_rows)
         for seed in range(1, options.seeds + 1)
         for variant in names
     ]
@@ -150,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_figures(variant: str) -> dict[str, int]:
-    """Parameters, FLOPs a token, and bytes of a step at its fullest."""
+    """Return parameters, FLOPs a token, and peak bytes of a step."""
     from megacpp.cli.trace import trace_step
     from megacpp.config.arguments import parse_run
     from megacpp.model.count import count_parameters
@@ -167,8 +170,8 @@ def model_figures(variant: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A variant against the base, seed by seed.
+class AblationLine:
+    """Comparison of a variant with the base, seed by seed.
 
     Attributes:
         bits_per_byte: mean over seeds; `difference` from the base, `within` half of its 95 %
@@ -185,7 +188,7 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """Whether the interval leaves out zero."""
+        """Text about the interval: better, worse or within noise."""
         if self.within is None:
             return ""
         if abs(self.difference) <= self.within:
@@ -193,8 +196,8 @@ class Line:
         return "better" if self.difference < 0 else "worse"
 
 
-def lines_of(record: dict[str, Any]) -> list[Line]:
-    """The table's lines, from what was stored."""
+def lines_of(record: dict[str, Any]) -> list[AblationLine]:
+    """Return the table's lines from a record."""
     of: dict[str, dict[int, dict[str, Any]]] = {}
     for run in record["runs"]:
         of.setdefault(run["variant"], {})[run["seed"]] = run
@@ -206,7 +209,7 @@ def lines_of(record: dict[str, Any]) -> list[Line]:
         if variant != BASE and len(apart) in STUDENT:
             within = STUDENT[len(apart)] * statistics.stdev(apart) / math.sqrt(len(apart))
         found.append(
-            Line(
+            AblationLine(
                 variant,
                 statistics.mean(run["bits_per_byte"] for run in runs.values()),
                 statistics.mean(apart),
@@ -219,7 +222,7 @@ def lines_of(record: dict[str, Any]) -> list[Line]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return a record as Markdown."""
     rows = [
         "| model | parameters | bits per byte | difference, 95 % | | tokens/s, of the base's "
         "| FLOPs/token | peak of a step |",
@@ -250,6 +253,7 @@ def _torch_version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

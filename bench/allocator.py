@@ -1,4 +1,4 @@
-"""What an allocator reserves beyond what the tensors of a run's first steps hold, without a GPU.
+"""Bytes that an allocator reserves beyond the tensors of a run's first steps, without a GPU.
 
     python bench/allocator.py 8 nam56r_base --mesh.tp 2 --mesh.ep 4 --model.depth 13
 
@@ -30,6 +30,7 @@ GIB = 2**30
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -46,6 +47,7 @@ def main() -> None:
 
 
 def report(config: Config, size: int, stream: Stream) -> str:
+    """Return the reserved bytes of a recorded run as text."""
     tensors, beside = stream.peak()[1], beside_bytes(stream)
     lines = [
         f"tensors {tensors / GIB:8.2f} GiB at their fullest, in {stream.where(stream.peak()[0])}",
@@ -66,7 +68,7 @@ def report(config: Config, size: int, stream: Stream) -> str:
 
 
 def bound(config: Config, size: int, expandable: bool) -> int:
-    """What the estimate's upper bound leaves to the allocator."""
+    """Return the bytes that the estimate's upper bound leaves to the allocator."""
     memory = replace(config.memory, expandable_segments=expandable)
     found = estimate(replace(config, memory=memory), size, detail=False)
     return found.upper - runtime_bytes(config, size)

@@ -1,4 +1,4 @@
-"""What may be kept and what may run again, from one end to the other, to be compared."""
+"""Recompute setups to compare, from saving all activations to recomputing whole blocks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import partial
 
 import torch
 
-from checkpointing.apply import CPU, Keeper
+from checkpointing.apply import CPU, ActivationCheckpointing
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.pieces import BLOCK, NOTHING, Piece
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A policy with a name.
+class RecomputeSetup:
+    """Recompute policy with a name.
 
     Attributes:
-        whole: every layer but the last runs again as a whole, the scan of M too: what a global
-            switch does, and no policy offers.
+        whole: every layer but the last is recomputed as a whole, the scan of M too: the effect of a
+            global switch, which no policy offers.
         compiled: blocks are compiled.
     """
 
@@ -29,31 +29,35 @@ class Choice:
     whole: bool = False
     compiled: bool = False
 
-    def of(self, config: Config) -> Config:
-        """The run with this choice."""
+    def apply(self, config: Config) -> Config:
+        """Return the configuration with this setup."""
         compiles = "inductor" if self.compiled else "off"
         train = replace(config.train, compile=compiles)
         return replace(config, recompute=self.policy, train=train)
 
-    def keeper(self, config: Config, device: torch.device = CPU) -> Keeper:
-        """What gives a model on a device this choice; `config` is of `of`."""
-        return Keeper(config, device, self.pieces(config))
+    def keeper(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
+        """Return the setup's `ActivationCheckpointing`; `config` is a result of `apply`."""
+        return ActivationCheckpointing(config, device, self.pieces(config))
 
     def pieces(self, config: Config) -> Sequence[frozenset[Piece]] | None:
-        """Of every layer, if the policy doesn't say."""
+        """Return the recomputed pieces of every layer, or None if the policy determines them."""
         return [BLOCK] * (config.model.depth - 1) + [NOTHING] if self.whole else None
 
 
-# States of the recurrence are kept here and nowhere else.
-KEEP_ALL = Choice("keep all", CheckpointingPolicy(rblock="none"))
-WHOLE = Choice("every block", CheckpointingPolicy(), whole=True)
+# The only setup that saves the states of the recurrence.
+KEEP_ALL = RecomputeSetup("keep all", CheckpointingPolicy(rblock="none"))
+WHOLE = RecomputeSetup("every block", CheckpointingPolicy(), whole=True)
 # One selection for every kind, as trainers of dense models offer it.
-SELECTIVE = Choice("one selection", CheckpointingPolicy(core_attn=True, mlp=True, norms=True))
-BY_KIND = Choice("by block kind", PER_BLOCK)
-OFFLOAD = Choice("by kind, offload", replace(PER_BLOCK, offload="block_inputs", offload_min_mib=0))
-COMPRESS = Choice("by kind, compress 1/4", replace(PER_BLOCK, compress=0.25))
+SELECTIVE = RecomputeSetup(
+    "one selection", CheckpointingPolicy(core_attn=True, mlp=True, norms=True)
+)
+BY_KIND = RecomputeSetup("by block kind", PER_BLOCK)
+OFFLOAD = RecomputeSetup(
+    "by kind, offload", replace(PER_BLOCK, offload="block_inputs", offload_min_mib=0)
+)
+COMPRESS = RecomputeSetup("by kind, compress 1/4", replace(PER_BLOCK, compress=0.25))
 CHOICES = (KEEP_ALL, WHOLE, SELECTIVE, BY_KIND, OFFLOAD, COMPRESS)
-compiled = partial(Choice, compiled=True)
+compiled = partial(RecomputeSetup, compiled=True)
 COMPILED = tuple(
     compiled(f"compiled {budget:g}", CheckpointingPolicy(activation_memory_budget=budget))
     for budget in (1.0, 0.5, 0.0)

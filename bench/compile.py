@@ -1,4 +1,4 @@
-"""What compiling one block of a kind takes: nodes of its graphs, CPU seconds, generated kernels.
+"""Cost of compiling one block of a kind: nodes of its graphs, CPU seconds, generated kernels.
 
     python bench/compile.py                       # traced alone, rows of 256, 1,024 and 4,096
     python bench/compile.py --code --tokens 4096  # and compiled by inductor for this CPU (minutes)
@@ -72,6 +72,7 @@ KINDS: dict[str, tuple[ModelConfig, bool]] = {  # and whether rows are packed
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -115,7 +116,7 @@ def _apart(kind: str, tokens: int, code: bool, limit_s: float) -> list[str]:
 
 
 def measure(kind: str, tokens: int, code: bool = False) -> dict[str, Any]:
-    """One block, forward and backward, in this process."""
+    """Compile one block, forward and backward, in this process."""
     import torch
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -181,7 +182,7 @@ def measure(kind: str, tokens: int, code: bool = False) -> dict[str, Any]:
 
 
 def cpu_s() -> float:
-    """Of this process and of those that it has waited for: what else runs here doesn't count."""
+    """Return the CPU seconds of this process and its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

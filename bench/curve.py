@@ -1,4 +1,4 @@
-"""The loss curve of a run as an image.
+"""Loss curve of a run as an image.
 
 python bench/curve.py runs/tiny docs/tiny-loss.svg
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
+    """Run the program from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -21,7 +22,7 @@ def main() -> None:
 
 
 def draw(run: Path, image: Path) -> None:
-    """Bits per byte of each training step, their running mean, held-out text, gzip and xz."""
+    """Draw bits per byte of each training step, their running mean, held-out text, gzip and xz."""
     import matplotlib
 
     matplotlib.use("agg")

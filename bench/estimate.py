@@ -1,4 +1,4 @@
-"""How near the closed forms of memory are to traces of the trainer's own model, and how fast.
+"""Accuracy and speed of memory estimates, against traces of the trainer's own model.
 
     python -m bench.estimate                # a dozen points
     python -m bench.estimate --points 40    # so many
@@ -47,8 +47,8 @@ POLICIES = {
 
 
 @dataclass(frozen=True)
-class Point:
-    """One configuration to trace and to estimate."""
+class EstimatePoint:
+    """Configuration to trace and to estimate."""
 
     preset: str
     world: int
@@ -64,10 +64,10 @@ class Point:
     reshard: str
 
     def config(self) -> Config:
-        """Resolved for its world.
+        """Return the configuration, resolved for its world.
 
         Raises:
-            ConfigError: the trainer would refuse it.
+            ConfigError: the trainer would reject it.
         """
         base = preset(self.preset)
         policy = POLICIES[self.policy]
@@ -106,12 +106,12 @@ class Result:
     """Bytes of a point.
 
     Attributes:
-        upper: without what no tensor is expected to ask for.
-        share: of the trace, by which the estimate is over it (under: negative).
-        seconds: that the trace took; `estimate_ms`: the estimate.
+        upper: upper bound, without bytes outside tensors.
+        seconds: seconds of the trace.
+        estimate_ms: milliseconds of the estimate.
     """
 
-    point: Point
+    point: EstimatePoint
     trace: int
     where: str
     tensors: int
@@ -122,16 +122,17 @@ class Result:
 
     @property
     def share(self) -> float:
+        """Error of the estimate as a fraction of the trace (negative: too low)."""
         return self.tensors / self.trace - 1
 
 
-def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[Point]:
-    """Legal points, of every preset and world alike; the same ones for a number."""
+def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[EstimatePoint]:
+    """Yield legal points, of every preset and world alike; deterministic for a number."""
     draw, seen = random.Random(seed), set()
     while len(seen) < number:
         name = PRESETS[len(seen) % len(PRESETS)]
         world = WORLDS[len(seen) // len(PRESETS) % len(WORLDS)]
-        point = Point(
+        point = EstimatePoint(
             name,
             world,
             draw.choice(TOKENS),
@@ -154,8 +155,8 @@ def points(number: int, pipelines: bool, seed: int = 0) -> Iterator[Point]:
             yield point
 
 
-def measure(point: Point) -> Result:
-    """Traces a point and estimates it."""
+def measure(point: EstimatePoint) -> Result:
+    """Trace a point and estimate it."""
     from megacpp.cli.trace import trace_step  # torch
 
     config = point.config()
@@ -172,7 +173,7 @@ def measure(point: Point) -> Result:
 
 
 def latencies(number: int = 200) -> tuple[float, float]:
-    """Milliseconds of an estimate without detail: the mean over many points, and the worst."""
+    """Return mean and worst milliseconds of an estimate without detail, over many points."""
     configs = [(point.config(), point.world) for point in points(number, True, seed=1)]
     times = []
     for config, world in configs:
@@ -183,7 +184,7 @@ def latencies(number: int = 200) -> tuple[float, float]:
 
 
 def summary(results: list[Result]) -> dict[str, float]:
-    """Of the shares by which estimates are off."""
+    """Return statistics of the estimates' errors."""
     shares = [result.share for result in results]
     return {
         "points": len(results),
@@ -195,13 +196,14 @@ def summary(results: list[Result]) -> dict[str, float]:
 
 
 def line(result: Result) -> str:
-    """One point, for people."""
+    """Return one point as text."""
     gib, more = result.trace / 2**30, f"upper {result.upper / result.trace:5.2f}x"
     where = f"{result.where} / {result.moment}  {result.seconds:.0f} s"
     return f"{result.point}  {gib:8.3f} GiB {100 * result.share:+7.3f} %  {more}  {where}"
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--points", type=int, default=12)
     parser.add_argument("--full", action="store_true", help="216 points")

@@ -1,4 +1,4 @@
-"""What importing train.py costs, against importing torch alone.
+"""Cost of importing train.py, against importing torch alone.
 
     python bench/imports.py [--rounds 7]
 
@@ -23,6 +23,7 @@ PROBE = (
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -39,6 +39,7 @@ Run = Callable[[], Tensor]
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _measure(plain: Run, fast: Run, rounds: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds of both forms, in turns; the first round warms up."""
+    """Return median seconds of both forms, in turns; the first round warms up."""
     gpu = device.type == "cuda"
     clock = time.perf_counter if gpu else time.process_time
     taken: tuple[list[float], list[float]] = ([], [])
@@ -131,7 +132,7 @@ def _m2rnn(device: torch.device) -> tuple[Run, Run]:
 
 
 def _m2rnn_backends(device: torch.device) -> tuple[Run, Run]:
-    """The chunks by torch and by Triton, as a layer calls them: q, k and v narrow, f and W wide."""
+    """Return the chunks by torch and by Triton: q, k and v narrow, f and W wide."""
     N, K, V = 132, 64, 16
     g = torch.Generator().manual_seed(0)
 

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Shape:
-    """Of Llama-3.1-8B and its batch; letters of the model's files."""
+    """Sizes of Llama-3.1-8B and its batch."""
 
     num_layers: int = 32
     dim: int = 4096
@@ -52,19 +52,22 @@ class Shape:
 
 
 class Norm(nn.Module):
-    """RMSNorm as torch ran it in eager mode then: in fp32, operator by operator."""
+    """RMSNorm as torch's eager mode ran it then: in fp32, operator by operator."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x`, `[B, T, D]`."""
         wide = x.float()
         scale = torch.rsqrt(torch.pow(wide, 2).mean(-1, keepdim=True).add(1e-5))
         return wide.mul(scale).type_as(x).mul(self.weight)
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.dim // shape.num_heads
@@ -76,6 +79,12 @@ class Attention(nn.Module):
         self.wo = linear(shape.num_heads * self.head_dim, shape.dim)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        """Return the attention's output, `[B, T, D]`.
+
+        Args:
+            x: `[B, T, D]`.
+            turns: `[1, T, 1, H / 2]`, complex rotations.
+        """
         rows, tokens, _ = x.shape
         heads = partial(torch.reshape, shape=(rows, tokens, -1, self.head_dim))
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
@@ -89,7 +98,13 @@ class Attention(nn.Module):
 
 
 def turned(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary positions, by complex numbers."""
+    """Apply rotary positions by complex numbers.
+
+    Args:
+        q: `[B, T, N, H]`.
+        k: `[B, T, K, H]`.
+        turns: `[1, T, 1, H / 2]`, complex rotations.
+    """
     q_ = torch.view_as_complex(q.float().reshape(*q.shape[:-1], -1, 2))
     k_ = torch.view_as_complex(k.float().reshape(*k.shape[:-1], -1, 2))
     q_out = torch.view_as_real(q_ * turns).flatten(3)
@@ -98,13 +113,15 @@ def turned(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
-    """Every head as often as queries share it."""
+    """Repeat every key or value head for the queries that share it; `x` is `[B, T, K, H]`."""
     rows, tokens, heads, dim = x.shape
     wider = x.unsqueeze(3).expand(rows, tokens, heads, times, dim)
     return wider.reshape(rows, tokens, heads * times, dim)
 
 
 class FeedForward(nn.Module):
+    """SwiGLU feed-forward."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.w1 = nn.Linear(shape.dim, shape.hidden, bias=False)
@@ -112,31 +129,43 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(shape.dim, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output, `[B, T, D]`, of `x`, `[B, T, D]`."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
+    """Attention and feed-forward with residuals."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
         self.attention_norm, self.ffn_norm = Norm(shape.dim), Norm(shape.dim)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        """Return the output, `[B, T, D]`.
+
+        Args:
+            x: `[B, T, D]`.
+            turns: `[1, T, 1, H / 2]`, complex rotations.
+        """
         h = x + self.attention(self.attention_norm(x), turns)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Llama(nn.Module):
+    """Language model of Llama-3.1's architecture."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed = nn.Embedding(shape.vocab, shape.dim)
         size = 1, shape.tokens, 1, shape.dim // shape.num_heads // 2
         self.register_buffer("turns", torch.empty(size, dtype=torch.complex64))
-        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits, `[B, T, V]`, of `ids`, `[B, T]`."""
         h = self.embed(ids)
         for block in self.blocks:
             h = block(h, self.turns)
@@ -152,7 +181,7 @@ SAVED = {  # "selective op": outputs kept, but for every second product's
 
 
 def contexts() -> Any:
-    """Of one layer's forward and of its second run."""
+    """Return the contexts of one layer's forward and of its recomputation."""
     products: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -167,7 +196,7 @@ def contexts() -> Any:
 
 
 def sharded(shape: Shape, mesh: DeviceMesh) -> Llama:
-    """The model on the meta device under FSDP2, a layer a unit, the rest one more."""
+    """Return the model on the meta device under FSDP2, a unit per layer and one for the rest."""
     with torch.device("meta"):
         model = Llama(shape)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -185,7 +214,7 @@ def sharded(shape: Shape, mesh: DeviceMesh) -> Llama:
 
 
 def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
-    """All allocations of rank 0 of `ranks`, from the weights on, for a number of steps."""
+    """Return all allocations of rank 0 of `ranks`, from the weights on, for `steps` steps."""
     shape = shape or Shape()
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -209,9 +238,9 @@ def record(ranks: int, steps: int = 2, shape: Shape | None = None) -> Stream:
 
 
 def with_workspaces(stream: Stream) -> Stream:
-    """Puts what cuBLAS asks of the allocator first: 32 MiB on Hopper for each handle.
+    """Insert cuBLAS's workspaces first: 32 MiB on Hopper for each handle.
 
-    Forward and backward run on threads, and so have handles, of their own. Source: pytorch,
+    Forward and backward run on separate threads and so have separate handles. Source: pytorch,
     aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
     blocks = [Block(32 * 2**20, "runtime_reserved", "", "cuBLAS workspace") for _ in range(2)]
@@ -230,6 +259,15 @@ def step(
     recorder: Recorder,
     shape: Shape,
 ) -> None:
+    """Run one training step on fake tensors.
+
+    Args:
+        model: sharded model.
+        shards: its local shards, as the optimizer's parameters.
+        optimizer: AdamW over the shards.
+        recorder: records allocations.
+        shape: sizes of the batch.
+    """
     with recorder.stage("batch"):
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
         labels = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)

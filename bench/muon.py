@@ -55,10 +55,12 @@ Values = list[list[Tensor]]  # the weights, then the gradients of each step
 
 
 def say(text: str) -> None:
+    """Print progress to the error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
 def values_of(shapes: Sequence[tuple[int, ...]], steps: int = AGREE_STEPS) -> Values:
+    """Return random weights and the gradients of `steps` steps."""
     g = torch.Generator().manual_seed(0)
     return [[torch.randn(s, generator=g) * 0.02 for s in shapes] for _ in range(1 + steps)]
 
@@ -66,9 +68,9 @@ def values_of(shapes: Sequence[tuple[int, ...]], steps: int = AGREE_STEPS) -> Va
 def rounds_of(
     steps: Mapping[str, Callable[[], Any]], rounds: int, meet: Callable[[], Any]
 ) -> Seconds:
-    """CPU and wall seconds of each round of each contender, and of a step that does nothing.
+    """Return CPU and wall seconds of each round of each contender, and of an idle step.
 
-    They take turns; who is first rotates.
+    Contenders take turns; the first one rotates.
     """
     steps = {**steps, IDLE: lambda: None}
     taken: Seconds = {name: [] for name in steps}
@@ -85,7 +87,7 @@ def rounds_of(
 
 
 def least(ranks: Sequence[Seconds]) -> dict[str, tuple[float, float]]:
-    """CPU seconds of all ranks together and wall seconds of the slowest, least of all rounds."""
+    """Return summed CPU seconds and the slowest rank's wall seconds, least of all rounds."""
     found: dict[str, tuple[float, float]] = {}
     for name in ranks[0]:
         turns = list(zip(*(taken[name] for taken in ranks), strict=True))
@@ -98,7 +100,7 @@ def least(ranks: Sequence[Seconds]) -> dict[str, tuple[float, float]]:
 def in_one_process(
     builds: Mapping[str, Build], values: Values, rounds: int
 ) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-    """Parameters of every contender after the first steps; CPU seconds of ours and torch's."""
+    """Return each contender's first parameters, and CPU seconds of ours and torch's."""
     after: dict[str, list[Tensor]] = {}
     timed: dict[str, Callable[[], Any]] = {}
     for name, build in builds.items():
@@ -121,7 +123,16 @@ def on_ranks(
     after: Mapping[str, list[Tensor]],
     rounds: int,
 ) -> tuple[dict[str, dict[str, Any]], Seconds]:
-    """What this rank counted of every contender, and its seconds."""
+    """Return what this rank counted for every contender, and its seconds.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        builds: constructors of contenders.
+        values: weights and gradients.
+        after: parameters after the first steps in one process.
+        rounds: measured rounds.
+    """
     mesh = init_device_mesh("cpu", (size,))
 
     def shards(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -162,7 +173,14 @@ def measure_set(
     size: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """One set: every contender in one process and on ranks."""
+    """Measure every contender on one set, in one process and on ranks.
+
+    Args:
+        kinds: number and shape of the matrices.
+        builds: constructors of contenders.
+        size: number of ranks.
+        rounds: measured rounds.
+    """
     shapes = contenders.shapes_of(kinds)
     values = values_of(shapes)
     load = [os.getloadavg()[0]]
@@ -197,7 +215,14 @@ def measure_set(
 
 
 def adamw_on_ranks(rank: int, size: int, values: Values, rounds: int) -> tuple[Seconds, bool]:
-    """Seconds of our AdamW, torch's and the bare kernel on DTensors, and whether bits agree."""
+    """Return seconds of our AdamW, torch's and the bare kernel on DTensors, and whether bits agree.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        values: weights and gradients.
+        rounds: measured rounds.
+    """
     mesh = init_device_mesh("cpu", (size,))
     weights, grads = (
         [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in some]
@@ -236,6 +261,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def measure_adamw(
     kinds: Sequence[tuple[int, tuple[int, ...]]], size: int, rounds: int
 ) -> dict[str, Any]:
+    """Measure the AdamW contenders on one set."""
     values = values_of(contenders.shapes_of(kinds), steps=1)
     ranks = run_ranks(adamw_on_ranks, size, values, rounds, timeout_s=TIMEOUT_S)
     cpu = {name: cpu for name, (cpu, _) in least([seconds for seconds, _ in ranks]).items()}
@@ -248,7 +274,7 @@ def measure_adamw(
 
 
 def targets(name: str, found: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """What is to be reached on one set: what, measured, at most."""
+    """Return the targets of one set: name, measured value, upper limit."""
     rows, single = found["rows"], found["single_cpu_s"]
     mine = rows["ours"]
     out = [
@@ -277,6 +303,7 @@ def targets(name: str, found: Mapping[str, Any]) -> list[tuple[str, float, float
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The Muon and AdamW implementations that bench/muon.py measures, and the matrices they get.
+"""Muon and AdamW implementations that bench/muon.py measures, and their matrices.
 
 Every Muon has the same rule: momentum 0.95 with Nesterov, five quintic steps in bf16, updates
 scaled by 0.2 sqrt(longer side), decoupled weight decay. Other people's packages are imported where
@@ -44,16 +44,17 @@ ADAMW_SETS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
 
 
 def shapes_of(kinds: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """Return the shape of each matrix."""
     return [shape for count, shape in kinds for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer on its own copy of the parameters.
+    """Optimizer on its own copy of the parameters.
 
     Attributes:
-        params: what is compared: DTensors on ranks, plain tensors in one process.
-        stepped: what the optimizer was given: `params`, or every matrix of their local parts.
+        params: parameters to compare: DTensors on ranks, plain tensors in one process.
+        stepped: the optimizer's parameters: `params`, or every matrix of their local shards.
     """
 
     params: list[nn.Parameter]
@@ -61,6 +62,7 @@ class Contender:
     step: Callable[[], Any]
 
     def feed(self, grads: Sequence[Tensor]) -> None:
+        """Set the gradients of the optimizer's parameters."""
         apart = len(self.stepped) != len(self.params)
         for p, g in zip(self.stepped, _apart(grads) if apart else grads, strict=True):
             p.grad = g
@@ -70,7 +72,7 @@ Build = Callable[[list[nn.Parameter]], Contender]
 
 
 def ours(params: list[nn.Parameter]) -> Contender:
-    """This project's Muon, with momenta as it stores them by default: in bf16."""
+    """Return this project's Muon, with momenta in bf16 as by default."""
     group = {
         "algorithm": "muon",
         "params": params,
@@ -87,7 +89,7 @@ def ours(params: list[nn.Parameter]) -> Contender:
 
 
 def torch_muon(params: list[nn.Parameter]) -> Contender:
-    """torch.optim.Muon; it refuses stacks, so those are taken apart, which needs no exchange."""
+    """Return torch.optim.Muon; stacks, which it rejects, are split, which needs no exchange."""
     stacks = params[0].ndim == 3
     stepped = [nn.Parameter(m) for m in _apart(params)] if stacks else params
     optimizer = torch.optim.Muon(
@@ -104,7 +106,7 @@ def torch_muon(params: list[nn.Parameter]) -> Contender:
 
 
 def gather(params: list[nn.Parameter]) -> Contender:
-    """`full_tensor()`: every rank gets every matrix in bf16 and orthogonalises all of them."""
+    """Return Muon by `full_tensor()`: every rank gathers and orthogonalises every matrix."""
     momenta = [torch.zeros_like(local_part(p)) for p in params]
 
     @torch.no_grad()
@@ -128,7 +130,7 @@ def gather(params: list[nn.Parameter]) -> Contender:
 
 
 def dion_muon(params: list[nn.Parameter]) -> Contender:
-    """microsoft/dion's Muon, with the quintic of the others in place of its own polynomials."""
+    """Return microsoft/dion's Muon, with the others' quintic instead of its own polynomials."""
     import dion  # pyright: ignore[reportMissingImports]
 
     mesh = params[0].device_mesh if isinstance(params[0], DTensor) else None
@@ -146,7 +148,7 @@ def dion_muon(params: list[nn.Parameter]) -> Contender:
 
 
 def present() -> tuple[dict[str, Build], dict[str, str]]:
-    """Contenders that can run here, ours first, and why the others can't."""
+    """Return contenders that can run here, ours first, and the reasons for the others."""
     found: dict[str, Build] = {
         "ours": ours,
         "torch.optim.Muon": torch_muon,
@@ -165,7 +167,7 @@ def present() -> tuple[dict[str, Build], dict[str, str]]:
 
 
 def quintic(x: Tensor, epsilon: Any = 1e-7) -> Tensor:
-    """Newton-Schulz in bf16 of one matrix or a batch, with the additions inside the products."""
+    """Run Newton-Schulz in bf16 on a matrix `[R, C]` or batch `[K, R, C]`, `x`."""
     a, b, c = QUINTIC
     tall = x.shape[-2] > x.shape[-1]
     y = (x.mT if tall else x).bfloat16().contiguous()
@@ -178,19 +180,20 @@ def quintic(x: Tensor, epsilon: Any = 1e-7) -> Tensor:
 
 
 def ours_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The AdamW half of this project's optimizer."""
+    """Return the AdamW half of this project's optimizer."""
     group = {"algorithm": "adamw", "params": params, "lr": 1e-3, "betas": (0.9, 0.95)}
     return MuonAdamW([{**group, "eps": 1e-8, "weight_decay": DECAY}])
 
 
 def torch_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW."""
     return torch.optim.AdamW(
         params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY, fused=True
     )
 
 
 def bare_adamw(params: list[nn.Parameter]) -> Callable[[], None]:
-    """The fused kernel on lists made once: what no optimizer can go below."""
+    """Return the fused kernel on lists made once: the lower bound of any optimizer."""
     weights = [local_part(p).detach() for p in params]
     means, squares = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     steps = [torch.zeros(()) for _ in weights]
@@ -216,5 +219,5 @@ def bare_adamw(params: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The matrices of stacks, of their local parts, as views."""
+    """Return the matrices of stacks' local shards, as views."""
     return [m for t in tensors for m in local_part(t.detach()).unbind(0)]

@@ -1,4 +1,4 @@
-"""What one optimizer step on one rank sends and multiplies, counted below DTensor."""
+"""Bytes sent and FLOPs of one optimizer step on one rank, counted below DTensor."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 
 def config_of(mesh: MeshConfig) -> Config:
-    """The tiny hybrid, all letters, on rows of `TOKENS` tokens."""
+    """Return the tiny hybrid, all letters, on rows of `TOKENS` tokens."""
     base, ranks = preset("tiny"), size_of(mesh)
     batch = mesh.dp_replicate * mesh.dp_shard
     micro = 4 if mesh.pp > 1 else 1  # a pipeline needs microbatches
@@ -79,16 +79,25 @@ def config_of(mesh: MeshConfig) -> Config:
 
 
 def size_of(mesh: MeshConfig) -> int:
+    """Return the number of ranks of a mesh."""
     return mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
 
 
 def name_of(mesh: MeshConfig) -> str:
+    """Return the degrees above 1 of a mesh as text."""
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     return " ".join(f"{a}{getattr(mesh, a)}" for a in axes if getattr(mesh, a) > 1) or "one process"
 
 
 def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, Any]:
-    """Seconds of each step after two unmeasured ones, and bytes of parameters here."""
+    """Return seconds of each step after two unmeasured ones, and bytes of parameters on this rank.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        mesh: mesh to measure.
+        steps: measured steps.
+    """
     torch.set_num_threads(1)
     world = World(0, 1, CPU) if size == 1 else join(mesh, CPU)
     config = config_of(mesh)
@@ -114,7 +123,7 @@ def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, An
 
 
 def measure_meshes(ranks: list[int], steps: int) -> list[dict[str, Any]]:
-    """One row per mesh: median step, ratio to one process, parameter bytes of rank 0."""
+    """Return one row per mesh: median step, ratio to one process, parameter bytes of rank 0."""
     rows = []
     for mesh in (ONE, *(m for n in ranks for m in MESHES[n]), ONE):
         size = size_of(mesh)
@@ -138,7 +147,15 @@ def measure_meshes(ranks: list[int], steps: int) -> list[dict[str, Any]]:
 
 
 def mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConfig) -> float:
-    """Median seconds of forward and backward of one mixer on one row."""
+    """Return median seconds of forward and backward of one mixer on one row.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        letter: kind of block.
+        tokens: tokens of the row.
+        mesh: mesh to measure.
+    """
     torch.set_num_threads(1)
     model_config = dataclasses.replace(preset("tiny").model, pattern=letter, depth=1)
     with torch.device("meta"):
@@ -166,7 +183,7 @@ def mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConf
 
 
 def measure_lengths(ranks: int) -> list[dict[str, Any]]:
-    """Seconds by sequence length: attention in a ring against the handoff of a Mamba state."""
+    """Return seconds by sequence length: ring attention against the handoff of a Mamba state."""
     mesh = MeshConfig(dp_shard=1, cp=ranks, cp_attention="ring", cp_mamba3="state")
     m = preset("tiny").model
     heads, kv = m.mamba3.expand * m.dim // m.mamba3.headdim, m.attention.num_kv_heads
@@ -184,6 +201,7 @@ def measure_lengths(ranks: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -24,7 +24,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from torch import Tensor, nn
 
-from bench.choices import BY_KIND, CHOICES, COMPRESS, KEEP_ALL, OFFLOAD, SELECTIVE, WHOLE, Choice
+from bench.choices import (
+    BY_KIND,
+    CHOICES,
+    COMPRESS,
+    KEEP_ALL,
+    OFFLOAD,
+    SELECTIVE,
+    WHOLE,
+    RecomputeSetup,
+)
 from checkpointing.apply import set_seams
 from checkpointing.rebuild import Store
 from checkpointing.tracing.activations import (
@@ -55,9 +64,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
-NORMS = Choice("norms", CheckpointingPolicy(rblock="none", norms=True))
-EXPERTS = Choice("by kind, no mlp", replace(PER_BLOCK, mlp=False))
-# What a policy may say of one kind, and the choice in which blocks of the kind do it.
+NORMS = RecomputeSetup("norms", CheckpointingPolicy(rblock="none", norms=True))
+EXPERTS = RecomputeSetup("by kind, no mlp", replace(PER_BLOCK, mlp=False))
+# Values of a policy for one kind, and the setup in which blocks of the kind use them.
 SAYS = {
     "A": {"": NORMS, "selective": SELECTIVE, "full": WHOLE},
     "E": {"": NORMS, "mlp": SELECTIVE, "experts": EXPERTS, "experts, mlp": BY_KIND, "full": WHOLE},
@@ -67,12 +76,12 @@ SAYS = {
 
 
 @dataclass(frozen=True)
-class Point:
-    """What a choice comes to.
+class TradeOff:
+    """Cost and saving of a setup.
 
     Attributes:
         kept: bytes on the device, from one microbatch's forward to its backward.
-        flops: of matrix products, more than where all is kept; less if negative.
+        flops: FLOPs of matrix products beyond those without recomputation; fewer if negative.
         moved: bytes that wait on the host.
     """
 
@@ -80,25 +89,27 @@ class Point:
     flops: int
     moved: int = 0
 
-    def beats(self, other: Point) -> bool:
-        """Keeps no more and repeats no more, and is another."""
+    def beats(self, other: TradeOff) -> bool:
+        """Return whether it saves no more bytes, repeats no more, and differs."""
         least = self.kept <= other.kept and self.flops <= other.flops
         return least and (self.kept, self.flops) != (other.kept, other.flops)
 
 
 @dataclass(frozen=True)
 class Front:
-    """A preset's choices by name, and the policies by kind that no other one by kind beats."""
+    """Setups of a preset by name, and the policies by kind on the Pareto front."""
 
     forward: int
-    points: dict[str, Point]
-    best: dict[str, Point]
+    points: dict[str, TradeOff]
+    best: dict[str, TradeOff]
 
     def beaten(self, name: str) -> bool:
+        """Return whether a policy of the front beats the setup."""
         return any(point.beats(self.points[name]) for point in self.best.values())
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -116,51 +127,52 @@ def main() -> None:
 
 
 def front(config: Config, size: int) -> Front:
-    """All choices, measured, and what kinds of blocks put together come to."""
+    """Measure all setups, and combine the kinds of blocks."""
     found = {choice: measured(choice, config, size) for choice in (*CHOICES, NORMS, EXPERTS)}
     plain = found[KEEP_ALL].activations
-    points = {choice.name: found[choice].against(plain) for choice in CHOICES}
+    points = {choice.name: found[choice].relative_to(plain) for choice in CHOICES}
     letters = sorted(set(block_letters(config.model.pattern, config.model.depth)))
-    mixed: dict[str, Point] = {}
+    mixed: dict[str, TradeOff] = {}
     for says in product(*(SAYS[letter] for letter in letters)):
         of = {letter: SAYS[letter][word] for letter, word in zip(letters, says, strict=True)}
         parts = tuple(
             part_of(found[of.get(p.name[0], NORMS)].activations, p.name) for p in plain.parts
         )
         words = "; ".join(f"{letter} {w}" for letter, w in zip(letters, says, strict=True) if w)
-        mixed[words] = Measured(replace(plain, parts=parts)).against(plain)
-    first = {p: w for w, p in reversed(mixed.items())}  # not two ways to one point
+        mixed[words] = Measured(replace(plain, parts=parts)).relative_to(plain)
+    first = {p: w for w, p in reversed(mixed.items())}  # one policy per point
     best = {w: p for p, w in first.items() if not any(q.beats(p) for q in first)}
     ordered = dict(sorted(best.items(), key=lambda item: item[1].flops))
     return Front(plain.flops("forward"), points, ordered)
 
 
 def part_of(found: Activations, name: str) -> Part:
+    """Return the part of that name."""
     return next(part for part in found.parts if part.name == name)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a choice keeps, and bytes of the storages that it lets wait on the host, in order."""
+    """Activations of a setup, and bytes of storages that it moves to the host, in order."""
 
     activations: Activations
     parked: Sequence[int] = ()
 
-    def against(self, plain: Activations) -> Point:
-        """Compared with keeping all. The forward counts too: projections are made in it."""
+    def relative_to(self, plain: Activations) -> TradeOff:
+        """Compare with saving everything. The forward counts too: it computes projections."""
         found, gone = self.activations, offload_bytes(self.parked, 0, sys.maxsize).back
         flops = found.repeated(plain) + found.flops("forward") - plain.flops("forward")
-        return Point(found.bytes - gone, flops, gone)
+        return TradeOff(found.bytes - gone, flops, gone)
 
 
-def measured(choice: Choice, config: Config, size: int) -> Measured:
-    """What one microbatch keeps on rank 0, under fake tensors, one layer of each kind."""
-    config = as_trained(choice.of(config))
+def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
+    """Measure one microbatch on rank 0, under fake tensors, one layer of each kind."""
+    config = as_trained(choice.apply(config))
     few = replace(
         config,
         model=one_of_each(config.model),
         mesh=replace(config.mesh, reshard="always"),
-        recompute=replace(config.recompute, offload="none"),  # what would move is noted
+        recompute=replace(config.recompute, offload="none"),  # offloaded bytes are noted
     )
     offloads, standing = choice.policy.offload != "none", standing_for(few.model, config.model)
     notes: dict[str, dict[int, int]] = {}
@@ -180,7 +192,7 @@ def measured(choice: Choice, config: Config, size: int) -> Measured:
             model.to_empty(device=world.device)
             model.train()
             boundary = FakeBoundary(model, world, few)
-            if world.parallel:  # FSDP2 and DTensor make things that stay when they run first
+            if world.parallel:  # FSDP2 and DTensor allocate persistent buffers when they first run
                 boundary.accumulate([fake_batch(few)])
                 model.zero_grad()
                 notes.clear()
@@ -192,7 +204,7 @@ def measured(choice: Choice, config: Config, size: int) -> Measured:
 
 
 def noted(block: nn.Module, names: dict[int, str], to: dict[str, dict[int, int]]) -> Store:
-    """Leaves tensors where they are, and writes down bytes of storages by block."""
+    """Return a store that leaves tensors in place and notes the bytes of storages by block."""
 
     def store(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -207,7 +219,7 @@ def noted(block: nn.Module, names: dict[int, str], to: dict[str, dict[int, int]]
 
 
 def table(name: str, of: Front) -> str:
-    """A line for each choice, then one for each policy of the front."""
+    """Return a line for each setup, then one for each policy of the front."""
     every = of.points[KEEP_ALL.name].kept
     lines = [
         f"{name}, all kept: {readable(every)}",
@@ -221,7 +233,7 @@ def table(name: str, of: Front) -> str:
     return "\n".join(lines)
 
 
-def _line(words: str, p: Point, every: int, forward: int) -> str:
+def _line(words: str, p: TradeOff, every: int, forward: int) -> str:
     kept = f"{readable(p.kept):>12}{p.kept / every:9.1%}"
     return f"{words:54}{kept}{p.flops / forward:+9.1%}"
 
@@ -234,7 +246,7 @@ LABELS = {BY_KIND: (6, 6), COMPRESS: (6, 17), WHOLE: (6, -3)}  # points to the r
 
 
 def draw(fronts: dict[str, Front], image: Path) -> None:
-    """A panel for each preset."""
+    """Draw a panel for each preset."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -256,9 +268,10 @@ def draw(fronts: dict[str, Front], image: Path) -> None:
 
 
 def panel(axes: Axes, name: str, of: Front) -> None:
+    """Draw the setups and the front of one preset."""
     every = of.points[KEEP_ALL.name].kept
 
-    def place(p: Point) -> tuple[float, float]:
+    def place(p: TradeOff) -> tuple[float, float]:
         return 100 * p.flops / of.forward, 100 * p.kept / every
 
     x, y = zip(*map(place, of.best.values()), strict=True)

@@ -1,4 +1,4 @@
-"""The floor: a dense decoder (GQA + SwiGLU) and its training step in plain PyTorch, one thread.
+"""Baseline: a dense decoder (GQA + SwiGLU) and its training step in plain PyTorch, one thread.
 
 No configuration, no documents, no fused loss: what a person writes in an afternoon. `bench/step.py`
 runs it against megacpp on the same shapes.
@@ -16,7 +16,15 @@ from megacpp.config.schema import Config
 
 
 class PlainBlock(nn.Module):
-    """Attention and feed-forward with residuals."""
+    """Attention and feed-forward with residuals.
+
+    Args:
+        dim: model width.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: width of a head.
+        hidden: width of the feed-forward.
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, hidden: int) -> None:
         super().__init__()
@@ -29,6 +37,7 @@ class PlainBlock(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x_BTD: Tensor, turn_TH: Tensor) -> Tensor:
+        """Return the block's output, `[B, T, D]`."""
         sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         q, k, v = self.qkv(self.attention_norm(x_BTD)).split(sizes, -1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
@@ -42,7 +51,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainLM(nn.Module):
-    """The dense model with the sizes of a megacpp configuration of pattern AF."""
+    """Dense model with the sizes of a megacpp configuration of pattern AF."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -59,6 +68,7 @@ class PlainLM(nn.Module):
         self.register_buffer("turn_TH", torch.polar(torch.ones_like(angles), angles)[:, None])
 
     def forward(self, ids_BT: Tensor) -> Tensor:
+        """Return the logits, `[B, T, V]`."""
         x_BTD = self.embed(ids_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, self.turn_TH)
@@ -75,6 +85,7 @@ class PlainTrainer:
         )
 
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+        """Run one training step."""
         self.optimizer.zero_grad()
         logits_BTV = self.model(ids_BT)
         F.cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten()).backward()

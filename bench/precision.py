@@ -1,4 +1,4 @@
-"""What low precision does to the loss of a small hybrid, next to what another seed does.
+"""Effect of low precision on the loss of a small hybrid, compared with that of another seed.
 
     python -m bench.precision                     every variant, three seeds; then the table
     python -m bench.precision --only fp16         some of them, and what they are compared with
@@ -37,7 +37,7 @@ RUNS = ROOT / "runs/precision"
 SEEDS, STEPS, TAIL = 3, 300, 50
 BASE = "fp32"
 # Every kind of block, those of FP8 between the two that it leaves alone; 0.7M parameters, so that
-# all runs take half an hour on a core that others use too.
+# all runs take half an hour on one core.
 MODEL: dict[str, Any] = {
     "model.dim": 64,
     "model.depth": 6,
@@ -83,8 +83,8 @@ VARIANTS: dict[str, Variant] = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run."""
+class PrecisionRun:
+    """Training run of one variant and seed."""
 
     variant: str
     seed: int
@@ -92,9 +92,11 @@ class Run:
 
     @property
     def folder(self) -> Path:
+        """Folder of the run."""
         return RUNS / f"{self.variant.replace(' ', '-')}-{self.seed}"
 
     def command(self) -> list[str]:
+        """Return the command of the run."""
         settings = {
             "run.dir": self.folder,
             "run.seed": self.seed,
@@ -110,8 +112,8 @@ class Run:
         return [sys.executable, "train.py", "tiny", *words]
 
 
-def train(run: Run) -> dict[str, Any]:
-    """The figures of a run, made now or found."""
+def train(run: PrecisionRun) -> dict[str, Any]:
+    """Return the figures of a run; run it unless they are stored."""
     found = run.folder / "precision.json"
     if found.exists():
         old = json.loads(found.read_text())
@@ -139,19 +141,19 @@ def train(run: Run) -> dict[str, Any]:
     return figures
 
 
-def plan(options: argparse.Namespace) -> list[Run]:
-    """The base, whose seeds give the bound, then seed by seed: useful wherever it is stopped."""
+def plan(options: argparse.Namespace) -> list[PrecisionRun]:
+    """Return the runs of the base, whose seeds give the bound, then the others seed by seed."""
     names = list(VARIANTS)
     if options.only:
         wanted = {BASE, *options.only}
         wanted |= {VARIANTS[name].reference for name in wanted} - {""}
         names = [name for name in names if name in wanted]
-    runs = [Run(v, s, options.steps) for s in range(1, options.seeds + 1) for v in names]
+    runs = [PrecisionRun(v, s, options.steps) for s in range(1, options.seeds + 1) for v in names]
     return sorted(runs, key=lambda run: run.variant != BASE)
 
 
 def stored(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs of the record, unless it is of another machine, library or length."""
+    """Return runs of the record, unless it is of another machine, library or length."""
     if not options.record.exists():
         return []
     record = json.loads(options.record.read_text())
@@ -170,13 +172,13 @@ def _made_with(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_order(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Variant by variant as they are listed, seed by seed."""
+    """Sort runs by variant, as listed, and by seed."""
     names = list(VARIANTS)
     return sorted(runs, key=lambda run: (names.index(run["variant"]), run["seed"]))
 
 
 def measure(options: argparse.Namespace) -> None:
-    """All runs that are wanted, one after another; the record has what there is so far."""
+    """Run all requested variants one after another; the record is written after each."""
     known = {(run["variant"], run["seed"]): run for run in stored(options)}
     runs, began = plan(options), time.perf_counter()
     if not options.again:
@@ -196,14 +198,14 @@ def measure(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A variant against its reference, seed by seed.
+class PrecisionLine:
+    """Comparison of a variant with its reference, seed by seed.
 
     Attributes:
         held_out: mean held-out loss in nats a token, over seeds.
         difference: its mean difference from the reference's (None: it has none).
         bound: twice the standard deviation of the fp32 runs over seeds.
-        apart: most that the losses of a step differ, in means of TAIL steps.
+        apart: largest difference between losses of a step, in means of TAIL steps.
     """
 
     variant: str
@@ -217,13 +219,14 @@ class Line:
 
     @property
     def verdict(self) -> str:
+        """Text: parity or apart."""
         if self.difference is None:
             return ""
         return "parity" if abs(self.difference) <= self.bound else "apart"
 
 
-def lines_of(record: dict[str, Any]) -> list[Line]:
-    """The table's lines, from what was stored."""
+def lines_of(record: dict[str, Any]) -> list[PrecisionLine]:
+    """Return the table's lines from a record."""
     of: dict[str, dict[int, dict[str, Any]]] = {}
     for run in record["runs"]:
         of.setdefault(run["variant"], {})[run["seed"]] = run
@@ -235,7 +238,7 @@ def lines_of(record: dict[str, Any]) -> list[Line]:
         apart = [abs(a - b) for x, y in pairs for a, b in zip(smooth(x), smooth(y), strict=True)]
         differences = [x["held_out"] - y["held_out"] for x, y in pairs]
         found.append(
-            Line(
+            PrecisionLine(
                 variant,
                 reference,
                 len(runs),
@@ -250,20 +253,20 @@ def lines_of(record: dict[str, Any]) -> list[Line]:
 
 
 def seed_bound(record: dict[str, Any]) -> float:
-    """Twice the standard deviation of held-out loss over the fp32 runs of different seeds."""
+    """Return twice the standard deviation of held-out loss over seeds, in fp32."""
     losses = [run["held_out"] for run in record["runs"] if run["variant"] == BASE]
     return 2 * statistics.stdev(losses) if len(losses) > 1 else float("nan")
 
 
 def smooth(run: dict[str, Any]) -> list[float]:
-    """Means of TAIL steps (of all, if there are fewer)."""
+    """Return means of TAIL steps (of all, if there are fewer)."""
     losses = run["losses"]
     size = min(TAIL, len(losses))
     return [statistics.mean(losses[i : i + size]) for i in range(0, len(losses) - size + 1, size)]
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown."""
+    """Return a record as Markdown."""
     rows = [
         "| run | against | seeds | held-out loss | difference | bound | "
         "| most in training | skipped |",
@@ -287,6 +290,7 @@ def _version(package: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Step time and peak memory of what may be kept and what may run again, side by side.
+"""Step time and peak memory of recompute setups, side by side.
 
     python bench/recompute.py tiny
     python bench/recompute.py dense_4m --compiled
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from bench.choices import CHOICES, COMPILED, KEEP_ALL, Choice
+from bench.choices import CHOICES, COMPILED, KEEP_ALL, RecomputeSetup
 from bench.shapes import names, shape
 from bench.step import Trainer
 from checkpointing.tracing.meter import Meter
@@ -34,6 +34,7 @@ Row = dict[str, float]
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -51,17 +52,26 @@ def main() -> None:
     print(json.dumps(result, indent=2) if options.json else table(result))
 
 
-def fits(choice: Choice, config: Config) -> bool:
-    """Whether a model has what a choice is about."""
+def fits(choice: RecomputeSetup, config: Config) -> bool:
+    """Return whether a model has the layers that a setup concerns."""
     letters = set(config.model.pattern)
     return not choice.policy.compress or bool(letters & set("AF"))
 
 
-def measure(config: Config, choices: list[Choice], steps: int, world: World) -> dict[str, Row]:
-    """Seconds a step in turns, bytes kept and the peak of one step."""
+def measure(
+    config: Config, choices: list[RecomputeSetup], steps: int, world: World
+) -> dict[str, Row]:
+    """Return seconds per step in turns, saved bytes and the peak of one step.
+
+    Args:
+        config: configuration of the model.
+        choices: setups to compare.
+        steps: measured steps.
+        world: ranks and device.
+    """
     trainers = {}
     for choice in choices:
-        own = choice.of(config)
+        own = choice.apply(config)
         trainers[choice.name] = Trainer(own, world, choice.keeper(own, world.device))
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
@@ -87,7 +97,13 @@ def measure(config: Config, choices: list[Choice], steps: int, world: World) -> 
 
 
 def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
-    """MiB kept from the forward to the backward, and the most alive at once, of activations."""
+    """Return MiB saved from the forward to the backward, and the peak, of activations.
+
+    Args:
+        trainer: trainer of the setup.
+        ids: `[B, T]`, tokens and labels.
+        world: ranks and device.
+    """
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -102,6 +118,7 @@ def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
 
 
 def table(result: dict[str, Any]) -> str:
+    """Return the result as text."""
     heads = ("step s", "kept MiB", "peak MiB", "time", "kept", "peak")
     lines = [f"{result['shape']} on {result['device']}, 1 thread; ratios to keeping all"]
     lines.append(f"{'':24}" + "".join(f"{head:>10}" for head in heads))

@@ -1,4 +1,4 @@
-"""Shapes that exist to be measured; presets of megacpp work in every benchmark too."""
+"""Model shapes for benchmarks; every benchmark takes presets of megacpp too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dense_4m() -> Config:
 
 
 def dense_4m_128() -> Config:
-    """The same model on one row of 128 tokens: what a step costs besides arithmetic."""
+    """Return `dense_4m` on one row of 128 tokens: the cost of a step besides arithmetic."""
     return dataclasses.replace(
         dense_4m(),
         preset="dense_4m_128",
@@ -42,10 +42,10 @@ SHAPES = {f.__name__: f for f in (dense_4m, dense_4m_128)}
 
 
 def shape(name: str) -> Config:
-    """A benchmark shape or a preset by name."""
+    """Return a benchmark shape or a preset by name."""
     return SHAPES[name]() if name in SHAPES else preset(name)
 
 
 def names() -> str:
-    """Every name that `shape` knows."""
+    """Return every name that `shape` knows."""
     return ", ".join([*SHAPES, *PRESETS])

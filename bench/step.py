@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.plain import PlainTrainer
 from bench.shapes import names, shape
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
@@ -43,16 +43,20 @@ from parallel.mesh import World, pick_device, start, world_size
 
 
 class Trainer:
-    """The step of train.py without its corpus: accumulate, clip, step, zero."""
+    """Step of train.py without its corpus: accumulate, clip, step, zero."""
 
-    def __init__(self, config: Config, world: World, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, keeper: ActivationCheckpointing | None = None
+    ) -> None:
         self.config, self.world = config, world
-        self.model = build_model(config, world, keeper or Keeper(config, world.device))
+        self.model = build_model(
+            config, world, keeper or ActivationCheckpointing(config, world.device)
+        )
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
 
     def accumulate(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
         batch = Batch(
             ids_BT, labels_BT, docs, target_bytes=1, num_targets=ids_BT.numel(), rows=(0,)
@@ -60,6 +64,7 @@ class Trainer:
         self.boundary.accumulate([batch])
 
     def step(self, ids_BT: Tensor, labels_BT: Tensor) -> None:
+        """Run one training step."""
         self.accumulate(ids_BT, labels_BT)
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
@@ -68,6 +73,7 @@ class Trainer:
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -114,7 +120,7 @@ def _trainer(name: str, config: Config, world: World) -> Callable[[Tensor, Tenso
 def _run(
     trainers: dict[str, Callable[[Tensor, Tensor], None]], config: Config, steps: int, world: World
 ) -> dict[str, dict[str, float]]:
-    """Median and minimum wall and CPU seconds a step, in turns; two steps unmeasured."""
+    """Return median and least wall and CPU seconds a step, in turns; two steps are unmeasured."""
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     wall: dict[str, list[float]] = {name: [] for name in trainers}
     cpu: dict[str, list[float]] = {name: [] for name in trainers}
@@ -145,14 +151,14 @@ def _run(
 
 
 def _peak_of(name: str, shape_name: str) -> int:
-    """Peak resident bytes of three steps in a process of their own."""
+    """Return peak resident bytes of three steps in a process of their own."""
     command = [sys.executable, __file__, shape_name, "--only", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
 class _Counter(TorchDispatchMode):
-    """Counts dispatched operations; views cost nothing and are left out."""
+    """Counter of dispatched operations; views cost nothing and are left out."""
 
     FREE = frozenset(
         "view _unsafe_view transpose t permute expand detach unsqueeze squeeze alias select slice "
@@ -170,7 +176,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _operations(config: Config, device: torch.device) -> dict[str, int]:
-    """Operations of one forward and backward of each block kind (kernels, on a GPU)."""
+    """Return operations of one forward and backward of each block kind (kernels, on a GPU)."""
     counts: dict[str, int] = {}
     for letter in dict.fromkeys(config.model.pattern.replace("|", "")):
         with torch.device("meta"):

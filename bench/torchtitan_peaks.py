@@ -30,6 +30,7 @@ Row = dict[str, float | str]
 
 
 def main() -> None:
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def predict(ranks: int, published: float, steps: int = 2) -> Row:
-    """What a replay says of a run, in GiB, beside what was published of it."""
+    """Return a replay's figures in GiB beside the published ones."""
     start = time.perf_counter()
     stream = record(ranks, steps)
     traced = time.perf_counter()
@@ -64,7 +65,7 @@ def predict(ranks: int, published: float, steps: int = 2) -> Row:
 
 
 def reached(found: Replay) -> str:
-    """Step and part in which most was reserved."""
+    """Return the step and the part with the most reserved bytes."""
     step = ""
     for name, reserved in found.marks:
         step = name if name.startswith("step") else step
@@ -74,6 +75,7 @@ def reached(found: Replay) -> str:
 
 
 def table(rows: list[Row]) -> str:
+    """Return rows as text."""
     names = list(rows[0])
     return "\n".join(
         "  ".join(f"{x:>{max(10, len(name))}}" for x, name in zip(line, names, strict=True))

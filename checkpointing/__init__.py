@@ -1,5 +1,4 @@
-"""Activation memory: what a forward keeps for its backward, and what it does instead.
+"""Activation memory: tensors that a forward saves for its backward, and the alternatives.
 
-May import: megacpp/ and checkpointing/.
-Start reading: apply.py, then rebuild.py.
+May import: megacpp/ and checkpointing/. Start reading: apply.py, then rebuild.py.
 """

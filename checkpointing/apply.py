@@ -1,10 +1,10 @@
-"""The policy on a model: what each of its blocks keeps, and how.
+"""Application of the recompute policy to the blocks of a model.
 
-    keeper = Keeper(config, device)
+    keeper = ActivationCheckpointing(config, device)
     model = build_model(config, world, keeper)
 
-The builder calls it when heads, experts and rows are cut and before FSDP2 shards what is left.
-(Activation memory, not saved training state.)
+The builder calls it after heads, experts and rows are sharded by tensor, expert and context
+parallelism, and before FSDP2 shards the rest. (Activation memory, not saved training state.)
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ READS: frozenset[Piece] = frozenset({"read_streams"})
 MIXES: frozenset[Piece] = frozenset({"read_streams", "mix_streams"})
 
 
-class Keeper:
-    """Gives the blocks of a model what `config.recompute` says.
+class ActivationCheckpointing:
+    """Application of `config.recompute` to the blocks of a model.
 
-    The order matters: latents and FP8 change layers, seams and the compiler take them as they then
-    are, and inside a compiled block there is no seam.
+    The order matters: latents and FP8 replace layers, recompute regions and the compiler apply to
+    the result, and a compiled block has no recompute regions.
 
     Args:
-        device: where the model will run.
-        pieces: of each layer of the whole model, instead of what the policy says; for comparisons.
-        say: prints what is compiled, when the first step comes to it.
+        config: configuration of the run.
+        device: device on which the model will run.
+        pieces: recomputed pieces of each layer of the whole model, instead of the policy's; for
+            comparisons.
+        say: prints what is compiled, in the first step.
 
     Attributes:
-        pieces: what each layer of the whole model runs again.
-        groups: of each layer, where it is among those whose streams run again together.
-        replays: counts of what ran again.
-        compiled: layers where the compiler decides, of all or of a part, and in which words.
-        offloader: what moves tensors to the host (None: nothing does).
-        fp8: which layers compute in FP8 (None: none).
+        pieces: recomputed pieces of each layer of the whole model.
+        groups: position of each layer among those whose streams are recomputed together.
+        replays: number of recomputations.
+        compiled: layers in which the compiler decides about all or a part, with a description.
+        offloader: moves tensors to the host (None: offload is off).
+        fp8: layers that compute in FP8 (None: FP8 is off).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Keeper:
             self.offloader = Offloader(min_bytes, int(most), device)
 
     def __call__(self, model: HybridLM) -> None:
+        """Apply the policy to `model` in place."""
         config, policy = self.config, self.config.recompute
         if policy.compress:
             from checkpointing.compress import compress_linears
@@ -93,22 +96,22 @@ class Keeper:
             self.compiled = {layer: found.words(layer) for layer in sorted(found.graphs)}
 
     def words(self) -> list[str]:
-        """What a run prints of layers in FP8."""
+        """Return lines about layers in FP8, for the header of a run."""
         return [] if self.fp8 is None else self.fp8.words(self.config.precision)
 
     def _stores(self, model: HybridLM) -> Callable[[nn.Module], Store]:
-        """Where what a block keeps waits."""
+        """Return the store of each block: where its saved tensors are kept."""
         offloader = self.offloader
         if offloader is None:
             return lambda block: stay
         for layer in first_layers(self.config):
             if str(layer) in model.blocks:
                 offloader.follow(model.blocks[str(layer)])
-        return offloader.of
+        return offloader.store_for
 
 
 def first_layers(config: Config) -> list[int]:
-    """Layers that begin a forward: the first of the model, or of each pipeline stage."""
+    """Return the layers that begin a forward: the first of the model, or of each pipeline stage."""
     if config.mesh.pp == 1:
         return [0]
     ranks = range(config.mesh.pp)
@@ -124,14 +127,15 @@ def set_seams(
     stores: Callable[[nn.Module], Store] = lambda block: stay,
     groups: Sequence[InGroup | None] = (),
 ) -> None:
-    """Gives every block that `model` holds its seam.
+    """Give every block of `model` its seam.
 
     Args:
-        pieces: what runs again of each layer of the whole model.
-        policy: the rest of the policy.
-        replays: where it is counted.
-        stores: where what a block keeps waits.
-        groups: of layers whose streams run again together.
+        model: this rank's part of the model.
+        pieces: recomputed pieces of each layer of the whole model.
+        policy: further settings.
+        replays: counts recomputations.
+        stores: where a block's saved tensors are kept.
+        groups: layers whose streams are recomputed together.
     """
     everything, handover = policy.offload == "saved_tensors", None
     for key, block in model.blocks.items():
@@ -155,7 +159,7 @@ def set_seams(
 
 
 def _seams_of_transformer_engine(model: HybridLM, config: Config) -> None:
-    """Blocks that run again as a whole do so by the library that knows their scales."""
+    """Let Transformer Engine recompute whole FP8 blocks: it knows their scales."""
     from checkpointing.fp8 import TransformerEngineSeam
 
     layers = fp8_blocks(config)
@@ -165,21 +169,21 @@ def _seams_of_transformer_engine(model: HybridLM, config: Config) -> None:
 
 
 def check_of(letter: str) -> Check:
-    """How strictly a piece that runs again is compared with its first run.
+    """Return how strictly a recomputed piece is compared with its first run.
 
-    The rows of experts are added up in another order by some libraries, which may change what
-    comes after; their blocks alone go without.
+    Some libraries sum the rows of experts in another order, which may change what follows; E blocks
+    aren't compared.
     """
     return "none" if letter == "E" else "default"
 
 
 def give(block: nn.Module, seam: Seam) -> None:
-    """Makes `seam` that of a block and of all its modules."""
+    """Assign `seam` to a block and all its modules."""
     for module in block.modules():
         if hasattr(module, "seam"):
             module.seam = seam  # type: ignore[assignment]
 
 
 def depth_seam(policy: CheckpointingPolicy, replays: Replays) -> Seam:
-    """For each depth of multi-token prediction: `seam("block", step, ...)` runs it again."""
+    """Return the seam of each depth of multi-token prediction: `seam("block", step, ...)`."""
     return BlockSeam(BLOCK if policy.mtp else NOTHING, replays)

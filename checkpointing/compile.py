@@ -1,18 +1,18 @@
-"""Blocks compiled one by one: the compiler keeps what a budget allows and runs the rest again.
+"""Compilation of single blocks: the compiler saves what a budget allows and recomputes the rest.
 
     compiled = compile_blocks(model, "inductor", budget=0.5)
 
-Called when heads, tokens and experts are cut, and before FSDP2 shards what is left. Only what a
-block does is compiled, so names, hooks and saved state stay as they are:
+It is called after heads, tokens and experts are sharded, and before FSDP2 shards the rest. Only a
+block's computation is compiled, so names, hooks and saved state stay as they are:
 
-A, F    all of the block, one graph without a break
-E       the shared expert; sizes of what is routed depend on values, which no graph knows
-A.*     nothing of a sparse block: what it chooses is kept for others, and for its own backward
-M       all of it where torch's operators do its scan, with every head on this rank
-R       nothing: it goes from token to token, and a graph would hold each of its steps
+A, F    the whole block, one graph without a break E       the shared expert; sizes of routed
+tensors depend on values, which no graph knows A.*     nothing of a sparse block: its selection is
+kept for other layers, and for its backward M       the whole block if torch's operators do its
+scan, with every head on this rank R       nothing: it iterates over tokens, and a graph would hold
+each step
 
-Blocks of the same classes share their graphs. Without gradients nothing is kept and blocks run as
-they are written. (Activation memory, not saved training state.)
+Blocks of the same classes share their graphs. Without gradients nothing is saved and blocks run
+uncompiled. (Activation memory, not saved training state.)
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ LOOKED_UP = "what its memory looks up is hashed outside of graphs"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is compiled of a model.
+    """Compiled parts of a model.
 
     Attributes:
+        backend: backend of torch.compile.
         graphs: by layer "block", or the part of it that is one graph.
-        budgets: by layer, of what is compiled.
-        eager: by layer why it, or the rest of it, is not.
+        budgets: by layer, budget of the compiled part.
+        eager: by layer, reason why it, or the rest of it, isn't compiled.
     """
 
     backend: str
@@ -69,11 +70,11 @@ class Compiled:
 
     @property
     def whole(self) -> frozenset[int]:
-        """Layers where the compiler alone decides what runs again."""
+        """Layers in which the compiler alone decides about recomputation."""
         return frozenset(layer for layer, part in self.graphs.items() if part == "block")
 
     def words(self, layer: int) -> str:
-        """What a run prints of a layer."""
+        """Return a description of a layer for the header of a run."""
         said = []
         if layer in self.graphs:
             said += [f"{self.graphs[layer]} by {self.backend}, budget {self.budgets[layer]:g}"]
@@ -89,16 +90,19 @@ def compile_blocks(
     halves: bool = False,
     say: Callable[[str], object] | None = None,
 ) -> Compiled:
-    """Compiles what it can of the blocks that `model` holds, in place, with plain seams inside.
+    """Compile the blocks of `model` in place as far as possible.
 
-    The last layer of the whole model keeps all in any case: its backward comes at once.
+    Recompute regions inside a compiled block are removed. The last layer of the whole model saves
+    everything in any case: its backward comes immediately.
 
     Args:
-        backend: of torch.compile: "inductor", "aot_eager".
-        budget: part of what the compiler would keep by default: 1 all, 0 inputs only. Under tensor
-            parallelism what a block gathers is kept at any budget but 0.
-        halves: a backward is run in two (zero-bubble pipelines), each of which needs what is kept.
-        say: is told of each graph as it is made, which may take a minute.
+        model: this rank's part of the model.
+        backend: backend of torch.compile: "inductor", "aot_eager".
+        budget: part of what the compiler would save by default: 1 all, 0 inputs only. Under tensor
+            parallelism gathered tensors are saved at any budget but 0.
+        halves: a backward runs in two parts (zero-bubble pipelines), each of which needs the saved
+            tensors.
+        say: called for each graph when it is compiled, which may take a minute.
     """
     assert 0.0 <= budget <= 1.0, budget
     found, graphs = Compiled(backend), Graphs(backend, halves, say)
@@ -109,11 +113,13 @@ def compile_blocks(
         if reason is not None:
             found.eager[layer] = reason
         if reason is None:
-            graph = graphs.of(block, Block._forward, own_budget, f"{block.kind} blocks")
+            graph = graphs.compiled(block, Block._forward, own_budget, f"{block.kind} blocks")
             block._forward = CompiledBlock(block, graph)  # type: ignore[method-assign]
             compiled, part = block, "block"
         elif isinstance(mixer, MixtureOfExperts) and mixer.shared is not None:
-            graph = graphs.of(mixer.shared, SharedExpert.forward, own_budget, "shared experts")
+            graph = graphs.compiled(
+                mixer.shared, SharedExpert.forward, own_budget, "shared experts"
+            )
             mixer.shared.forward = CompiledPart(mixer.shared, graph)  # type: ignore[method-assign]
             compiled, part = mixer.shared, "shared expert"
         else:
@@ -124,7 +130,7 @@ def compile_blocks(
 
 
 class Graphs:
-    """The graphs of a model; modules of the same classes share them."""
+    """Graphs of a model; modules of the same classes share them."""
 
     def __init__(
         self, backend: str, halves: bool, say: Callable[[str], object] | None = None
@@ -132,10 +138,17 @@ class Graphs:
         self.backend, self.halves, self.say = backend, halves, say
         self._made: dict[Hashable, Callable[..., Tensor]] = {}
 
-    def of(
+    def compiled(
         self, module: nn.Module, function: Callable[..., Tensor], budget: float, name: str
     ) -> Callable[..., Tensor]:
-        """`function(module, ...)`, compiled; `name` is what the user is told of it."""
+        """Return `function(module, ...)`, compiled.
+
+        Args:
+            module: module to compile.
+            function: its computation.
+            budget: memory budget.
+            name: name of the graph in messages.
+        """
         # Under tensor parallelism every module has a class of its own.
         key = budget, tuple(type(m) for m in module.modules())
         if key not in self._made:
@@ -145,7 +158,7 @@ class Graphs:
 
 
 def why_eager(block: Block) -> str | None:
-    """What keeps a block from being one graph; None: nothing."""
+    """Return the reason why a block can't be one graph, or None."""
     mixer = block.mixer
     if block.engram is not None:
         return LOOKED_UP
@@ -164,7 +177,7 @@ def why_eager(block: Block) -> str | None:
 
 
 def make_plain(module: nn.Module) -> None:
-    """Plain seams for all that is inside a graph: there the compiler decides what runs again."""
+    """Remove recompute regions inside a graph, where the compiler decides about recomputation."""
     for inner in module.modules():
         if hasattr(inner, "seam"):
             inner.seam = PLAIN  # type: ignore[assignment]
@@ -172,10 +185,10 @@ def make_plain(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A backend of torch.compile with a budget of its own.
+    """Backend of torch.compile with its own memory budget.
 
-    The budget holds while one of its graphs is made and at no other time, so that another one in
-    the same process has its own.
+    The budget is set only while one of its graphs is compiled, so that other graphs in the process
+    keep theirs.
     """
 
     backend: str
@@ -185,7 +198,7 @@ class Compiler:
     say: Callable[[str], object] | None = None
 
     def compile(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function` as one graph for each kind of arguments that it meets."""
+        """Compile `function` to one graph per kind of arguments."""
         if torch.__version__ < "2.12":
             _leave_out_what_outputs_share()
         # torch counts graphs, of which there may be 8, by code object (pytorch#177355: torch 2.13
@@ -201,6 +214,7 @@ class Compiler:
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self)
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph for Dynamo, within the budget."""
         from torch._dynamo.backends.registry import lookup_backend
         from torch._dynamo.exc import RestartAnalysis, SkipFrame
         from torch._functorch import config
@@ -213,15 +227,15 @@ class Compiler:
             say(f"    {time.perf_counter() - began:.1f} s; their backward when it first runs")
             return made
         except (RestartAnalysis, SkipFrame):
-            raise  # no errors: what the compiler asks of Dynamo
+            raise  # no errors: requests of the compiler to Dynamo
         except Exception as error:
             # Raised when the graph is run, a moment later. An error that goes through Dynamo itself
-            # leaves its hook in the interpreter (no thread known): from then on whatever a function
-            # is called with lives until it returns, also what it deletes before.
+            # leaves its hook in the interpreter (no issue known): from then on a function's
+            # arguments live until it returns, even if it deletes them earlier.
             return functools.partial(_fail, error)
 
     def settings(self) -> dict[str, Any]:
-        """Of torch._functorch.config, while a graph is cut into forward and backward."""
+        """Return settings of torch._functorch.config for the partition of a graph."""
         from torch._functorch import config
 
         found: dict[str, Any] = {"activation_memory_budget": self.budget}
@@ -230,7 +244,7 @@ class Compiler:
         # that matter. Older versions bring no mesh.
         if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
             found["unsafe_treat_script_objects_as_zero_size"] = True
-        if self.halves:  # else inductor's backward writes over what was kept
+        if self.halves:  # otherwise inductor's backward overwrites saved tensors
             found["donated_buffer"] = False
         return found
 
@@ -241,10 +255,10 @@ def _fail(error: Exception, *_: Any) -> NoReturn:
 
 @functools.cache
 def _leave_out_what_outputs_share() -> None:
-    """Mends torch 2.11 for the whole process.
+    """Patch torch 2.11 for the whole process.
 
-    What the forward of an autograd Function changed in place left its graph twice there, and the
-    gradient went to the wrong one: it was silently 0 (pytorch#180642).
+    A tensor that the forward of an autograd Function changed in place left its graph twice, and the
+    gradient reached the wrong one: it was silently 0 (pytorch#180642).
     """
     from torch._dynamo.variables import higher_order_ops
 
@@ -257,9 +271,9 @@ def _leave_out_what_outputs_share() -> None:
 
 
 class CompiledBlock:
-    """Takes the place of `Block._forward`.
+    """Replacement of `Block._forward`.
 
-    Masks, rotary tables and chunks, which all layers share, are made before the graph and are
+    Masks, rotary tables and chunks, which all layers share, are computed before the graph and are
     inputs of it.
     """
 
@@ -267,6 +281,12 @@ class CompiledBlock:
         self.block, self.graph = block, graph
 
     def __call__(self, x_BTD: Tensor, docs: Documents) -> Tensor:
+        """Return the block's output, `[B, T, D]`; without gradients uncompiled.
+
+        Args:
+            x_BTD: input of the block.
+            docs: documents of the batch.
+        """
         block, mixer = self.block, self.block.mixer
         if not torch.is_grad_enabled():
             return Block._forward(block, x_BTD, docs)
@@ -280,22 +300,28 @@ class CompiledBlock:
 
 
 class CompiledPart:
-    """Takes the place of the forward of a module that sees single tokens."""
+    """Replacement of the forward of a module that processes tokens independently."""
 
     def __init__(self, module: nn.Module, graph: Callable[..., Tensor]) -> None:
         self.module, self.graph = module, graph
 
     def __call__(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """Return the module's output; without gradients uncompiled."""
         if not torch.is_grad_enabled():
             return type(self.module).forward(self.module, x_BTD)
         return self.graph(self.module, x_BTD)
 
 
 def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Documents:
-    """The documents with just what attention remembers of them; made once a batch.
+    """Return the documents with only the cached values that attention needs; computed once a batch.
 
-    What else is remembered differs from layer to layer, and each time would be another graph. What
-    a graph itself had to make and remember would be one more: the next layer would find it.
+    Other cached values differ between layers, and each difference would be another graph. A value
+    that a graph computed and cached itself would be one more, because the next layer would find it.
+
+    Args:
+        mixer: attention module.
+        docs: documents of the batch.
+        x_BTD: input, for its dtype.
     """
     latent = isinstance(mixer, MultiHeadLatentAttention)
     dim, config = mixer.rope_dim if latent else mixer.head_dim, mixer.config.attention
@@ -306,7 +332,7 @@ def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Docume
         read = Documents(docs.ids_BT, docs.positions_BT, docs.whole, boundaries=docs.boundaries)
         rotary_table(read, dim, config, dtype)
         remember(read, of_queries, config.softcap, backend)
-        if backend in VARLEN and not read.whole:  # as many as there are documents
+        if backend in VARLEN and not read.whole:  # its length is the number of documents
             torch._dynamo.mark_dynamic(read.cu_seqlens, 0)
         return read
 
@@ -314,7 +340,7 @@ def attention_inputs(mixer: Attention, docs: Documents, x_BTD: Tensor) -> Docume
 
 
 def scan_inputs(mixer: Mamba3, docs: Documents) -> Documents:
-    """The documents with just what a Mamba-3 scan and its convolution remember of them."""
+    """Return the documents with only the cached values that a Mamba-3 scan and convolution need."""
     size, dtype = min(mixer.mamba.chunk_size, docs.ids_BT.shape[1]), mixer.dt_bias.dtype
     taps = mixer.mamba.conv_kernel
 

@@ -1,16 +1,16 @@
-"""Linear layers whose input is kept as a random projection (CompAct, arXiv 2410.15352).
+"""Linear layers that save a random projection of their input (CompAct, arXiv 2410.15352).
 
     y = x W^T                     exact
     dx = g W                      exact
     dS = g^T (x P) = (g^T x) P    the weight's gradient in Z dims, from x P alone
 
-(Activation memory.) W has no gradient. Beside it lies a latent S `[O, Z]`, zero but while the
-optimizer steps, whose gradient is dS: it is sharded, summed over ranks and clipped like any other,
-and has AdamW's moments. The optimizer moves S, adds S P^T to W and makes S zero again
-(optim/compressed.py). E[P P^T] = 1, so on average that is the direction of g^T x.
+(Activation memory.) W has no gradient. Beside it is a latent S `[O, Z]`, zero except during the
+optimizer's step, whose gradient is dS: it is sharded, reduced and clipped like any other, and has
+AdamW's moments. The optimizer updates S, adds S P^T to W and zeroes S (optim/compressed.py). E[P
+P^T] = 1, so the expectation of this direction is g^T x.
 
-Layers that read one tensor share its projection, of which one copy is kept. P is made anew where it
-is needed, from (seed, layer, number of redraws): equal on all ranks, whatever runs again.
+Layers that read one tensor share its projection, which is saved once. P is recomputed when needed,
+from (seed, layer, number of redraws), so it is equal on all ranks and in recomputation.
 
 Legend: N tokens, D input dims, Z dims of the projection, O output dims.
 """
@@ -31,7 +31,7 @@ from megacpp.blocks.descriptor import BlockKind
 from megacpp.blocks.kinds import KINDS
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.memory.forms.compress import projected_width
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
@@ -40,13 +40,14 @@ from megacpp.model.init import Constant, Rule, tensor_key, uniform
 def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
     """Give layers that `Parameter.compress` marks a latent, in place; names of their weights.
 
-    Call it before FSDP2 shards the blocks, on the meta device or not; where tensor parallelism
-    came first, a latent is cut as its weight is. Every block is included, the last one too: its
-    input is alive at the peak.
+    Call it before FSDP2 shards the blocks, on the meta device or not; after tensor parallelism a
+    latent is sharded like its weight. Every block is included, the last one too: its input is alive
+    at the peak.
 
     Args:
+        model: this rank's part of the model.
         ratio: Z / D.
-        seed: of the run.
+        seed: seed of the run.
 
     Raises:
         ConfigError: no block of the whole model has such layers.
@@ -84,13 +85,19 @@ def _layers(kind: BlockKind) -> tuple[str, ...]:
 
 
 class Projection:
-    """P `[D, Z]` of random signs / sqrt(Z), for the layers that read one tensor.
+    """Random projection P `[D, Z]` of signs / sqrt(Z), for the layers that read one tensor.
 
-    Signs rather than normal numbers: 64 of them cost what one of those does, and the variance of
-    what is estimated is no larger (Achlioptas 2003).
+    Signs rather than normal numbers: 64 signs cost as much as one normal number, and the variance
+    of the estimate is no larger (Achlioptas 2003).
+
+    Args:
+        name: name of the block.
+        width: D.
+        projected: Z.
+        seed: seed of the run.
 
     Attributes:
-        number: of redraws so far; whoever sets it looks after the moments.
+        number: number of redraws so far; whoever sets it also resets the moments.
     """
 
     def __init__(self, name: str, width: int, projected: int, seed: int) -> None:
@@ -99,7 +106,7 @@ class Projection:
         self._kept = WeakTensorKeyDictionary()  # input to a weak reference to its projection
 
     def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """P, from hashes of (seed, name, number, index): the same on every device."""
+        """Return P, from hashes of (seed, name, number, index): the same on every device."""
         key = tensor_key(self.seed, f"{self.name}.projection.{self.number}")
         count = self.width * self.projected
         index_W = torch.arange(-(-count // 32), device=device)  # W words of 32 bits
@@ -111,8 +118,12 @@ class Projection:
         return F.embedding(bytes_W4.int(), signs).flatten()[:count].view(self.width, self.projected)
 
     @torch.no_grad()
-    def of(self, x: Tensor) -> Tensor:
-        """x P of `[..., D]` for the backward, once for all layers as long as one of them has it."""
+    def project(self, x: Tensor) -> Tensor:
+        """Return x P, `[..., Z]`, for the backward; computed once for all layers while it is alive.
+
+        Args:
+            x: `[..., D]`.
+        """
         known = self._kept.get(x)
         z = None if known is None else known()
         if z is None:
@@ -125,14 +136,22 @@ class Projection:
 
 
 class CompressedProduct(torch.autograd.Function):
-    """x W^T that keeps z = x P; gradients of x, and of the latent in the place of W's.
+    """Product x W^T that saves z = x P; the latent receives the weight's gradient.
 
-    W is read from its layer again in the backward: it may be gathered anew by then, and what is
-    done to saved tensors isn't for weights.
+    The backward reads W from its layer again: W may be gathered again by then, and saved-tensor
+    hooks aren't meant for weights.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, latent: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
+        """Return x W^T, `[..., O]`, and save z.
+
+        Args:
+            x: `[..., D]`.
+            latent: `[O, Z]`.
+            z: `[..., Z]`, x P.
+            layer: layer with the weight W `[O, D]`.
+        """
         ctx.layer = layer
         ctx.save_for_backward(z)
         return F.linear(x, layer.weight)
@@ -140,8 +159,13 @@ class CompressedProduct(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Return the gradients of x, `[..., D]`, and of the latent, `[O, Z]`.
+
+        Args:
+            g: `[..., O]`, gradient of the product.
+        """
         (z,) = ctx.saved_tensors
-        need_x, need_latent = wanted_gradients(ctx)[:2]
+        need_x, need_latent = needs_input_grad_now(ctx)[:2]
         g_NO = g.flatten(0, -2)
         dx = dlatent_OZ = None
         if need_x:
@@ -152,18 +176,24 @@ class CompressedProduct(torch.autograd.Function):
 
 
 def compressed_linear(layer: nn.Linear, projection: Projection, x: Tensor) -> Tensor:
-    """The layer's forward `[..., D]` to `[..., O]`."""
+    """Return the layer's output, `[..., O]`.
+
+    Args:
+        layer: layer with a latent.
+        projection: projection of its input.
+        x: `[..., D]`.
+    """
     latent = layer._parameters["latent"]
     assert latent is not None
     if not torch.is_grad_enabled():
         return F.linear(x, layer.weight)
-    if is_dtensor(latent):  # cut by tensor parallelism; its gradient is taken as it comes
+    if is_dtensor(latent):  # sharded by tensor parallelism, and so is its gradient
         latent = latent.to_local(grad_placements=latent.placements)
-    return CompressedProduct.apply(x, latent, projection.of(x), layer)  # type: ignore[no-any-return]
+    return CompressedProduct.apply(x, latent, projection.project(x), layer)  # type: ignore[no-any-return]
 
 
 def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner: str) -> None:
-    """Layers of one mixer that read the same tensor."""
+    """Give layers of one mixer that read the same tensor their latents."""
     width = mixer.get_submodule(names[0]).in_features
     assert isinstance(width, int)
     projection = Projection(owner, width, projected_width(width, ratio), seed)
@@ -174,7 +204,7 @@ def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner
         weight = layer._parameters["weight"]
         assert weight is not None
         weight.requires_grad_(False)
-        # A slice of the weight, so that it lies where the weight does.
+        # A slice of the weight, so that it is sharded like the weight.
         like = weight.detach()[:, : projection.projected]
         layer.register_parameter("latent", nn.Parameter(torch.zeros_like(like)))
         vars(layer)["projection"] = projection

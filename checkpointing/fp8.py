@@ -1,14 +1,14 @@
-"""FP8 blocks: which linear layers they are, and how one that runs again finds the same scales.
+"""FP8 blocks: selection of linear layers, and recomputation with the same scales.
 
-torchao   the scale of a token's row is taken from that row, of a weight's row from that row, and
-          weight gradients are computed wide (recipe `rowwise_with_gw_hp`). Nothing is remembered,
-          so any recomputation gives the same bits, and nothing depends on how tokens are spread
-          over microbatches and ranks. Other recipes take scales from all tokens of a microbatch
-          on a rank. Routed experts multiply by megacpp/kernels/experts/fp8.py.
-te        Transformer Engine's current scaling: one scale for each tensor, taken from it. (Delayed
-          scaling has a history that would have to be saved.) A layer computes in FP8 only inside of
-          a context, so what runs again outside of it computes in bf16: `TransformerEngineSeam`
-          brings it along. Any other recomputation is refused.
+torchao   the scale of a token's row is computed from that row, of a weight's row from that row,
+          and weight gradients are computed wide (recipe `rowwise_with_gw_hp`). There is no state,
+          so any recomputation gives the same bits, and nothing depends on the distribution of
+          tokens over microbatches and ranks. Other recipes compute scales from all tokens of a
+          microbatch on a rank. Routed experts multiply by megacpp/kernels/experts/fp8.py.
+te        Transformer Engine's current scaling: one scale per tensor, computed from it. (Delayed
+          scaling has a history that would have to be saved.) A layer computes in FP8 only inside
+          a context, so a recomputation outside it would compute in bf16: `TransformerEngineSeam`
+          enters it again. Any other recomputation is rejected.
 
 Optional packages are imported inside functions. (Activation memory, not saved training state.)
 """
@@ -42,18 +42,18 @@ from megacpp.model.pieces import Piece
 
 R = TypeVar("R")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix products, no GPU before them
-GROUPED_CAPABILITY = (9, 0)  # of torch._scaled_grouped_mm, with a scale for each row
+GROUPED_CAPABILITY = (9, 0)  # required by torch._scaled_grouped_mm with a scale per row
 
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """What became of the layers that FP8 is for.
+    """Selected layers of a model.
 
     Attributes:
         converted: names of linear layers that compute in FP8.
-        experts: names of stacks of routed experts that do.
-        left: name to reason of those that don't.
-        emulated: rounded to FP8 and multiplied wide, where there is no hardware for it.
+        experts: names of stacks of routed experts that compute in FP8.
+        left: name to reason of layers that can't.
+        emulated: values are rounded to FP8 and multiplied wide, without FP8 hardware.
     """
 
     converted: tuple[str, ...]
@@ -62,7 +62,7 @@ class Fp8Layers:
     emulated: bool
 
     def words(self, precision: PrecisionConfig) -> list[str]:
-        """What a run prints."""
+        """Return lines for the header of a run."""
         how = "rounded to FP8 and multiplied wide" if self.emulated else "in FP8"
         experts = f" and {len(self.experts)} stacks of experts" if self.experts else ""
         where = f"of {fp8_kinds(precision)} blocks"
@@ -82,13 +82,21 @@ class Fp8Layers:
 
 
 def check_fp8(config: Config) -> None:
-    """Raise for the first broken rule of `precision.fp8` (megacpp/config/checks/fp8.py)."""
+    """Check `precision.fp8` (megacpp/config/checks/fp8.py).
+
+    Raises:
+        ConfigError: the first broken rule.
+    """
     for error in fp8_rules(config):
         raise error
 
 
 def check_fp8_device(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for FP8 that this device doesn't have."""
+    """Check that the device has the requested FP8.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
     fp8 = config.precision.fp8
     if fp8 == "off":
         return
@@ -120,7 +128,7 @@ def check_fp8_device(config: Config, device: torch.device) -> None:
 
 
 def _check_version() -> None:
-    """Raises ConfigError for a Transformer Engine from before `autocast` and current scaling."""
+    """Raise ConfigError for a Transformer Engine older than `autocast` and current scaling."""
     from transformer_engine import pytorch  # pyright: ignore[reportMissingImports]
     from transformer_engine.common import recipe  # pyright: ignore[reportMissingImports]
 
@@ -134,12 +142,14 @@ def _check_version() -> None:
 
 
 def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:
-    """Makes layers compute in FP8, in place: after heads are cut, before rows are sharded.
+    """Convert layers to FP8 in place, after heads are sharded and before FSDP2.
 
     Parameters stay the same objects under the same names.
 
     Args:
-        device: where the model will be; it may still be on the meta device.
+        model: this rank's part of the model.
+        config: configuration of the run.
+        device: device on which the model will run; it may still be on the meta device.
     """
     precision = config.precision
     if precision.fp8 == "off":
@@ -160,15 +170,16 @@ def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:
 
 
 class TransformerEngineSeam:
-    """The seam of a block that Transformer Engine computes in FP8 (megacpp/model/seam.py).
+    """Seam of a block that Transformer Engine computes in FP8 (megacpp/model/seam.py).
 
-    The whole block runs again, by Transformer Engine's recomputation; its pieces don't. What is
-    repeated enters the context of FP8 by itself: not every version of `checkpoint` with
-    `use_reentrant=False` does that in a backward. And it is a function: `checkpoint` sets
-    attributes on what it is given, which a method doesn't take.
+    The whole block is recomputed by Transformer Engine's `checkpoint`; its pieces aren't. The
+    repeated function enters the FP8 context itself: not every version of `checkpoint` with
+    `use_reentrant=False` does so in a backward. It is a function rather than a method, because
+    `checkpoint` sets attributes on it.
     """
 
     def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
+        """Run a whole block under Transformer Engine's `checkpoint`, and other pieces directly."""
         if piece != "block" or not torch.is_grad_enabled():
             return fn(*args)
         from transformer_engine.pytorch import checkpoint  # pyright: ignore[reportMissingImports]
@@ -180,11 +191,12 @@ class TransformerEngineSeam:
         return checkpoint(in_fp8, *args, use_reentrant=False)
 
     def keep(self, fn: Callable[..., R], *args: object) -> R:
+        """Call a function whose result is a decision; whole blocks needn't remember it."""
         return fn(*args)
 
 
 def fp8_context() -> AbstractContextManager[Any]:
-    """Transformer Engine computes in FP8 inside: e4m3 forward, e5m2 backward, current scaling."""
+    """Return Transformer Engine's FP8 context: e4m3 forward, e5m2 backward."""
     from transformer_engine.common.recipe import (  # pyright: ignore[reportMissingImports]
         Float8CurrentScaling,
         Format,
@@ -197,7 +209,7 @@ def fp8_context() -> AbstractContextManager[Any]:
 def _choose(
     model: HybridLM, config: Config
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-    """Names of linear layers and of experts that can, and of those that can't with the reason."""
+    """Return linear layers and experts that can be FP8, and the others with the reason."""
     layers, converted, experts, left = fp8_layers(model.config), [], [], {}
     chosen = set(fp8_wanted(config))
     for key in model.blocks:
@@ -258,7 +270,7 @@ def _by_transformer_engine(model: HybridLM, names: tuple[str, ...]) -> None:
     forward = model.forward
 
     def in_fp8(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # evaluation has rows of any number, and is done wide
+        if not torch.is_grad_enabled():  # evaluation has any number of rows, and is computed wide
             return forward(*args, **kwargs)
         with fp8_context():
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Memory of the host for what waits there, and the copies to it and back.
+"""Host memory for offloaded activations, and the copies to it and back.
 
 (Activation memory, not saved training state.)
 """
@@ -17,37 +17,48 @@ Mark = Any  # the end of a copy; None: it has ended
 
 @dataclass(eq=False)
 class Buffer:
-    """A piece of the host's memory, and the end of the last copy that touched it."""
+    """Buffer in host memory, and the end of the last copy that touched it."""
 
     bytes: Tensor
     last: Mark = None
 
 
-class Copies(Protocol):
-    """How bytes move between a device and the host; nothing here makes the host wait."""
+class HostCopies(Protocol):
+    """Copies between a device and the host; none of them makes the host wait."""
 
     def rounded(self, num_bytes: int) -> int:
-        """Bytes that a buffer for so many really takes."""
+        """Return the bytes that a buffer of `num_bytes` really takes."""
         ...
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """New bytes of the host, uint8."""
+        """Return a new uint8 buffer in host memory, `[num_bytes]`."""
         ...
 
     def out(self, here: Tensor, host: Tensor, after: Mark) -> Mark:
-        """Copies to the host what is computed by now, once `after` has ended."""
+        """Copy bytes to the host after the queued work and after `after`; return the copy's end.
+
+        Args:
+            here: `[N]` uint8 on the device.
+            host: `[N]` uint8 in host memory.
+            after: event to wait for first.
+        """
         ...
 
     def back(self, host: Tensor, after: Mark) -> tuple[Tensor, Mark]:
-        """New bytes of the device with what the host has, and when they are there."""
+        """Return a new device buffer with the host's bytes, and the copy's end.
+
+        Args:
+            host: `[N]` uint8 in host memory.
+            after: event to wait for first.
+        """
         ...
 
     def wait(self, mark: Mark) -> None:
-        """What is computed from now on comes after `mark`."""
+        """Make later work on the device wait for `mark`."""
         ...
 
     def trim(self) -> None:
-        """Lets the system have host buffers that nobody holds any more."""
+        """Return unused host buffers to the system."""
         ...
 
 
@@ -55,21 +66,38 @@ class PlainCopies:
     """Copies that have ended when they return: the device is the host."""
 
     def rounded(self, num_bytes: int) -> int:
+        """Return `num_bytes` unchanged."""
         return num_bytes
 
     def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return a new uint8 buffer, `[num_bytes]`."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def out(self, here: Tensor, host: Tensor, after: Mark) -> Mark:
+        """Copy `here` to `host` at once.
+
+        Args:
+            here: `[N]` uint8.
+            host: `[N]` uint8.
+            after: unused.
+        """
         host.copy_(here)
 
     def back(self, host: Tensor, after: Mark) -> tuple[Tensor, Mark]:
+        """Return a copy of `host`.
+
+        Args:
+            host: `[N]` uint8.
+            after: unused.
+        """
         return torch.empty_like(host).copy_(host), None
 
     def wait(self, mark: Mark) -> None:
+        """Do nothing: copies have ended."""
         pass
 
     def trim(self) -> None:
+        """Do nothing: buffers aren't pinned."""
         pass
 
 
@@ -81,26 +109,43 @@ class CudaCopies:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def rounded(self, num_bytes: int) -> int:
+        """Return the next power of two, which torch's allocator of pinned memory hands out."""
         # torch's allocator of pinned memory hands out powers of two.
         return 1 << (num_bytes - 1).bit_length()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return a new pinned uint8 buffer, `[num_bytes]`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def out(self, here: Tensor, host: Tensor, after: Mark) -> Mark:
+        """Copy to the host on a stream of its own.
+
+        Args:
+            here: `[N]` uint8 on the device.
+            host: `[N]` uint8, pinned.
+            after: event to wait for first.
+        """
         return self._copy(self._out, here, host, after)
 
     def back(self, host: Tensor, after: Mark) -> tuple[Tensor, Mark]:
-        # Memory of the computing stream, which the copy waits for: it may be used, and be given
-        # to others, in the order of that stream, and the allocator need not know of the copy.
+        """Copy to a new device buffer on a stream of its own.
+
+        Args:
+            host: `[N]` uint8, pinned.
+            after: event to wait for first.
+        """
+        # Memory of the computing stream, which the copy waits for: it may be used and reused in
+        # the order of that stream, and the allocator needn't know of the copy.
         here = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         return here, self._copy(self._back, host, here, after)
 
     def wait(self, mark: Mark) -> None:
+        """Make the computing stream wait for `mark`."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
     def trim(self) -> None:
+        """Empty torch's cache of pinned memory; this waits for the device."""
         # Waits for the device; only happens when sizes change and the host is full.
         empty = getattr(torch.accelerator, "empty_host_cache", None)
         if empty is not None:
@@ -116,22 +161,22 @@ class CudaCopies:
 
 
 class HostMemory:
-    """At most `host_bytes` of buffers, made once and used again by all of their size.
+    """Pool of at most `host_bytes` of buffers, reused by equal size.
 
     Attributes:
-        held_bytes: of all buffers, waiting for use or in use.
+        held_bytes: bytes of all buffers, free or in use.
         peak_bytes: most that were held.
     """
 
-    def __init__(self, host_bytes: int, copies: Copies) -> None:
+    def __init__(self, host_bytes: int, copies: HostCopies) -> None:
         self.host_bytes, self.copies = host_bytes, copies
         self.held_bytes = self.peak_bytes = self.num_made = 0
         self._free: dict[int, list[Buffer]] = {}
-        # Whose owner died, at a moment that may lie inside any method here.
+        # Buffers whose owner was freed, possibly inside a method of this class.
         self._returned: deque[Buffer] = deque()
 
     def take(self, num_bytes: int) -> Buffer | None:
-        """A buffer of at least so many bytes; None: there is no room."""
+        """Return a buffer of at least `num_bytes` bytes, or None if the pool is full."""
         self._sort_returned()
         size = self.copies.rounded(num_bytes)
         if self._free.get(size):
@@ -146,11 +191,11 @@ class HostMemory:
         return Buffer(self.copies.host_buffer(size))
 
     def give(self, buffer: Buffer) -> None:
-        """The buffer may be used by others."""
+        """Return a buffer to the pool."""
         self._returned.append(buffer)
 
     def release(self) -> None:
-        """Lets go of every buffer that isn't in use."""
+        """Free every buffer that isn't in use."""
         self._sort_returned()
         self._let_go(self.host_bytes)
 
@@ -160,7 +205,7 @@ class HostMemory:
             self._free.setdefault(buffer.bytes.numel(), []).append(buffer)
 
     def _let_go(self, size: int) -> None:
-        """Drops free buffers until one of `size` fits."""
+        """Free unused buffers until one of `size` fits."""
         for of_size, buffers in self._free.items():
             while buffers and self.held_bytes + size > self.host_bytes:
                 buffers.pop()

@@ -1,11 +1,11 @@
-"""Tensors that wait for the backward in the memory of the host.
+"""Offload of saved tensors to host memory until the backward.
 
-    forward   x1 x2 x3 ...   each is copied out while the next ones are computed, then let go
+    forward   x1 x2 x3 ...   each is copied out while the next ones are computed, then freed
     backward  ... x3 x2 x1   each is fetched while the backward of later ones is computed
 
-What moves is a storage: once, however many views of it are kept, and it comes back as the same bits
-with the same strides. On a GPU copies have streams of their own and the host waits for none of
-them; on a CPU a copy has ended when it returns, and everything else is the same.
+The unit is a storage: it moves once, however many views of it are saved, and comes back with the
+same bits and strides. On a GPU copies have their own streams and the host waits for none of them;
+on a CPU a copy has ended when it returns, and everything else is the same.
 
 (Activation memory, not saved training state.)
 """
@@ -24,7 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpointing.host_memory import Buffer, Copies, CudaCopies, HostMemory, PlainCopies
+from checkpointing.host_memory import Buffer, CudaCopies, HostCopies, HostMemory, PlainCopies
 from megacpp.dtensor import is_dtensor
 from megacpp.model.seam import recomputing
 
@@ -32,8 +32,8 @@ MIB = 1 << 20
 
 
 @dataclass
-class Traffic:
-    """What was moved, and what stayed on the device and why (numbers of tensors, and bytes)."""
+class OffloadTraffic:
+    """Bytes moved, and tensors that stayed on the device by reason (numbers and bytes)."""
 
     out_bytes: int = 0
     back_bytes: int = 0
@@ -42,16 +42,16 @@ class Traffic:
 
 
 class Offloader:
-    """Moves tensors to the host and back.
+    """Transfer of tensors to the host and back.
 
     Args:
         min_bytes: smaller tensors stay on the device.
-        host_bytes: most that is used of the host; what doesn't fit stays.
-        device: where tensors are.
-        window_bytes: most that is on the device on its way out, and as much on its way back. So
-            the last tensors of a forward never leave.
-        ahead: tensors that are fetched before they are asked for.
-        copies: how bytes move; by default as `device` does it.
+        host_bytes: most bytes of host memory; further tensors stay.
+        device: device of the tensors.
+        window_bytes: most bytes on the device on their way out, and as many on their way back. The
+            last tensors of a forward therefore never leave.
+        ahead: number of tensors that are fetched in advance.
+        copies: implementation of copies; chosen by `device` by default.
     """
 
     def __init__(
@@ -61,30 +61,30 @@ class Offloader:
         device: torch.device,
         window_bytes: int = 256 * MIB,
         ahead: int = 2,
-        copies: Copies | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self.min_bytes, self.device = min_bytes, device
         self.window_bytes, self.ahead = window_bytes, ahead
         if copies is None:
             copies = CudaCopies(device) if device.type == "cuda" else PlainCopies()
         self.copies, self.memory = copies, HostMemory(host_bytes, copies)
-        self.traffic = Traffic()
-        self._known: weakref.WeakKeyDictionary[UntypedStorage, weakref.ref[_Entry]]
+        self.traffic = OffloadTraffic()
+        self._known: weakref.WeakKeyDictionary[UntypedStorage, weakref.ref[_StoredTensor]]
         self._known = weakref.WeakKeyDictionary()
-        self._leaving: deque[weakref.ref[_Entry]] = deque()
-        self._coming: list[weakref.ref[_Entry]] = []
-        self._order: list[weakref.ref[_Entry]] = []
+        self._leaving: deque[weakref.ref[_StoredTensor]] = deque()
+        self._coming: list[weakref.ref[_StoredTensor]] = []
+        self._order: list[weakref.ref[_StoredTensor]] = []
 
     def begin(self) -> None:
-        """What is put from now on belongs to another forward, whose backward is another one."""
+        """Begin another forward, which has its own backward."""
         self._order = []
 
     def follow(self, root: nn.Module) -> None:
-        """Every forward of a model, or of a pipeline's stage, begins one."""
+        """Call `begin` at every forward of a model or of a pipeline stage."""
         root.register_forward_pre_hook(lambda *_: self.begin())
 
-    def of(self, module: nn.Module) -> Callable[[Tensor], Tensor | Parked]:
-        """`put` for what `module` keeps: its parameters, whoever gathered them, stay."""
+    def store_for(self, module: nn.Module) -> Callable[[Tensor], Tensor | Parked]:
+        """Return `put` for tensors that `module` saves; its parameters stay, also gathered ones."""
         owned: list[dict[str, Any]] = []
 
         def store(t: Tensor) -> Tensor | Parked:
@@ -95,10 +95,11 @@ class Offloader:
         return store
 
     def put(self, t: Tensor, owned: list[dict[str, Any]] | None = None) -> Parked | None:
-        """Copies `t` to the host; None: it stays, which `traffic` counts with the reason.
+        """Copy `t` to the host and return its handle; None if it stays, which `traffic` counts.
 
         Args:
-            owned: parameters of the module that keeps `t`.
+            t: any shape.
+            owned: parameters of the module that saves `t`.
         """
         reason = self._stays(t, owned or [])
         if reason:
@@ -110,7 +111,7 @@ class Offloader:
             buffer = self.memory.take(storage.nbytes())
             if buffer is None:
                 return self._stay("no room on the host", t)
-            entry = _Entry(self, t, buffer, self._order)
+            entry = _StoredTensor(self, t, buffer, self._order)
             self._known[storage] = weakref.ref(entry)
             self._order.append(weakref.ref(entry))
             self._leaving.append(weakref.ref(entry))
@@ -118,11 +119,11 @@ class Offloader:
         return Parked(entry, t)
 
     def _stays(self, t: Tensor, owned: list[dict[str, Any]]) -> str:
-        """Why a tensor doesn't move; nothing: it does."""
+        """Return the reason why a tensor stays, or nothing."""
         if is_traceable_wrapper_subclass(t) or t.layout != torch.strided:
             return "more than strided bytes"
         storage = t.untyped_storage()
-        # Of an expanded tensor, or a part of a larger one, the smaller of both.
+        # An expanded tensor is larger than its storage, a slice smaller: compare the smaller size.
         if min(t.numel() * t.itemsize, storage.nbytes()) < max(self.min_bytes, 1):
             return "small"
         if t.device.type != self.device.type:
@@ -142,7 +143,7 @@ class Offloader:
         self.traffic.stayed_bytes[reason] += t.numel() * t.itemsize
 
     def _shrink_window(self) -> None:
-        """Lets go of the oldest that are on their way out, once their copies have ended."""
+        """Free the oldest outgoing tensors beyond the window, once their copies have ended."""
         leaving = [e for e in (reference() for reference in self._leaving) if e is not None]
         total = sum(entry.num_bytes for entry in leaving)
         for entry in leaving:
@@ -152,14 +153,14 @@ class Offloader:
             entry.leave()
         self._leaving = deque(weakref.ref(e) for e in leaving if e.source is not None)
 
-    def fetch_before(self, order: list[weakref.ref[_Entry]], place: int) -> None:
-        """Starts to fetch what was put just before, as far as the window allows."""
+    def fetch_before(self, order: list[weakref.ref[_StoredTensor]], place: int) -> None:
+        """Start to fetch the tensors that were put just before, as far as the window allows."""
         coming = [e for e in (r() for r in self._coming) if e is not None and not e.arrived]
         room, left = self.window_bytes - sum(e.num_bytes for e in coming), self.ahead
         while place > 0 and left > 0:
             place -= 1
             entry = order[place]()
-            # Nobody asks twice, but for a second backward of the same graph: that one waits.
+            # Only a second backward of the same graph takes twice; it waits for its copy.
             if entry is None or (entry.last and entry.arrived):
                 continue
             left -= 1
@@ -173,38 +174,38 @@ class Offloader:
 
 
 class Parked:
-    """A tensor that waits on the host."""
+    """Handle of a tensor that is stored on the host."""
 
     __slots__ = ("__weakref__", "_dtype", "_entry", "_offset", "_size", "_stride")
 
-    def __init__(self, entry: _Entry, t: Tensor) -> None:
+    def __init__(self, entry: _StoredTensor, t: Tensor) -> None:
         self._entry, self._dtype = entry, t.dtype
         self._size, self._stride, self._offset = t.size(), t.stride(), t.storage_offset()
         entry.handles.add(self)
 
     def get(self) -> Tensor:
-        """The same bits, shape and strides on the device; views of one storage share one again.
+        """Return the tensor with the same bits, shape and strides; views share a storage again.
 
         Raises:
-            RuntimeError: it was changed in place while it was being copied.
+            RuntimeError: the tensor was changed in place while it was being copied.
         """
         storage = self._entry.take(self)
         whole = torch.empty(0, dtype=self._dtype, device=storage.device)
         return whole.set_(storage, self._offset, self._size, self._stride)
 
 
-class _Entry:
-    """A storage: on the device on its way out, on the host, or on the device again.
+class _StoredTensor:
+    """Storage of a saved tensor: outgoing, on the host, or back on the device.
 
     Attributes:
-        source: the tensor as it was kept, until its copy is known to have ended.
-        returned: its bytes on the device, until all handles have asked for them.
-        last: the same as long as whoever asked still has it.
-        arrived: somebody asked, and the computing stream waits for the copy.
+        source: the saved tensor, until its copy is known to have ended.
+        returned: its bytes on the device, until all handles have taken them.
+        last: weak reference to these, valid as long as a caller holds them.
+        arrived: a handle was taken, and the computing stream waits for the copy.
     """
 
     def __init__(
-        self, owner: Offloader, t: Tensor, buffer: Buffer, order: list[weakref.ref[_Entry]]
+        self, owner: Offloader, t: Tensor, buffer: Buffer, order: list[weakref.ref[_StoredTensor]]
     ) -> None:
         self.owner, self.buffer, self.order, self.place = owner, buffer, order, len(order)
         self.num_bytes, self.version = t.untyped_storage().nbytes(), t._version
@@ -223,14 +224,14 @@ class _Entry:
         return self.buffer.bytes[: self.num_bytes]
 
     def leave(self) -> None:
-        """The device's memory may be used by what is computed from now on."""
+        """Free the device's memory for later work."""
         assert self.source is not None
         self.owner.copies.wait(self.buffer.last)
         self.torn = self.source._version != self.version
         self.source = None
 
     def fetch(self) -> None:
-        """Starts the copy back."""
+        """Start the copy back."""
         copies, buffer = self.owner.copies, self.buffer
         self.returned, buffer.last = copies.back(self._host_bytes, buffer.last)
         self.last = weakref.ref(self.returned.untyped_storage())
@@ -238,7 +239,7 @@ class _Entry:
         self.arrived, self.waiting = False, weakref.WeakSet(self.handles)
 
     def take(self, handle: Parked) -> UntypedStorage:
-        """The storage, for one of its handles; fetches what comes next."""
+        """Return the storage for one of its handles; start to fetch the next ones."""
         if self.torn or (self.source is not None and self.source._version != self.version):
             raise RuntimeError(
                 "a tensor that the backward needs was changed in place after it was kept "
@@ -267,7 +268,7 @@ class _Entry:
         return here
 
     def __del__(self) -> None:
-        # Memory that a copy still reads or writes goes to nobody before the copy has ended.
+        # Memory isn't reused before the copies that read or write it have ended.
         if getattr(self, "source", None) is not None or not getattr(self, "arrived", True):
             self.owner.copies.wait(self.buffer.last)
         self.owner.memory.give(self.buffer)
@@ -275,7 +276,7 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class _Stayed:
-    """A tensor that stayed, with the check that autograd makes where there are no hooks."""
+    """Tensor that stayed on the device, with autograd's check for in-place changes."""
 
     t: Tensor
     version: int
@@ -291,17 +292,18 @@ class _Stayed:
 
 @contextmanager
 def offloaded(offloader: Offloader, module: nn.Module | None = None) -> Iterator[None]:
-    """What autograd saves inside waits on the host: one forward, of plain modules.
+    """Offload what autograd saves inside the context: one forward, of plain modules.
 
         with offloaded(offloader, model):
             loss = model(x)
         loss.backward()
 
     Args:
-        module: whose parameters stay; those that autograd saves as they are, or views of them, stay
-            in any case.
+        offloader: transfer of tensors.
+        module: module whose parameters stay; parameters that autograd saves unchanged, or views of
+            them, stay in any case.
     """
-    store = offloader.of(module) if module is not None else offloader.put
+    store = offloader.store_for(module) if module is not None else offloader.put
     offloader.begin()
 
     def pack(t: Tensor) -> Parked | _Stayed:
@@ -313,5 +315,5 @@ def offloaded(offloader: Offloader, module: nn.Module | None = None) -> Iterator
 
 
 def _address(p: Tensor) -> int:
-    """The storage that this rank has of a parameter."""
+    """Return the address of this rank's storage of a parameter."""
     return (p._local_tensor if is_dtensor(p) else p).untyped_storage()._cdata

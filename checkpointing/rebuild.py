@@ -1,19 +1,19 @@
 """Recompute with discarded results: pieces of a forward that the backward runs again.
 
 torch.utils.checkpoint drops what autograd saves *inside* a function but keeps what the function
-returns, because the operator behind it saves that. Of a norm, a projection or a rotation the result
-is all there is to save. Here results are dropped too:
+returns, because the operator behind it saves that. For a norm, a projection or a rotation the
+result is all there is to save. Here results are dropped too:
 
-    x -- piece 1 -- a -- piece 2 -- b -- kept operator        kept: x
+    x -- piece 1 -- a -- piece 2 -- b -- kept operator        saved: x
                                                               dropped: a, b, all that is inside
 
-While a block's forward runs, everything that autograd wants to save passes `Forward.pack`. A tensor
-that lies in the storage of a piece's result, or that is saved inside a piece, becomes a handle. The
-first handle that the backward asks for runs its piece again from the piece's arguments; an argument
-that is another piece's result is a handle itself, so a chain goes back to what was kept.
+While a block's forward runs, every tensor that autograd saves passes `Forward.pack`. A tensor that
+lies in the storage of a piece's result, or that is saved inside a piece, becomes a handle. The
+first handle that the backward resolves runs its piece again from the piece's arguments; an argument
+that is another piece's result is a handle itself, so a chain goes back to saved tensors.
 
 (Megatron-LM's `CheckpointWithoutOutput` has the same aim; it empties storages and fills them again
-from a gradient hook. Saved-tensor hooks leave tensors alone.)
+from a gradient hook. Saved-tensor hooks leave tensors unchanged.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from checkpointing.surroundings import Surroundings
+from checkpointing.rng_and_autocast import RngAndAutocastState
 from megacpp.model.pieces import Piece
 
 R = TypeVar("R")
@@ -36,10 +36,10 @@ Check = Literal["default", "none"]
 
 
 class Waiting(Protocol):
-    """A tensor that waits elsewhere."""
+    """Handle of a tensor that is stored elsewhere."""
 
     def get(self) -> Tensor:
-        """The tensor, back on its device."""
+        """Return the tensor on its device."""
         ...
 
 
@@ -47,32 +47,36 @@ Store = Callable[[Tensor], "Tensor | Waiting"]
 
 
 def stay(t: Tensor) -> Tensor:
-    """The `Store` that leaves tensors where they are."""
+    """Return the tensor itself: the `Store` that moves nothing.
+
+    Args:
+        t: any shape.
+    """
     return t
 
 
 class RebuildError(RuntimeError):
-    """A piece did something else when it ran again."""
+    """Error of a piece whose recomputation differed from its first run."""
 
 
 @dataclass
 class Replays:
-    """How often each piece ran again; `running` while one does."""
+    """Number of recomputations per piece; `running` during one."""
 
     counts: dict[str, int] = field(default_factory=dict)
     running: bool = False
 
 
 class BlockSeam:
-    """The seam of one block and of all its modules (megacpp/model/seam.py).
+    """Seam of one block and of all its modules (megacpp/model/seam.py).
 
     Args:
-        pieces: what runs again; with "block" in it all of the block does and the rest is inside.
+        pieces: recomputed pieces; with "block" the whole block is, and the others are inside it.
         replays: counts for the whole model.
-        store: where what is kept waits for the backward.
-        everything: store all that is saved, not only arguments of pieces.
-        check: "none" accepts tensors of another shape from a piece that runs again.
-        before, after: where the block in front left its streams, and where this one leaves its own.
+        store: where saved tensors are kept until the backward.
+        everything: store all saved tensors, not only arguments of pieces.
+        check: "none" accepts tensors of another shape from a recomputation.
+        before, after: handover of streams from the block in front, and to the next block.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class BlockSeam:
         self.region: _Region | None = None  # which runs now, for the first time or again
 
     def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
+        """Run a piece; drop its results if the policy recomputes it."""
         whole = piece == "connected" or (piece == "block" and self.forward is None)
         if whole and self.region is None and torch.is_grad_enabled():
             return self._block(piece, fn, args)
@@ -100,6 +105,7 @@ class BlockSeam:
         return self.forward.run(piece, fn, args)
 
     def keep(self, fn: Callable[..., R], *args: object) -> R:
+        """Return a decision; inside a piece the first run's decision is remembered."""
         return fn(*args) if self.region is None else self.region.decide(fn, args)
 
     def _block(self, piece: Piece, fn: Callable[..., R], args: tuple[object, ...]) -> R:
@@ -118,7 +124,7 @@ class BlockSeam:
 
     @contextmanager
     def inside(self, region: _Region) -> Iterator[None]:
-        """Pieces in it are part of `region`."""
+        """Make pieces inside the context part of `region`."""
         self.region = region
         try:
             yield
@@ -128,22 +134,22 @@ class BlockSeam:
 
 @dataclass
 class Handover:
-    """Between two blocks of a group: streams that the first made, until the second begins."""
+    """Streams that one block of a group made, until the next block begins."""
 
     results: dict[int, _Entry] = field(default_factory=dict)
 
 
 class Forward:
-    """One forward of one block: whose results are dropped."""
+    """Forward of one block, whose results are dropped."""
 
     def __init__(self, seam: BlockSeam) -> None:
         self.seam = seam
         self._results: dict[int, _Entry] = {}
 
     def run(self, piece: Piece, fn: Callable[..., R], args: tuple[object, ...]) -> R:
-        """`fn(*args)`; what it saves and what it returns is dropped.
+        """Return `fn(*args)`; drop what it saves and what it returns.
 
-        Between hyper-connections what a mixer returns is kept: streams are mixed again from it.
+        Between hyper-connections the mixer's result is kept: streams are mixed again from it.
         """
         region = _Region(self, piece, fn, args)
         result = region.first(self, args)
@@ -154,7 +160,11 @@ class Forward:
         return result
 
     def pack(self, t: Tensor) -> Any:
-        """What autograd gets to hold instead of `t`, outside of pieces."""
+        """Return what autograd saves instead of `t`, outside of pieces.
+
+        Args:
+            t: any shape.
+        """
         handle = self.find(t)
         if handle is not None:
             return handle
@@ -164,30 +174,33 @@ class Forward:
         return self.seam.store(t.detach()) if self.seam.everything else t.detach()
 
     def end(self) -> None:
-        """Forgets results: whatever was packed holds this object, and would hold their pieces'
-        arguments until the block's last backward."""
+        """Forget results: saved tensors hold this object, and would hold pieces' arguments."""
         self._results.clear()
 
     def take(self, handover: Handover) -> None:
-        """The streams that the block in front made are results to rebuild here too."""
+        """Take over the streams of the block in front as results that can be recomputed."""
         self._results |= handover.results
         handover.results = {}
 
     def leave(self, result: Any, handover: Handover) -> None:
-        """Lets the next block take what this one made."""
+        """Hand this block's streams to the next block."""
         places = map(_address, _tensors(result))
         handover.results = {p: self._results[p] for p in places if p in self._results}
 
     def find(self, t: Tensor) -> _Result | None:
-        """The handle of `t` if it is a view of an earlier piece's result."""
+        """Return the handle of `t` if it is a view of an earlier piece's result, else None.
+
+        Args:
+            t: any shape.
+        """
         entry = self._results.get(_address(t))
         return None if entry is None else entry.handle(t)
 
 
 class _Entry:
-    """A result as it was returned.
+    """Result of a piece, as it was returned.
 
-    The weak reference keeps the storage's address from being used again while it is looked up.
+    The weak reference prevents the storage's address from being reused while it is looked up.
     """
 
     def __init__(self, region: _Region, index: int, t: Tensor) -> None:
@@ -204,7 +217,7 @@ class _Entry:
 
 
 class _Result:
-    """A view of the `index`-th result of a region."""
+    """Handle of a view of the `index`-th result of a region."""
 
     def __init__(self, region: _Region, index: int, t: Tensor) -> None:
         self.region, self.index = region, index
@@ -218,7 +231,7 @@ class _Result:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """The `index`-th tensor that autograd saved in a region."""
+    """Handle of the `index`-th tensor that autograd saved in a region."""
 
     region: _Region
     index: int
@@ -228,14 +241,13 @@ class _Saved:
 
 
 class _Region:
-    """One call of a piece: what it takes to run it again, and what another run gave.
+    """Call of a piece: what is needed to run it again, and the results of another run.
 
-    What another run gave lasts until every handle took its part, or until the graph is freed. A
+    These results live until every handle has taken its part, or until the graph is freed. A
     function that reads `ctx.saved_tensors` twice takes twice, and so has the piece run twice.
 
     Attributes:
-        saved: shape, dtype and device by place among all that autograd saved in the piece; only
-            what was dropped is in it.
+        saved: shape, dtype and device of dropped tensors, by index among all that autograd saved.
     """
 
     def __init__(
@@ -243,8 +255,8 @@ class _Region:
     ) -> None:
         self.seam, self.piece, self.fn = forward.seam, piece, fn
         self.arguments = {_address(a) for a in args if isinstance(a, Tensor)}
-        self.args = [_Argument.of(a, forward) for a in args]
-        self.surroundings = Surroundings.now(args)
+        self.args = [_Argument.capture(a, forward) for a in args]
+        self.surroundings = RngAndAutocastState.now(args)
         self.decisions: list[Any] = []
         self.saved: dict[int, tuple[Any, ...]] = {}
         self.num_saves = self.results_wanted = 0
@@ -254,7 +266,7 @@ class _Region:
         self._results_left = 0
 
     def first(self, forward: Forward, args: tuple[object, ...]) -> Any:
-        """The forward's own run."""
+        """Run the piece in the forward."""
 
         def pack(t: Tensor) -> Any:
             index, self.num_saves = self.num_saves, self.num_saves + 1
@@ -272,7 +284,7 @@ class _Region:
             return self.fn(*args)
 
     def decide(self, fn: Callable[..., R], args: tuple[object, ...]) -> R:
-        """A decision, made by the first run and remembered by the others."""
+        """Return a decision, made by the first run and remembered for recomputation."""
         if self._deciding is not None:
             return next(self._deciding)
         self.decisions.append(fn(*args))
@@ -337,14 +349,14 @@ class _Region:
 
 @dataclass(frozen=True, eq=False)
 class _Argument:
-    """What a piece was given: anything, or a tensor that is kept, waits elsewhere or is rebuilt."""
+    """Argument of a piece: any object, or a tensor that is saved, stored or recomputed."""
 
     kept: Any
     requires_grad: bool | None  # None: given as it is
     version: int | None = None
 
     @staticmethod
-    def of(arg: object, forward: Forward) -> _Argument:
+    def capture(arg: object, forward: Forward) -> _Argument:
         if not isinstance(arg, Tensor) or _is_parameter(arg):
             return _Argument(arg, None)
         handle = forward.find(arg)
@@ -363,11 +375,11 @@ class _Argument:
 
 
 class _AllThere(Exception):  # noqa: N818 - it is none
-    """Ends a run that has given all that it was run for."""
+    """Signal that ends a recomputation once all dropped tensors are available."""
 
 
 def unpack(held: Any) -> Tensor:
-    """The tensor that autograd saved."""
+    """Return the tensor that autograd saved."""
     return held if isinstance(held, Tensor) else held.get()
 
 

@@ -1,3 +1,3 @@
-"""megacpp: a pure-PyTorch, DTensor-native trainer for hybrid language models."""
+"""Pure-PyTorch, DTensor-native trainer for hybrid language models."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m megacpp` is the `megacpp` command."""
+"""Entry point of `python -m megacpp`, which is the `megacpp` command."""
 
 from megacpp.cli.main import main
 

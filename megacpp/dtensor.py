@@ -1,7 +1,7 @@
-"""Questions about DTensors that don't import them.
+"""Test for DTensors that doesn't import them.
 
 `torch.distributed.tensor` takes as long to import as the rest of torch beyond its core (sympy); a
-process that made no DTensor needs none of it.
+process without DTensors doesn't need it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(t: object) -> TypeGuard[DTensor]:
-    """Whether `t` is a DTensor; False as long as nobody imported the class."""
+    """Return whether `t` is a DTensor; False as long as the class isn't imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)

@@ -1,4 +1,4 @@
-"""Every way a run ends early, with the exit code that tells a launcher which one it was."""
+"""Errors that end a run, each with the exit code that tells a launcher which one it was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_CODES = {
     6: "a peer is lost or hangs",
     75: "preempted: saved, start it again",
     130: "interrupted by Ctrl-C",
-    141: "nobody reads the output any more",
+    141: "the output was closed",
 }
 LONGEST = 120  # characters of a value that an error repeats
 GIVEN_KEY = re.compile(r"(?<![\w.-])([a-z]\w*(?:\.[a-z]\w*)+)=([^\s,;:]+)")
@@ -26,9 +26,9 @@ GIVEN_NUMBER = re.compile(r"^use (-?\d[\d.e+-]*)(?= or |,|$)")
 
 
 class MegacppError(Exception):
-    """An error whose message is one line for a person; `exit_code` is for the launcher.
+    """Error whose message is one line for a person; `exit_code` is for the launcher.
 
-    Several mistakes that were found together are lines of their own.
+    Several mistakes that were found together are separate lines.
     """
 
     exit_code = 1
@@ -39,40 +39,46 @@ class MegacppError(Exception):
 
 
 class ConfigError(MegacppError, ValueError):
-    """A setting breaks a rule: `key=value: rule (numbers). Fix: action.` Raised before any work."""
+    """Setting that breaks a rule: one line `key=value: rule (numbers). Fix: action.` each."""
 
     exit_code = 2
 
 
 class DataError(MegacppError):
-    """The corpus is missing, truncated, corrupt or out of vocabulary; names shard and row."""
+    """Corpus that is missing, truncated, corrupt or out of vocabulary; names shard and row."""
 
     exit_code = 3
 
 
 class CheckpointError(MegacppError):
-    """Saved training state is missing, incomplete or doesn't match the model."""
+    """Saved training state that is missing, incomplete or of another model."""
 
     exit_code = 4
 
 
 class PreemptedError(MegacppError):
-    """The run was told to leave, and has saved."""
+    """End of a run that was asked to stop, after it has saved."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: what is tried again succeeds
 
 
 class NonFiniteError(MegacppError):
-    """The budget of non-finite steps is spent."""
+    """End of a run after too many non-finite steps."""
 
     exit_code = 5
 
 
 def config_error(key: str, value: object, rule: str, fix: str) -> ConfigError:
-    """One-line configuration error; `key` is the dotted flag without dashes (`model.depth`).
+    """Return a configuration error of one line.
 
-    Settings of the fix (`use model.depth=8`, or `use 8` of the key itself) are shown as they are
+    Settings in the fix (`use model.depth=8`, or `use 8` for the key itself) are shown as they are
     typed: `use --model.depth 8`.
+
+    Args:
+        key: dotted flag without dashes (`model.depth`).
+        value: its value.
+        rule: rule that it breaks, with numbers.
+        fix: what to type instead.
     """
     if "." in key:
         fix = GIVEN_NUMBER.sub(rf"use {key}=\1", fix)
@@ -81,7 +87,7 @@ def config_error(key: str, value: object, rule: str, fix: str) -> ConfigError:
 
 
 def path_error(error: OSError) -> ConfigError:
-    """A path of the command line that the system doesn't take; anything else is raised again."""
+    """Return the error for an invalid path of the command line; raise any other error again."""
     if error.filename is None or isinstance(error.filename, int):
         raise error
     why = (error.strerror or type(error).__name__).lower()
@@ -90,7 +96,7 @@ def path_error(error: OSError) -> ConfigError:
 
 
 def shortened(value: object) -> str:
-    """A value as text of at most `LONGEST` characters, its middle left out where it is longer."""
+    """Return a value as text of at most `LONGEST` characters, without the middle of longer ones."""
     if isinstance(value, int) and abs(value) >= 10**LONGEST:
         return f"a number of {round(value.bit_length() * math.log10(2))} digits"
     text = str(value)
@@ -99,13 +105,12 @@ def shortened(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Text as one line that any terminal shows: line breaks, control codes and bytes that are no
-    UTF-8 as escapes."""
+    """Return text as one line: line breaks, control codes and invalid UTF-8 become escapes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """`did you mean 'x'` when a known word is close, else a list of the known words."""
+    """Return `did you mean 'x'` if a known word is similar, else a list of the known words."""
     words = sorted(known)
     close = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}" if close else f"use one of {', '.join(words)}"

@@ -1,7 +1,7 @@
-"""Versions of Python and torch that are supported, and those that the test suite ran on.
+"""Supported versions of Python and torch, and those that the test suite ran on.
 
-`python megacpp/versions.py [TORCH]` prints the constraints of one torch, for the Makefile. It is
-run before anything is installed, perhaps by an older Python: no imports but `sys`.
+`python megacpp/versions.py [TORCH]` prints the constraints of one torch, for the Makefile. It runs
+before anything is installed, perhaps on an older Python: it imports only `sys`.
 """
 
 import sys
@@ -24,7 +24,7 @@ TESTED_PYTHON = ("3.11",)
 
 
 def constraints(torch, python=sys.version_info):
-    """Lines of a constraints file that fix torch and its Triton, for a Python version tuple.
+    """Return lines of a constraints file that fix torch and its Triton, for a Python version tuple.
 
     Raises:
         ValueError: an unsupported Python or torch, one line with the fix.
@@ -44,12 +44,12 @@ def constraints(torch, python=sys.version_info):
 
 
 def minor(version):
-    """The first two numbers of a version: (2, 13) of `2.13.0+cpu`."""
+    """Return the first two numbers of a version: (2, 13) for `2.13.0+cpu`."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def remark(torch):
-    """Supported and tested torch, after what speaks against the one that is installed."""
+    """Return supported and tested torch versions, after a warning about an unsupported one."""
     first, *_, last = TRITON
     words = f"supported: {first} to {last}; tested: {', '.join(TESTED_TORCH)}"
     if minor(torch) < minor(first):

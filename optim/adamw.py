@@ -1,8 +1,8 @@
-"""AdamW by torch's fused kernel on the local parts of parameters.
+"""AdamW by torch's fused kernel on the local shards of parameters.
 
-The update is elementwise, so shards need no exchange. Going around DTensor's dispatch and torch's
-per-parameter bookkeeping leaves little more than the kernel, which counts when parameters are
-small or many.
+The update is elementwise, so shards exchange nothing. Bypassing DTensor's dispatch and torch's
+per-parameter bookkeeping leaves little more than the kernel, which matters for small or many
+parameters.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ StateKind = Literal["fp32", "8bit", "4bit", "cpu_offload"]
 
 
 def new_state(parameter: Tensor, kind: StateKind = "fp32") -> dict[str, Tensor]:
-    """Zero moments `exp_avg` and `exp_avg_sq`, of the parameter's shape and sharding.
+    """Return zero moments `exp_avg` and `exp_avg_sq`, of the parameter's shape and sharding.
 
-    `fp32` ones have the parameter's dtype, fp32 or fp64: the kernel takes no mixture of dtypes, and
-    in bf16 a second moment would hardly move, 1 - beta2 of it being a few last places. `8bit` and
-    `4bit` are torchao's (optim/low_bit.py); `cpu_offload` ones are on the host (optim/offload.py).
+    `fp32` moments have the parameter's dtype, fp32 or fp64: the kernel takes no mixture of dtypes,
+    and in bf16 a second moment would hardly change, because 1 - beta2 of it is a few last places.
+    `8bit` and `4bit` moments are torchao's (optim/low_bit.py); `cpu_offload` keeps moments on the
+    host (optim/offload.py).
+
+    Args:
+        parameter: any shape.
+        kind: storage of the moments.
 
     Raises:
-        ConfigError: `optim.adamw_state` is not to be had here.
+        ConfigError: `optim.adamw_state` isn't available here.
     """
     assert parameter.dtype in (torch.float32, torch.float64), (
         f"AdamW keeps fp32 or fp64 weights, not {parameter.dtype}"
@@ -46,13 +51,14 @@ def new_state(parameter: Tensor, kind: StateKind = "fp32") -> dict[str, Tensor]:
 def adamw_update(
     group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> None:
-    """One update of parameters that all have a gradient; equals `torch.optim.AdamW(fused=True)`.
+    """Update parameters that all have a gradient; equals `torch.optim.AdamW(fused=True)`.
 
     Args:
         group: `lr` (float or 0-d tensor), `betas`, `eps`, `weight_decay`, and `cautious`: weights
             decay only where the update shrinks them too (`cautious_adamw`).
+        params: parameters with gradients.
         states: `new_state` of each parameter, of any kind, with `step`, a 0-d fp32 tensor on the
-            parameter's device that the caller has counted up already.
+            parameter's device that the caller has incremented already.
     """
     kinds: dict[Any, list[tuple[Tensor, dict[str, Tensor]]]] = {}
     for p, state in zip(params, states, strict=True):
@@ -72,7 +78,7 @@ def adamw_update(
 def _fused_update(
     group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> None:
-    """All parameters of one dtype at once, with moments of that dtype beside them."""
+    """Update all parameters of one dtype by one kernel call, with moments of the same dtype."""
     adamw_kernel(
         group,
         [local_part(p) for p in params],

@@ -1,7 +1,7 @@
-"""The arithmetic of AdamW on plain tensors: torch's fused kernel, and the form with cautious decay.
+"""Arithmetic of AdamW on plain tensors: torch's fused kernel, and a form with cautious decay.
 
 Lists run in parallel over parameters. A group is a mapping with `lr` (float or 0-d tensor),
-`betas`, `eps`, `weight_decay` and, if it is to be on, `cautious`.
+`betas`, `eps`, `weight_decay` and, optionally, `cautious`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ def adamw_kernel(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """One update in place, of tensors that share a dtype and a device; `steps` are counted.
+    """Update tensors of one dtype and device in place.
 
-    Weights, gradients and moments must agree in dtype: torch 2.13's kernel refuses a mixture, on
-    a CPU and on a GPU alike (pytorch#147653 would take fp32 weights with bf16 moments).
+    torch 2.13's kernel rejects weights, gradients and moments of different dtypes, on a CPU and on
+    a GPU alike (pytorch#147653 would take fp32 weights with bf16 moments).
+
+    Args:
+        group: settings, see the module.
+        weights: any shape; updated.
+        grads: gradients of the weights' shapes.
+        exp_avgs: first moments; updated.
+        exp_avg_sqs: second moments; updated.
+        steps: 0-d step counters, incremented already.
     """
     if group.get("cautious") and group["weight_decay"]:
         cautious_adamw(group, weights, grads, exp_avgs, exp_avg_sqs, steps)
@@ -33,7 +41,7 @@ def adamw_kernel(
         grads,
         exp_avgs,
         exp_avg_sqs,
-        [],  # of amsgrad
+        [],  # max_exp_avg_sqs, for amsgrad only
         steps,
         lr=group["lr"],
         beta1=group["betas"][0],
@@ -53,17 +61,25 @@ def cautious_adamw(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """w <- w - lr (u + weight_decay * [u w >= 0] * w), with u the bias-corrected Adam update.
+    """Update w <- w - lr (u + weight_decay * [u w >= 0] * w), u the bias-corrected update.
 
-    Decay acts only where u and w have the same sign, so that both of them shrink the entry, and
-    where u is zero, so that nothing is worked against (Chen et al., 2510.12402, algorithm 1: the
-    sign is that of the update, not of the gradient). Temporaries: two lists of the weights' size.
+    Decay acts only where u and w have the same sign, so that both shrink the entry, and where u is
+    zero, so that it opposes no update (Chen et al., 2510.12402, algorithm 1: the sign is that of
+    the update, not of the gradient). Temporary memory: two lists of the weights' size.
+
+    Args:
+        group: settings, see the module.
+        weights: any shape; updated.
+        grads: gradients of the weights' shapes.
+        exp_avgs: first moments; updated.
+        exp_avg_sqs: second moments; updated.
+        steps: 0-d step counters, incremented already.
     """
     (beta1, beta2), lr = group["betas"], group["lr"]
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-    counts_P = torch.stack(steps).double()  # P parameters; no value of it leaves the device
+    counts_P = torch.stack(steps).double()  # P parameters; stays on the device
     corrections1 = list((1 - beta1**counts_P).unbind())
     roots2 = list((1 - beta2**counts_P).sqrt().unbind())
     denominators = list(torch._foreach_sqrt(exp_avg_sqs))
@@ -72,7 +88,7 @@ def cautious_adamw(
     updates = list(torch._foreach_div(exp_avgs, denominators))
     torch._foreach_div_(updates, corrections1)
     for weight, update, denominator in zip(weights, updates, denominators, strict=True):
-        decay = denominator.copy_(weight).mul_(group["weight_decay"])  # its memory is free by now
+        decay = denominator.copy_(weight).mul_(group["weight_decay"])  # reuses its memory
         update.add_(decay.mul_(update * weight >= 0))
     if isinstance(lr, Tensor):
         torch._foreach_mul_(updates, lr)

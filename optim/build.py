@@ -1,4 +1,4 @@
-"""The optimizer of a model, by the table of its parameters."""
+"""Build the optimizer of a model from its parameter table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from optim.muon_adamw import MuonAdamW
 def build_optimizer(
     model: HybridLM, config: Config, process_groups: Sequence[dist.ProcessGroup] = ()
 ) -> MuonAdamW:
-    """Muon and AdamW over a materialised (and, if it will be, sharded) model.
+    """Return Muon and AdamW over a materialised model, after sharding if it is sharded at all.
 
     Args:
-        process_groups: of several mesh axes (`World.holders`), for Muon to choose from.
+        model: materialised model.
+        config: configuration of the run.
+        process_groups: groups that span several mesh axes (`World.holders`), for Muon to search.
 
     Raises:
         ConfigError: a parameter matches no row of the table in optim/groups.py, or several.
@@ -39,9 +41,9 @@ def build_optimizer(
 
 
 def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[str, Any]]:
-    """Parameter groups: one per algorithm, learning rate and decay, with the parameters' names.
+    """Return parameter groups, one per algorithm, rate and decay, with the parameters' names.
 
-    Latents are a group of their own; the weights that move through them are in none.
+    Latents form groups of their own; the weights that they update belong to no group.
     """
     found: dict[Any, dict[str, Any]] = {}
     for a in assignments:
@@ -62,12 +64,12 @@ def groups(assignments: Sequence[Assignment], config: OptimConfig) -> list[dict[
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Learning rate of every parameter group of this rank, by the group's name."""
+    """Return the learning rate of each parameter group of this rank, by the group's name."""
     return {group["name"]: float(group["lr"]) for group in optimizer.param_groups}
 
 
 def describe(model: HybridLM, config: Config) -> list[str]:
-    """Settings, and the table of parameters, for the header of a run."""
+    """Return the settings and the parameter table as lines for the header of a run."""
     c, assignments = config.optim, assign(model, config.optim.name)
     lines = []
     if any(a.algorithm == "muon" for a in assignments):
@@ -83,7 +85,7 @@ def describe(model: HybridLM, config: Config) -> list[str]:
 
 
 def _name(a: Assignment, taken: Container[str | None]) -> str:
-    """`muon`, `adamw_embed`, `adamw_matrix`, ...; a number tells apart equal ones."""
+    """Return a group name such as `muon` or `adamw_embed`; a number distinguishes equal names."""
     words = [a.algorithm]
     if a.algorithm == "adamw":
         words.append("matrix" if a.row.rate == "lr" else a.row.rate.removesuffix("_lr"))

@@ -1,4 +1,4 @@
-"""Global gradient norm over local shards, and clipping by it: one all-reduce on any mesh."""
+"""Clip by the global gradient norm over local shards, with one all-reduce on any mesh."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def clip_gradients(
     along: Tensor | None = None,
     loss_scale: float = 1.0,
 ) -> Tensor:
-    """Scales all gradients in place so that their joint 2-norm is at most `max_norm`.
+    """Scale all gradients in place so that their joint 2-norm is at most `max_norm`.
 
     The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. A
-    non-finite norm leaves the gradients as they are, for the caller to skip the step and look.
+    non-finite norm leaves the gradients unchanged; the caller skips the step.
 
     Args:
-        model: what this rank has of it; stages of a pipeline each bring their own parameters.
+        model: this rank's part of the model; each pipeline stage passes its own parameters.
         max_norm: 0 measures only.
-        group: the ranks that together hold the model; by default all, if parameters are sharded.
+        group: ranks that together hold the model; all ranks by default, if parameters are sharded.
         copies: parameters that another rank counts already (the tied weight on the second of two
             pipeline stages, whose gradient is the same sum): scaled, but not counted.
-        along: fp64 numbers of this rank, summed over the ranks in place by the same all-reduce.
-        loss_scale: what the loss was multiplied with; the gradients are divided by it as well.
+        along: `[N]` fp64 numbers of this rank, summed over the ranks in place by the same
+            all-reduce.
+        loss_scale: factor of the loss; the gradients are divided by it as well.
 
     Returns:
-        The norm before clipping, divided by `loss_scale`; fp64, the same on every rank.
+        The norm before clipping, divided by `loss_scale`: 0-d fp64, the same on every rank.
     """
     params = list(model.parameters())
     if group is None and any(is_dtensor(p) for p in params):
@@ -56,7 +57,7 @@ def clip_gradients(
     if not grads or (not max_norm and loss_scale == 1.0):
         return norm
     if loss_scale == 1.0 and not norm.is_cuda and norm.item() + 1e-6 <= max_norm:
-        return norm  # the factor is 1; a GPU would have to wait to know, and multiplies with it
+        return norm  # the factor is 1; on a GPU testing it would wait for the device
     limit = max_norm or torch.inf
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0).where(norm.isfinite(), 1.0) / loss_scale
     local = [local_part(g) for g in grads]
@@ -73,18 +74,19 @@ def gradient_norm(
     device: torch.device | None = None,
     along: Tensor | None = None,
 ) -> Tensor:
-    """2-norm over all elements of all gradients, each counted once however often it is stored.
+    """Return the 2-norm over all elements of all gradients, each counted once on any mesh.
 
-    What several ranks hold alike counts on each of them, by its share: so a value that isn't finite
-    is seen wherever it is. A DTensor is held alike along every axis of its own mesh that doesn't
-    shard it; meshes may differ between gradients, and between ranks. A plain tensor is taken to be
-    on all ranks of `group`. Norms of single tensors are made in fp32 or wider, their squares and
-    sums in fp64.
+    Elements that several ranks store count on each of them by a share, so that a non-finite value
+    is detected on whichever rank has it. A DTensor is replicated along every axis of its own mesh
+    that doesn't shard it; meshes may differ between gradients and between ranks. A plain tensor is
+    assumed to be on all ranks of `group`. Norms of single tensors are computed in fp32 or wider;
+    their squares and sums in fp64.
 
     Args:
-        group: whose ranks take part, in one all-reduce; None: this process alone.
-        device: of the result where there is no gradient.
-        along: other fp64 numbers that the same all-reduce sums, in place.
+        grads: gradients of any shapes.
+        group: ranks that take part in the all-reduce; None: this process alone.
+        device: device of the result if there is no gradient.
+        along: `[N]` further fp64 numbers that the same all-reduce sums, in place.
     """
     assert group is not None or not any(is_dtensor(g) for g in grads), "shards need a group"
     ranks = 1 if group is None else dist.get_world_size(group)
@@ -107,7 +109,7 @@ def gradient_norm(
 
 
 def _copies(g: DTensor) -> int:
-    """Ranks of its mesh that hold the same part of `g`, this one included."""
+    """Return the number of ranks of the gradient's mesh that hold the same shard."""
     mesh, placements = g.device_mesh, g.placements
     assert not any(p.is_partial() for p in placements), f"an unreduced gradient: {placements}"
     # `is_shard` says no to the strided shards that FSDP2 makes over tp (no thread known).
@@ -115,5 +117,5 @@ def _copies(g: DTensor) -> int:
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> list[torch.dtype]:
-    """The dtypes that occur, each once."""
+    """Return the distinct dtypes, in order."""
     return list(dict.fromkeys(t.dtype for t in tensors))

@@ -1,12 +1,12 @@
-"""Weights that move through a latent: AdamW steps S `[O, Z]`, then W += S P^T and S = 0.
+"""Low-rank updates: AdamW moves a latent S `[O, Z]`, then W += S P^T and S = 0.
 
-A layer with a parameter `latent` beside its `weight` has such a pair (checkpointing/compress.py);
-P `[D, Z]` is random, shared by layers that read one tensor, and redrawn now and then. In terms of W
-a step is
+A layer with a parameter `latent` beside its `weight` is updated this way
+(checkpointing/compress.py). P `[D, Z]` is a random projection, shared by layers that read one
+tensor, and redrawn every few steps. In terms of W a step is
 
     w <- (1 - lr * weight_decay) w - lr * adamw(g P) P^T
 
-Rows of S lie where the rows of W do, so no rank needs anything of another.
+Rows of S are sharded like the rows of W, so ranks exchange nothing.
 """
 
 from __future__ import annotations
@@ -24,23 +24,28 @@ from optim.low_bit import plain, write
 
 
 class Projected(Protocol):
-    """P of the layers that read one tensor.
+    """Random projection P of the layers that read one tensor.
 
     Attributes:
-        number: of redraws so far; P depends on it.
+        number: number of redraws so far; P depends on it.
     """
 
     number: int
 
-    def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+    def matrix(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return P, `[D, Z]`."""
+        ...
 
 
 @dataclass(eq=False)
-class Fold:
-    """A weight `[O, D]`, its latent `[O, Z]`, and what lies between.
+class LowRankUpdate:
+    """Weight `[O, D]`, its latent `[O, Z]`, and the projection between them.
 
     Attributes:
-        updates: steps that the latent has made.
+        weight: parameter that the model reads.
+        latent: parameter that AdamW updates; zero between steps.
+        projection: random projection.
+        updates: number of steps applied so far.
     """
 
     weight: nn.Parameter
@@ -49,24 +54,26 @@ class Fold:
     updates: int = 0
 
     @staticmethod
-    def of(layer: nn.Module) -> Fold:
-        """The pair of a layer that has one."""
+    def of_layer(layer: nn.Module) -> LowRankUpdate:
+        """Return the low-rank update of a layer that has a latent."""
         weight, latent = layer._parameters["weight"], layer._parameters["latent"]
         assert weight is not None and latent is not None
-        return Fold(weight, latent, vars(layer)["projection"])
+        return LowRankUpdate(weight, latent, vars(layer)["projection"])
 
 
 def has_latent(layer: nn.Module) -> bool:
-    """Whether a layer's weight moves through a latent."""
+    """Return whether a layer's weight is updated through a latent."""
     return layer._parameters.get("latent") is not None
 
 
 @torch.no_grad()
-def fold(group: dict[str, Any], folds: Sequence[Fold]) -> None:
-    """Adds latents to their weights and makes them zero; one P is alive at a time.
+def apply_low_rank_updates(group: dict[str, Any], folds: Sequence[LowRankUpdate]) -> None:
+    """Add latents to their weights in place and zero the latents; one P is alive at a time.
 
     Args:
-        group: `lr`, `weight_decay`, `cautious`: weights decay only where the update shrinks them.
+        group: parameter group with `lr`, `weight_decay` and `cautious` (weights decay only where
+            the update shrinks them).
+        folds: updates to apply.
     """
     for same in _by_projection(folds):
         first = local_part(same[0].latent)
@@ -82,13 +89,13 @@ def fold(group: dict[str, Any], folds: Sequence[Fold]) -> None:
 
 
 @torch.no_grad()
-def redraw(folds: Iterable[Fold], states: Iterable[dict[str, Tensor]], every: int) -> None:
-    """Takes other projections where `every` steps (0: never) have passed since the last ones.
+def redraw(folds: Iterable[LowRankUpdate], states: Iterable[dict[str, Tensor]], every: int) -> None:
+    """Draw new projections after every `every` steps (0: never), and reset the moments.
 
-    What the first moments say of the old Z dims says nothing of the new ones: they start at zero,
-    and grow again over 1 / (1 - beta1) steps. The second ones become the mean of their row, which
-    is the same for any P: E[(g P)_oz^2] = |g_o|^2 / Z. Without that the first steps after each
-    redraw would be several times too long.
+    First moments in the old Z dims say nothing about the new ones: they restart at zero and grow
+    again over 1 / (1 - beta1) steps. Second moments become the mean of their row, which is the same
+    for any P: E[(g P)_oz^2] = |g_o|^2 / Z. Otherwise the first steps after a redraw would be
+    several times too long.
     """
     for f, state in zip(folds, states, strict=True):
         if every and f.updates % every == 0:
@@ -98,10 +105,10 @@ def redraw(folds: Iterable[Fold], states: Iterable[dict[str, Tensor]], every: in
             write(state["exp_avg_sq"], second.mean(1, keepdim=True).expand_as(second).contiguous())
 
 
-def resume(fold: Fold, state: dict[str, Tensor], every: int) -> None:
-    """Goes on with the projection that a loaded state belongs to."""
-    fold.updates = int(state["step"].item())
-    fold.projection.number = fold.updates // every if every else 0
+def resume(update: LowRankUpdate, state: dict[str, Tensor], every: int) -> None:
+    """Restore the projection that a loaded optimizer state belongs to."""
+    update.updates = int(state["step"].item())
+    update.projection.number = update.updates // every if every else 0
 
 
 def _decay_and_add(group: dict[str, Any], w_OD: Tensor, s_OZ: Tensor, p_DZ: Tensor) -> None:
@@ -115,9 +122,9 @@ def _decay_and_add(group: dict[str, Any], w_OD: Tensor, s_OZ: Tensor, p_DZ: Tens
         w_OD.addmm_(s_OZ, p_DZ.t(), beta=1 - lr * decay)
 
 
-def _by_projection(folds: Sequence[Fold]) -> list[list[Fold]]:
-    """In groups that share a projection."""
-    found: dict[int, list[Fold]] = {}
+def _by_projection(folds: Sequence[LowRankUpdate]) -> list[list[LowRankUpdate]]:
+    """Group updates that share a projection."""
+    found: dict[int, list[LowRankUpdate]] = {}
     for f in folds:
         found.setdefault(id(f.projection), []).append(f)
     return list(found.values())

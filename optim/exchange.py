@@ -1,260 +1,125 @@
-"""A wave of matrices on its way to their owners and back: two all-to-alls, packed by region.
+"""Exchange matrices between the ranks that store them and the ranks that orthogonalise them.
 
-Every rank sends its cells of each matrix to the owner, packed by owner; the owner puts matrices of
-one shape together, has them solved, and returns the cells of the results. Nothing is padded. Where
-replicas hold the same cells, the owner's own replica sends them, and all replicas get the results,
-so the work of a matrix is done once.
+Matrices travel in communication buckets, with two all-to-alls each. Every rank sends its cells of
+each matrix to the matrix's owner, packed by owner. The owner stacks matrices of one shape, solves
+them, and returns the cells of the results. Nothing is padded. Where replicas hold the same cells,
+only the owner's replica sends them and all replicas receive the results, so that each matrix is
+solved once.
 
-Cells that cross the wire, per rank, of the M cells of all matrices that move, on S ranks that cut
-them evenly and R replicas: M / (R S) to the owners and M / S back, of which 1 / (R S) is the rank's
-own. Buffers live as long as the wave: optim/muon.py says when, megacpp/memory/forms/muon.py how
-much.
+Let M be the cells of all matrices that travel, sharded evenly over S ranks, with R replicas. Each
+rank sends M / (R S) cells to the owners and M / S cells back; 1 / (R S) of both stay on the rank.
+Buffers live as long as their bucket: optim/muon.py sets the order, megacpp/memory/forms/muon.py
+counts the bytes.
 
 Legend: K matrices of a batch, R rows, C columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from optim.boxes import Box, Layout
-from optim.ownership import Item
-
-Where = tuple[slice, ...]
-
-
-class Piece(NamedTuple):
-    """Cells of an item that one rank holds.
-
-    Attributes:
-        where: among what it is cut from (a rank's part, or the item); None: all of it.
-        shape: of what is cut out; a part of a parameter `[R, C]` has no leading 1.
-        size: number of cells.
-    """
-
-    item: Item
-    box: Box
-    where: Where | None
-    shape: tuple[int, ...]
-    size: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """These cells of what the piece is cut from."""
-        return whole if self.where is None else whole[self.where]
+from optim.ownership import Job
+from optim.packing import (
+    JobSlice,
+    PackedBuffer,
+    RankContext,
+    Slices,
+    SolveBatch,
+    SplitBuffer,
+    batches_of,
+)
+from optim.shard_layout import ShardRegion
 
 
-class Strip:
-    """Pieces that lie one after the other in a flat buffer.
+class LocalJobs:
+    """Matrices that are stored whole on this rank, in their order in a packed buffer.
 
     Attributes:
-        start: the first cell.
-        cells: of all pieces.
+        batches: batches to solve.
+        pieces: all slices.
+        blocks: slices whose momenta are updated together.
+        alike: per batch, see `RankContext.alike`.
+        cells: total number of cells.
     """
 
-    def __init__(self, pieces: Sequence[Piece], start: int = 0) -> None:
-        self.pieces, self.start = list(pieces), start
-        self._sizes = [piece.size for piece in pieces]
-        self.cells = sum(self._sizes)
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """What of a buffer these pieces are."""
-        return buffer[self.start : self.start + self.cells]
-
-    def views(self, cells: Tensor) -> list[Tensor]:
-        """Every piece, of a flat tensor that holds these pieces alone."""
-        if not self.pieces:
-            return []
-        parts = cells.split(self._sizes)
-        return [x.view(piece.shape) for x, piece in zip(parts, self.pieces, strict=True)]
-
-
-class Regions(Strip):
-    """Pieces for, or from, every rank.
-
-    Attributes:
-        splits: cells of each rank.
-    """
-
-    def __init__(self, by_rank: Sequence[Sequence[Piece]]) -> None:
-        super().__init__([piece for some in by_rank for piece in some])
-        self.splits = [sum(piece.size for piece in some) for some in by_rank]
-
-
-class Batch:
-    """Items of one shape that are solved together.
-
-    Attributes:
-        counts: matrices of each item.
-    """
-
-    def __init__(self, items: Sequence[Item], rows: int, cols: int, solver: Any) -> None:
-        self.items, self.rows, self.cols, self.solver = tuple(items), rows, cols, solver
-        self.counts = [item.count for item in items]
-        self.count = sum(self.counts)
-        self.cells = self.count * rows * cols
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What must agree: `pack` for momenta to move together, `solve` for matrices to be solved so.
-
-    Attributes:
-        solve: steps and coefficients of Newton-Schulz.
-    """
-
-    pack: Hashable
-    solve: Any
-
-
-def batches_of(items: Sequence[Item], kinds: Mapping[int, Kind], most_cells: int) -> list[Batch]:
-    """Items of equal shapes together, as long as they have at most `most_cells`."""
-    alike: dict[Any, list[list[Item]]] = {}
-    for item in items:
-        key = (item.rows, item.cols, kinds[item.parameter].solve)
-        groups = alike.setdefault(key, [[]])
-        if groups[-1] and sum(i.box.size for i in groups[-1]) + item.box.size > most_cells:
-            groups.append([])
-        groups[-1].append(item)
-    return [Batch(group, *key) for key, groups in alike.items() for group in groups]
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process in a group of ranks, and where the cells of parameters (by number) are there.
-
-    Attributes:
-        batch_cells: most of a batch, unless it is one item.
-        block_cells: most of a block, unless it is one piece: whose momenta move together.
-        dims: 2 for a parameter `[R, C]`; others are `[E, R, C]`.
-    """
-
-    number: int
-    size: int
-    layouts: Mapping[int, Layout]
-    kinds: Mapping[int, Kind]
-    batch_cells: int
-    block_cells: int
-    dims: Mapping[int, int] = field(default_factory=dict)
-
-    def blocks(self, pieces: Sequence[Piece]) -> list[Strip]:
-        """Runs of pieces of one kind."""
-        kinds = [self.kinds[piece.item.parameter].pack for piece in pieces]
-        blocks: list[list[Piece]] = []
-        cells = 0
-        for i, piece in enumerate(pieces):
-            cells += piece.size
-            if not i or cells > self.block_cells or kinds[i] != kinds[i - 1]:
-                blocks.append([])
-                cells = piece.size
-            blocks[-1].append(piece)
-        sizes = [sum(piece.size for piece in block) for block in blocks]
-        starts = accumulate(sizes, initial=0)
-        return [Strip(block, start) for block, start in zip(blocks, starts, strict=False)]
-
-    def alike(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Numbers of the pieces whose weights get updates of one size."""
-        found: dict[Any, list[int]] = {}
-        for i, (item, *_) in enumerate(pieces):
-            key = (self.kinds[item.parameter].pack, item.rows, item.cols)
-            found.setdefault(key, []).append(i)
-        return list(found.values())
-
-    def here(self, item: Item, box: Box) -> Piece:
-        """Cells of this rank's part of a parameter."""
-        part = self.layouts[item.parameter].boxes[self.number]
-        first = 3 - self.dims.get(item.parameter, 3)
-        where = None if part == box else box.within(part)[first:]
-        return Piece(item, box, where, box.shape[first:], box.size)
-
-    def held(self, items: Sequence[Item], rank: int) -> list[tuple[Item, Box]]:
-        """The cells of `items` that `rank` holds, in order; items without any are left out."""
-        met = [(item, self.layouts[item.parameter].boxes[rank].meet(item.box)) for item in items]
-        return [(item, box) for item, box in met if box is not None]
-
-    def supplies(self, item: Item, rank: int) -> bool:
-        """The cells of `rank` are those that the owner of `item` gets."""
-        layout = self.layouts[item.parameter]
-        return layout.replica(rank) == layout.replica(item.owner)
-
-
-class Stay:
-    """Matrices that are whole on this rank, in the order in which they lie in a buffer.
-
-    Attributes:
-        alike: see `Rank.alike`.
-    """
-
-    def __init__(self, items: Sequence[Item], rank: Rank) -> None:
-        self.batches = batches_of(items, rank.kinds, rank.batch_cells)
-        self._strips: list[Strip] = []
+    def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
+        self.batches = batches_of(jobs, rank.kinds, rank.batch_cells)
+        self._sections: list[PackedBuffer] = []
         for batch in self.batches:
-            start = self._strips[-1].start + self._strips[-1].cells if self._strips else 0
-            self._strips.append(Strip([rank.here(i, i.box) for i in batch.items], start))
-        self.pieces = [piece for strip in self._strips for piece in strip.pieces]
+            start = self._sections[-1].start + self._sections[-1].cells if self._sections else 0
+            self._sections.append(PackedBuffer([rank.here(i, i.region) for i in batch.jobs], start))
+        self.pieces = [piece for section in self._sections for piece in section.pieces]
         self.blocks = rank.blocks(self.pieces)
-        self.alike = [rank.alike(strip.pieces) for strip in self._strips]
+        self.alike = [rank.alike(section.pieces) for section in self._sections]
         self.cells = sum(batch.cells for batch in self.batches)
 
     def solve(
-        self, packed: Tensor, function: Callable[[Batch, Tensor], Tensor]
-    ) -> Iterator[tuple[Strip, list[list[int]], list[Tensor]]]:
-        """Of every batch: its pieces, which of them are alike, and `function` of each."""
-        for batch, strip, alike in zip(self.batches, self._strips, self.alike, strict=True):
-            x_KRC = strip.of(packed).view(batch.count, batch.rows, batch.cols)
-            # Without a name here, what was yielded goes before the next batch is solved.
-            yield strip, alike, strip.views(function(batch, x_KRC).reshape(-1))
+        self, packed: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]
+    ) -> Iterator[tuple[PackedBuffer, list[list[int]], list[Tensor]]]:
+        """Yield the slices, their groups (`RankContext.alike`) and the updates of each batch.
+
+        Args:
+            packed: `[cells]`, the matrices to orthogonalise.
+            function: maps a batch and its matrices `[K, R, C]` to the results `[K, R, C]`.
+        """
+        for batch, section, alike in zip(self.batches, self._sections, self.alike, strict=True):
+            x_KRC = section.view(packed).view(batch.count, batch.rows, batch.cols)
+            # Without a local name the yielded updates are freed before the next batch is solved.
+            yield section, alike, section.views(function(batch, x_KRC).reshape(-1))
 
 
-class Wave:
-    """Matrices that travel together.
+class CommBucket:
+    """Matrices that are exchanged by one pair of all-to-alls.
 
     Attributes:
-        sent: this rank's cells of the matrices of each owner, as far as its replica supplies them.
-        received: each rank's cells of the matrices owned here.
-        returned: the same, of every replica.
-        arriving: this rank's cells of the matrices of each owner, all.
-        alike: of these; see `Rank.alike`.
-        batches: the matrices owned here.
-        blocks: of the pieces that are sent.
-        aside: this rank's cells that another replica sends.
+        sent: this rank's cells of the matrices of each owner, where this rank's replica sends them.
+        received: cells of the matrices owned by this rank, from each rank.
+        returned: cells of the results, for each rank of every replica.
+        arriving: cells of the results that this rank stores, from each owner.
+        alike: groups of `arriving`, see `RankContext.alike`.
+        batches: matrices owned by this rank.
+        blocks: slices of `sent` whose momenta are updated together.
+        aside: slices that another replica sends; their momenta are updated without sending.
     """
 
-    def __init__(self, items: Sequence[Item], rank: Rank) -> None:
+    def __init__(self, jobs: Sequence[Job], rank: RankContext) -> None:
         ranks, me = range(rank.size), rank.number
-        dealt: list[list[Item]] = [[] for _ in ranks]
-        for item in items:
-            dealt[item.owner].append(item)
-        # Items of a batch lie side by side in every buffer: one copy moves what ranks hold of them.
+        dealt: list[list[Job]] = [[] for _ in ranks]
+        for job in jobs:
+            dealt[job.owner].append(job)
+        # Jobs of a batch are adjacent in every buffer: one copy moves a rank's cells of all.
         batches = [batches_of(some, rank.kinds, rank.batch_cells) for some in dealt]
-        owned = [[item for batch in some for item in batch.items] for some in batches]
+        owned = [[job for batch in some for job in batch.jobs] for some in batches]
         arriving = [[rank.here(*p) for p in rank.held(some, me)] for some in owned]
-        sent = [[p for p in some if rank.supplies(p.item, me)] for some in arriving]
+        sent = [[p for p in some if rank.supplies(p.job, me)] for some in arriving]
         returned = [[_inside(*p) for p in rank.held(owned[me], r)] for r in ranks]
-        received = [
-            [p for p in some if rank.supplies(p.item, r)] for r, some in enumerate(returned)
-        ]
-        self.sent, self.received = Regions(sent), Regions(received)
-        self.returned, self.arriving = Regions(returned), Regions(arriving)
+        received = [[p for p in some if rank.supplies(p.job, r)] for r, some in enumerate(returned)]
+        self.sent, self.received = SplitBuffer(sent), SplitBuffer(received)
+        self.returned, self.arriving = SplitBuffer(returned), SplitBuffer(arriving)
         self.batches, self.alike = batches[me], rank.alike(self.arriving.pieces)
         self.blocks = rank.blocks(self.sent.pieces)
-        self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.item, me)])
+        self.aside = rank.blocks([p for p in self.arriving.pieces if not rank.supplies(p.job, me)])
         self._sources = runs_of(self.batches, self.received)
         self._targets = runs_of(self.batches, self.returned)
 
     @property
-    def copied(self) -> list[tuple[Batch, int]]:
-        """The batches, and how many cells of each are put together first."""
+    def copied(self) -> list[tuple[SolveBatch, int]]:
+        """Batches with the cells copied to assemble each; 0 if it arrives contiguous."""
         both = zip(self.batches, self._sources, strict=True)
         return [(batch, batch.cells if len(runs) > 1 else 0) for batch, runs in both]
 
-    def solve(self, arrived: Tensor, function: Callable[[Batch, Tensor], Tensor]) -> Tensor:
-        """What goes back: `function` of each batch of matrices, in regions by rank."""
+    def solve(self, arrived: Tensor, function: Callable[[SolveBatch, Tensor], Tensor]) -> Tensor:
+        """Solve the matrices owned by this rank and return the results `[N]`, packed by rank.
+
+        Args:
+            arrived: `[N]`, the cells of `received`.
+            function: maps a batch and its matrices `[K, R, C]` to the results `[K, R, C]`.
+        """
         back = arrived.new_empty(self.returned.cells)
         for batch, arriving, leaving in zip(
             self.batches, self._sources, self._targets, strict=True
@@ -262,57 +127,67 @@ class Wave:
             o_KRC = function(batch, _assembled(batch, arriving, arrived))
             for run in leaving:
                 run.there(back).copy_(run.here(o_KRC))
-            del o_KRC  # not to be alive while the next batch is solved
+            del o_KRC  # free it before the next batch is solved
         return back
 
 
-class Run(NamedTuple):
-    """Equal regions of consecutive items of a batch that lie side by side in a buffer.
+class CopyRun(NamedTuple):
+    """Equal slices of consecutive jobs of a batch that are adjacent in a buffer.
+
+    One copy moves all of them.
 
     Attributes:
-        start, past: cells of the buffer.
-        first, last: matrices of the batch, from `first` to before `last`.
-        items: shape of one item.
-        where: in each item; None: all.
-        shape: of one region.
+        start, past: range of cells in the buffer.
+        first, last: range of matrices in the batch.
+        jobs: shape of one job.
+        where: slices of the cells in each job; None selects all.
+        shape: shape of one slice.
     """
 
     start: int
     past: int
     first: int
     last: int
-    items: tuple[int, ...]
-    where: Where | None
+    jobs: tuple[int, ...]
+    where: Slices | None
     shape: tuple[int, ...]
 
     def there(self, buffer: Tensor) -> Tensor:
-        """The regions in the buffer, one after the other."""
+        """View the run in the buffer, as `[n, *shape]`.
+
+        Args:
+            buffer: `[N]`.
+        """
         return buffer[self.start : self.past].view(-1, *self.shape)
 
     def here(self, x_KRC: Tensor) -> Tensor:
-        """The regions in the batch, likewise."""
-        items = x_KRC[self.first : self.last].reshape(-1, *self.items)
-        return items if self.where is None else items[(slice(None), *self.where)]
+        """View the run in the batch, as `[n, *shape]`.
 
-    def with_next(self, other: Run) -> Run | None:
-        """Both as one, if the other comes next on either side and is alike."""
+        Args:
+            x_KRC: all matrices of the batch.
+        """
+        jobs = x_KRC[self.first : self.last].reshape(-1, *self.jobs)
+        return jobs if self.where is None else jobs[(slice(None), *self.where)]
+
+    def with_next(self, other: CopyRun) -> CopyRun | None:
+        """Return both runs as one if `other` follows in buffer and batch, otherwise None."""
         beside = (self.past, self.last, *self[4:]) == (other.start, other.first, *other[4:])
         return self._replace(past=other.past, last=other.last) if beside else None
 
 
-def runs_of(batches: Sequence[Batch], regions: Regions) -> list[list[Run]]:
-    """Where the regions of each batch's matrices are in a buffer, in as few runs as can be."""
-    places: dict[int, tuple[int, int]] = {}  # of items, by id: their batch, and the first matrix
+def runs_of(batches: Sequence[SolveBatch], split: SplitBuffer) -> list[list[CopyRun]]:
+    """Return, per batch, the fewest copies between it and a buffer packed by rank."""
+    places: dict[int, tuple[int, int]] = {}  # id of a job: its batch, and its first matrix
     for number, batch in enumerate(batches):
         firsts = accumulate(batch.counts, initial=0)
-        places |= {id(item): (number, a) for item, a in zip(batch.items, firsts, strict=False)}
-    found: list[list[Run]] = [[] for _ in batches]
+        places |= {id(job): (number, a) for job, a in zip(batch.jobs, firsts, strict=False)}
+    found: list[list[CopyRun]] = [[] for _ in batches]
     past = 0
-    for item, _, where, shape, size in regions.pieces:
-        number, first = places[id(item)]
+    for job, _, where, shape, size in split.pieces:
+        number, first = places[id(job)]
         start, past = past, past + size
         run, runs = (
-            Run(start, past, first, first + item.count, item.box.shape, where, shape),
+            CopyRun(start, past, first, first + job.count, job.region.shape, where, shape),
             found[number],
         )
         joined = runs[-1].with_next(run) if runs else None
@@ -323,8 +198,8 @@ def runs_of(batches: Sequence[Batch], regions: Regions) -> list[list[Run]]:
     return found
 
 
-def _assembled(batch: Batch, runs: Sequence[Run], arrived: Tensor) -> Tensor:
-    """The matrices of a batch from their regions, `[K, R, C]`; no copy of a single run."""
+def _assembled(batch: SolveBatch, runs: Sequence[CopyRun], arrived: Tensor) -> Tensor:
+    """Assemble the matrices of a batch, `[K, R, C]`; a single run is returned as a view."""
     shape = batch.count, batch.rows, batch.cols
     if len(runs) == 1:
         return runs[0].there(arrived).view(shape)
@@ -334,14 +209,21 @@ def _assembled(batch: Batch, runs: Sequence[Run], arrived: Tensor) -> Tensor:
     return x_KRC
 
 
-class Flight:
-    """An all-to-all under way; `wait` for what arrives, after which what was sent is let go."""
+class AsyncAllToAll:
+    """All-to-all in progress; frees the send buffer in `wait`.
+
+    Args:
+        packed: `[N]`, cells to send.
+        leaving: splits of the sent cells.
+        arriving: splits of the received cells.
+        group: process group.
+    """
 
     def __init__(
         self,
         packed: Tensor,
-        leaving: Regions,
-        arriving: Regions,
+        leaving: SplitBuffer,
+        arriving: SplitBuffer,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._packed: Tensor | None = packed
@@ -351,6 +233,7 @@ class Flight:
         )
 
     def wait(self) -> Tensor:
+        """Wait for the exchange and return the received cells, `[N]`."""
         arrived = self._arrived
         assert self._work is not None and arrived is not None, "waited for already"
         self._work.wait()
@@ -358,7 +241,7 @@ class Flight:
         return arrived
 
 
-def _inside(item: Item, box: Box) -> Piece:
-    """Cells of an item, placed within it."""
-    where = None if box == item.box else box.within(item.box)
-    return Piece(item, box, where, box.shape, box.size)
+def _inside(job: Job, region: ShardRegion) -> JobSlice:
+    """Return the slice that selects `region` in a tensor of the whole job."""
+    where = None if region == job.region else region.slices_in(job.region)
+    return JobSlice(job, region, where, region.shape, region.size)

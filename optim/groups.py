@@ -1,14 +1,13 @@
-"""Which optimizer moves which parameter: one table, and every parameter matches exactly one row.
+"""Parameter groups: one table assigns each parameter to Muon or AdamW, by exactly one row.
 
-Muon takes the matrices between hidden states; AdamW takes what is looked up (embedding, head), what
-is a vector or a scalar, filters, and the projections to a number per head (dt, A, trap, angles,
-forget) or stream: the update of a handful of rows orthogonalised alone is nearly their normalised
-gradient. An indexer goes to AdamW as well: it learns from a loss of its own, whose published rates
-are AdamW's.
-A weight that moves through a latent (optim/compressed.py) is in its row but has no state; the
-latent is AdamW's. Where one parameter holds several matrices, each is orthogonalised alone: one
-matrix for all would trade singular values between them. Projections that the model keeps apart are
-one matrix each.
+Muon updates the matrices between hidden states. AdamW updates embedding and head, vectors and
+scalars, filters, and the projections to one number per head (dt, A, trap, angles, forget) or per
+stream: a few rows that are orthogonalised alone are nearly their normalised gradient. An indexer
+belongs to AdamW as well: it learns from a loss of its own, whose published rates are AdamW's. A
+weight that is updated through a latent (optim/compressed.py) is in its row but has no state; the
+latent belongs to AdamW. Where one parameter holds several matrices, each is orthogonalised alone:
+one matrix for all would trade singular values between them. Projections that the model stores
+separately are one matrix each.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
-from optim.compressed import Fold, has_latent
+from optim.compressed import LowRankUpdate, has_latent
 from optim.ownership import MatrixView
 
 Algorithm = Literal["muon", "adamw", "fold"]
@@ -37,11 +36,12 @@ View = Callable[[ModelConfig], MatrixView]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """Line of the parameter table.
 
     Attributes:
-        letters: kinds of block whose mixer has the parameter; empty: outside of all mixers.
+        letters: kinds of block whose mixer has the parameter; empty: outside all mixers.
         names: patterns of its name below the mixer (outside: of its whole name).
+        algorithm: `muon` or `adamw`.
         decays: weight decay applies.
         view: Muon's matrices, from a model's settings.
         rate: the setting of `OptimConfig` that is the peak learning rate under AdamW, where 0 means
@@ -59,33 +59,34 @@ class Row:
     factor: Callable[[ModelConfig], float] = lambda model: 1.0
 
     def matches(self, letter: str, name: str) -> bool:
+        """Return whether the row covers `name` in a mixer of this letter ("" outside mixers)."""
         inside = letter in self.letters if letter else not self.letters
         return inside and any(fnmatchcase(name, pattern) for pattern in self.names)
 
 
 def stream_rows(model: ModelConfig) -> MatrixView:
-    """The keys of each residual stream are a matrix."""
+    """Divide Engram's key projection into one matrix per residual stream."""
     streams = model.mhc.streams
     return MatrixView((model.dim,) * streams) if streams > 1 else MatrixView()
 
 
 def each_expert(model: ModelConfig) -> MatrixView:
-    """A matrix per expert."""
+    """Make each expert a matrix."""
     return MatrixView(batched=True)
 
 
 def whole(model: ModelConfig) -> MatrixView:
-    """One matrix."""
+    """Make the parameter one matrix."""
     return MatrixView()
 
 
 def stacked(rows: Callable[[ModelConfig], tuple[int, ...]]) -> View:
-    """Matrices of `rows(model)` rows each."""
+    """Return a view of matrices with `rows(model)` rows each."""
     return lambda model: MatrixView(rows(model))
 
 
 def mixer_rows(kind: BlockKind) -> Iterator[Row]:
-    """Rows of a block kind: parameters that are moved alike share one."""
+    """Yield the rows of a block kind; parameters that are moved alike share one."""
 
     def alike(row: Parameter) -> tuple[object, ...]:
         return row.group, row.decay, row.rows, len(row.letters) == 3
@@ -105,22 +106,22 @@ def mixer_rows(kind: BlockKind) -> Iterator[Row]:
 
 
 def has_latents(kind: BlockKind) -> bool:
-    """`recompute.compress` applies to a layer of the kind."""
+    """Whether `recompute.compress` applies to a layer of the kind."""
     return any(row.compress for row in kind.parameters)
 
 
 def ngram_factor(model: ModelConfig) -> float:
-    """Of the learning rate of n-gram tables."""
+    """Return the learning rate factor of n-gram tables."""
     return model.ngram.lr_factor
 
 
 def memory_factor(model: ModelConfig) -> float:
-    """Of the learning rate of n-gram memories."""
+    """Return the learning rate factor of Engram tables."""
     return model.engram.lr_factor
 
 
 def vectors(letters: str, *names: str) -> Row:
-    """Norms, biases, and numbers per head or channel."""
+    """Return a row for norms, biases, and numbers per head or channel."""
     return Row(letters, names, "adamw", False, rate="vector_lr")
 
 
@@ -152,12 +153,12 @@ TABLE = (
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """One parameter and what the table says about it.
+    """Parameter with the table row that covers it.
 
     Attributes:
-        algorithm: `fold` for a weight that moves through its latent.
-        fold: of a latent: what its steps are added to.
-        factor: of the learning rate, from the model's settings.
+        algorithm: `fold` for a weight that is updated through its latent.
+        fold: for a latent, its low-rank update.
+        factor: factor of the learning rate, from the model's settings.
     """
 
     name: str
@@ -165,18 +166,18 @@ class Assignment:
     row: Row
     algorithm: Algorithm
     view: MatrixView
-    fold: Fold | None = None
+    fold: LowRankUpdate | None = None
     factor: float = 1.0
 
     def lr(self, config: OptimConfig) -> float:
-        """Peak learning rate."""
+        """Return the peak learning rate."""
         factor = self.row.lr_factor * self.factor
         if self.algorithm == "muon":
             return config.muon_lr * factor
         return (getattr(config, self.row.rate) or config.lr) * factor
 
     def decay(self, config: OptimConfig) -> float:
-        """Weight decay."""
+        """Return the weight decay."""
         decay = config.muon_weight_decay if self.algorithm == "muon" else config.weight_decay
         return decay if self.row.decays else 0.0
 
@@ -184,16 +185,16 @@ class Assignment:
 def assign(
     model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...] = TABLE
 ) -> list[Assignment]:
-    """The row of every parameter; with `adamw` alone, Muon's rows go there too.
+    """Return the row of every parameter; with `adamw` alone, Muon's rows use AdamW too.
 
     Raises:
-        ConfigError: a parameter matches no row, or more than one; it is named.
+        ConfigError: a parameter matches no row, or several; the error names it.
     """
     return list(_assignments(model, algorithm, table))
 
 
 def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]:
-    """The table as it applies to a model, one line per row, algorithm and shape of its matrices."""
+    """Return the table for a model, one line per row, algorithm and shape of its matrices."""
 
     def key(a: Assignment) -> tuple[int, str, str]:
         return rows[id(a.row)], a.algorithm, str(a.view)
@@ -232,7 +233,7 @@ def _assignments(
         layer = model.get_submodule(owner)
         if has_latent(layer):
             is_latent = leaf == "latent"
-            of_it = Fold.of(layer) if is_latent else None
+            of_it = LowRankUpdate.of_layer(layer) if is_latent else None
             moved: Algorithm = "adamw" if is_latent else "fold"
             yield Assignment(name, parameter, rows[0], moved, MatrixView(), of_it)
             continue
@@ -244,7 +245,7 @@ def _assignments(
 
 
 def _place(model: HybridLM, name: str) -> tuple[str, str]:
-    """Letter of the block whose mixer has a parameter (empty outside), and its name below."""
+    """Return the letter of the block whose mixer has a parameter (empty outside), and its name below."""
     owner, inside, short = name.partition(".mixer.")
     if inside:
         block = model.get_submodule(owner)

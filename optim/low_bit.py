@@ -1,12 +1,12 @@
-"""Moments of AdamW in 8 or 4 bits an entry, by torchao's state tensors (the `lowp` extra).
+"""AdamW moments in 8 or 4 bits an entry, by torchao's state tensors (the `lowp` extra).
 
-Blocks of a rank's own part share an fp32 scale: of 256 entries in 8 bits (Dettmers et al.,
-2110.02861), of 128 in 4 bits (Li et al., 2309.01507). An update unpacks one parameter's moments,
-runs the kernel of the fp32 ones, and packs them again; nothing of it needs torch.compile.
+Blocks of a local shard share an fp32 scale: 256 entries in 8 bits (Dettmers et al., 2110.02861),
+128 entries in 4 bits (Li et al., 2309.01507). An update unpacks one parameter's moments, runs the
+fp32 kernel and packs them again; torch.compile isn't needed.
 
-What is saved are plain tensors of the parameter's shape: `plain` unpacks, `write` packs. A block
-that was saved is found again to the bit, so saving what was just loaded gives the same file. On
-another mesh blocks may be cut elsewhere; those are rounded once more.
+Checkpoints hold plain tensors of the parameter's shape: `plain` unpacks, `write` packs. A saved
+block is reproduced bit for bit, so saving a state that was just loaded gives the same file. On
+another mesh blocks may start elsewhere; those are rounded once more.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from optim.local import local_part
 
 Bits = Literal["8bit", "4bit"]
 BLOCKS: dict[Bits, int] = {"8bit": 256, "4bit": 128}
-# Of one rank's part of a parameter; smaller ones keep wide moments, as those that no whole number
-# of blocks fits do. Norms, biases and other vectors are among them.
+# Least entries of a local shard. Smaller shards, such as norms and biases, keep wide moments, as do
+# shards that are no whole number of blocks.
 MIN_ENTRIES = 4096
-PIECE = 1 << 22  # entries that are unpacked at a time; packing takes some 40 bytes for each
+PIECE = 1 << 22  # entries unpacked at a time; packing takes about 40 bytes each
 FLOOR = 1e-12  # torchao's smallest scale
 
 
 def new_low_bit_state(parameter: Tensor, bits: Bits) -> dict[str, Tensor]:
-    """Zero moments `exp_avg` and `exp_avg_sq`, packed where the local part is large enough.
+    """Return zero moments `exp_avg` and `exp_avg_sq`, packed if the local shard is large enough.
+
+    Args:
+        parameter: any shape.
+        bits: `8bit` or `4bit`.
 
     Raises:
         ConfigError: torchao can't be imported.
@@ -55,7 +59,11 @@ def new_low_bit_state(parameter: Tensor, bits: Bits) -> dict[str, Tensor]:
 
 
 def is_packed(entry: Tensor) -> bool:
-    """Whether an entry of state is stored in blocks."""
+    """Return whether an entry of state is stored in blocks.
+
+    Args:
+        entry: any shape.
+    """
     local = local_part(entry)
     return type(local) is not Tensor and hasattr(local, "codes")
 
@@ -64,7 +72,7 @@ def is_packed(entry: Tensor) -> bool:
 def low_bit_update(
     group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> None:
-    """`adamw_update` of parameters with packed moments, piece by piece to unpack few of them."""
+    """Run `adamw_update` with packed moments, in pieces that bound the unpacked memory."""
     for p, state in zip(params, states, strict=True):
         assert p.grad is not None
         weights = local_part(p).view(-1).split(PIECE)
@@ -81,21 +89,27 @@ def low_bit_update(
 
 @torch.no_grad()
 def plain(entry: Tensor) -> Tensor:
-    """An entry of state for a checkpoint: unpacked fp32 on the host, or as it is if not packed.
+    """Return an entry of state for a checkpoint: unpacked to fp32 on the host if it is packed.
 
-    All entries of a model are unpacked before the first is saved; the device that moments were
-    packed for may have no room for that.
+    All entries of a model are unpacked before the first is saved; the device may lack the memory.
+
+    Args:
+        entry: any shape.
     """
     return like(entry, _values(local_part(entry)).cpu()) if is_packed(entry) else entry
 
 
 @torch.no_grad()
 def write(entry: Tensor, value: Tensor) -> None:
-    """Copies a plain tensor of the same shape and sharding into an entry of state.
+    """Copy a plain tensor of the same shape and sharding into an entry of state.
 
-    torchao takes the largest magnitude of a block as its scale, but packing may already have
-    rounded that: the table's ends are 1 and, say, -0.9930. So the few scales from which the block
-    can have come are tried, and one that reproduces all of it is taken (no thread known).
+    torchao's scale of a block is its largest magnitude, which packing may already have rounded: the
+    table's ends are 1 and, for example, -0.9930. Therefore the few scales that the block can have
+    come from are tried, and one that reproduces the whole block is used (no upstream issue known).
+
+    Args:
+        entry: any shape; written in place.
+        value: any shape; that of `entry`, sharded like it.
     """
     own, new = local_part(entry), local_part(value)
     if not is_packed(entry):
@@ -106,7 +120,12 @@ def write(entry: Tensor, value: Tensor) -> None:
 
 
 def like(whole: Tensor, local: Tensor) -> Tensor:
-    """`local` as the local part of a tensor of `whole`'s shape and sharding, on its own device."""
+    """Wrap `local` as the shard of a tensor of `whole`'s shape and sharding, on its own device.
+
+    Args:
+        whole: any shape, plain or a DTensor.
+        local: local shard, any shape.
+    """
     if not is_dtensor(whole):
         return local
     return type(whole)(local, whole._spec, requires_grad=False)
@@ -124,21 +143,21 @@ def _packed_class(bits: Bits) -> Any:
             "pip install torchao (the lowp extra), or use optim.adamw_state=fp32",
         ) from error
     module = {"8bit": subclass_8bit, "4bit": subclass_4bit}[bits]
-    with _disable_current_modes():  # remembered for good: values of fake tensors would be, too
+    with _disable_current_modes():  # cached by torchao: it must not cache fake tensors
         for table in (module.get_qmap_signed, module.get_qmap_unsigned):
             table()
     return {"8bit": subclass_8bit.OptimState8bit, "4bit": subclass_4bit.OptimState4bit}[bits]
 
 
 def _pack(own: Tensor, new: Tensor) -> None:
-    """`write` of a flat packed tensor and fp32 values on its device."""
+    """Run `write` on a flat packed tensor and fp32 values on its device."""
     own.copy_(new)
     state = cast(Any, own)
     if not state.signed:
         _lift_zeros(own, new)
     num_blocks = len(state.scale)
     value_Nb = new.reshape(num_blocks, -1)  # N blocks of b entries
-    codes_Nb = state.codes.view(num_blocks, -1)  # two of them in a byte in 4 bits
+    codes_Nb = state.codes.view(num_blocks, -1)  # two per byte in 4 bits
     middles = (state.qmap[1:] + state.qmap[:-1]) / 2
     for scale_N in _possible_scales(value_Nb, float(state.qmap[0]), state.signed):
         tried_Nb = torch.bucketize(value_Nb / scale_N.clamp(min=1e-38)[:, None], middles)
@@ -151,7 +170,7 @@ def _pack(own: Tensor, new: Tensor) -> None:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """torchao warns of GPU extensions that don't load here, and makes torch warn; we use none."""
+    """Silence torchao's warnings about GPU extensions that don't load; none of them is used."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -165,7 +184,7 @@ def _quiet_import() -> Iterator[None]:
 
 
 def _pieces(packed: Tensor) -> list[Tensor]:
-    """Flat parts of a packed tensor, sharing its memory."""
+    """Split a packed tensor into flat parts that share its memory."""
     state = cast(Any, packed)
     num_blocks = max(1, PIECE // state.block_size)
     scales = state.scale.split(num_blocks)
@@ -180,14 +199,14 @@ def _pieces(packed: Tensor) -> list[Tensor]:
 
 
 def _values(local: Tensor) -> Tensor:
-    """Unpacked into a new fp32 tensor; adding zero makes -0 of an empty block 0."""
+    """Unpack into a new fp32 tensor; adding zero turns -0 of an empty block into 0."""
     return cast(Any, local).dequantize().add_(0.0)
 
 
 def _lift_zeros(packed: Tensor, second_moment: Tensor) -> None:
-    """A second moment above zero must not become zero: the next update would be divided by eps.
+    """Raise packed zeros of a positive second moment, so that the next update isn't divided by eps.
 
-    The 4-bit table has no zero for that reason; in 8 bits the smallest entry above it is taken.
+    The 4-bit table has no zero for that reason; in 8 bits the smallest positive entry is used.
     """
     state = cast(Any, packed)
     if state.codes.shape == second_moment.shape:
@@ -195,10 +214,10 @@ def _lift_zeros(packed: Tensor, second_moment: Tensor) -> None:
 
 
 def _possible_scales(value_Nb: Tensor, lowest: float, signed: bool) -> list[Tensor]:
-    """Scales that blocks of unpacked values can have had: [N] each."""
+    """Return the scales that blocks of unpacked values can have had, `[N]` each."""
     largest_N = value_Nb.abs().amax(dim=1)
     candidates = [torch.zeros_like(largest_N), largest_N]
-    if signed:  # the largest magnitude was negative: the lowest of the table times the scale
+    if signed:  # the largest magnitude may be the table's lowest value times the scale
         guess_N = largest_N / -lowest
         candidates.append(guess_N)
         for direction in (float("inf"), -float("inf")):

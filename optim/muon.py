@@ -1,8 +1,8 @@
-"""Muon: momentum whose step is orthogonalised, matrix by matrix (Keller Jordan).
+"""Muon: momentum SGD whose update is orthogonalised matrix by matrix (Keller Jordan).
 
-Works on plain parameters and on DTensors of any mesh; a sharded run equals the unsharded one,
-because whole matrices are orthogonalised wherever their cells live (optim/ownership.py), and what
-is to be orthogonalised is rounded to the iteration's dtype before it travels, or stays.
+It works on plain parameters and on DTensors of any mesh. A sharded run equals the unsharded one:
+whole matrices are orthogonalised on one rank (optim/ownership.py), and the update is rounded to the
+dtype of the iteration before it is sent, or used locally.
 
 Legend: R rows, C columns of a matrix, K matrices of a batch.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optim.exchange import Batch, Flight, Piece, Stay, Strip, Wave
+from optim.exchange import AsyncAllToAll, CommBucket, LocalJobs
 from optim.local import local_part
 from optim.muon_plan import Exchange, MuonPlan
 from optim.newton_schulz import (
@@ -26,6 +26,7 @@ from optim.newton_schulz import (
     newton_schulz_plain,
     update_scale,
 )
+from optim.packing import JobSlice, PackedBuffer, SolveBatch
 
 Width = Literal["auto", "bf16", "fp32"]
 
@@ -40,10 +41,20 @@ def muon_update(
     dtype: torch.dtype | None = None,
     coefficients: Coefficients = "quintic",
 ) -> Tensor:
-    """The update of one matrix, to be subtracted times the learning rate: the reference.
+    """Return the update of one matrix, `[R, C]`, before the learning rate: the reference.
 
-    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC, computed in the
-    gradient's dtype and rounded to its own.
+    `momentum_RC` becomes momentum * momentum_RC + (1 - momentum) * grad_RC in place, computed in
+    the gradient's dtype and rounded to its own.
+
+    Args:
+        grad_RC: gradient.
+        momentum_RC: momentum, updated in place.
+        momentum: decay of the momentum.
+        nesterov: orthogonalise the lookahead of the momentum instead of the momentum.
+        steps: Newton-Schulz steps.
+        scale: rule of `update_scale`.
+        dtype: dtype of the iteration; see `iteration_dtype` for the default.
+        coefficients: Newton-Schulz coefficients.
     """
     wide_RC = momentum_RC.to(grad_RC.dtype).lerp(grad_RC, 1 - momentum)
     wide_RC = momentum_RC.copy_(wide_RC).to(grad_RC.dtype)
@@ -53,12 +64,24 @@ def muon_update(
 
 
 def wire_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
-    """Of Newton-Schulz and of what travels; fp64 parameters stay fp64 with `auto`."""
+    """Return the dtype of Newton-Schulz and of the exchanged matrices.
+
+    Args:
+        parameter: parameter of any shape; `auto` keeps fp64 parameters in fp64.
+        width: `auto`, `bf16` or `fp32`.
+    """
     return iteration_dtype(parameter) if width == "auto" else _WIDTHS[width]
 
 
 def momentum_dtype(parameter: Tensor, width: Width = "auto") -> torch.dtype:
-    """Of the momentum: bf16 loses less than Newton-Schulz does; fp64 stays fp64 with `auto`."""
+    """Return the dtype of the momentum; `auto` is bf16, or fp64 for fp64 parameters.
+
+    bf16 rounds the momentum by less than Newton-Schulz rounds its result.
+
+    Args:
+        parameter: parameter of any shape.
+        width: `auto`, `bf16` or `fp32`.
+    """
     if width == "auto":
         return torch.float64 if parameter.dtype == torch.float64 else torch.bfloat16
     return _WIDTHS[width]
@@ -68,81 +91,82 @@ _WIDTHS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class MuonStep:
-    """One update of all matrices that have a gradient, in three acts.
+    """Update of all matrices that have a gradient, in three phases.
 
-    Making it decays the weights and sends the first wave. Then come `here`, and whatever else can
-    be done while that wave travels; then `finish`.
+    The constructor decays the weights and starts the first bucket's exchange. `here` solves the
+    local matrices while that bucket travels. `finish` processes all buckets.
 
     Args:
-        groups: of the optimizer.
-        momenta: in the order of the plan's matrices.
+        plan: assignment of matrices to ranks.
+        groups: parameter groups of the optimizer.
+        momenta: momentum per matrix, in the order of `plan.matrices`.
     """
 
     def __init__(
         self, plan: MuonPlan, groups: Sequence[dict[str, Any]], momenta: Sequence[Tensor]
     ) -> None:
         self.groups, self.plan = groups, plan
-        # A rate on a GPU is waited for, once a group: factors of foreach operations are numbers.
+        # foreach operations take factors as numbers, so a rate on a GPU is read once per group.
         self.rates = {n: float(groups[n]["lr"]) for n in {m.group for m in plan.matrices}}
         grads = [m.parameter.grad for m in plan.matrices]
         self.grads = [None if g is None else local_part(g) for g in grads]
         self.weights = [local_part(m.parameter) for m in plan.matrices]
         self.momenta = [local_part(m) for m in momenta]
         self._decay()
-        self.waves = [(e, wave) for e in plan.exchanges for wave in e.waves]
+        self.buckets = [(e, bucket) for e in plan.exchanges for bucket in e.buckets]
         self.flying = self._send(0)
 
     def here(self) -> None:
-        """What stays, while the first wave travels."""
+        """Solve the matrices that are whole on this rank, while the first bucket travels."""
         for exchange in self.plan.exchanges:
             for stay in exchange.staying:
                 self._solve_here(exchange, stay)
 
     def finish(self) -> None:
-        """Every wave: sends the next, solves this one, returns it, takes what came back before."""
-        behind: tuple[Wave, Flight] | None = None
-        for k, (exchange, wave) in enumerate(self.waves):
+        """Process each bucket: send the next, solve this one, return it, apply the previous."""
+        behind: tuple[CommBucket, AsyncAllToAll] | None = None
+        for k, (exchange, bucket) in enumerate(self.buckets):
             coming, self.flying = self.flying, self._send(k + 1)
             assert coming is not None
             arrived = coming.wait()
-            back = wave.solve(arrived, self._solve)
+            back = bucket.solve(arrived, self._solve)
             del arrived
-            returning = Flight(back, wave.returned, wave.arriving, exchange.group)
+            returning = AsyncAllToAll(back, bucket.returned, bucket.arriving, exchange.group)
             del back
             self._land(behind)
-            behind = wave, returning
+            behind = bucket, returning
         self._land(behind)
 
-    def _send(self, k: int) -> Flight | None:
-        if k == len(self.waves):
+    def _send(self, k: int) -> AsyncAllToAll | None:
+        if k == len(self.buckets):
             return None
-        exchange, wave = self.waves[k]
-        packed = self._pack(wave.sent.cells, wave.blocks, exchange.wire)
-        flight = Flight(packed, wave.sent, wave.received, exchange.group)
-        for block in wave.aside:
+        exchange, bucket = self.buckets[k]
+        packed = self._pack(bucket.sent.cells, bucket.blocks, exchange.wire)
+        transfer = AsyncAllToAll(packed, bucket.sent, bucket.received, exchange.group)
+        for block in bucket.aside:
             self._move(block)
-        return flight
+        return transfer
 
-    def _solve_here(self, exchange: Exchange, stay: Stay) -> None:
-        """Matrices that are whole here."""
+    def _solve_here(self, exchange: Exchange, stay: LocalJobs) -> None:
+        """Solve matrices that are whole on this rank."""
         packed = self._pack(stay.cells, stay.blocks, exchange.wire)
-        for strip, alike, updates in stay.solve(packed, self._solve):
-            self._apply(strip.pieces, alike, updates)
-            del updates  # not to be alive while the next batch is solved
+        for section, alike, updates in stay.solve(packed, self._solve):
+            self._apply(section.pieces, alike, updates)
+            del updates  # free it before the next batch is solved
 
-    def _solve(self, batch: Batch, x_KRC: Tensor) -> Tensor:
+    def _solve(self, batch: SolveBatch, x_KRC: Tensor) -> Tensor:
         steps, coefficients = batch.solver
         return newton_schulz(x_KRC, steps, x_KRC.dtype, coefficients)
 
-    def _land(self, flown: tuple[Wave, Flight] | None) -> None:
-        """Takes the results of a wave."""
-        if flown is not None:
-            wave, flight = flown
-            strip = wave.arriving
-            self._apply(strip.pieces, wave.alike, strip.views(flight.wait()))
+    def _land(self, sent: tuple[CommBucket, AsyncAllToAll] | None) -> None:
+        """Apply the results of a bucket."""
+        if sent is not None:
+            bucket, transfer = sent
+            section = bucket.arriving
+            self._apply(section.pieces, bucket.alike, section.views(transfer.wait()))
 
     def _decay(self) -> None:
-        """Decoupled weight decay of everything that has a gradient."""
+        """Apply decoupled weight decay to all matrices that have a gradient."""
         for number, group in enumerate(self.groups):
             if group["weight_decay"] and not group["cautious"] and number in self.rates:
                 found = zip(self.plan.matrices, self.weights, self.grads, strict=True)
@@ -150,31 +174,32 @@ class MuonStep:
                 if weights:
                     torch._foreach_mul_(weights, 1 - self.rates[number] * group["weight_decay"])
 
-    def _pack(self, cells: int, blocks: Sequence[Strip], wire: torch.dtype) -> Tensor:
-        """Moves the momenta of pieces; what is to be orthogonalised, one after the other."""
+    def _pack(self, cells: int, blocks: Sequence[PackedBuffer], wire: torch.dtype) -> Tensor:
+        """Update the momenta of blocks and return the matrices to orthogonalise, `[cells]`."""
         packed = torch.empty(cells, dtype=wire, device=self.weights[0].device)
         for block in blocks:
-            self._move(block, block.of(packed))
+            self._move(block, block.view(packed))
         return packed
 
-    def _move(self, block: Strip, target: Tensor | None = None) -> None:
-        """m <- lerp(m, g, 1 - mu), rounded; the update is m or, under Nesterov, the same once more.
+    def _move(self, block: PackedBuffer, target: Tensor | None = None) -> None:
+        """Update momenta m <- lerp(m, g, 1 - mu); write m, or its Nesterov lookahead, to `target`.
 
-        All in the gradient's dtype, element by element: how they are cut changes no bit. Without a
-        gradient a momentum stays, and zeros take the place of the update: others may wait for it.
+        All operations are elementwise in the gradient's dtype, so the partition changes no bit. A
+        momentum without a gradient stays, and zeros replace its update: other ranks may wait for
+        it.
         """
         pieces = [p for p in block.pieces if not self._lacks(p)]
         if not pieces:
             if target is not None:
                 target.zero_()
             return
-        group = self.groups[self.plan.matrices[pieces[0].item.parameter].group]
-        grads = [p.of(g) for p in pieces if (g := self.grads[p.item.parameter]) is not None]
-        momenta = [p.of(self.momenta[p.item.parameter]) for p in pieces]
+        group = self.groups[self.plan.matrices[pieces[0].job.parameter].group]
+        grads = [p.take(g) for p in pieces if (g := self.grads[p.job.parameter]) is not None]
+        momenta = [p.take(self.momenta[p.job.parameter]) for p in pieces]
         wide, whole = grads[0].new_empty(block.cells), len(pieces) == len(block.pieces)
 
         def views(cells: Tensor) -> list[Tensor]:
-            """Of the pieces that have a gradient."""
+            """Return the views of slices that have a gradient."""
             found = block.views(cells)
             pairs = zip(found, block.pieces, strict=True)
             return found if whole else [view for view, p in pairs if not self._lacks(p)]
@@ -197,25 +222,25 @@ class MuonStep:
         else:
             target.copy_(rounded)
 
-    def _lacks(self, piece: Piece) -> bool:
-        """Its parameter has no gradient."""
-        return self.grads[piece.item.parameter] is None
+    def _lacks(self, piece: JobSlice) -> bool:
+        """Return whether the slice's parameter has no gradient."""
+        return self.grads[piece.job.parameter] is None
 
     def _apply(
-        self, pieces: Sequence[Piece], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
+        self, pieces: Sequence[JobSlice], alike: Sequence[Sequence[int]], updates: Sequence[Tensor]
     ) -> None:
-        """w <- w - lr * scale * update, and cautious decay, of pieces that have a gradient."""
+        """Apply w <- w - lr * scale * update, and cautious decay, where there is a gradient."""
         for numbers in alike:
             members = [i for i in numbers if not self._lacks(pieces[i])]
             if not members:
                 continue
-            item, some = pieces[members[0]].item, [updates[i] for i in members]
-            weights = [pieces[i].of(self.weights[pieces[i].item.parameter]) for i in members]
-            number = self.plan.matrices[item.parameter].group
+            job, some = pieces[members[0]].job, [updates[i] for i in members]
+            weights = [pieces[i].take(self.weights[pieces[i].job.parameter]) for i in members]
+            number = self.plan.matrices[job.parameter].group
             group, lr = self.groups[number], self.rates[number]
             if group["weight_decay"] and group["cautious"]:
                 keep = 1 - lr * group["weight_decay"]
                 for w, u in zip(weights, some, strict=True):
                     w.copy_(torch.where(u * w >= 0, w * keep, w))
-            factor = -lr * update_scale(group["scale"], item.rows, item.cols)
+            factor = -lr * update_scale(group["scale"], job.rows, job.cols)
             torch._foreach_add_(weights, some, alpha=factor)

@@ -1,4 +1,4 @@
-"""One optimizer for a whole model: Muon moves its hidden matrices, AdamW everything else."""
+"""Optimizer of a whole model: Muon updates its hidden matrices, AdamW the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
 from optim.adamw import StateKind, adamw_update, new_state
-from optim.compressed import Fold, fold, redraw, resume
+from optim.compressed import LowRankUpdate, apply_low_rank_updates, redraw, resume
 from optim.low_bit import plain, write
 from optim.muon import MuonStep, Width, momentum_dtype, wire_dtype
 from optim.muon_plan import Matrix, MuonPlan
@@ -40,36 +40,35 @@ ADAMW: dict[str, Any] = {
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW by parameter group, on plain parameters and on DTensors of any mesh.
 
-    A group is tagged `algorithm="muon"` or `"adamw"`; what it doesn't set is as in `MUON` or
-    `ADAMW`. `lr` is read at every step: a float or a 0-d tensor, to be moved by any scheduler of
-    `torch.optim.lr_scheduler`. Groups of `muon` also take `view` (a `MatrixView`: which matrices
-    their parameters are), or `views` with one for each parameter; the optimizer keeps these to
-    itself, and `param_groups` remain plain data. A group of `adamw` may take `folds` in the same
-    way: its parameters are latents, each with the weight that moves through it.
+    A group has `algorithm="muon"` or `"adamw"`; settings that are missing come from `MUON` or
+    `ADAMW`. `lr` is read at every step: a float or a 0-d tensor, which any scheduler of
+    `torch.optim.lr_scheduler` may change. Groups of `muon` also take `view`, a `MatrixView` that
+    divides their parameters into matrices, or `views`, one per parameter; the optimizer stores
+    these itself, and `param_groups` remain plain data. A group of `adamw` may take `folds` in the
+    same way: its parameters are latents of these low-rank updates.
 
         muon:  w <- (1 - lr * weight_decay) w - lr * scale * orthogonalised(momentum)
         adamw: torch.optim.AdamW, the fused kernel
 
-    State exists from the start, of the parameters' shapes and shardings: `momentum` (bf16 unless
-    `momentum_width` says otherwise), or `exp_avg`, `exp_avg_sq` and `step`. Nothing is kept by
-    who orthogonalises what, so state moves between meshes like parameters do.
+    State exists from the start, with the parameters' shapes and shardings: `momentum` (bf16 by
+    default), or `exp_avg`, `exp_avg_sq` and `step`. State doesn't depend on the owners of matrices,
+    so it moves between meshes like parameters do.
 
-    All ranks must construct it with the same parameters and groups, in one order; that is checked
-    once, when the plan is made: here, and at the first step after `add_param_group`. A parameter
-    without a gradient is left alone, weight, decay and state. Ranks must agree which these are, as
-    they do under FSDP2; where some don't, nobody waits for ever, but those matrices are
-    orthogonalised with zeros in the missing places.
+    All ranks must construct the optimizer with the same parameters and groups, in one order. This
+    is checked when the plan is made: here, and at the first step after `add_param_group`. A
+    parameter without a gradient keeps its weight, decay and state. Ranks must agree on these
+    parameters, as they do under FSDP2; where they don't, there is no deadlock, but zeros replace
+    the missing parts of the matrices.
 
     Args:
-        params: groups, of parameters or of (name, parameter).
-        muon_width: of Newton-Schulz and of what travels (`wire_dtype`).
-        momentum_width: see `momentum_dtype`.
-        bucket_bytes: most that a rank sends, or receives, at once.
-        adamw_state: how AdamW keeps its moments; see `new_state`.
-        process_groups: of ranks that share parameters cut along several mesh axes, or cut along
-            some and repeated along others (`World.holders`). Not needed along one axis, nor where
-            these ranks are all ranks.
-        redraw_every: steps of a latent after which its projection is another one (0: never).
+        params: groups of parameters or of (name, parameter).
+        muon_width: dtype of Newton-Schulz and of the exchange (`wire_dtype`).
+        momentum_width: dtype of the momentum (`momentum_dtype`).
+        bucket_bytes: most bytes that a rank sends, or receives, at once.
+        adamw_state: storage of AdamW's moments; see `new_state`.
+        process_groups: groups of ranks that hold parameters which several mesh axes shard or
+            replicate (`World.holders`). Not needed for one axis, nor for the group of all ranks.
+        redraw_every: steps of a latent after which its projection is redrawn (0: never).
     """
 
     def __init__(
@@ -88,18 +87,20 @@ class MuonAdamW(torch.optim.Optimizer):
         self._process_groups = process_groups
         self._redraw_every = redraw_every
         self._views: dict[Tensor, MatrixView] = {}
-        self._folds: dict[Tensor, Fold] = {}
-        self._steps: dict[int, Tensor] = {}  # of AdamW's groups; each `step` is an element
+        self._folds: dict[Tensor, LowRankUpdate] = {}
+        # Step counters of each AdamW group; every `step` is an element.
+        self._steps: dict[int, Tensor] = {}
         self._plan: MuonPlan | None = None
         super().__init__(params, {})
         self.plan()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and create its state; the next step makes the plan again."""
         algorithm = param_group.get("algorithm")
         assert algorithm in ("muon", "adamw"), f"a group's algorithm is muon or adamw: {algorithm}"
         views = param_group.pop("views", None)
         view = param_group.pop("view", MatrixView())
-        folds: list[Fold] = param_group.pop("folds", [])
+        folds: list[LowRankUpdate] = param_group.pop("folds", [])
         known = {"params", "algorithm", "param_names", "initial_lr", "name"}
         defaults = MUON if algorithm == "muon" else ADAMW
         strange = param_group.keys() - defaults.keys() - known
@@ -121,7 +122,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._plan = None
 
     def plan(self) -> MuonPlan:
-        """Who orthogonalises what; made once for the groups as they are, by all ranks together."""
+        """Return the plan of the current groups; all ranks make it together, once."""
         if self._plan is None:
             matrices = [
                 Matrix(
@@ -139,7 +140,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -159,35 +160,35 @@ class MuonAdamW(torch.optim.Optimizer):
                 adamw_update(group, params, [self.state[p] for p in params])
             folds = [self._folds[p] for p in params if p in self._folds] if self._folds else []
             if folds:
-                fold(group, folds)
+                apply_low_rank_updates(group, folds)
                 redraw(folds, [self.state[f.latent] for f in folds], self._redraw_every)
         muon.finish()
-        # Only local parts were written to, which autograd sees on plain parameters alone.
+        # Local shards were written to, which autograd notices on plain parameters only.
         torch.autograd.graph.increment_version(
             [p for group in self.param_groups for p in group["params"] if is_dtensor(p)]
         )
         return loss
 
     def transient_bytes(self) -> int:
-        """Most bytes alive at once in Muon's half of a step; see `MuonPlan.transient_bytes`."""
+        """Return the peak bytes of Muon's half of a step; see `MuonPlan.transient_bytes`."""
         plan = self.plan()
         momenta = [self.state[m.parameter]["momentum"] for m in plan.matrices]
         return plan.transient_bytes(momenta)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state as `<parameter>.<entry>`, to be saved, or filled for `load_state_tensors`.
+        """Return all state as `<parameter>.<entry>`, to save, or to fill for `load_state_tensors`.
 
-        It knows nothing of the order of parameters, of groups, or of the mesh. Moments in 8 or 4
-        bits are unpacked copies in the memory of the host; all others are the live tensors.
+        The names are independent of the order of parameters, of groups and of the mesh. 8- and
+        4-bit moments are unpacked copies in host memory; all others are the live tensors.
         """
         return {name: plain(value) for name, value in self._entries().items()}
 
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over state of the names and shapes of `state_tensors`, sharded as here.
+        """Load state with the names and shapes of `state_tensors`, sharded like the live state.
 
         Raises:
-            CheckpointError: an entry is missing, unknown or of another shape; it is named.
+            CheckpointError: an entry is missing, unknown or of another shape; the error names it.
         """
         own = self._entries()
         for wrong, what in ((own.keys() - state, "missing"), (state.keys() - own, "unknown")):
@@ -202,7 +203,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._resume_folds()
 
     def state_dict(self) -> dict[str, Any]:
-        """The standard form; moments in 8 or 4 bits are unpacked as in `state_tensors`."""
+        """Return torch's standard form; 8- and 4-bit moments are unpacked as in `state_tensors`."""
         found = super().state_dict()
         state = {
             key: {entry: plain(value) for entry, value in entries.items()}
@@ -212,12 +213,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The standard form; state is copied into what is here, and keeps its dtype and place.
+        """Load torch's standard form into the live tensors, which keep their dtype and device.
 
         Raises:
             CheckpointError: an entry is missing, unknown or of another shape.
         """
-        handle = self.register_load_state_dict_pre_hook(_take_state)  # behind those of others
+        handle = self.register_load_state_dict_pre_hook(_take_state)  # after other hooks
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -231,12 +232,12 @@ class MuonAdamW(torch.optim.Optimizer):
             self.state.setdefault(parameter, entries)
 
     def _of(self, algorithm: str) -> list[tuple[int, dict[str, Any]]]:
-        """Groups of an algorithm with their numbers; empty ones are left out."""
+        """Return the non-empty groups of an algorithm with their numbers."""
         groups = enumerate(self.param_groups)
         return [(i, g) for i, g in groups if g["algorithm"] == algorithm and g["params"]]
 
     def _entries(self) -> dict[str, Tensor]:
-        """All state as it is stored, by the names of `state_tensors`."""
+        """Return all state in its stored form, by the names of `state_tensors`."""
         return {
             f"{name}.{key}": value
             for group in self.param_groups
@@ -245,12 +246,12 @@ class MuonAdamW(torch.optim.Optimizer):
         }
 
     def _resume_folds(self) -> None:
-        """Projections go on from the steps that loaded state has made."""
+        """Restore the projections from the step counts of loaded state."""
         for latent, of_it in self._folds.items():
             resume(of_it, self.state[latent], self._redraw_every)
 
     def _link_steps(self) -> None:
-        """Step counters become elements of one tensor per group: one operation counts them all."""
+        """Make step counters elements of one tensor per group: one operation increments all."""
         for number, group in self._of("adamw"):
             if number not in self._steps:
                 states = [self.state[p] for p in group["params"]]
@@ -260,15 +261,14 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-    """Copies the state of a `state_dict` into the optimizer's; what is left for torch are groups.
+    """Copy the state of a `state_dict` into the optimizer's; return the rest for torch to load.
 
-    torch would make copies of its own, in the parameters' dtype and on their device
-    (pytorch#43706).
+    torch would copy the state itself, in the parameters' dtype and on their device (pytorch#43706).
     """
     saved = [key for group in given["param_groups"] for key in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if len(saved) != len(params):
-        return given  # torch says so
+        return given  # torch raises the error
     both = zip(saved, params, strict=True)
     entries = [(key, optimizer.state[p], given["state"].get(key, {})) for key, p in both]
     for key, own, new in entries:
@@ -284,7 +284,7 @@ def _take_state(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict
 
 
 def _write(name: str, own: Tensor, value: Tensor) -> None:
-    """Copies one entry of state into what is here; same shape, sharded as here."""
+    """Copy one entry of state into the live tensor of the same shape and sharding."""
     if value is own:
         return
     if value.shape != own.shape:

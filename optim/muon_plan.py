@@ -1,4 +1,4 @@
-"""The plan of Muon's step: who orthogonalises what, made once from shapes and placements alone."""
+"""Plan of Muon's step: the owner of each matrix, computed once from shapes and placements."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from megacpp.memory.forms.muon import (
     packing_bytes,
     step_peak_bytes,
 )
-from optim.boxes import Layout, layout_of
-from optim.exchange import Batch, Kind, Rank, Stay, Strip, Wave
+from optim.exchange import CommBucket, LocalJobs
 from optim.newton_schulz import CPU_BATCH_BYTES, CUDA_BATCH_BYTES, Coefficients, least_batch
-from optim.ownership import Item, MatrixView, choose_owners, fingerprint, items_of, loads, waves_of
+from optim.ownership import Job, MatrixView, buckets_of, choose_owners, fingerprint, jobs_of, loads
+from optim.packing import MatrixKind, PackedBuffer, RankContext, SolveBatch
+from optim.shard_layout import ShardLayout, layout_of
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A parameter that Muon moves.
+    """Parameter that Muon updates.
 
     Attributes:
-        group: the number of its parameter group, for settings that are read at every step.
-        solver: steps and coefficients of Newton-Schulz.
+        parameter: `[R, C]` or `[E, R, C]`.
+        group: number of its parameter group, whose settings are read at every step.
+        view: division into matrices.
+        wire: dtype of Newton-Schulz and of the exchange.
+        solver: number of Newton-Schulz steps and their coefficients.
     """
 
     parameter: Tensor
@@ -39,84 +43,100 @@ class Matrix:
     solver: tuple[int, Coefficients] = (5, "quintic")
 
     @property
-    def kind(self) -> Kind:
-        return Kind((self.group, self.parameter.dtype), self.solver)
+    def kind(self) -> MatrixKind:
+        """Key of matrices that can be processed together."""
+        return MatrixKind((self.group, self.parameter.dtype), self.solver)
 
 
 class Exchange:
-    """The plan of one set of ranks: which matrices stay, which travel, and in which waves."""
+    """Plan of one set of ranks: matrices that stay, and the buckets of those that travel.
+
+    Args:
+        matrices: matrices by their number in the plan.
+        layouts: shard layouts by the same numbers; all over the same ranks.
+        wire: dtype of the exchange.
+        bucket_bytes: most bytes that a rank sends or receives per bucket.
+    """
 
     def __init__(
         self,
         matrices: dict[int, Matrix],
-        layouts: dict[int, Layout],
+        layouts: dict[int, ShardLayout],
         wire: torch.dtype,
-        bucket: int,
+        bucket_bytes: int,
     ) -> None:
-        """All numbered parameters have cells on the same ranks; `bucket` in bytes."""
+        """Build the plan; all parameters of a plan must be sharded over the same ranks."""
         some, parameter = next(iter(layouts.values())), next(iter(matrices.values())).parameter
         assert all((x.rank, x.ranks) == (some.rank, some.ranks) for x in layouts.values())
-        self.wire, self.group, self.num_ranks = wire, some.group, len(some.boxes)
+        self.wire, self.group, self.num_ranks = wire, some.group, len(some.regions)
         batch = batch_cells(parameter, wire)
         kinds = {number: matrix.kind for number, matrix in matrices.items()}
         dims = {number: matrix.parameter.dim() for number, matrix in matrices.items()}
-        rank = Rank(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
-        most = max(1, bucket // wire.itemsize)
-        alike: dict[Any, list[Item]] = {}  # many parameters are cut in the same way
-        items: list[Item] = []
+        rank = RankContext(some.rank, self.num_ranks, layouts, kinds, batch, BLOCK_CELLS, dims)
+        most = max(1, bucket_bytes // wire.itemsize)
+        alike: dict[Any, list[Job]] = {}  # many parameters are sharded alike
+        jobs: list[Job] = []
         for number, matrix in matrices.items():
             layout, shape = layouts[number], matrix.parameter.shape
             key = (id(layout), tuple(shape), matrix.view)
             if key not in alike:
-                boxes = matrix.view.matrices(shape)
-                alike[key] = items_of(number, boxes, layout, min(batch, most))
-            items += [item.of(number) for item in alike[key]]
-        self.items = choose_owners(items, self.num_ranks)
-        here = [i for i in self.items if not i.moves and some.rank in i.holders]
-        moving = [item for item in self.items if item.moves]
-        dealt = waves_of(moving, layouts, self.num_ranks, most)
-        self.waves = [Wave(wave, rank) for wave in dealt]
-        # What needn't travel is packed a few batches at a time, to be in caches when it is solved.
+                regions = matrix.view.matrices(shape)
+                alike[key] = jobs_of(number, regions, layout, min(batch, most))
+            jobs += [job.for_parameter(number) for job in alike[key]]
+        self.jobs = choose_owners(jobs, self.num_ranks)
+        here = [i for i in self.jobs if not i.moves and some.rank in i.holders]
+        moving = [job for job in self.jobs if job.moves]
+        dealt = buckets_of(moving, layouts, self.num_ranks, most)
+        self.buckets = [CommBucket(bucket, rank) for bucket in dealt]
+        # Local jobs are packed a few batches at a time, so that they stay in caches until solved.
         portions = _portions(here, min(most, max(batch, BLOCK_CELLS)))
-        self.staying = [Stay(part, rank) for part in portions]
-        solvers = [kind.solve for kind in kinds.values()]  # order matrices within a wave
-        self.fingerprint = fingerprint((wire, bucket, some.ranks, self.items, dealt, solvers))
+        self.staying = [LocalJobs(part, rank) for part in portions]
+        solvers = [kind.solve for kind in kinds.values()]  # they order matrices within a bucket
+        self.fingerprint = fingerprint((wire, bucket_bytes, some.ranks, self.jobs, dealt, solvers))
 
     @property
     def loads(self) -> list[int]:
-        """Multiplications and additions of Newton-Schulz of each rank."""
-        return loads(self.items, self.num_ranks)
+        """Multiplications and additions of Newton-Schulz per rank."""
+        return loads(self.jobs, self.num_ranks)
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank over the mean; with few matrices for many ranks some idle."""
+        """Work of the busiest rank over the mean; above 1 some ranks idle."""
         return max(self.loads) * self.num_ranks / sum(self.loads)
 
 
 def batch_cells(parameter: Tensor, wire: torch.dtype) -> int:
-    """Most cells of matrices that Newton-Schulz takes together, where one isn't larger already."""
+    """Return the most cells that Newton-Schulz processes together, unless one matrix is larger.
+
+    Args:
+        parameter: parameter of any shape, for its device.
+        wire: dtype of the iteration.
+    """
     if parameter.is_cuda:
         return CUDA_BATCH_BYTES // wire.itemsize
     return 1 if wire == torch.float64 else CPU_BATCH_BYTES // wire.itemsize
 
 
-def _portions(items: Sequence[Item], most_cells: int) -> list[list[Item]]:
-    """Items by shape, in lists of at most `most_cells`, or of one item."""
-    portions: list[list[Item]] = []
+def _portions(jobs: Sequence[Job], most_cells: int) -> list[list[Job]]:
+    """Sort jobs by shape and split them into lists of at most `most_cells`, or of one job."""
+    portions: list[list[Job]] = []
     cells = 0
-    for item in sorted(items, key=lambda item: (item.rows, item.cols)):
-        cells += item.box.size
+    for job in sorted(jobs, key=lambda job: (job.rows, job.cols)):
+        cells += job.region.size
         if not portions or cells > most_cells:
             portions.append([])
-            cells = item.box.size
-        portions[-1].append(item)
+            cells = job.region.size
+        portions[-1].append(job)
     return portions
 
 
 def _agree(exchange: Exchange, of: int, device: torch.device) -> None:
-    """Asserts that all ranks made the same plan; otherwise they would wait for each other.
+    """Assert that all ranks made the same plan; different plans would deadlock.
 
-    `of`: the number of exchanges of this rank.
+    Args:
+        exchange: plan of this rank.
+        of: number of exchanges of this rank.
+        device: device for the all-reduce.
     """
     group = exchange.group
     if group is None or dist.get_backend(group) == "fake":
@@ -132,13 +152,13 @@ def _agree(exchange: Exchange, of: int, device: torch.device) -> None:
 
 
 class MuonPlan:
-    """Of all matrices of an optimizer; parameters that the same ranks hold share their waves.
+    """Plan of all matrices of an optimizer; parameters on the same ranks share their buckets.
 
     Args:
-        matrices: in an order on which all ranks agree.
-        bucket_bytes: most that a rank sends, or receives, at once.
-        process_groups: of ranks that share parameters cut along several mesh axes, or repeated
-            along some; see `layout_of`.
+        matrices: matrices in an order that is the same on all ranks.
+        bucket_bytes: most bytes that a rank sends, or receives, at once.
+        process_groups: groups of ranks that hold parameters which several mesh axes shard or
+            replicate; see `layout_of`.
     """
 
     def __init__(
@@ -148,8 +168,8 @@ class MuonPlan:
         process_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.matrices = list(matrices)
-        known: dict[Any, Layout] = {}
-        alike: dict[Any, dict[int, Layout]] = {}
+        known: dict[Any, ShardLayout] = {}
+        alike: dict[Any, dict[int, ShardLayout]] = {}
         for number, matrix in enumerate(self.matrices):
             p = matrix.parameter
             matrix.view.heights(p.shape)  # a view that doesn't fit fails here
@@ -166,17 +186,20 @@ class MuonPlan:
             _agree(exchange, len(self.exchanges), self.matrices[0].parameter.device)
 
     def transient_bytes(self, momenta: Sequence[Tensor]) -> int:
-        """Most bytes alive at once in a step of this rank, beside parameters, gradients and state.
+        """Return the peak bytes that a step allocates beside parameters, gradients and state.
 
-        For gradients of the parameters' dtype, and without cautious decay, which needs up to three
-        times the largest piece for a moment.
+        The gradients are assumed to have the parameters' dtype. Cautious decay is left out: it
+        allocates up to three times the largest slice for a moment.
+
+        Args:
+            momenta: momentum per matrix, in the order of `matrices`.
         """
         cuda = any(matrix.parameter.is_cuda for matrix in self.matrices)
 
-        def packing(blocks: Sequence[Strip]) -> int:
+        def packing(blocks: Sequence[PackedBuffer]) -> int:
             return max((self._packing_bytes(b, momenta) for b in blocks), default=0)
 
-        waves = [
+        buckets = [
             WaveBytes(
                 w.sent.cells * e.wire.itemsize,
                 w.received.cells * e.wire.itemsize,
@@ -187,7 +210,7 @@ class MuonPlan:
                 packing(w.aside),
             )
             for e in self.exchanges
-            for w in e.waves
+            for w in e.buckets
         ]
         staying = [
             WaveBytes(
@@ -198,16 +221,16 @@ class MuonPlan:
             for e in self.exchanges
             for stay in e.staying
         ]
-        return step_peak_bytes(waves, staying)
+        return step_peak_bytes(buckets, staying)
 
-    def _packing_bytes(self, block: Strip, momenta: Sequence[Tensor]) -> int:
-        number = block.pieces[0].item.parameter
+    def _packing_bytes(self, block: PackedBuffer, momenta: Sequence[Tensor]) -> int:
+        number = block.pieces[0].job.parameter
         widths = momenta[number].itemsize, self.matrices[number].parameter.itemsize
         return packing_bytes(block.cells, *widths)
 
 
-def _solving_bytes(batch: Batch, copied: int, wire: torch.dtype, cuda: bool) -> int:
-    """Of one batch, `copied` cells of which are put together first."""
+def _solving_bytes(batch: SolveBatch, copied: int, wire: torch.dtype, cuda: bool) -> int:
+    """Return the bytes that solving a batch allocates; `copied` cells are assembled first."""
     least = 1 if cuda else least_batch(min(batch.rows, batch.cols), wire.itemsize)
     count = max(least, batch.count)
     work = newton_schulz_bytes(count, batch.rows, batch.cols, wire.itemsize)

@@ -1,13 +1,13 @@
-"""Newton-Schulz orthogonalisation: all singular values of a matrix towards 1, by products alone.
+"""Newton-Schulz orthogonalisation: all singular values of a matrix move towards 1.
 
-Steps of X <- aX + (bA + cA²)X with A = XXᵀ push the singular values of X/‖X‖ towards 1 while the
-singular vectors stay. `Coefficients` names where a, b, c come from:
+Steps of X <- aX + (bA + cA²)X with A = XXᵀ push the singular values of X/‖X‖ towards 1 and keep the
+singular vectors. `Coefficients` names the source of a, b, c:
 
-- `quintic`: the same in every step, tuned for steepness at zero; five steps end within about
-  0.7 ... 1.2 and more steps don't narrow that (Keller Jordan, github.com/KellerJordan/Muon).
-- `polar_express`: each step's are the best odd polynomial of degree 5 on the interval where the
-  steps before it leave singular values (Amsel et al., 2505.16932); five steps end within about
-  0.85 ... 1.15 and every further step comes closer. ‖X‖ is taken 2 % longer for safety.
+- `quintic`: the same in every step, tuned for steepness at zero; five steps end within about 0.7
+  ... 1.2 and more steps don't narrow that (Keller Jordan, github.com/KellerJordan/Muon).
+- `polar_express`: each step uses the best odd polynomial of degree 5 on the interval that the
+  previous steps leave singular values in (Amsel et al., 2505.16932); five steps end within about
+  0.85 ... 1.15 and every further step comes closer. ‖X‖ is overestimated by 2 % for safety.
 
 Legend: R rows, C columns, s the short and l the long side of a matrix, K matrices of a batch.
 """
@@ -26,7 +26,7 @@ Scale = Literal["spectral", "rms"]
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 # Five steps from singular values of 1e-3 to 1, with 2 % of safety, as published with modded-nanogpt
-# (github.com/KellerJordan/modded-nanogpt); behind them the polynomial that the best ones tend to.
+# (github.com/KellerJordan/modded-nanogpt); the last row is their limit, for further steps.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -37,12 +37,12 @@ POLAR_EXPRESS = (
 )
 POLAR_EXPRESS_SAFETY = 1.02
 EPS = 1e-7  # added to the norm, as upstream does
-CPU_BATCH_BYTES = 1 << 20  # of matrices that share a product: what caches hold, with the products
+CPU_BATCH_BYTES = 1 << 20  # of matrices per product: they fit in caches with the products
 CUDA_BATCH_BYTES = 1 << 26  # chosen for memory, not measured
-# torch gives products of bf16 on a CPU to oneDNN if they have more multiplications than this, over
-# the whole batch, and to other kernels if not (mkldnn_gemm_min_size).
+# torch computes bf16 products on a CPU by oneDNN if they have more multiplications than this, over
+# the whole batch, and by other kernels otherwise (mkldnn_gemm_min_size).
 ONEDNN_PRODUCT = 16**3
-FLIPPED_CELLS = 1 << 16  # from here on torch's transposition of one matrix beats that of a batch
+FLIPPED_CELLS = 1 << 16  # above it, torch transposes single matrices faster than a batch
 
 
 def newton_schulz(
@@ -51,13 +51,16 @@ def newton_schulz(
     dtype: torch.dtype | None = None,
     coefficients: Coefficients = "quintic",
 ) -> Tensor:
-    """Orthogonalises each matrix of `g` `[..., R, C]`; the argument is never written to.
+    """Orthogonalise each matrix of `g`; the argument is never modified.
 
-    Huge and tiny matrices are first scaled by a power of two, so that they are as good as any.
-    On a CPU the other matrices of the batch don't change a bit of a result.
+    Huge and tiny matrices are first scaled by a power of two, so that the norm neither overflows
+    nor underflows. On a CPU the other matrices of the batch don't change a bit of a result.
 
     Args:
-        dtype: of the iteration and of the result; see `iteration_dtype` for the default.
+        g: `[..., R, C]`.
+        steps: number of iterations.
+        dtype: dtype of the iteration and of the result; see `iteration_dtype` for the default.
+        coefficients: source of a, b, c.
 
     Returns:
         `[..., R, C]`, sharing no memory with `g`; a zero matrix stays exactly zero.
@@ -84,7 +87,14 @@ def newton_schulz_plain(
     dtype: torch.dtype | None = None,
     coefficients: Coefficients = "quintic",
 ) -> Tensor:
-    """One matrix, operation by operation as the definition has it: the reference."""
+    """Orthogonalise one matrix `[R, C]` after the definition: the reference.
+
+    Args:
+        g_RC: matrix.
+        steps: number of iterations.
+        dtype: dtype of the iteration and of the result; see `iteration_dtype` for the default.
+        coefficients: source of a, b, c.
+    """
     x = g_RC.to(dtype or iteration_dtype(g_RC))
     x = x.mT if g_RC.shape[0] > g_RC.shape[1] else x
     x = x / (x.norm() * (POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1) + EPS)
@@ -100,9 +110,15 @@ def orthogonalise(
     dtype: torch.dtype | None = None,
     coefficients: Coefficients = "quintic",
 ) -> list[Tensor]:
-    """`newton_schulz` of many stacks `[K, R, C]` with as few products as their shapes allow.
+    """Run `newton_schulz` on many stacks `[K, R, C]` with as few products as their shapes allow.
 
     Stacks of equal sides, in either orientation, become one batch.
+
+    Args:
+        stacks: `[K, R, C]` each.
+        steps: number of iterations.
+        dtype: dtype of the iteration and of the results; see `iteration_dtype` for the default.
+        coefficients: source of a, b, c.
     """
     alike: dict[tuple[int, int, torch.dtype], list[int]] = {}
     for i, stack in enumerate(stacks):
@@ -124,7 +140,7 @@ def orthogonalise(
 
 
 def coefficient_rows(coefficients: Coefficients, steps: int) -> list[tuple[float, float, float]]:
-    """(a, b, c) of each step; steps beyond the table repeat its last row."""
+    """Return (a, b, c) of each step; steps beyond the table repeat its last row."""
     if coefficients == "quintic":
         return [QUINTIC] * steps
     assert coefficients == "polar_express", coefficients
@@ -132,14 +148,18 @@ def coefficient_rows(coefficients: Coefficients, steps: int) -> list[tuple[float
 
 
 def iteration_dtype(t: Tensor) -> torch.dtype:
-    """bf16 on a GPU; fp32 on a CPU, where runs are small and exact; fp64 stays fp64 everywhere."""
+    """Return bf16 on a GPU, fp32 on a CPU, where runs are small and exact, and fp64 for fp64.
+
+    Args:
+        t: any shape.
+    """
     if t.dtype == torch.float64:
         return torch.float64
     return torch.bfloat16 if t.is_cuda else torch.float32
 
 
 def update_scale(scale: Scale, rows: int, cols: int) -> float:
-    """Factor of an orthogonal update of a `rows x cols` matrix.
+    """Return the factor of an orthogonal update of a `rows x cols` matrix.
 
     `spectral`: sqrt(max(1, rows / cols)), so that the update's effect on activations doesn't depend
     on the shape (Keller Jordan). `rms`: 0.2 sqrt(max(rows, cols)), so that its entries are as large
@@ -152,25 +172,25 @@ def update_scale(scale: Scale, rows: int, cols: int) -> float:
 
 
 def newton_schulz_flops(rows: int, cols: int, steps: int = 5) -> int:
-    """Multiplications and additions of one matrix: two products of s² l and one of s³ a step."""
+    """Return FLOPs of one matrix: per step two products of s² l and one of s³ multiply-adds."""
     short, long = min(rows, cols), max(rows, cols)
     return steps * (4 * short * short * long + 2 * short**3)
 
 
 def least_batch(short: int, itemsize: int) -> int:
-    """Matrices that share a product on a CPU, zeros among them; more than 1 for small ones of bf16.
+    """Return the smallest batch multiplied on a CPU, zero matrices included; above 1 for bf16.
 
-    By the size of the whole batch torch gives the smallest of the products, that of two s x s, to
-    one library or another, and these round differently.
+    torch selects the library for the smallest products, s x s, by the size of the whole batch, and
+    the libraries round differently.
     """
     return 1 if itemsize != 2 else ONEDNN_PRODUCT // (short + -short % 8) ** 3 + 1
 
 
 def _matrices_per_call(x_Ksl: Tensor, dtype: torch.dtype) -> int:
-    """How many matrices share a product; more bytes a call than these gain nothing.
+    """Return the number of matrices per product; larger calls gain nothing.
 
-    In fp64, which is for proofs, each goes alone on a CPU: with several threads MKL splits one
-    matrix otherwise than a batch.
+    In fp64, which is for proofs, each matrix is multiplied alone on a CPU: with several threads MKL
+    splits a single matrix differently from a batch.
     """
     if dtype == torch.float64 and not x_Ksl.is_cuda:
         return 1
@@ -179,27 +199,27 @@ def _matrices_per_call(x_Ksl: Tensor, dtype: torch.dtype) -> int:
 
 
 def _normalised(x_Ksl: Tensor, dtype: torch.dtype, safety: float) -> Tensor:
-    """x / (safety ‖x‖ + eps) in a new contiguous tensor, without overflow or underflow of the norm.
+    """Return x / (safety ‖x‖ + eps) in a new contiguous tensor, without overflow or underflow.
 
-    The norm is taken in fp32 at least, and divides rounded to the iteration's dtype. This is
-    upstream's formula, except that eps stops growing, relative to x, once all entries are below
-    2^-20: a tiny gradient still has a direction.
+    The norm is computed in fp32 or wider and rounded to the iteration's dtype before the division.
+    This is upstream's formula, except that eps stops growing, relative to x, once all entries are
+    below 2^-20: a tiny gradient still has a direction.
 
-    Both sides are padded to multiples of 8 with zeros, which stay zero. Without that a matrix's
-    address, and with it how MKL rounds, would depend on its place in the batch. So are batches, to
-    `least_batch`.
+    Both sides are padded to multiples of 8 with zeros, which stay zero. Otherwise a matrix's
+    address, and with it MKL's rounding, would depend on its place in the batch. Batches are padded
+    to `least_batch`.
     """
     norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     y_Ksl = _contiguous(x_Ksl.to(dtype))
     norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
     usual, eps = (norm >= 2.0**-20) & (norm <= 2.0**60), EPS
-    if x_Ksl.is_cuda or not usual.all():  # a GPU isn't waited for
+    if x_Ksl.is_cuda or not usual.all():  # on a GPU the test would wait for the device
         del y_Ksl
         power = torch.where(usual, 1.0, _power(x_Ksl))
         y_Ksl = _contiguous((x_Ksl * power.to(x_Ksl.dtype)).to(dtype))
         norm = torch.linalg.vector_norm(y_Ksl, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
         eps = EPS * power.to(norm_dtype).clamp(max=2.0**20)
-    length = (norm * safety + eps).to(dtype)  # of another dtype it would take twenty times as long
+    length = (norm * safety + eps).to(dtype)  # dividing by another dtype takes 20 times as long
     y_Ksl = y_Ksl / length if y_Ksl is x_Ksl else y_Ksl.div_(length)
     count, short, long = x_Ksl.shape
     rows, cols = -short % 8, -long % 8
@@ -209,7 +229,7 @@ def _normalised(x_Ksl: Tensor, dtype: torch.dtype, safety: float) -> Tensor:
 
 
 def _power(x_Ksl: Tensor) -> Tensor:
-    """The power of two that brings each matrix's largest entry to about 1, [K, 1, 1]."""
+    """Return the power of two that scales each matrix's largest entry to about 1, [K, 1, 1]."""
     largest = x_Ksl.abs().amax(dim=(-2, -1), keepdim=True)
     limit = 1000 if x_Ksl.dtype == torch.float64 else 120
     working = torch.float64 if x_Ksl.dtype == torch.float64 else torch.float32
@@ -218,7 +238,7 @@ def _power(x_Ksl: Tensor) -> Tensor:
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """A contiguous copy of transposed matrices; `x` itself if it is contiguous."""
+    """Return a contiguous copy of transposed matrices, or `x` itself if it is contiguous."""
     if x.is_contiguous() or x.is_cuda or x.shape[-2] * x.shape[-1] < FLIPPED_CELLS:
         return x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
-"""AdamW whose moments live in the memory of the host, for parameters on a GPU.
+"""AdamW with moments in host memory, for parameters on a GPU.
 
-At a step gradients and weights go to the host, the CPU's fused kernel moves them, and new weights
-come back: 12 bytes a parameter over the bus, for 8 bytes a parameter less on the device. The host
-holds 16 bytes a parameter meanwhile. Weights are fetched rather than kept there, because others
-write to them too: whoever loads a checkpoint, for one.
+A step copies gradients and weights to the host, runs the CPU's fused kernel and copies the new
+weights back: 12 bytes a parameter over the bus, to save 8 bytes a parameter of device memory. The
+host holds 16 bytes a parameter meanwhile. Weights are fetched rather than kept on the host, because
+other code writes to them too, such as checkpoint loading.
 
 Muon has no such form: its momentum is read where matrices are orthogonalised.
 """
@@ -22,10 +22,11 @@ from optim.low_bit import like
 
 
 def new_offloaded_state(parameter: Tensor, force: bool = False) -> dict[str, Tensor]:
-    """Zero moments `exp_avg` and `exp_avg_sq` in pinned memory of the host, sharded alike.
+    """Return zero moments `exp_avg` and `exp_avg_sq` in pinned host memory.
 
     Args:
-        force: also for parameters on the host.
+        parameter: any shape.
+        force: accept parameters on the host too.
 
     Raises:
         ConfigError: the parameter is on the host already.
@@ -44,7 +45,12 @@ def new_offloaded_state(parameter: Tensor, force: bool = False) -> dict[str, Ten
 
 
 def is_offloaded(parameter: Tensor, entry: Tensor) -> bool:
-    """Whether an entry of the parameter's state lives on another device than the parameter."""
+    """Return whether an entry of the parameter's state is on another device than the parameter.
+
+    Args:
+        parameter: any shape.
+        entry: any shape.
+    """
     return local_part(entry).device != local_part(parameter).device
 
 
@@ -52,7 +58,7 @@ def is_offloaded(parameter: Tensor, entry: Tensor) -> bool:
 def offloaded_update(
     group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> None:
-    """`adamw_update` on the host; the CPU works while the copies of later parameters arrive."""
+    """Run `adamw_update` on the host; the CPU works while copies of later parameters arrive."""
     if not params:
         return
     lr = group["lr"]
@@ -69,7 +75,7 @@ def offloaded_update(
             arrived.synchronize()
         moments = [local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")]
         adamw_kernel(group, [weight], [grad], [moments[0]], [moments[1]], [step])
-        # Memory of `weight` isn't reused before the copy is done: torch's allocator sees to that.
+        # torch's pinned allocator doesn't reuse `weight` before the copy has ended.
         local_part(p).copy_(weight, non_blocking=True)
 
 
@@ -82,7 +88,7 @@ def _to_host(t: Tensor) -> Tensor:
 
 
 def _mark(t: Tensor) -> torch.cuda.Event | None:
-    """The end of what is queued so far on the tensor's device."""
+    """Record an event after the work queued so far on the tensor's device; None on a CPU."""
     if not t.is_cuda:
         return None
     event = torch.cuda.Event()

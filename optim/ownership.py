@@ -1,13 +1,14 @@
-"""Whole matrices from sharded parameters: who orthogonalises what, and in which wave.
+"""Assign each matrix of a sharded parameter to the rank that orthogonalises it.
 
-Meshes cut parameters into boxes (optim/boxes.py), but a matrix must be orthogonalised whole. Every
-rank derives the same plan from shapes alone: each matrix that lies on several ranks gets one owner,
-the costliest first to the rank with the least work (LPT), over all matrices of a process group at
-once. Then they are dealt into waves, each with about the same work for every owner and at most so
-many cells for any rank to send or to receive (optim/exchange.py moves them). Matrices that lie
-whole on one rank stay there; if there are replicas, each does these for itself.
+Meshes shard parameters into regions (optim/shard_layout.py), but Newton-Schulz needs whole
+matrices. Every rank computes the same plan from shapes alone. Each matrix that is spread over
+several ranks gets one owner: over all matrices of a process group, the costliest matrix first, to
+the rank with the least work (longest processing time first, LPT). The matrices are then divided
+into communication buckets, in each of which every owner has about the same work and no rank sends
+or receives more than a maximum of cells (optim/exchange.py moves them). Matrices that are whole on
+one rank stay there; with replicas, each replica solves them for itself.
 
-Legend: E matrices of a parameter `[E, R, C]`, R rows and C columns; K matrices of an item.
+Legend: E matrices of a parameter `[E, R, C]`, R rows, C columns, K matrices of a job.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
-from optim.boxes import Box, Layout
 from optim.newton_schulz import newton_schulz_flops
+from optim.shard_layout import ShardLayout, ShardRegion
 
 
 @dataclass(frozen=True)
 class MatrixView:
-    """How a parameter is read as matrices.
+    """Division of a parameter into matrices that are orthogonalised separately.
 
     Attributes:
-        row_blocks: heights of the blocks of rows that are matrices of their own, top to bottom
-            (a fused projection); empty: the whole parameter is one matrix.
+        row_blocks: heights of row blocks that are separate matrices, top to bottom (a fused
+            projection); empty if the whole parameter is one matrix.
         batched: `[E, R, C]` holds E matrices, one per expert.
     """
 
@@ -37,7 +38,7 @@ class MatrixView:
     batched: bool = False
 
     def heights(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each matrix of a parameter of `shape`, in order."""
+        """Return the number of rows of each matrix of a parameter of `shape`, in order."""
         if self.batched:
             assert len(shape) == 3 and not self.row_blocks, f"{self} of {tuple(shape)}"
             return (shape[1],) * shape[0]
@@ -45,12 +46,14 @@ class MatrixView:
         assert sum(self.row_blocks or shape[:1]) == shape[0], f"{self} of {tuple(shape)}"
         return self.row_blocks or (shape[0],)
 
-    def matrices(self, shape: Sequence[int]) -> list[Box]:
-        """The cells of each matrix of a parameter of `shape`, seen as `[E, R, C]`."""
+    def matrices(self, shape: Sequence[int]) -> list[ShardRegion]:
+        """Return the region of each matrix of a parameter of `shape`, viewed as `[E, R, C]`."""
         heights, cols = self.heights(shape), shape[-1]
         if self.batched:
-            return [Box((e, 0, 0), (e + 1, rows, cols)) for e, rows in enumerate(heights)]
-        return [Box((0, a, 0), (1, b, cols)) for a, b in pairwise([0, *accumulate(heights)])]
+            return [ShardRegion((e, 0, 0), (e + 1, rows, cols)) for e, rows in enumerate(heights)]
+        return [
+            ShardRegion((0, a, 0), (1, b, cols)) for a, b in pairwise([0, *accumulate(heights)])
+        ]
 
     def __str__(self) -> str:
         if self.batched:
@@ -63,11 +66,21 @@ class MatrixView:
 
 
 @dataclass(frozen=True)
-class Item:
-    """Consecutive matrices of one shape in one parameter that lie on the same ranks."""
+class Job:
+    """Consecutive matrices of one shape in one parameter that are held by the same ranks.
+
+    Attributes:
+        parameter: number of the parameter in the plan.
+        region: cells of all matrices of the job: experts, or rows.
+        count: number of matrices.
+        rows, cols: shape of one matrix.
+        holders: ranks that hold cells of the job, over all replicas, in order.
+        owner: rank that solves the job.
+        moves: no rank holds all of it.
+    """
 
     parameter: int
-    box: Box  # the matrices together: experts, or rows
+    region: ShardRegion  # the matrices together: experts, or rows
     count: int
     rows: int  # of one matrix
     cols: int
@@ -77,93 +90,106 @@ class Item:
 
     @property
     def cost(self) -> int:
+        """Multiplications and additions of Newton-Schulz for the whole job."""
         return self.count * newton_schulz_flops(self.rows, self.cols)
 
-    def of(self, parameter: int) -> Item:
-        """The same of another parameter."""
+    def for_parameter(self, parameter: int) -> Job:
+        """Return a copy of the job for another parameter of the same shape and layout."""
         return replace(self, parameter=parameter)
 
 
-def items_of(
-    parameter: int, matrices: Sequence[Box], layout: Layout, most_cells: int = 0
-) -> list[Item]:
-    """The matrices of one parameter, runs of alike ones together; the first holder owns them.
+def jobs_of(
+    parameter: int, matrices: Sequence[ShardRegion], layout: ShardLayout, most_cells: int = 0
+) -> list[Job]:
+    """Return the jobs of one parameter: consecutive matrices of equal shape and holders.
 
-    An item has at most `most_cells` (0: any number) or is one matrix. A run that moves becomes as
-    many items as there are ranks, so that all may share the work.
+    The first holder is the owner until `choose_owners` assigns another. Matrices that move are
+    split into as many jobs as there are ranks, so that all ranks can share the work.
+
+    Args:
+        parameter: number of the parameter in the plan.
+        matrices: region of each matrix.
+        layout: regions that the ranks hold.
+        most_cells: most cells of a job, unless it is a single matrix; 0: no limit.
     """
 
-    def holders(matrix: Box) -> tuple[int, ...]:
-        return tuple(r for r, box in enumerate(layout.boxes) if box.meet(matrix))
+    def holders(matrix: ShardRegion) -> tuple[int, ...]:
+        return tuple(r for r, region in enumerate(layout.regions) if region.intersection(matrix))
 
-    items: list[Item] = []
+    jobs: list[Job] = []
     for (shape, on), same in groupby(matrices, lambda matrix: (matrix.shape, holders(matrix))):
         run = list(same)
         moves = len(on) > layout.num_replicas
-        most = -(-len(run) // len(layout.boxes)) if moves else len(run)
+        most = -(-len(run) // len(layout.regions)) if moves else len(run)
         if most_cells:
             most = min(most, max(1, most_cells // run[0].size))
         for first in range(0, len(run), most):
             part = run[first : first + most]
-            box = Box(part[0].low, part[-1].high)
-            items.append(Item(parameter, box, len(part), shape[1], shape[2], on, on[0], moves))
-    return items
+            region = ShardRegion(part[0].low, part[-1].high)
+            jobs.append(Job(parameter, region, len(part), shape[1], shape[2], on, on[0], moves))
+    return jobs
 
 
-def choose_owners(items: Sequence[Item], ranks: int) -> list[Item]:
-    """The same items, those that move with an owner each: longest processing time first.
+def choose_owners(jobs: Sequence[Job], ranks: int) -> list[Job]:
+    """Assign an owner to each job that moves, longest processing time first (LPT).
 
-    Work that can't move counts as load from the start. Holders are preferred as long as that keeps
-    the busiest rank no busier: what they hold of a matrix needs no sending.
+    Work that can't move counts as load from the start. Holders are preferred as long as the busiest
+    rank doesn't get busier: the cells that they hold needn't be sent.
     """
-    near, plain = (_dealt(items, ranks, prefer) for prefer in (True, False))
+    near, plain = (_dealt(jobs, ranks, prefer) for prefer in (True, False))
     return near if max(loads(near, ranks)) <= max(loads(plain, ranks)) else plain
 
 
-def _dealt(items: Sequence[Item], ranks: int, prefer_holders: bool) -> list[Item]:
-    """Owners by LPT; of holders, one whose load stays within the mean goes before all others."""
-    load = loads([item for item in items if not item.moves], ranks)
-    mean = -(-(sum(load) + sum(item.cost for item in items if item.moves)) // ranks)
+def _dealt(jobs: Sequence[Job], ranks: int, prefer_holders: bool) -> list[Job]:
+    """Assign owners by LPT; prefer a holder whose load stays within the mean."""
+    load = loads([job for job in jobs if not job.moves], ranks)
+    mean = -(-(sum(load) + sum(job.cost for job in jobs if job.moves)) // ranks)
     owners: dict[int, int] = {}
-    for i in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
-        if items[i].moves:
-            cost = items[i].cost
-            near = items[i].holders if prefer_holders else ()
+    for i in sorted(range(len(jobs)), key=lambda i: (-jobs[i].cost, i)):
+        if jobs[i].moves:
+            cost = jobs[i].cost
+            near = jobs[i].holders if prefer_holders else ()
             fitting = [r for r in near if load[r] + cost <= max(mean, cost)]
             owners[i] = min(fitting or range(ranks), key=lambda r: (load[r], r))
             load[owners[i]] += cost
-    return [replace(item, owner=owners.get(i, item.owner)) for i, item in enumerate(items)]
+    return [replace(job, owner=owners.get(i, job.owner)) for i, job in enumerate(jobs)]
 
 
-def loads(items: Sequence[Item], ranks: int) -> list[int]:
-    """Multiplications and additions of each rank; what stays is done by every holder."""
+def loads(jobs: Sequence[Job], ranks: int) -> list[int]:
+    """Return FLOPs per rank; every holder solves jobs that don't move."""
     load = [0] * ranks
-    for item in items:
-        for rank in (item.owner,) if item.moves else item.holders:
-            load[rank] += item.cost
+    for job in jobs:
+        for rank in (job.owner,) if job.moves else job.holders:
+            load[rank] += job.cost
     return load
 
 
-def waves_of(
-    items: Sequence[Item], layouts: dict[int, Layout], ranks: int, most_cells: int
-) -> list[list[Item]]:
-    """Items that move, in waves that each give every owner about the same share of its work.
+def buckets_of(
+    jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int, most_cells: int
+) -> list[list[Job]]:
+    """Divide jobs that move into buckets with about the same share of every owner's work.
 
-    In a wave no rank sends or receives more than `most_cells`, neither on the way to the owners nor
-    back, unless that is of a single item.
+    In a bucket no rank sends or receives more than `most_cells`, neither towards the owners nor
+    back, unless a single job is larger.
+
+    Args:
+        jobs: jobs with their owners.
+        layouts: shard layout per parameter number.
+        ranks: number of ranks.
+        most_cells: limit per rank, direction and bucket.
     """
-    if not items:
+    if not jobs:
         return []
-    # To owners a rank sends no more than it gets back; an owner gets no more than it returns.
-    held_IW = np.stack(_held(items, layouts, ranks))  # I items, W ranks
+    # Cells sent to owners never exceed those returned, so only returned cells are limited.
+    held_IW = np.stack(_held(jobs, layouts, ranks))  # I jobs, W ranks
     returned_IW = np.zeros_like(held_IW)
-    returned_IW[np.arange(len(items)), [item.owner for item in items]] = held_IW.sum(1)
-    # What is too large by itself fills a wave for its rank, and leaves room for others in it.
+    returned_IW[np.arange(len(jobs)), [job.owner for job in jobs]] = held_IW.sum(1)
+    # A job above the limit fills the bucket for its rank only; others can still join it.
     held_IW, returned_IW = (np.minimum(cells, most_cells) for cells in (held_IW, returned_IW))
-    places = _places(items)
-    order = sorted(range(len(items)), key=lambda i: (places[i], i))
+    places = _places(jobs)
+    order = sorted(range(len(jobs)), key=lambda i: (places[i], i))
     fewest = -(-max(held_IW.sum(0).max(), returned_IW.sum(0).max()) // most_cells)
-    most_of_owner = max(np.bincount([item.owner for item in items]))
+    most_of_owner = max(np.bincount([job.owner for job in jobs]))
     number = max(1, int(fewest))
     while number < 2 * most_of_owner + 2:
         index = np.array([min(int(place * number), number - 1) for place in places])
@@ -171,54 +197,52 @@ def waves_of(
         np.add.at(sums[0], index, held_IW)
         np.add.at(sums[1], index, returned_IW)
         if max(int(s.max()) for s in sums) <= most_cells:
-            waves = [[items[i] for i in order if index[i] == wave] for wave in range(number)]
-            return [wave for wave in waves if wave]
+            buckets = [[jobs[i] for i in order if index[i] == bucket] for bucket in range(number)]
+            return [bucket for bucket in buckets if bucket]
         number += max(1, number // 16)
-    return _greedy([(items[i], held_IW[i], returned_IW[i]) for i in order], most_cells)
+    return _greedy([(jobs[i], held_IW[i], returned_IW[i]) for i in order], most_cells)
 
 
-def _held(items: Sequence[Item], layouts: dict[int, Layout], ranks: int) -> list[np.ndarray]:
-    """Cells of each item on each rank; many parameters are cut in the same way."""
-    known: dict[tuple[int, Box], np.ndarray] = {}
-    for item in items:
-        layout = layouts[item.parameter]
-        if (id(layout), item.box) not in known:
-            row_W = known[id(layout), item.box] = np.zeros(ranks, np.int64)
-            for rank in item.holders:
-                met = layout.boxes[rank].meet(item.box)
+def _held(jobs: Sequence[Job], layouts: dict[int, ShardLayout], ranks: int) -> list[np.ndarray]:
+    """Return the number of cells per rank `[W]` of each job; equal layouts are counted once."""
+    known: dict[tuple[int, ShardRegion], np.ndarray] = {}
+    for job in jobs:
+        layout = layouts[job.parameter]
+        if (id(layout), job.region) not in known:
+            row_W = known[id(layout), job.region] = np.zeros(ranks, np.int64)
+            for rank in job.holders:
+                met = layout.regions[rank].intersection(job.region)
                 row_W[rank] = met.size if met else 0
-    return [known[id(layouts[item.parameter]), item.box] for item in items]
+    return [known[id(layouts[job.parameter]), job.region] for job in jobs]
 
 
-def _places(items: Sequence[Item]) -> list[float]:
-    """Where in its owner's work, from 0 to 1, the middle of each item is, costliest first."""
-    places = [0.0] * len(items)
+def _places(jobs: Sequence[Job]) -> list[float]:
+    """Return the position of each job's middle in its owner's work, 0 to 1, costliest first."""
+    places = [0.0] * len(jobs)
     totals: dict[int, int] = {}
-    for item in items:
-        totals[item.owner] = totals.get(item.owner, 0) + item.cost
+    for job in jobs:
+        totals[job.owner] = totals.get(job.owner, 0) + job.cost
     done = dict.fromkeys(totals, 0)
-    for i in sorted(range(len(items)), key=lambda i: (-items[i].cost, i)):
-        owner, cost = items[i].owner, items[i].cost
+    for i in sorted(range(len(jobs)), key=lambda i: (-jobs[i].cost, i)):
+        owner, cost = jobs[i].owner, jobs[i].cost
         places[i] = (done[owner] + cost / 2) / max(1, totals[owner])
         done[owner] += cost
     return places
 
 
-def _greedy(
-    items: Sequence[tuple[Item, np.ndarray, np.ndarray]], most_cells: int
-) -> list[list[Item]]:
-    """In order, a new wave wherever one more item would be too much for some rank."""
-    waves: list[list[Item]] = []
-    held, returned = items[0][1] * 0, items[0][2] * 0
-    for item, more, back in items:
-        if not waves or max((held + more).max(), (returned + back).max()) > most_cells:
-            waves.append([])
+def _greedy(jobs: Sequence[tuple[Job, np.ndarray, np.ndarray]], most_cells: int) -> list[list[Job]]:
+    """Fill buckets in order; open a new one where the limit of a rank would be exceeded."""
+    buckets: list[list[Job]] = []
+    held, returned = jobs[0][1] * 0, jobs[0][2] * 0
+    for job, more, back in jobs:
+        if not buckets or max((held + more).max(), (returned + back).max()) > most_cells:
+            buckets.append([])
             held, returned = held * 0, returned * 0
-        waves[-1].append(item)
+        buckets[-1].append(job)
         held, returned = held + more, returned + back
-    return waves
+    return buckets
 
 
 def fingerprint(of: object) -> int:
-    """A number of 62 bits that two plans share only if they are the same."""
+    """Return a 62-bit hash of a plan, to compare plans between ranks."""
     return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:8], "big") >> 2

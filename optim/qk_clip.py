@@ -1,8 +1,8 @@
-"""QK-clip of MuonClip: attention heads with too large logits get smaller query and key weights.
+"""QK-clip (MuonClip): shrink query and key weights of attention heads with too large logits.
 
-Kimi K2 (arXiv 2507.20534, algorithm 1): a head whose largest logit S of the step is above tau has
-its logits scaled by gamma = tau / S, half of it on the side of the queries and half on that of the
-keys. It changes weights alone, after the optimizer's step; the next forward sees smaller logits.
+Kimi K2 (arXiv 2507.20534, algorithm 1): if a head's largest logit S of the step is above tau, its
+logits are scaled by gamma = tau / S, half by the query weights and half by the key weights. Weights
+change after the optimizer's step; the next forward computes smaller logits.
 
 Legend: L attention layers, N query heads, K key/value heads, P parts of a head dim, X heads of one
 kind.
@@ -24,20 +24,20 @@ from megacpp.blocks.attention.rope import softmax_scale
 from megacpp.blocks.mtp.plan import num_blocks
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from optim.boxes import cutting_order, shard_bounds
 from optim.local import local_part
+from optim.shard_layout import cutting_order, shard_bounds
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 
 
 @dataclass(frozen=True)
 class ClipReport:
-    """What a clip found, over all layers of all ranks that took part in `reduce_max`.
+    """Result of a clip, over all layers of all ranks that took part in `reduce_max`.
 
     Attributes:
-        max_logit: the largest logit of the step, or the largest bound.
-        clipped_heads: how many heads were above tau, int64.
-        heads: of the model.
+        max_logit: 0-d, the largest logit of the step, or the largest bound.
+        clipped_heads: 0-d int64, number of heads above tau.
+        heads: number of heads of the model.
     """
 
     max_logit: Tensor
@@ -45,14 +45,21 @@ class ClipReport:
     heads: int
 
     def figures(self) -> dict[str, float]:
-        """For the log; the host waits once."""
+        """Return the values for the log; the host waits for the device once."""
         max_logit, clipped = torch.stack((self.max_logit, self.clipped_heads)).tolist()
         return {"max_logit": max_logit, "n_clipped": clipped, "n_total": float(self.heads)}
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One attention layer of this rank; weights as the optimizer holds them."""
+class ClippedAttention:
+    """Attention layer of this rank, with its weights as the optimizer holds them.
+
+    Attributes:
+        index: index among the attention layers of the whole model.
+        recorder: records the largest logits of each forward.
+        w_q: weight whose rows are query heads.
+        w_k: weight whose rows are key heads (MLA: keys and values).
+    """
 
     index: int  # among the attention layers of the whole model
     recorder: LogitRecorder
@@ -63,17 +70,18 @@ class Layer:
 class QKClip:
     """Records attention logits of training forwards, and scales weights by them once a step.
 
-    Build it when the model is (and sharded): from then on every attention layer records. Call
-    `after_step` of every step, taken or left out.
+    Construct it after the model is built and sharded: from then on each attention layer records.
+    Call `after_step` after each step, applied or skipped.
 
     With RMSNorm on queries and keys (attention.qk_norm) scaled weights would change no logit.
 
     Args:
-        tau: logits up to it are left alone; 100 in the paper.
-        reduce_max: the elementwise maximum of a tensor over all ranks that hold a part of the
-            model, stages of a pipeline included: one call a step, of the same shape everywhere.
-        statistic: what counts as a head's logit (megacpp/blocks/attention/logits.py): `bound` is at
-            least the true one, so it clips earlier, never later.
+        model: this rank's part of the model.
+        tau: largest logit that is left unchanged; 100 in the paper.
+        reduce_max: elementwise maximum of a tensor over all ranks that hold a part of the model,
+            pipeline stages included: one call a step, of the same shape on every rank.
+        statistic: logit of a head (megacpp/blocks/attention/logits.py): `bound` is at least the
+            true logit, so it clips earlier, never later.
     """
 
     def __init__(
@@ -88,10 +96,10 @@ class QKClip:
         assert not self.config.qk_norm, "the norm would undo any scaling"
         parts = head_parts(self.config)
         scale = softmax_scale(sum(parts), self.config)
-        self.recorder = LogitRecorder(scale, parts, statistic)  # of no layer: only its rules
-        self.layers: list[Layer] = []
+        self.recorder = LogitRecorder(scale, parts, statistic)  # only its rules are used
+        self.layers: list[ClippedAttention] = []
         names = [f"blocks.{i}.mixer" for i, letter in enumerate(model.letters) if letter == "A"]
-        ahead = range(num_blocks(model.config.mtp))  # of multi-token prediction
+        ahead = range(num_blocks(model.config.mtp))  # blocks of multi-token prediction
         names += [f"mtp.blocks.{i}.attention.mixer" for i in ahead]
         assert names, "a model without attention"
         self.num_layers, self.like = len(names), next(model.parameters())
@@ -101,10 +109,12 @@ class QKClip:
                 mixer = here[name][1]
                 assert isinstance(mixer, GroupedQueryAttention | MultiHeadLatentAttention)
                 mixer.inner.recorder = LogitRecorder(scale, parts, statistic)
-                self.layers.append(Layer(index, mixer.inner.recorder, *query_and_key(mixer)))
+                self.layers.append(
+                    ClippedAttention(index, mixer.inner.recorder, *query_and_key(mixer))
+                )
 
     def after_step(self, taken: bool) -> dict[str, float]:
-        """Clips after a step of the optimizer; its figures. One that was left out is forgotten."""
+        """Clip after an applied step and return the figures; forget a skipped step."""
         if taken:
             return self.clip().figures()
         self.reset()
@@ -112,11 +122,11 @@ class QKClip:
 
     @torch.no_grad()
     def clip(self) -> ClipReport:
-        """Scales the weights of heads above tau, in place, and forgets what was recorded.
+        """Scale the weights of heads above tau in place, and reset the recorders.
 
-        Every rank scales what it stores. A head that isn't above keeps its bits, except that key
-        heads are scaled for the worst of the query heads that share them. A logit that isn't
-        finite scales nothing.
+        Every rank scales the rows that it stores. A head below tau keeps its bits, except that a
+        key head is scaled for the worst query head that shares it. A non-finite logit scales
+        nothing.
         """
         logits_LN = self._logits()
         above_LN = (logits_LN > self.tau) & logits_LN.isfinite()
@@ -129,12 +139,12 @@ class QKClip:
         return ClipReport(logits_LN.max(), above_LN.sum(), logits_LN.numel())
 
     def reset(self) -> None:
-        """Forgets what was recorded, for a step that changed nothing."""
+        """Discard the recorded logits, after a step that changed no weight."""
         for layer in self.layers:
             layer.recorder.reset()
 
     def _logits(self) -> Tensor:
-        """Of every head of every layer of the model, `[L, N]`: one reduction over ranks."""
+        """Return the logit of every head and layer of the model, `[L, N]`, by one reduction."""
         config, rule = self.config, self.recorder
         num_kv_heads = config.num_kv_heads if config.kind == "gqa" else config.num_heads
         dtype, device = torch.promote_types(self.like.dtype, torch.float32), self.like.device
@@ -152,31 +162,35 @@ class QKClip:
 
 
 def head_parts(config: AttentionConfig) -> tuple[int, ...]:
-    """Sizes of the parts of a query/key head that are scaled differently."""
+    """Return the sizes of the parts of a query/key head that are scaled differently."""
     if config.kind == "gqa":
         return (config.head_dim,)
     return config.qk_nope_head_dim, config.qk_rope_head_dim
 
 
 def query_and_key(mixer: Attention) -> tuple[nn.Parameter, nn.Parameter]:
-    """The matrices whose rows are query heads, and key heads (MLA: keys and values)."""
+    """Return the weights whose rows are query heads, and key heads (MLA: keys and values)."""
     if isinstance(mixer, GroupedQueryAttention):
         modules = mixer.wq, mixer.wk
     else:
         low_rank = mixer.config.attention.q_lora_rank > 0
         modules = mixer.wq_b if low_rank else mixer.wq, mixer.wkv_b
-    # Not `.weight`: on the axis tp that reads a local part (parallel/tensor.py).
+    # Not `.weight`: under tensor parallelism it reads a local shard (parallel/tensor.py).
     w_q, w_k = (module._parameters["weight"] for module in modules)
     assert w_q is not None and w_k is not None
     return w_q, w_k
 
 
 def row_factors(gamma_N: Tensor, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """What every row of the query and of the key matrix is multiplied by, 1-D.
+    """Return the factor of each row of the query weight and of the key weight, 1-D each.
 
-    GQA: sqrt(gamma) of the query head, and of the worst of the query heads that share a key head.
-    MLA: sqrt(gamma) on both sides where there is no position. The rotary key belongs to all heads,
-    so there the queries take all of gamma. Values keep their rows.
+    GQA: sqrt(gamma) of the query head, and of the worst query head that shares a key head. MLA:
+    sqrt(gamma) on both sides for the dims without position. The rotary key belongs to all heads, so
+    there the queries take all of gamma. Values keep their rows.
+
+    Args:
+        gamma_N: logit factor per query head.
+        config: attention settings.
     """
     root_N = gamma_N.sqrt()
     if config.kind == "gqa":
@@ -192,16 +206,26 @@ def row_factors(gamma_N: Tensor, config: AttentionConfig) -> tuple[Tensor, Tenso
 
 
 def scale_rows(parameter: Tensor, factor_R: Tensor) -> None:
-    """Multiplies every row `[R, C]` of which this rank stores something; 1 changes no bit."""
+    """Multiply the rows that this rank stores in place; a factor of 1 changes no bit.
+
+    Args:
+        parameter: `[R, C]`, plain or a DTensor.
+        factor_R: factor per global row.
+    """
     local = local_part(parameter)
     if local.numel():
         local.mul_(factor_R[_stored_rows(parameter), None])
 
 
 def own_heads(parameter: Tensor, heads: int, num_heads: int) -> slice:
-    """Which of `num_heads` a module works on that was given so many of them.
+    """Return the range of `num_heads` that a module with `heads` of them works on.
 
-    Tensor parallelism cuts heads before FSDP2 cuts what is left: the first cut of the rows.
+    Tensor parallelism shards heads before FSDP2 shards the rest: it is the first split of the rows.
+
+    Args:
+        parameter: `[R, C]`, the weight whose rows are heads.
+        heads: number of heads of this rank's module.
+        num_heads: number of heads of the model.
     """
     if heads == num_heads:
         return slice(num_heads)

@@ -1,4 +1,4 @@
-"""Learning rates: multipliers are pure functions of the number of updates made so far."""
+"""Learning rate schedules: factors are pure functions of the number of updates made so far."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from megacpp.config.schema import OptimConfig
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int, updates_done: int = 0
 ) -> LambdaLR:
-    """Every group's rate is its peak times `lr_multiplier`; step it after each optimizer step.
+    """Return a scheduler that sets each group's rate to its peak times `lr_multiplier`.
 
-    A group's peak is the `initial_lr` that it was loaded with, or what its `lr` is now. With
-    `updates_done` the rates are those after as many steps, to the bit.
+    Step it after each optimizer step. A group's peak is the `initial_lr` that it was loaded with,
+    or its current `lr`.
+
+    Args:
+        optimizer: optimizer with the groups.
+        config: schedule and its settings.
+        total_steps: updates of the whole run.
+        updates_done: updates made so far; the rates equal those of an uninterrupted run, bit for
+            bit.
     """
     for group in optimizer.param_groups:
         lr = group["lr"]
@@ -29,9 +36,9 @@ def build_scheduler(
 
 
 def lr_multiplier(step: int, total: int, config: OptimConfig) -> float:
-    """Factor of every peak learning rate at update `step` (from 0) of `total`.
+    """Return the factor of every peak learning rate at update `step` (from 0) of `total`.
 
-    Warmup is `config.warmup_steps`, or `warmup_ratio` of `total`; the tail of `wsd` is
+    Warmup lasts `config.warmup_steps`, or `warmup_ratio` of `total`; the tail of `wsd` is
     `decay_ratio` of `total`. Steps past `total` stay at `final_lr_ratio`.
     """
     warmup = config.warmup_steps or round(config.warmup_ratio * total)
@@ -44,12 +51,19 @@ def lr_multiplier(step: int, total: int, config: OptimConfig) -> float:
 
 
 def warmup_constant(step: int, warmup: int) -> float:
-    """1 / warmup, 2 / warmup, ..., 1, 1, 1: the first update already moves."""
+    """Return 1 / warmup, 2 / warmup, ..., 1, 1, 1: the first update moves already."""
     return min(1.0, (step + 1) / max(1, warmup))
 
 
 def warmup_cosine(step: int, warmup: int, total: int, final: float) -> float:
-    """Warmup, then half a cosine from 1 at `warmup` to `final` at `total`, one past the last."""
+    """Return warmup, then half a cosine from 1 to `final` at `total`, one past the last.
+
+    Args:
+        step: update, from 0.
+        warmup: number of warmup updates.
+        total: number of updates.
+        final: factor at `total`.
+    """
     if step < warmup:
         return warmup_constant(step, warmup)
     done = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -57,7 +71,15 @@ def warmup_cosine(step: int, warmup: int, total: int, final: float) -> float:
 
 
 def warmup_stable_decay(step: int, warmup: int, decay: int, total: int, final: float) -> float:
-    """Warmup, 1, then a straight line over the last `decay` updates to `final` at `total`."""
+    """Return warmup, then 1, then a line over the last `decay` updates to `final`.
+
+    Args:
+        step: update, from 0.
+        warmup: number of warmup updates.
+        decay: number of updates of the final decay.
+        total: number of updates.
+        final: factor at `total`.
+    """
     start = max(warmup, total - decay)
     if step < start:
         return warmup_constant(step, warmup)

@@ -84,7 +84,7 @@ class AccumulationBoundary:
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
-        self.looks_around, self.depths = config.model.looks_around, config.model.mtp.depths
+        self.needs_full_row, self.depths = config.model.needs_full_row, config.model.mtp.depths
         self.steps = config.run.steps
         self.guard = NonFiniteGuard(model, world, stages)
         self.loss_scale = LossScale(config.precision)
@@ -118,7 +118,7 @@ class AccumulationBoundary:
             sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
             for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True)):
                 self._sync_gradients(last=number == len(batches) - 1)
-                mine = share(batch, self.layout, self.looks_around, self.world.device)
+                mine = share(batch, self.layout, self.needs_full_row, self.world.device)
                 with region("forward"):
                     out = self._run(mine)
                 with region("backward"):
@@ -247,7 +247,7 @@ class AccumulationBoundary:
         return StepSums(sums[0], sums[1], totals, sums.new_zeros(0))
 
     def _forward(self, batch: Batch) -> LossSum:
-        return self._run(share(batch, self.layout, self.looks_around, self.world.device))
+        return self._run(share(batch, self.layout, self.needs_full_row, self.world.device))
 
     def _run(self, batch: Batch) -> LossSum:
         with self._precision():

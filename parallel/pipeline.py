@@ -69,7 +69,7 @@ class Pipeline:
         self.owners = owners(config.mesh.pp_schedule, world.degree("pp"))
         self.tied = has_embedding_copy(config.model) and self.owners[0] != self.owners[-1]
         self.model, self.dtype = config.model, compute_dtype(config.precision, world.device)
-        self.looks_around = config.model.looks_around
+        self.needs_full_row = config.model.needs_full_row
         self.layout = ContextLayout.of(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
@@ -187,7 +187,7 @@ class Pipeline:
         shape = batches[0].ids_BT.shape
         assert all(batch.ids_BT.shape == shape for batch in batches), "microbatches of two shapes"
         assert all(batch.docs.row is None for batch in batches), "batches of whole rows"
-        mine = [share(b, self.layout, self.looks_around, self.world.device) for b in batches]
+        mine = [share(b, self.layout, self.needs_full_row, self.world.device) for b in batches]
         for stage in self.stages:
             stage.expect(mine)
             stage.hands_on = torch.Size(self._hidden_shape(*shape)), self.dtype

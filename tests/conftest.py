@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _young_heap() -> None:
-    """What is alive stays: no garbage collection walks over it again, here or in a fork.
+    """Freeze live objects, so that no garbage collection traverses them again, here or in a fork.
 
     Importing torch's compiler alone leaves a million objects, a second for each `gc.collect()`.
     """
@@ -34,7 +34,7 @@ def _young_heap() -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some sixty headers of the installed torch, 400 ids."""
+    """Return some sixty headers of the installed torch, 400 ids."""
     source = tmp_path_factory.mktemp("headers")
     folder = Path(torch.__file__).parent / "include/ATen/core"
     for header in sorted(folder.glob("*.h"))[:60]:

@@ -55,13 +55,13 @@ def started(*flags: str, ranks: int = 1) -> Done:
 
 
 def forked(*flags: str, ranks: int = 1, read: int | None = None) -> Done:
-    """The same in forked processes; the exit code is that of the first rank that failed.
+    """Run in forked processes; the exit code is that of the first rank that failed.
 
     Args:
-        read: lines of a pipe after which nobody reads the output any more (None: a file has all).
+        read: lines of a pipe after which the output was closed (None: a file has all).
 
     Raises:
-        TimeoutExpired: they still run; with what they have printed.
+        TimeoutExpired: the processes still run; with their output so far.
     """
     flags = _kept_apart(flags)
     context = multiprocessing.get_context("fork")

@@ -46,7 +46,7 @@ LONG_S = 1200.0  # for one fork of ranks that serves a whole file of tests
 
 
 class RankError(AssertionError):
-    """A rank raised or died; the message holds its number and traceback."""
+    """Error of a rank that raised or died; the message holds its number and traceback."""
 
 
 class RankTimeoutError(RankError):
@@ -99,7 +99,7 @@ def run_ranks(
 
 
 def on_worlds(play: Callable[[int, Job], Any], worlds: Mapping[Job, int]) -> dict[Job, list[Any]]:
-    """What `play(rank, job)` returns on every rank of every job, one fork of ranks per world size.
+    """Return the results of `play(rank, job)` on every rank of every job, one fork per world size.
 
     Args:
         worlds: jobs (values that compare) and how many ranks each is for; those of a single rank
@@ -121,7 +121,7 @@ def on_worlds(play: Callable[[int, Job], Any], worlds: Mapping[Job, int]) -> dic
 def _collect(
     ranks: list[tuple[BaseProcess, Connection]], folder: Path, timeout_s: float
 ) -> list[Any]:
-    """The results, or the first failure."""
+    """Return the results, or raise the first failure."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {reader: rank for rank, (_, reader) in enumerate(ranks)}

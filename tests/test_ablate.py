@@ -1,4 +1,4 @@
-"""The ablation's arithmetic, its flags, and that the record in the book is a whole one."""
+"""Ablation: its arithmetic, its flags, and the completeness of the record in the book."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from bench.ablate import ALL, BASE, RECORD, Run, flags_of, lines_of, model_of, table, variants
+from bench.ablate import (
+    ALL,
+    BASE,
+    RECORD,
+    AblationRun,
+    flags_of,
+    lines_of,
+    model_of,
+    table,
+    variants,
+)
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import tiny, tiny_full
 
@@ -29,7 +39,7 @@ def record(values: dict[str, list[float]], speeds: dict[str, list[float]]) -> di
 
 @pytest.mark.parametrize("variant", variants())
 def test_the_flags_of_a_run_make_its_model(variant: str) -> None:
-    run = Run(variant, 2, 10, 8)
+    run = AblationRun(variant, 2, 10, 8)
     config = parse_run(run.command()[2:], 1).config
     assert config.model == model_of(variant)
     same = dataclasses.replace(tiny().optim, warmup_steps=config.optim.warmup_steps)

@@ -79,7 +79,7 @@ def test_forms_of_a_flag(words: str, key: str, value: object) -> None:
 
 @pytest.mark.parametrize("key", sorted(leaf_types(Config)))
 def test_every_setting_can_be_given_and_reads_back(key: str) -> None:
-    """The value of a default, written as text, is that value again."""
+    """Write each default as text and read the same value again."""
     full = replace_keys(Config(), {"model.attention.yarn.factor": 40.0})
     value, flag = lookup(full, key), f"--{key.replace('_', '-')}"
     assert list(read_flags([f"{flag}={value}"])) == [(key, value)]
@@ -242,7 +242,7 @@ def test_arguments_of_a_subcommand(words: str, args: Toy) -> None:
     [
         ("", "path=: is needed"),
         ("--rows 2", "path=: is needed"),
-        ("here there", "argument=there: is no flag"),
+        ("here there", "argument=there: is not a flag"),
         ("here --row 2", "--row: no such setting. Fix: did you mean '--rows'"),
         ("here --rows x", "rows=x: must be a whole number"),
         ("here --split test", "split=test: must be one of train, validation"),
@@ -328,7 +328,7 @@ def test_a_setting_has_a_sentence_and_a_number_its_unit_or_range(one: Setting) -
 
 @pytest.mark.parametrize("command", ["train.py --help", "-m megacpp --help"])
 def test_help_takes_less_than_a_second_and_no_torch(command: str) -> None:
-    """A second of CPU time, not of a busy machine's clock; importing torch alone takes longer."""
+    """Limit help to a second of CPU time; importing torch alone takes longer."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""What a GPU is measured with, small on a CPU: every section, and errors that end nothing."""
+"""GPU benchmarks, small on a CPU: every section, and errors that end nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from bench.gpu.clock import median_s
 from bench.gpu.models import MODES
 from bench.gpu.profile import slowest
 from bench.gpu.recompute import mark
-from bench.gpu.record import COLUMNS, GOALS, Record, as_markdown, reached
+from bench.gpu.record import COLUMNS, GOALS, GpuRecord, as_markdown, reached
 from bench.gpu.shapes import MODELS, hybrid, ready
-from bench.gpu.steps import CapturedSteps, Steps, graph_refusal, in_use, made_up
+from bench.gpu.steps import (
+    CapturedSteps,
+    Steps,
+    graph_unsupported_reason,
+    in_use,
+    made_up,
+)
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.checks.every import check
 from megacpp.config.schema import CheckpointingPolicy, PrecisionConfig
@@ -42,7 +48,11 @@ def test_every_section_has_rows_and_nothing_failed(tiny_run: dict[str, Any]) -> 
     config = ready(hybrid(12), True)
     host = host_of(config, CPU)
     backends = [(name, b) for name, o in OPERATIONS.items() for b in o.backends]
-    refused = {("kernels", n, b.name) for n, b in backends if b.refusal(config, host) is not None}
+    refused = {
+        ("kernels", n, b.name)
+        for n, b in backends
+        if b.unsupported_reason(config, host) is not None
+    }
     assert skipped == refused
     assert {row["section"] for row in tiny_run["rows"]} == set(SECTIONS)
     assert {row["mode"] for row in tiny_run["rows"] if row["section"] == "models"} == set(MODES)
@@ -80,11 +90,11 @@ def test_rates_follow_from_counted_flops(tiny_run: dict[str, Any]) -> None:
 def test_models_of_a_gpu_are_legal(name: str) -> None:
     config = ready(MODELS[name](), False)
     check(config, 1)
-    assert config.data.seq_len == 4096 and graph_refusal(config, CPU) is None
+    assert config.data.seq_len == 4096 and graph_unsupported_reason(config, CPU) is None
 
 
 def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line each, by rules alone; the models of the bench may be captured in bf16."""
+    """Check one line per rule; the models of the benchmark may be captured in bf16."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     config = ready(MODELS["moe_1b"](), False)
     model, odd = config.model, replace(config.model.moe, hidden_dim=1020)
@@ -101,15 +111,15 @@ def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None
         "maxima": replace(config, optim=replace(config.optim, qk_clip=100.0)),
     }
     for words, each in refused.items():
-        why = graph_refusal(each, CUDA)
+        why = graph_unsupported_reason(each, CUDA)
         assert why is not None and words in why and "\n" not in why, (words, why)
-        assert graph_refusal(each, CPU) is None, "no graph, nothing to refuse"
+        assert graph_unsupported_reason(each, CPU) is None, "no graph, nothing to refuse"
     for name in MODELS:
-        assert graph_refusal(ready(MODELS[name](), False), CUDA) is None, name
+        assert graph_unsupported_reason(ready(MODELS[name](), False), CUDA) is None, name
 
 
 def test_an_error_is_a_line_and_the_next_row_follows(tmp_path: Path) -> None:
-    record = Record(tmp_path / "x.json", CPU, 60.0)
+    record = GpuRecord(tmp_path / "x.json", CPU, 60.0)
 
     def broken() -> Iterator[dict[str, Any]]:
         yield {"tflops": 600.0}
@@ -124,7 +134,7 @@ def test_an_error_is_a_line_and_the_next_row_follows(tmp_path: Path) -> None:
 
 
 def test_nothing_is_begun_when_the_time_is_over() -> None:
-    record = Record(None, CPU, 0.0)
+    record = GpuRecord(None, CPU, 0.0)
     assert not record.attempt("models", "dense_1b", "eager", lambda: [{}])
     assert not record.rows and "were over" in record.skipped[0]["why"]
 

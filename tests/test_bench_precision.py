@@ -1,4 +1,4 @@
-"""The comparison of precisions: its arithmetic, its order, its commands; no training."""
+"""Comparison of precisions: its arithmetic, its order, its commands; no training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.precision import (
     RECORD,
     TAIL,
     VARIANTS,
-    Run,
+    PrecisionRun,
     lines_of,
     measure,
     plan,
@@ -54,10 +54,10 @@ def test_the_base_comes_first() -> None:
 def test_what_is_stored_stays_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that is asked for adds to the record; another number of steps begins a new one."""
+    """Add a requested part to the record; another number of steps begins a new one."""
     ran: list[tuple[str, int]] = []
 
-    def trained(run: Run) -> dict[str, Any]:
+    def trained(run: PrecisionRun) -> dict[str, Any]:
         ran.append((run.variant, run.seed))
         return run_of(run.variant, run.seed, 3.0 + run.seed, [2.0]) | {"tokens": 4, "wall_s": 1}
 
@@ -84,7 +84,7 @@ def test_what_is_stored_stays_and_is_not_run_again(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_commands_are_legal(variant: str) -> None:
-    words = Run(variant, 1, 300).command()[2:]
+    words = PrecisionRun(variant, 1, 300).command()[2:]
     config = parse_run(words, 1).config
     assert config.run.steps == 300 and config.precision.dtype == VARIANTS[variant].settings.get(
         "precision.dtype"

@@ -1,4 +1,4 @@
-"""The `megacpp` command: every subcommand answers, in text and JSON, and mistakes are one line."""
+"""Command `megacpp`: every subcommand answers, in text and JSON, and mistakes are one line."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_data_commands_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_seeing_a_mesh_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    """One process, any number of ranks: tests/parallel/test_dry_run.py and test_explain.py."""
+    """Use one process for any ranks: tests/parallel/test_dry_run.py and test_explain.py."""
     small = ["--model.depth", "1", "--data.seq-len", "16", "--world", "4", "--mesh.tp", "2"]
     for name in ("dry-run", "explain"):
         code, out, err = run(capsys, name, "tiny", *small)

@@ -1,4 +1,4 @@
-"""The collective counter: every way to issue a collective, its size, and silence without one."""
+"""Collective counter: every way to issue a collective, its size, and silence without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def issue(rank: int, world: int) -> list[list[Collective]]:
-    """The calls of each kind of program."""
+    """Issue the calls of each kind of program."""
     mesh, x = init_device_mesh("cpu", (world,)), torch.ones(6)
     matrix = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     leaf = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])

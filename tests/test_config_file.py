@@ -75,7 +75,7 @@ def test_a_subset_and_flags_over_it(name: str, text: str, tmp_path: Path) -> Non
     ],
 )
 def test_a_run_repeats_itself(words: str, tmp_path: Path) -> None:
-    """The same settings but the folder, and saved again the same file."""
+    """Compare all settings but the folder, and the file when it is saved again."""
     first = parse_run([*words.split(), "--run.dir", "runs/x"], 4)
     file = str(run_file(tmp_path / "config.json", first))
     again = parse_run(["--config", file, "--run.dir", "runs/y"], 4)
@@ -123,14 +123,14 @@ def test_yarn_of_a_file(tmp_path: Path) -> None:
         ("a.toml", "[run]\ntensorboard = 'maybe'", "run.tensorboard=maybe: must be true or false"),
         ("a.toml", "[run]\ndir = 3", 'run.dir=3: must be TEXT in quotes. Fix: write run.dir = "'),
         ("a.toml", "[optim]\nname = 'adam'", "optim.name=adam: must be one of muon_adamw, adamw"),
-        ("a.toml", "[run\nsteps = 3", "is no TOML (Expected ']'"),
-        ("a.json", "{", "is no JSON ("),
+        ("a.toml", "[run\nsteps = 3", "is not TOML (Expected ']'"),
+        ("a.json", "{", "is not JSON ("),
         ("a.json", "[1]", "must be a table of settings"),
         ("a.json", '{"optim": {"lr": NaN}}', "optim.lr=nan: must be a finite number"),
         ("a.json", '{"preset": "tinny"}', "preset=tinny: no such preset"),
         ("a.ini", "", "must end in .json, .toml, .yaml, .yml"),
         ("a.yaml", "run: {steps: none}", "run.steps=none: must be a whole number"),
-        ("a.yaml", "run: [", "is no YAML (while parsing"),
+        ("a.yaml", "run: [", "is not YAML (while parsing"),
     ],
 )
 def test_mistakes_name_file_and_key(name: str, text: str, words: str, tmp_path: Path) -> None:

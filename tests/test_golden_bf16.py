@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, float]]:
-    """What one run of Triton's interpreter found of each of its cases."""
+    """Return the results of each case in one run of Triton's interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.golden.narrow"],
         cwd=ROOT,
@@ -55,7 +55,7 @@ def test_every_backend_is_there() -> None:
 
 @pytest.mark.skipif(find_spec("mamba_ssm") is None, reason="not installed: mamba_ssm")
 def test_no_file_tunes_kernels() -> None:
-    """What a GPU would do, which a CPU can't launch; afterwards they are as they were."""
+    """Imitate a GPU, which a CPU can't launch; afterwards the kernels are unchanged."""
     for most in (1, 81, 1):
         with narrow.siso_untuned() if most == 1 else nullcontext():
             assert max(len(tuner.configs) for tuner in siso_tuners()) == most

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, and which `parallel` is ours."""
+"""Import rules between packages, and the origin of `parallel`."""
 
 from __future__ import annotations
 

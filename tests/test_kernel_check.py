@@ -9,7 +9,7 @@ from torch import Tensor
 from megacpp.blocks.m2rnn import module as m2rnn
 from megacpp.config.presets import tiny
 from megacpp.errors import ConfigError
-from megacpp.kernels.selection import OPERATIONS, Backend, Choice, Operation
+from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection, Operation
 from megacpp.kernels.support import always
 from megacpp.run import kernel_check
 from megacpp.run.kernel_check import (
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def test_every_backend_is_compared_or_has_a_reason() -> None:
     found = list(check_backends(CPU, (1, 32)))
-    assert all(one.holds or one.against for _, one in found)
+    assert all(one.holds or one.unsupported for _, one in found)
     assert {one.operation for _, one in found if one.holds} == set(OPERATIONS)
     asked = {(one.operation, one.backend) for _, one in found}
     every = {(name, b.name) for name, o in OPERATIONS.items() for b in o.backends}
@@ -34,7 +34,7 @@ def test_every_backend_is_compared_or_has_a_reason() -> None:
 
 
 def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousandth too much of every other head: nothing that a loss curve would show."""
+    """Change every other head by a thousandth: no loss curve would show it."""
     right = m2rnn.m2rnn_chunked
 
     def wrong(*args: Any, backend: str, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -49,7 +49,7 @@ def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_starts_with_kernels_that_agree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan by torch under another name, as it is and with a fault in one head."""
+    """Register the torch scan under another name, unchanged and with a fault in one head."""
     row = OPERATIONS["m2rnn"]
     other = Operation(row.what, row.letters, (Backend("other", "a kernel", always), *row.backends))
     monkeypatch.setitem(OPERATIONS, "m2rnn", other)
@@ -61,13 +61,15 @@ def test_a_run_starts_with_kernels_that_agree_alone(monkeypatch: pytest.MonkeyPa
         return y * torch.where(torch.arange(y.shape[2]) == 0, much, 1.0)[:, None], last
 
     monkeypatch.setattr(m2rnn, "m2rnn_chunked", scan)
-    found = {"m2rnn": Choice("m2rnn", "other", "auto", {})}
+    found = {"m2rnn": BackendSelection("m2rnn", "other", "auto", {})}
     (line,) = verify_kernels(tiny(), CPU, found, (1, 32))
     assert line.startswith("m2rnn: other agrees with its definition here, off by")
     fault[0] = 1.01
     with pytest.raises(ConfigError, match="m2rnn=other: doesn't agree with its definition"):
         verify_kernels(tiny(), CPU, found, (1, 32))
-    assert verify_kernels(tiny(), CPU, {"m2rnn": Choice("m2rnn", "torch", "auto", {})}) == []
+    assert (
+        verify_kernels(tiny(), CPU, {"m2rnn": BackendSelection("m2rnn", "torch", "auto", {})}) == []
+    )
 
 
 def test_not_a_number_never_agrees() -> None:

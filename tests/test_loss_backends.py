@@ -1,4 +1,4 @@
-"""Who does the loss, by the device: a kernel, or the chunked torch path with a warning."""
+"""Backend of the loss by device: a kernel, or the chunked torch path with a warning."""
 
 from __future__ import annotations
 

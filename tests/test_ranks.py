@@ -1,4 +1,4 @@
-"""The harness of every distributed test: results, errors, deaths and hangs reach the caller."""
+"""Harness of distributed tests: results, errors, deaths and hangs reach the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands run, and what it shows is what they print."""
+"""README: its commands run, and its output is what they print."""
 
 from __future__ import annotations
 

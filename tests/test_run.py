@@ -1,4 +1,4 @@
-"""The whole run in real processes: train, record, evaluate, save, resume, sample, on 1 and 2 ranks.
+"""Whole runs in real processes: train, record, evaluate, save, resume, sample, on 1 and 2 ranks.
 
 Everything happens on a small corpus of real C++ headers and a model with every letter. One run on
 one rank and one on two are started as a person would; those that are compared with them are forked
@@ -39,7 +39,7 @@ KEYS = {
 def train(
     corpus: Path, folder: Path, ranks: int, *flags: str, run: Callable[..., Done] = forked
 ) -> Done:
-    """A run of `SMALL` that ends well."""
+    """Run `SMALL` to its end."""
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
     batch = ["--train.device-batch-size", str(4 // ranks)]
     done = run("tiny", *SMALL, *paths, *batch, *flags, ranks=ranks)
@@ -68,7 +68,7 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.fixture(scope="module")
 def double(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same on two FSDP2 ranks over gloo."""
+    """Return the same run on two FSDP2 ranks over gloo."""
     folder = tmp_path_factory.mktemp("double") / "run"
     train(corpus, folder, 2, *ADAMW, run=started)
     return folder
@@ -150,7 +150,7 @@ def test_resume_on_another_world_size(
 
 
 def half_way(run: Path, tmp_path: Path) -> Path:
-    """A copy of a run that stopped right after step 10 was saved (its records go further)."""
+    """Return a copy of a run that stopped right after step 10 was saved (its records go on)."""
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     shutil.rmtree(folder / "checkpoints/step-000020")

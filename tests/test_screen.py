@@ -1,4 +1,4 @@
-"""What the screen shows: 80 columns, progress, refused outputs, commands without torch."""
+"""Screen output: 80 columns, progress, rejected outputs, commands without torch."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_refused_before_the_work(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What would do the work is never called."""
+    """Check that the function that would do the work is never called."""
 
     def work(*_: object, **__: object) -> None:
         raise AssertionError("the work has begun")

@@ -74,7 +74,7 @@ def test_one_line(arguments: str, key: str, words: str, size: int) -> None:
 
 
 def test_transformer_engine_would_choose_again() -> None:
-    """Beside other rules of FP8, which come first where the library isn't installed."""
+    """Check beside other rules of FP8, which come first if the library isn't installed."""
     from megacpp.config.checks.every import broken
 
     arguments = f"{SPARSE} --recompute.ablock full".split()

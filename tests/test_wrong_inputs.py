@@ -244,7 +244,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --run.steps 10_", "run.steps=10_", "whole number"),
     ("tiny --run.steps=", "run.steps=", "whole number"),
     ("tiny --run.steps -5", "run.steps=-5", "use --run.steps 0 or more."),
-    ("tiny --run.steps 3 4", "argument=4", "is no flag"),
+    ("tiny --run.steps 3 4", "argument=4", "is not a flag"),
     ("tiny --optim.lr 1e400", "optim.lr=1e400", "finite"),
     ("tiny --optim.lr é", "optim.lr=é", "finite"),
     ("tiny --optim.lr=", "optim.lr=", "finite"),
@@ -254,14 +254,14 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --Run.Steps 3", "--Run.Steps", "--run.steps"),
     ("tiny ---run.steps 3", "---run.steps", "--run.steps"),
     ("tiny -- --run.steps 3", "--: ", "no such setting"),
-    ("tiny -h3", "argument=-h3", "is no flag"),
-    ("tiny tiny", "argument=tiny", "is no flag"),
+    ("tiny -h3", "argument=-h3", "is not a flag"),
+    ("tiny tiny", "argument=tiny", "is not a flag"),
     ("TINY", "preset=TINY", "tiny"),
     ("tiny --run.dir=", "run.dir=", "must name a folder"),
     ("tiny --data.path=", "data.path=", "must name a folder"),
     ("--config", "--config=", "needs a value"),
     ("--config NOPE.toml", "config=NOPE.toml", "No such file"),
-    ("tiny --config empty.json", "config=empty.json", "is no JSON"),
+    ("tiny --config empty.json", "config=empty.json", "is not JSON"),
     ("--config range.toml", "model.dim=-8", "use --model.dim 1 or more"),
     ("--config far.toml", "far.toml: model.dim=99999999999999999999", "to 922337203"),
     ("--config mesh.toml --mesh.tp 5", "mesh.tp=5", "use --mesh.tp 2"),
@@ -337,7 +337,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("data inspect CORPUS --rows 0", 2, "rows=0: ", "at least 1"),
     ("data inspect CORPUS --seq-len 0", 2, "seq_len=0: ", "at least 1"),
     ("data inspect CORPUS --split x", 2, "split=x: ", "train, validation"),
-    ("data inspect CORPUS CORPUS", 2, "argument=CORPUS: ", "is no flag"),
+    ("data inspect CORPUS CORPUS", 2, "argument=CORPUS: ", "is not a flag"),
     ("completion", 2, "shell=: ", "write SHELL"),
     ("train --nproc 0", 2, "nproc=0: ", "use --nproc 1 or more"),
     ("train --nproc 131073", 2, "nproc=131073: ", "use --nproc 131072 or less"),
@@ -355,10 +355,10 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("show --config LONG.toml", 2, "config=xxx", "name too long"),
     ("show --config FOLDER", 2, "config=FOLDER: ", "must end in .json"),
     ("show --config folder.toml", 2, "config=folder.toml: ", "Is a directory"),
-    ("show --config empty.json", 2, "config=empty.json: ", "is no JSON"),
-    ("show --config binary.toml", 2, "config=binary.toml: ", "is no TOML"),
-    ("show --config deep.json", 2, "config=deep.json: ", "is no JSON"),
-    ("show --config digits.json", 2, "config=digits.json: ", "is no JSON"),
+    ("show --config empty.json", 2, "config=empty.json: ", "is not JSON"),
+    ("show --config binary.toml", 2, "config=binary.toml: ", "is not TOML"),
+    ("show --config deep.json", 2, "config=deep.json: ", "is not JSON"),
+    ("show --config digits.json", 2, "config=digits.json: ", "is not JSON"),
     ("show --config list.json", 2, "config=list.json: ", "table of settings"),
     ("show --config presets.json", 2, "presets.json: preset=['tiny']: ", "no such preset"),
     ("show --config far.toml", 2, "far.toml: model.dim=999", "from -922"),
@@ -369,7 +369,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("dry-run --config mesh.toml --world 2", 2, "mesh.tp=3: ", "use --mesh.tp 2"),
     ("plan --world 2 --memory 1 --config range.toml", 2, "model.dim=-8: ", "at least 1"),
     ("show nam56r --config RUN/config.json", 2, "preset=nam56r: ", "is of the preset tiny"),
-    ("show --config RUN_binary/config.json", 2, "config=RUN_binary/config.json: ", "is no JSON"),
+    ("show --config RUN_binary/config.json", 2, "config=RUN_binary/config.json: ", "is not JSON"),
     ("show --config RUN_list/config.json", 2, "config=RUN_list/config.json: ", "a table"),
     ("show --config RUN_words/config.json", 2, "RUN_words/config.json: model.dim=wide", "whole"),
     ("show --config RUN_negative/config.json", 2, "model.dim=-32: ", "at least 1"),
@@ -377,7 +377,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("data prepare NOPE --out O", 3, "source=NOPE: ", "no such folder or file"),
     ("data prepare FOLDER --out O", 3, "source=FOLDER: ", ""),
     ("data prepare EMPTY --out O", 3, "source=EMPTY: ", "0 different documents"),
-    ("data prepare SOURCE --out FULL", 2, "out=FULL: ", "is no corpus"),
+    ("data prepare SOURCE --out FULL", 2, "out=FULL: ", "is not a corpus"),
     ("data prepare SOURCE --out LONG", 2, "path=", "too long"),
     ("data prepare SOURCE --out EMPTY/x", 3, "out=EMPTY/x: ", "cannot be written"),
     ("data prepare SOURCE --out /proc/nope", 3, "out=/proc/nope: ", "cannot be written"),
@@ -428,9 +428,9 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("sample RUN --checkpoint 7", 2, "checkpoint=7: ", "write --checkpoint 2"),
     ("sample RUN --checkpoint ../x", 2, "checkpoint=../x: ", "final, latest or a step"),
     ("sample RUN_half --checkpoint 2", 3, "run=RUN_half: config.json ", "line "),
-    ("sample RUN_binary --checkpoint 2", 3, "run=RUN_binary: config.json ", "is no text"),
+    ("sample RUN_binary --checkpoint 2", 3, "run=RUN_binary: config.json ", "is not text"),
     ("sample RUN_deep --checkpoint 2", 3, "run=RUN_deep: config.json ", "line 1: "),
-    ("sample RUN_list --checkpoint 2", 3, "run=RUN_list: config.json ", "is no object"),
+    ("sample RUN_list --checkpoint 2", 3, "run=RUN_list: config.json ", "is not an object"),
     ("sample RUN_missing --checkpoint 2", 2, "run=RUN_missing: ", "is not there"),
     ("sample RUN_words --checkpoint 2", 4, "model.dim: ", "can't be 'wide'"),
     ("sample RUN_negative --checkpoint 2", 2, "model.dim=-32: ", "at least 1"),
@@ -464,7 +464,7 @@ RANKS: list[tuple[str, str, str]] = [
 
 @pytest.fixture(scope="module")
 def place(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run, its corpus, and damaged copies of both."""
+    """Return a folder with a finished run, its corpus, and damaged copies of both."""
     from tests.launch import forked
 
     folder = tmp_path_factory.mktemp("place")
@@ -619,7 +619,7 @@ def test_the_table_is_whole() -> None:
 
 
 def message(arguments: list[str], world: int) -> str:
-    """The first error of a command line."""
+    """Return the first error of a command line."""
     with pytest.raises(ConfigError) as caught:
         parse_run(arguments, world)
     return str(caught.value)
@@ -674,7 +674,7 @@ def test_what_a_run_leaves_follows_the_umask(place: Path) -> None:
 def test_output_that_nobody_reads(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real pipe without a reader; small output is only written at the end."""
+    """Use a real pipe without a reader; small output is only written at the end."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:

@@ -1,1 +1,1 @@
-"""What a GPU makes of it: models, kernels, recomputation, estimates and a profile, in one run."""
+"""GPU benchmarks: models, kernels, recomputation, estimates and a profile, in one run."""

@@ -1,4 +1,4 @@
-"""Measures everything that a GPU is needed for, and keeps what it found as it goes.
+"""Measure everything that needs a GPU, and store each row at once.
 
     python -m bench.gpu                             # all sections, to docs/gpu.json
     python -m bench.gpu --only models kernels       # some
@@ -21,7 +21,7 @@ from bench.gpu.kernels import kernels
 from bench.gpu.models import models
 from bench.gpu.profile import profile
 from bench.gpu.recompute import recompute
-from bench.gpu.record import Record, as_markdown, read, show
+from bench.gpu.record import GpuRecord, as_markdown, read, show
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import set_allocator
@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cpu" and not options.tiny:
         print("error: no GPU here. Fix: --tiny --device cpu tries the code.", file=sys.stderr)
         return 2
-    record = Record(path, device, options.seconds, options.tiny)
+    record = GpuRecord(path, device, options.seconds, options.tiny)
     if options.tiny and options.out is None:
-        record.path = None  # what a CPU made up is nobody's benchmark
+        record.path = None  # figures of a CPU aren't a benchmark
     wanted = options.only or list(SECTIONS)
     if options.add and (before := read(path)):
         record.rows = [row for row in before["rows"] if row["section"] not in wanted]

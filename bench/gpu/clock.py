@@ -11,13 +11,13 @@ import torch
 
 
 def settle(device: torch.device) -> None:
-    """Waits for a device."""
+    """Wait for the device's queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, from an idle device to an idle device."""
+    """Return seconds of one call, from an idle device to an idle device."""
     settle(device)
     if device.type != "cuda":
         began = time.perf_counter()
@@ -38,9 +38,14 @@ def median_s(
     repeats: int,
     most_s: float = 60.0,
 ) -> float:
-    """Median seconds of a call, after some that aren't measured.
+    """Return median seconds of a call after warm-up.
 
-    Fewer repeats where they would take longer than `most_s`; at least one.
+    Args:
+        run: function to measure.
+        device: device to wait for.
+        warm: unmeasured calls.
+        repeats: measured calls; fewer if they would take longer than `most_s`, at least one.
+        most_s: limit in seconds.
     """
     for _ in range(warm):
         run()
@@ -52,7 +57,7 @@ def median_s(
 
 
 def fresh(device: torch.device) -> None:
-    """Gives back all that nobody holds, and starts the peaks anew."""
+    """Free all unused memory and reset the peaks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

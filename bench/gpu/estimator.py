@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from bench.gpu.clock import fresh
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import ready
 from bench.gpu.steps import Steps, beside_estimate
 from megacpp.config.presets import PER_BLOCK, preset
@@ -28,8 +28,8 @@ GRID = (
 KEPT = {"all": CheckpointingPolicy(), "blocks": PER_BLOCK}
 
 
-def estimator(record: Record, wanted: list[str]) -> None:
-    """Two steps of every point: the second is as full as any."""
+def estimator(record: GpuRecord, wanted: list[str]) -> None:
+    """Run two steps of every point of the grid: the second is as full as any."""
     for point in GRID[1::4] if record.tiny else GRID:
         name, rows, tokens, kept, optimizer = point
         if wanted and name not in wanted:
@@ -41,7 +41,15 @@ def estimator(record: Record, wanted: list[str]) -> None:
 
 
 def config_of(name: str, rows: int, tokens: int, kept: str, optimizer: str) -> Config:
-    """A point of the grid."""
+    """Return the configuration of a point of the grid.
+
+    Args:
+        name: preset.
+        rows: rows of a microbatch.
+        tokens: tokens of a row.
+        kept: name of the recompute policy.
+        optimizer: name of the optimizer.
+    """
     base = preset(name)
     train = replace(base.train, device_batch_size=rows, tokens_per_step=0, grad_accum=2)
     policy = base.recompute if kept == "preset" else KEPT[kept]
@@ -55,6 +63,7 @@ def config_of(name: str, rows: int, tokens: int, kept: str, optimizer: str) -> C
 
 
 def run(config: Config, device: torch.device) -> Iterator[Row]:
+    """Yield the memory of two steps beside the estimate."""
     fresh(device)
     steps = Steps(config, device, packed=True)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Every backend of every hot operation, in the block that does it, beside the reference.
+"""Backends of every hot operation, in the block that does it, beside the reference.
 
 What can run is what megacpp/kernels/selection.py doesn't refuse on this device. Errors are those of
 megacpp/run/kernel_check.py, which a run on a GPU asks for before its first step. Seconds are of the
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import packed_documents
 from megacpp.config.schema import Config
@@ -38,14 +38,14 @@ TINY = (1, 24), (1, 32)
 
 @dataclass(frozen=True)
 class Bench:
-    """A module that does one operation, and how to run it."""
+    """Module that performs one operation, and the function that runs it."""
 
     module: nn.Module
     run: Callable[[Tensor, Documents], Tensor]
 
 
-def kernels(record: Record, wanted: list[str]) -> None:
-    """All operations, all backends."""
+def kernels(record: GpuRecord, wanted: list[str]) -> None:
+    """Measure all backends of all operations."""
     config = ready(hybrid(12), record.tiny)
     host = host_of(config, record.device)
     for name, operation in OPERATIONS.items():
@@ -55,7 +55,7 @@ def kernels(record: Record, wanted: list[str]) -> None:
             record.skip("kernels", name, "", "no block is known that does it")
             continue
         for backend in operation.backends:
-            why = backend.refusal(config, host)
+            why = backend.unsupported_reason(config, host)
             if why is not None:
                 record.skip("kernels", name, backend.name, why)
                 continue
@@ -68,8 +68,15 @@ def kernels(record: Record, wanted: list[str]) -> None:
             fresh(record.device)
 
 
-def rows_of(name: str, backend: Backend, config: Config, record: Record) -> Iterator[Row]:
-    """Errors and seconds of one backend."""
+def rows_of(name: str, backend: Backend, config: Config, record: GpuRecord) -> Iterator[Row]:
+    """Yield errors and seconds of one backend.
+
+    Args:
+        name: operation.
+        backend: backend to measure.
+        config: configuration of the model.
+        record: record of the run.
+    """
     device = record.device
     short, long = TINY if record.tiny else (SHORT, LONG)
     dtype = compute_dtype(config.precision, device)
@@ -82,7 +89,7 @@ def rows_of(name: str, backend: Backend, config: Config, record: Record) -> Iter
 
 
 def bench_of(name: str, config: Config, device: torch.device) -> Bench:
-    """The block (or head) of an operation, with its weights as a run would start."""
+    """Return the block (or head) of an operation with the weights of a fresh run."""
     model = config.model
     if name == "cross_entropy":
         with torch.device("meta"):
@@ -105,7 +112,7 @@ def bench_of(name: str, config: Config, device: torch.device) -> Bench:
 def given(
     bench: Bench, shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Documents, Tensor]:
-    """Input, documents, and the gradient of a block's output."""
+    """Return input, documents, and the gradient of a block's output."""
     dim = next(p for p in bench.module.parameters() if p.ndim >= 2).shape[-1]
     if isinstance(bench.module, Block):
         dim = bench.module.norm.weight.shape[-1]
@@ -123,7 +130,17 @@ def seconds(
     device: torch.device,
     is_tiny: bool,
 ) -> Row:
-    """Median milliseconds of a forward, and of a forward and its backward."""
+    """Return median milliseconds of a forward, and of forward and backward.
+
+    Args:
+        bench: module to run.
+        name: operation.
+        backend: name of the backend.
+        shape: rows and tokens.
+        dtype: compute dtype.
+        device: device of the module.
+        is_tiny: few repeats, for tests.
+    """
     choose(bench, name, backend)
     x_BTD, docs, grad_BTD = given(bench, shape, device)
     precision = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
@@ -148,4 +165,5 @@ def seconds(
 
 
 def choose(bench: Bench, name: str, backend: str) -> None:
+    """Select a backend in a module."""
     set_kernels(bench.module, replace(PLAIN_KERNELS, **{name: backend}))

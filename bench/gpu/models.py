@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import DEPTHS, MODELS, hybrid, ready
 from bench.gpu.steps import (
     CapturedSteps,
@@ -16,7 +16,7 @@ from bench.gpu.steps import (
     beside_estimate,
     compiled,
     deepest,
-    graph_refusal,
+    graph_unsupported_reason,
 )
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
@@ -28,8 +28,8 @@ TINY = ("dense_1b", "hybrid")  # a kind of each
 MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")
 
 
-def models(record: Record, wanted: list[str]) -> None:
-    """Every model in every mode that is legal for it."""
+def models(record: GpuRecord, wanted: list[str]) -> None:
+    """Measure every model in every mode that is legal for it."""
     for name in wanted or (TINY if record.tiny else MODELS):
         if name not in MODELS:
             record.skip("models", name, "", f"no such model: {', '.join(MODELS)}")
@@ -43,20 +43,27 @@ def models(record: Record, wanted: list[str]) -> None:
             one(record, name, mode, config)
 
 
-def config_of(name: str, record: Record) -> Config:
-    """A model ready to run; the hybrid as deep as the device takes."""
+def config_of(name: str, record: GpuRecord) -> Config:
+    """Return a model ready to run; the hybrid as deep as the device allows."""
     if name != "hybrid":
         return ready(MODELS[name](), record.tiny)
     makers = [partial(ready, hybrid(depth), record.tiny) for depth in DEPTHS]
     return deepest(makers, record.device)  # type: ignore[arg-type]
 
 
-def one(record: Record, name: str, mode: str, config: Config) -> None:
-    """One model in one mode."""
+def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
+    """Measure one model in one mode.
+
+    Args:
+        record: record of the run.
+        name: name of the model.
+        mode: eager, inductor, graph or a combination.
+        config: configuration of the model.
+    """
     device = record.device
     if "inductor" in mode:
         config = compiled(config, record.tiny)
-    why = graph_refusal(config, device) if "graph" in mode else None
+    why = graph_unsupported_reason(config, device) if "graph" in mode else None
     if "inductor" in mode and not set(config.model.pattern) & set("AFE"):
         why = "nothing of it is compiled"
     if why is not None:
@@ -68,7 +75,14 @@ def one(record: Record, name: str, mode: str, config: Config) -> None:
 
 
 def run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Iterator[Row]:
-    """The figures of one mode; a microbatch warms up, and a step."""
+    """Yield the figures of one mode after a warm-up microbatch and step.
+
+    Args:
+        config: configuration of the model.
+        device: device of the run.
+        mode: eager, inductor, graph or a combination.
+        is_tiny: few repeats, for tests.
+    """
     fresh(device)
     if "graph" in mode:
         captured = CapturedSteps(config, device)
@@ -81,7 +95,7 @@ def run(config: Config, device: torch.device, mode: str, is_tiny: bool) -> Itera
 
 
 def measured(steps: Steps, is_tiny: bool) -> Row:
-    """Seconds of a pass, of what follows and of a step; rates by counted FLOPs."""
+    """Return seconds of a pass, of the update and of a step; rates by counted FLOPs."""
     config, device = steps.config, steps.device
     repeats = 2 if is_tiny else 3
     first_s = median_s(steps.step, device, warm=0, repeats=1)  # compiles, tunes, makes workspaces

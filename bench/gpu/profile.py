@@ -1,4 +1,4 @@
-"""Which kernels the slowest model spends its time in."""
+"""Profile of the slowest model: kernels by time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 
 from bench.gpu.clock import fresh, settle, timed
 from bench.gpu.models import config_of
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import MODELS
 from bench.gpu.steps import Steps
 from megacpp.config.schema import Config
@@ -20,8 +20,8 @@ TOP = 10
 LONGEST = 100  # of a name
 
 
-def profile(record: Record, wanted: list[str]) -> None:
-    """One microbatch and one update of the model with the lowest MFU, or of those asked for."""
+def profile(record: GpuRecord, wanted: list[str]) -> None:
+    """Profile one microbatch and one update of the model with the lowest MFU, or of those named."""
     for name in wanted or [slowest(record.rows)]:
         config = config_of(name, record)
         record.attempt("profile", name, "", lambda c=config: run(c, record.device))
@@ -29,7 +29,7 @@ def profile(record: Record, wanted: list[str]) -> None:
 
 
 def slowest(rows: list[Row]) -> str:
-    """By counted FLOPs a second, eager; the hybrid where nothing was measured."""
+    """Return the eager model with the fewest FLOPs a second; by default the hybrid."""
     found = {
         row["name"]: row["tflops"]
         for row in rows
@@ -39,6 +39,7 @@ def slowest(rows: list[Row]) -> str:
 
 
 def run(config: Config, device: torch.device) -> Iterator[Row]:
+    """Yield the table of a profiled step."""
     fresh(device)
     steps = Steps(config, device, packed=False)
     steps.step()
@@ -52,9 +53,9 @@ def run(config: Config, device: torch.device) -> Iterator[Row]:
 
 
 def top(averages: Any, device: torch.device, wall_s: float) -> list[Row]:
-    """The rows of the table: kernels on a GPU, operators on a CPU, most time first.
+    """Return the rows of the table: kernels on a GPU, operators on a CPU, most time first.
 
-    `busy` is the time of all of them over that of the step: below 1, nothing ran in the rest.
+    `busy` is their total time over that of the step: below 1, the device idled in the rest.
     """
     on_gpu = device.type == "cuda"
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU

@@ -1,4 +1,4 @@
-"""What may be kept and what may run again: seconds, bytes kept and the peak of each policy."""
+"""Recompute setups on a GPU: seconds, saved bytes and the peak of each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.choices import CHOICES, KEEP_ALL, Choice
+from bench.choices import CHOICES, KEEP_ALL, RecomputeSetup
 from bench.gpu.clock import fresh, median_s
-from bench.gpu.record import Record, Row
+from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import GIB
 from bench.recompute import fits, memory
@@ -19,8 +19,8 @@ from parallel.mesh import World
 NAME = "hybrid, 13 layers"
 
 
-def recompute(record: Record, wanted: list[str]) -> None:
-    """One model under every choice of bench/choices.py, and which of them no other one beats."""
+def recompute(record: GpuRecord, wanted: list[str]) -> None:
+    """Measure one model under every setup of bench/choices.py, and mark the Pareto front."""
     config = ready(hybrid(13), record.tiny)
     for choice in CHOICES[:: 3 if record.tiny else 1]:
         if wanted and choice.name not in wanted:
@@ -35,9 +35,9 @@ def recompute(record: Record, wanted: list[str]) -> None:
     record.save()
 
 
-def run(choice: Choice, config: Config, record: Record) -> Iterator[Row]:
-    """Of one microbatch, forward and backward."""
-    device, config = record.device, choice.of(config)
+def run(choice: RecomputeSetup, config: Config, record: GpuRecord) -> Iterator[Row]:
+    """Yield figures of one microbatch, forward and backward."""
+    device, config = record.device, choice.apply(config)
     fresh(device)
     trainer = Trainer(config, World(0, 1, device), choice.keeper(config, device))
     shape = config.train.device_batch_size, config.data.seq_len
@@ -59,7 +59,7 @@ def run(choice: Choice, config: Config, record: Record) -> Iterator[Row]:
 
 
 def mark(rows: list[Row]) -> None:
-    """Ratios to keeping all, and whether another choice is faster and needs less at once."""
+    """Add ratios to saving everything, and whether a setup is on the Pareto front."""
     plain = next((row for row in rows if row["mode"] == KEEP_ALL.name), None)
     for row in rows:
         row["front"] = not any(

@@ -1,4 +1,4 @@
-"""What was measured: rows that are on disk as soon as they exist, and the table made of them."""
+"""Record of GPU measurements: rows that are written at once, and the tables made of them."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ GOALS = (
 
 
 @dataclass
-class Record:
-    """The rows of one run, in a file that is rewritten with each.
+class GpuRecord:
+    """Rows of one run, in a file that is rewritten with each.
 
     Attributes:
-        path: of the JSON; None: nothing is written.
-        seconds: that the run may take; nothing new is begun after them.
-        rows, skipped: what was measured, and what wasn't with the reason.
+        path: file of JSON; None: nothing is written.
+        seconds: time limit of the run; nothing new is begun after it.
+        rows, skipped: measured rows, and the others with the reason.
     """
 
     path: Path | None
@@ -110,10 +110,18 @@ class Record:
 
     @property
     def left_s(self) -> float:
+        """Seconds until the limit."""
         return self.seconds - (time.monotonic() - self.began)
 
     def attempt(self, section: str, name: str, mode: str, run: Callable[[], Iterable[Row]]) -> bool:
-        """Rows of one measurement; an error is one line of the record, and the run goes on."""
+        """Add the rows of one measurement; an error is one line of the record, and the run goes on.
+
+        Args:
+            section: section of the record.
+            name: what is measured.
+            mode: variant of it.
+            run: yields rows.
+        """
         if self.lost:
             self.skip(section, name, mode, "the device was lost before")
         elif self.left_s <= 0:
@@ -124,34 +132,43 @@ class Record:
                 for row in run():
                     self.add({"section": section, "name": name, "mode": mode} | row)
                 return True
-            except Exception as error:  # whatever one row does, the others are still to come
+            except Exception as error:  # an error of one row must not stop the others
                 traceback.print_exc(limit=-6, file=sys.stderr)
                 self.skip(section, name, mode, one_line(error))
                 self.lost = _lost(self.device)
         return False
 
     def add(self, row: Row) -> None:
-        """Keeps a row; a figure that isn't finite is named in it and left out of tables."""
+        """Add a row; a non-finite figure is named in it and left out of tables."""
         bad = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
         self.rows.append(row | dict.fromkeys(bad) | ({"not_finite": bad} if bad else {}))
         self.save()
 
     def skip(self, section: str, name: str, mode: str, why: str) -> None:
-        """Notes what isn't measured, and why."""
+        """Add a measurement that isn't made, with the reason.
+
+        Args:
+            section: section of the record.
+            name: what isn't measured.
+            mode: variant of it.
+            why: reason.
+        """
         self.say(f"{section}: {name} {mode}: not run: {why}")
         self.skipped.append({"section": section, "name": name, "mode": mode, "why": why})
         self.save()
 
     def say(self, words: str) -> None:
-        """A line of progress, with the time that is gone and that is left."""
+        """Print a line of progress, with elapsed and remaining time."""
         gone = time.monotonic() - self.began
         print(f"[{duration(gone)}, {duration(self.left_s)} left] {words}", flush=True)
 
     def save(self) -> None:
+        """Write the file."""
         if self.path is not None:
             write_json(self.path, self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the record as JSON."""
         packages = installed()
         return {
             **hardware(self.device),
@@ -169,7 +186,7 @@ class Record:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Name, capability, driver and memory of a device."""
+    """Return name, capability, driver and memory of a device."""
     if device.type != "cuda":
         return {"device": device_name(device), "capability": None, "driver": None}
     properties = torch.cuda.get_device_properties(device)
@@ -183,19 +200,19 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """`OutOfMemoryError: ...`, short enough for a table."""
+    """Return an error as a line that fits a table."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}"[:300]
 
 
 def _lost(device: torch.device) -> bool:
-    """Whether a device no longer answers: every later call would fail for the same reason."""
+    """Return whether a device no longer answers; every later call would then fail."""
     if device.type != "cuda":
         return False
     try:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    except Exception:  # whatever it says
+    except Exception:  # any error means that it is lost
         return True
     return False
 
@@ -204,12 +221,12 @@ def _lost(device: torch.device) -> bool:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """A stored run; None: there is none."""
+    """Return a stored record, or None."""
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def cell(row: Row, key: str, form: str) -> str:
-    """A figure as a table has it."""
+    """Return a figure as text for a table."""
     value = row.get(key)
     if value is None:
         return ""
@@ -219,7 +236,7 @@ def cell(row: Row, key: str, form: str) -> str:
 
 
 def reached(rows: Sequence[Row]) -> list[tuple[str, str, bool | None]]:
-    """Each goal with what was measured for it, and whether that reaches it (None: not run)."""
+    """Return each goal with its measured value, and whether it is reached (None: not run)."""
     found: list[tuple[str, str, bool | None]] = []
     for section, start, key, bound, words in GOALS:
         values = [
@@ -242,7 +259,7 @@ def reached(rows: Sequence[Row]) -> list[tuple[str, str, bool | None]]:
 
 
 def as_markdown(found: dict[str, Any] | None) -> str:
-    """The section of docs/benchmarks.md: every table, and `not run` where there is nothing."""
+    """Return the section of docs/benchmarks.md: every table, `not run` where there is nothing."""
     rows: list[Row] = found["rows"] if found else []
     lines = []
     if found:
@@ -273,7 +290,7 @@ def as_markdown(found: dict[str, Any] | None) -> str:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The same on a screen."""
+    """Print the tables on the screen."""
     from rich.console import Console
     from rich.table import Table
 

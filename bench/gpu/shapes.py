@@ -76,13 +76,14 @@ def hybrid(depth: int = 52) -> Config:
         model=replace(base.model, depth=depth),
         data=DataConfig(seq_len=4096),
         train=TrainConfig(device_batch_size=2, grad_accum=4),
-        optim=replace(base.optim, qk_clip=0.0),  # a loop of its own, which a bench has not
+        # QK-clip needs a call after each step, which the benchmark lacks.
+        optim=replace(base.optim, qk_clip=0.0),
         recompute=PER_BLOCK,
     )
 
 
 def small(config: Config) -> Config:
-    """The same kind of model in milliseconds on a CPU."""
+    """Return a model of the same kind that takes milliseconds on a CPU."""
     like = tiny().model
     model = replace(
         config.model,
@@ -109,8 +110,8 @@ DEPTHS = (52, 39, 26, 13)  # of the hybrid, the deepest that fits
 
 
 def ready(config: Config, is_tiny: bool) -> Config:
-    """Checked and resolved for one process."""
+    """Return the configuration, checked and resolved for one process."""
     config = small(config) if is_tiny else config
-    config = replace(config, memory=replace(config.memory, calibration=""))  # nothing was learned
+    config = replace(config, memory=replace(config.memory, calibration=""))  # no calibration
     check(config, 1)
     return resolve(config, 1)

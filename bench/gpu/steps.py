@@ -1,4 +1,4 @@
-"""The step of train.py on made-up rows: accumulate, clip, step; and what it took of a device.
+"""Training step on random rows: accumulate, clip, step; and its memory on a device.
 
 Legend: B rows, T tokens.
 """
@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from bench.gpu.clock import settle
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.kernels.experts.grouped_mm import grouped_backend
-from megacpp.launch.gate import Assessor
+from megacpp.launch.gate import Estimator
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import block_letters
@@ -28,20 +28,22 @@ from parallel.build import build_model
 from parallel.mesh import World
 
 GIB = 2**30
-DOCUMENTS = 4  # of a packed row
+DOCUMENTS = 4  # documents in a packed row
 
 
 class Steps:
-    """One process's training step, whose rows come from the host as a loader brings them.
+    """Training step of one process; rows come from the host, as from a loader.
 
     Args:
-        packed: rows of several documents, as training has them; else one document a row.
+        config: configuration of the model.
+        device: device of the run.
+        packed: rows of several documents, as in training; else one document a row.
     """
 
     def __init__(self, config: Config, device: torch.device, packed: bool) -> None:
         world = World(0, 1, device)
         self.config, self.device = config, device
-        self.keeper = Keeper(config, device)
+        self.keeper = ActivationCheckpointing(config, device)
         self.model = build_model(config, world, self.keeper)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
@@ -50,29 +52,29 @@ class Steps:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def one_pass(self) -> None:
-        """Forward and backward of one microbatch."""
+        """Run forward and backward of one microbatch."""
         self.boundary.accumulate(self.batches[:1])
 
     def update(self) -> None:
-        """What follows the last backward of a step."""
+        """Clip, step and zero the gradients."""
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.boundary.conclude()
 
     def step(self) -> None:
-        """A whole step of all its microbatches."""
+        """Run a whole step of all its microbatches."""
         self.boundary.accumulate(self.batches)
         self.update()
 
 
 class CapturedSteps(Steps):
-    """The same with forward and backward of a microbatch as one CUDA graph.
+    """Training step with forward and backward of a microbatch as one CUDA graph.
 
-    All of it lives on a stream of its own (`on_stream`), because nodes of autograd remember the
-    stream that they were made on. Gradients stay where they are and are set to zero in place, and
-    rows are copied into those that were captured. Not part of the graph: counts for the divisor,
-    the guard's look at the sums, clipping, the optimizer, whose learning rate is a number.
+    All of it runs on a stream of its own (`on_stream`), because autograd nodes remember the stream
+    that they were created on. Gradients stay in place and are zeroed, and rows are copied into the
+    captured ones. Outside the graph are the counts for the divisor, the guard's check, clipping,
+    and the optimizer, whose learning rate is a number.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -94,23 +96,26 @@ class CapturedSteps(Steps):
                 source.forget()
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Where all work of these steps happens."""
+        """Return the context of the steps' stream."""
         if self.stream is None:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)
 
     def one_pass(self) -> None:
+        """Replay one microbatch."""
         self._take(self.batches[0])
         self.replay()
 
     def step(self) -> None:
+        """Run a whole step of all its microbatches."""
         for batch in self.batches:
             self._take(batch)
             self.replay()
         self.update()
 
     def update(self) -> None:
+        """Clip, step and zero the gradients."""
         clip_gradients(self.model, self.config.optim.clip_norm)
         self.optimizer.step()
         self._zero()
@@ -143,15 +148,15 @@ class CapturedSteps(Steps):
         return graph.replay
 
 
-def graph_refusal(config: Config, device: torch.device) -> str | None:
-    """Why forward and backward can't be one CUDA graph; None: they can.
+def graph_unsupported_reason(config: Config, device: torch.device) -> str | None:
+    """Return the reason why forward and backward can't be one CUDA graph, or None.
 
-    A graph repeats kernels with the addresses and numbers that it was captured with: sizes must not
-    change (rows are whole here: a table of documents has another size in each batch), the host must
-    read nothing in between, and no number of its own may change.
+    A graph repeats kernels with the addresses and numbers of its capture: sizes must not change
+    (rows are whole here: a table of documents has another size in each batch), the host must read
+    nothing in between, and no number of its own may change.
     """
     if device.type != "cuda":
-        return None  # the body runs as it is, to see that it does
+        return None  # the body runs without a graph, for tests
     model, recompute = config.model, config.recompute
     dtype, sizes = compute_dtype(config.precision, device), (model.moe.hidden_dim, model.dim)
     routed = "E" in block_letters(model.pattern, model.depth)
@@ -172,7 +177,7 @@ def graph_refusal(config: Config, device: torch.device) -> str | None:
 
 
 def made_up(config: Config, packed: bool, seed: int = 0) -> Batch:
-    """Random rows of a microbatch, on the host."""
+    """Return random rows of a microbatch, on the host."""
     shape = B, T = config.train.device_batch_size, config.data.seq_len
     g = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(config.model.vocab_size, shape, generator=g)
@@ -182,22 +187,22 @@ def made_up(config: Config, packed: bool, seed: int = 0) -> Batch:
 
 
 def packed_documents(rows: int, tokens: int) -> Documents:
-    """Documents of uneven lengths, others in each row."""
+    """Return documents of uneven lengths, different in each row."""
     t_T = torch.arange(tokens)
     cuts_BT = [(t_T * DOCUMENTS + b * 7) // tokens for b in range(rows)]
     return Documents.from_ids(torch.stack(cuts_BT))
 
 
 def expected(config: Config, device: torch.device) -> MemoryEstimate:
-    """What the launch gate says of a run."""
-    return Assessor(config, 1, device).assess(config).estimate
+    """Return the launch gate's estimate of a run."""
+    return Estimator(config, 1, device).assess(config).estimate
 
 
 def in_use(device: torch.device) -> dict[str, int]:
-    """Bytes at their most since the peaks were started anew; nothing on a CPU.
+    """Return peak bytes since the peaks were reset; empty on a CPU.
 
-    `total` is what the allocator reserved and what the device has in use beyond that: the context,
-    libraries, whoever else is there.
+    `total` is what the allocator reserved plus other memory in use on the device: the context,
+    libraries, other processes.
     """
     if device.type != "cuda":
         return {}
@@ -210,7 +215,7 @@ def in_use(device: torch.device) -> dict[str, int]:
 
 
 def beside_estimate(config: Config, device: torch.device) -> dict[str, float | bool | None]:
-    """GiB that a step took, GiB that the gate expects, and by which part it is off."""
+    """Return GiB that a step took, GiB that the gate expects, and the relative error."""
     found, used = expected(config, device), in_use(device)
     row: dict[str, float | bool | None] = {f"{name}_gib": n / GIB for name, n in used.items()}
     row |= {"estimate_gib": found.point / GIB, "upper_gib": found.upper / GIB}
@@ -223,7 +228,7 @@ def beside_estimate(config: Config, device: torch.device) -> dict[str, float | b
 
 
 def deepest(makers: list[Callable[[], Config]], device: torch.device) -> Config:
-    """The first configuration that the gate would let start; else the last."""
+    """Return the first configuration that the gate accepts, else the last."""
     for make in makers:
         if expected(make(), device).verdict != "does_not_fit":
             return make()
@@ -231,6 +236,6 @@ def deepest(makers: list[Callable[[], Config]], device: torch.device) -> Config:
 
 
 def compiled(config: Config, is_tiny: bool) -> Config:
-    """Blocks compiled one by one; the compiler takes the place of the recompute policy."""
+    """Return the configuration with compiled blocks; the compiler replaces the recompute policy."""
     backend = "aot_eager" if is_tiny else "inductor"  # inductor takes a minute on a CPU
     return replace(config, train=replace(config.train, compile=backend))

@@ -1,1 +1,1 @@
-"""The `megacpp` command; imports live inside each subcommand so that --help is instant."""
+"""Command `megacpp`; imports are inside each subcommand, so that --help is instant."""

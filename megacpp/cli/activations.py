@@ -1,4 +1,4 @@
-"""`megacpp activations`: bytes that a forward saves for its backward, by block and by tensor."""
+"""Command `megacpp activations`: bytes that a forward saves, by kind and tensor."""
 
 from __future__ import annotations
 
@@ -57,18 +57,19 @@ NAMES = {
     "head": "head and loss",
     "received": "received",
 }
-SMALL = 0.02  # of a part's bytes: tensors below are shown together
+SMALL = 0.02  # fraction of a part's bytes below which tensors are summed up
 
 
 @dataclass(frozen=True)
 class Report:
-    """Content of the report, for people and for machines.
+    """Contents of the output.
 
     Attributes:
-        found: saved activations under the policy.
-        nothing: saved activations when nothing is recomputed; None: equal to `found`.
-        levers: saved activations by name of the one lever that is on.
-        in_flight: microbatches whose backward is still to come, at most; None: not worked out.
+        found: activations under the configured policy.
+        nothing: activations without recomputation; None if `found` has none.
+        levers: by name, activations with this setting alone.
+        coordinates: coordinates of the rank.
+        in_flight: most microbatches whose backward is still to come; None if unknown.
     """
 
     found: Activations
@@ -79,12 +80,13 @@ class Report:
 
     @property
     def base(self) -> Activations:
+        """Activations without recomputation."""
         return self.nothing or self.found
 
 
 @dataclass(frozen=True)
 class ActivationsArgs(RankArgs):
-    """Rank of a mesh, recompute policy, and how much is shown."""
+    """Rank of a mesh, recompute policy, and level of detail."""
 
     policy: Literal["", "none", "selective", "full"] = setting(
         "", "A whole policy, instead of the preset's and of --recompute flags."
@@ -94,13 +96,13 @@ class ActivationsArgs(RankArgs):
 
 
 def activations(args: ActivationsArgs, words: list[str]) -> int:
-    """Bytes that one microbatch keeps from its forward to its backward on a rank, by kind of block
-    and by tensor, and the FLOPs that the backward repeats for what isn't kept.
+    """Bytes that one microbatch saves for its backward on a rank, and FLOPs of the recomputation.
 
-    A tensor belongs to the block whose forward made it, the residual stream between two blocks to
-    the first of them. The last layer, which is never recomputed, stands apart. The model of
-    train.py is run without values, so it takes seconds, whatever the model and the mesh. Precision
-    `auto` is bf16 here, as on a GPU, unless --train.device is cpu.
+    Both are shown by kind of block and by tensor. A tensor belongs to the block whose forward made
+    it, the residual stream between two blocks to the first of them. The last layer, which is never
+    recomputed, is listed separately. The model of train.py runs without values, so this takes
+    seconds for any model and mesh. Precision `auto` is bf16 here, as on a GPU, unless
+    --train.device is cpu.
     """
     size, rank = args.place
     config = _configured(args.policy, words, size)
@@ -113,7 +115,7 @@ def activations(args: ActivationsArgs, words: list[str]) -> int:
 
 
 def _configured(name: str, arguments: list[str], size: int) -> Config:
-    """Configuration of the run, with the policy that is asked for by name."""
+    """Return the run's configuration with the policy that is requested by name."""
     config = parse_run(arguments, size).config
     if config.train.compile != "off":
         raise config_error(
@@ -153,7 +155,7 @@ def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
 
 
 def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:
-    """Policies with one lever each, by name: the settings of a policy that recompute something."""
+    """Return each effective setting of a policy, alone in a policy."""
     values, nothing = flatten(policy), flatten(NOTHING)
     return {
         name if value is True else f"{name}={value}": dataclasses.replace(NOTHING, **{name: value})
@@ -163,7 +165,7 @@ def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:
 
 
 def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, Any]:
-    """Report for machines; all numbers are bytes, FLOPs, counts or ranks."""
+    """Return the report as JSON; all numbers are bytes, FLOPs, counts or ranks."""
     base = report.base
     return {
         "preset": config.preset,
@@ -188,7 +190,7 @@ def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, 
 
 
 def _lines(config: Config, size: int, rank: int, report: Report, every: bool) -> list[str]:
-    """Report for people, in lines."""
+    """Return the report as text."""
     words = [name for name in levers_of(config.recompute)] or ["nothing is recomputed"]
     return [
         *mesh_lines(config, size, rank, report.coordinates),
@@ -203,7 +205,7 @@ def _lines(config: Config, size: int, rank: int, report: Report, every: bool) ->
 
 
 def _kinds(report: Report) -> list[str]:
-    """Bytes and FLOPs by kind, against nothing recomputed."""
+    """Return bytes and FLOPs by kind, compared with no recomputation."""
     base = {part.name: part for part in report.base.parts}
     rows = [["kept by one microbatch", "layers", "bytes", "unsaved", "forward", "replayed"]]
     for part in report.found.parts:
@@ -233,7 +235,7 @@ def _kinds(report: Report) -> list[str]:
 
 
 def _besides(report: Report) -> list[str]:
-    """Lines about bytes that belong to no layer."""
+    """Return lines about bytes that belong to no layer."""
     found = report.found
     lines = []
     if report.nothing and report.nothing.bytes:
@@ -269,7 +271,7 @@ def _levers(report: Report) -> list[str]:
 
 
 def _tensors(part: Part, every: bool) -> list[str]:
-    """Table of the tensors of a kind, over all its layers; the largest first."""
+    """Return the tensors of a kind, summed over its layers, the largest first."""
     least = 0 if every else SMALL * part.bytes
     shown = [kept for kept in part.kept if kept.bytes >= least]
     rest = [kept for kept in part.kept if kept.bytes < least]
@@ -284,7 +286,7 @@ def _tensors(part: Part, every: bool) -> list[str]:
 
 
 def flops(count: int) -> str:
-    """Number of FLOPs in powers of 1000: `12.3 T`."""
+    """Return a number in powers of 1000, such as `12.3 T`."""
     value, unit = float(count), 0
     while value >= 1000 and unit < 6:
         value, unit = value / 1000, unit + 1
@@ -304,6 +306,6 @@ def _bytes(kept: Sequence[Kept]) -> str:
 
 
 def _without_empty(rows: list[list[str]]) -> list[str]:
-    """Table without the columns that have nothing below their heading."""
+    """Return a table without its empty columns."""
     filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     return table([[row[i] for i in filled] for row in rows])

@@ -1,7 +1,7 @@
-"""`megacpp completion`: words that a shell completes, from the tables of commands and settings.
+"""Command `megacpp completion`: words for a shell, from the tables of commands and settings.
 
-The scripts ask `megacpp completion words` at every TAB, so they know each new flag; no torch import
-here.
+The scripts call `megacpp completion words` at every TAB, so they include new flags. No torch
+import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config
 from megacpp.config.settings import Setting, setting, settings_of
 
-Word = tuple[str, str]  # and its sentence
+Word = tuple[str, str]  # word and its sentence
 
 BASH = """_megacpp() {
     local IFS=$'\\n' line="${COMP_LINE:0:COMP_POINT}"
@@ -48,7 +48,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 @dataclass(frozen=True)
 class CompletionArgs:
-    """A shell, or the line that one completes."""
+    """Shell, or the line that a shell completes."""
 
     shell: Literal["bash", "zsh", "fish", "words"] = setting(
         words="Shell whose script is printed; words: what the script asks.", positional=True
@@ -57,12 +57,11 @@ class CompletionArgs:
 
 
 def completion(args: CompletionArgs) -> int:
-    """Prints a script that completes commands, presets, flags and their values, also behind
-    `torchrun ... train.py`.
+    """Print a script that completes commands, presets and flags, also for `torchrun train.py`.
 
-      bash: eval "$(megacpp completion bash)"           in ~/.bashrc
-      zsh:  eval "$(megacpp completion zsh)"            in ~/.zshrc, behind compinit
-      fish: megacpp completion fish | source            in ~/.config/fish/config.fish
+    bash: eval "$(megacpp completion bash)"           in ~/.bashrc
+    zsh:  eval "$(megacpp completion zsh)"            in ~/.zshrc, behind compinit
+    fish: megacpp completion fish | source            in ~/.config/fish/config.fish
     """
     if args.shell != "words":
         print(SCRIPTS[args.shell])
@@ -73,7 +72,7 @@ def completion(args: CompletionArgs) -> int:
 
 
 def candidates(words: Sequence[str]) -> Iterator[Word]:
-    """Completions of the last word, with a sentence for each.
+    """Yield completions of the last word, with a sentence for each.
 
     Args:
         words: a command line, program first; the last word is the one at the cursor.
@@ -83,13 +82,13 @@ def candidates(words: Sequence[str]) -> Iterator[Word]:
 
 
 def _all(before: list[str], current: str) -> Iterator[Word]:
-    """Every word that is legal behind others."""
+    """Yield every word that is legal after others."""
     scripts = [i for i, word in enumerate(before) if word.endswith("train.py")]
     if scripts:
         yield from _behind(before[scripts[0] + 1 :], current, {}, runs=True)
         return
     if not before or before[0].rpartition("/")[2] != "megacpp":
-        return  # another program's words: the shell's files
+        return  # another program: the shell completes files
     typed = before[1:]
     for size in (2, 1):
         name = " ".join(typed[:size])
@@ -105,7 +104,7 @@ def _all(before: list[str], current: str) -> Iterator[Word]:
 
 
 def _behind(typed: list[str], current: str, own: dict[str, Setting], runs: bool) -> Iterator[Word]:
-    """Words behind a command or a script."""
+    """Yield words that are legal after a command or a script."""
     settings = {one.flag: one for one in own.values()}
     settings |= {one.flag: one for one in settings_of(Config).values()} if runs else {}
     flag, equals, _ = current.partition("=")

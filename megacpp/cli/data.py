@@ -1,4 +1,4 @@
-"""`megacpp data prepare | inspect`: make a corpus, and look at its rows."""
+"""Commands `megacpp data prepare` and `megacpp data inspect`: make a corpus, and show its rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrepareArgs(CorpusSpec):
     json: bool = setting(False, "Print the result as one JSON object.")
 
     def folder(self) -> Path:
-        """Where the corpus goes."""
+        """Return the folder of the corpus."""
         name = Path(self.source).name
         for suffix in (".zst", ".gz", ".jsonl", ".parquet", ".txt", ".md"):
             name = name.removesuffix(suffix)
@@ -36,7 +36,7 @@ class PrepareArgs(CorpusSpec):
 
 @dataclass(frozen=True)
 class InspectArgs:
-    """Which rows."""
+    """Rows to show."""
 
     path: str = setting("data/torch-headers", "Folder of the corpus.", positional=True)
     rows: int = setting(2, "Rows that are shown.", "rows", at_least=1)
@@ -127,7 +127,7 @@ def _prepared_lines(prepared: Prepared) -> list[str]:
 
 
 def _tokenizer_lines(index: dict[str, Any]) -> list[str]:
-    """Lines about the tokenizer: its source, its kind of text, the marks around documents."""
+    """Return lines about the tokenizer: its source, kind of text, marks around documents."""
     facts = index["tokenizer"]
     if "given" in facts:
         return [f"tokenizer: {index['vocab_size']:,} ids of {facts['given']}, {facts['marks']}"]
@@ -156,7 +156,7 @@ def _warnings(index: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def _ends_cleanly() -> Iterator[None]:
-    """Lets SIGTERM unwind as Ctrl-C does, so that unfinished files are removed."""
+    """Make SIGTERM unwind like Ctrl-C, so that unfinished files are removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""`megacpp doctor`: what is found, what is missing and why it matters; can two ranks talk?"""
+"""Command `megacpp doctor`: what is installed, what is missing and why it matters."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megacpp.versions import PYTHON, TESTED_PYTHON, TRITON, minor, remark
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `ok` None means optional and absent."""
+    """Line of the report; `ok` is None for something optional that is absent."""
 
     name: str
     ok: bool | None
     detail: str
 
 
-# module -> what it gives, and what is used without it
+# module -> its use, and the replacement without it
 OPTIONAL = {
     "mamba_ssm": ("Mamba-3 Triton/TileLang kernels on a GPU", "our chunked torch form"),
     "tilelang": ("the MIMO kernel of Mamba-3", "our chunked torch form"),
@@ -45,7 +45,7 @@ OPTIONAL = {
     "yaml": ("--config FILE.yaml", "--config FILE.toml or FILE.json"),
 }
 
-# Installed in parts: the one that is used may be missing.
+# Packages with separate parts: the part that is used.
 PARTS = {"transformer_engine": "transformer_engine.pytorch"}
 
 SELF_TEST = """
@@ -69,8 +69,9 @@ class DoctorArgs:
 
 
 def doctor(args: DoctorArgs) -> int:
-    """Reports versions, devices, optional kernels with reasons, and runs two gloo ranks against
-    each other. Exit code 1 when something that training needs is broken.
+    """Report versions, devices and optional kernels with reasons, and test two gloo ranks.
+
+    The exit code is 1 if something that training needs is broken.
     """
     findings = [*_versions(), *_devices(), _fp8(), *_kernels(), *_optional()]
     if not args.no_self_test:
@@ -104,7 +105,7 @@ def _versions() -> list[Finding]:
 
 
 def _triton() -> Finding:
-    """Triton beside the one that CUDA builds of this torch require."""
+    """Report Triton next to the version that CUDA builds of this torch require."""
     here = installed()
     wanted = next(
         (triton for torch, triton in TRITON.items() if minor(torch) == minor(here["torch"])), None
@@ -130,7 +131,7 @@ def _devices() -> list[Finding]:
         p = torch.cuda.get_device_properties(i)
         try:
             free, _ = torch.cuda.mem_get_info(i)
-        except RuntimeError as error:  # another process has it to itself, or it is broken
+        except RuntimeError as error:  # in exclusive use by another process, or broken
             first = str(error).splitlines()[0]
             gpus.append(Finding(f"cuda:{i}", False, f"{p.name} doesn't answer: {first}"))
             continue
@@ -140,7 +141,7 @@ def _devices() -> list[Finding]:
 
 
 def _runtime() -> Finding:
-    """Driver, and the CUDA that torch was built with."""
+    """Report the driver, and the CUDA version that torch was built with."""
     import torch
 
     from megacpp.launch.record import driver_version
@@ -150,7 +151,7 @@ def _runtime() -> Finding:
 
 
 def _nccl() -> Finding:
-    """The library through which GPUs of several ranks talk."""
+    """Report the library for communication between GPUs."""
     import torch.distributed as dist
     from torch.cuda import nccl
 
@@ -173,16 +174,16 @@ def _optional() -> list[Finding]:
 
 
 def _import_trouble(module: str) -> str:
-    """Why a module can't be imported; nothing: it can."""
+    """Return the reason why a module can't be imported, or nothing."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # packages with compiled parts raise what they like
+    except Exception as error:  # packages with compiled parts raise any exception
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return ""
 
 
 def _fp8() -> Finding:
-    """Whether matrices can be multiplied in FP8 here."""
+    """Report whether this device multiplies matrices in FP8."""
     import torch
 
     from checkpointing.fp8 import FP8_CAPABILITY
@@ -199,7 +200,7 @@ def _fp8() -> Finding:
 
 
 def _kernels() -> list[Finding]:
-    """Of every operation what `auto` takes for the default preset on this machine, and why."""
+    """Report the backend that `auto` selects for each operation, with the reason."""
     from megacpp.config.presets import tiny
     from megacpp.kernels.mamba3.library import siso_tuners
     from megacpp.kernels.selection import OPERATIONS, choose
@@ -223,7 +224,7 @@ def _kernels() -> list[Finding]:
 
 
 def _compared() -> list[Finding]:
-    """Every backend beside the definition, on this machine's device."""
+    """Compare every backend with the reference on this machine's device."""
     from megacpp.run.kernel_check import check_backends
     from parallel.mesh import pick_device
 
@@ -235,7 +236,7 @@ def _compared() -> list[Finding]:
 
 
 def _gloo() -> Finding:
-    """Two real processes: an all-reduce and a reduce-scatter with known results."""
+    """Run an all-reduce and a reduce-scatter with known results in two processes."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(

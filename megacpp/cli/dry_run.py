@@ -1,4 +1,4 @@
-"""`megacpp dry-run`: what a rank of a mesh stores and sends, without the mesh."""
+"""Command `megacpp dry-run`: bytes that a rank of a mesh stores and sends, without the mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacpp.launch.environment import MOST_RANKS
 from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
-    from parallel.simulate.dry_run import Bytes, DryRun, Rooms
+    from parallel.simulate.dry_run import Bytes, Dependencies, DryRun
 
 CLASSES = ("dense", "experts", "replicated")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -24,7 +24,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class RankArgs:
-    """A rank of a mesh."""
+    """Rank of a mesh."""
 
     world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1, at_most=MOST_RANKS)
     rank: int = setting(0, "Rank that is shown; below the world.", at_least=0)
@@ -32,7 +32,11 @@ class RankArgs:
 
     @property
     def place(self) -> tuple[int, int]:
-        """World and rank, once they fit; ConfigError otherwise."""
+        """World and rank, checked.
+
+        Raises:
+            ConfigError: the rank isn't below the world.
+        """
         if self.rank >= self.world:
             rule = f"must be below the world ({self.world} ranks)"
             raise config_error("rank", self.rank, rule, "use --rank 0")
@@ -40,12 +44,12 @@ class RankArgs:
 
 
 def dry_run(args: RankArgs, words: list[str]) -> int:
-    """One optimizer step of a rank, on this machine alone: its parameters, gradients and optimizer
-    state, its collectives by mesh axis, and whether all ranks together hold the model.
+    """Optimizer step of a rank: stored bytes, collectives by mesh axis, and completeness.
 
-    A collective counts with the bytes of its larger side. Tensors have no values, so it takes
-    seconds and little memory, whatever the model and the mesh. Precision `auto` is bf16 here, as on
-    a GPU, unless --train.device is cpu.
+    Stored are parameters, gradients and optimizer state. A collective counts with the bytes of its
+    larger side. The step is complete if all ranks together hold the model. Nothing but this machine
+    is used. Tensors have no values, so this takes seconds and little memory for any model and mesh.
+    Precision `auto` is bf16 here, as on a GPU, unless --train.device is cpu.
     """
     size, rank = args.place
     config = parse_run(words, size).config
@@ -61,7 +65,7 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
 
     layers = config.model.depth // config.mesh.pp
     with following("dry-run", layers * sum(step.few_microbatches(config))):
-        found = step.dry_run(config, size, rank, rooms())
+        found = step.dry_run(config, size, rank, dependencies())
     if args.json:
         print(json.dumps(content(config, size, rank, found), indent=2))
     else:
@@ -69,24 +73,31 @@ def dry_run(args: RankArgs, words: list[str]) -> int:
     return 0 if found.complete else 1
 
 
-def rooms() -> Rooms:
-    """The optimizer and the clipping of every run."""
-    from checkpointing.apply import Keeper
+def dependencies() -> Dependencies:
+    """Return the optimizer, the clipping and the recomputation of every run."""
+    from checkpointing.apply import ActivationCheckpointing
     from optim.build import build_optimizer
     from optim.clip import clip_gradients
-    from parallel.simulate.dry_run import Rooms
+    from parallel.simulate.dry_run import Dependencies
 
-    return Rooms(
+    return Dependencies(
         optimizers=lambda model, config, groups: build_optimizer(model, config, groups),
         clip=lambda model, config, copies, along: clip_gradients(
             model, config.optim.clip_norm, copies=copies, along=along
         ),
-        prepare=Keeper,
+        prepare=ActivationCheckpointing,
     )
 
 
 def content(config: Config, size: int, rank: int, found: DryRun) -> dict[str, Any]:
-    """The report for machines; all numbers are bytes, counts or ranks."""
+    """Return the report as JSON; all numbers are bytes, counts or ranks.
+
+    Args:
+        config: resolved configuration.
+        size: number of ranks.
+        rank: rank that is shown.
+        found: result of the dry run.
+    """
     by_rank = found.census.by_rank
     return {
         "preset": config.preset,
@@ -115,7 +126,14 @@ def content(config: Config, size: int, rank: int, found: DryRun) -> dict[str, An
 
 
 def lines(config: Config, size: int, rank: int, found: DryRun) -> list[str]:
-    """The report for people."""
+    """Return the report as text.
+
+    Args:
+        config: resolved configuration.
+        size: number of ranks.
+        rank: rank that is shown.
+        found: result of the dry run.
+    """
     return [
         *mesh_lines(config, size, rank, found.coordinates),
         "",
@@ -128,7 +146,14 @@ def lines(config: Config, size: int, rank: int, found: DryRun) -> list[str]:
 
 
 def mesh_lines(config: Config, size: int, rank: int, coordinates: dict[str, int]) -> list[str]:
-    """Which rank of which mesh, and the batch of one step."""
+    """Return lines with the mesh, the rank and the batch of one step.
+
+    Args:
+        config: resolved configuration.
+        size: number of ranks.
+        rank: rank that is shown.
+        coordinates: its coordinate on each axis.
+    """
     mesh = config.mesh
     degrees = {axis: getattr(mesh, axis) for axis in coordinates}
     axes = ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "one rank"
@@ -145,7 +170,7 @@ def mesh_lines(config: Config, size: int, rank: int, coordinates: dict[str, int]
 
 
 def readable(count: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least 1: `1.50 GiB`."""
+    """Return bytes in the largest unit that gives a number of at least 1, such as `1.50 GiB`."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1

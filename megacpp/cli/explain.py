@@ -1,4 +1,4 @@
-"""`megacpp explain`: where every parameter of a model lies on a mesh, and what moves."""
+"""Command `megacpp explain`: layout of every parameter on a mesh, and the collectives."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ FOR_ALL = (
 
 @dataclass(frozen=True)
 class ExplainArgs(RankArgs):
-    """A rank of a mesh, and how much of it."""
+    """Rank of a mesh, and level of detail."""
 
     all: bool = setting(False, "Show every block, not one of each kind.")
 
 
 def explain(args: ExplainArgs, words: list[str]) -> int:
-    """The model on a mesh, seen from one rank: where each dim of each parameter lies
-    (`[Q_tp·fsdp, D]`: dim Q is cut over tp, then over fsdp), and for each kind of block its
-    collectives in the order in which they happen, with the bytes of the larger side.
+    """Layout of each parameter on a mesh, seen from one rank, and the collectives by kind of block.
 
-    One block of each kind is shown (of those in FP8 another one), unless --all. Nothing is started:
-    one process answers for any mesh.
+    A layout such as `[Q_tp·fsdp, D]` says that dim Q is sharded over tp, then over fsdp.
+    Collectives are listed in the order in which they happen, with the bytes of the larger side. One
+    block of each kind is shown (and one in FP8), unless --all is given. No rank is started: one
+    process answers for any mesh.
     """
     size, rank = args.place
     config = parse_run(words, size).config
@@ -102,7 +102,7 @@ def _parameters(found: Explanation, every: bool) -> list[str]:
 
 
 def _blocks(found: Explanation) -> dict[str, list[int]]:
-    """Layers of this rank by letter."""
+    """Return the layers of this rank by letter."""
     blocks: dict[str, list[int]] = {}
     for line in found.parameters:
         if line.block is not None and line.block not in blocks.setdefault(line.letter, []):
@@ -111,7 +111,7 @@ def _blocks(found: Explanation) -> dict[str, list[int]]:
 
 
 def _in_fp8(found: Explanation) -> set[int | None]:
-    """Layers of this rank with something that is multiplied in FP8."""
+    """Return the layers of this rank that multiply in FP8."""
     return {line.block for line in found.parameters if line.fp8}
 
 

@@ -1,4 +1,4 @@
-"""Progress of a model that is run without values, counted in blocks that have run forward."""
+"""Progress of a model that runs without values, counted in forwards of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacpp.terminal.progress import progress_bars
 
 @contextlib.contextmanager
 def following(name: str, blocks: int) -> Iterator[None]:
-    """Shows progress while about so many blocks run forward, and their backward in between."""
+    """Show progress while about `blocks` forwards of blocks run, with their backwards."""
     with progress_bars() as stage:
         advance = stage(name, max(1, blocks))
 

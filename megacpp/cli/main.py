@@ -1,4 +1,4 @@
-"""The `megacpp` command: a table of subcommands; each imports what it needs when it is called."""
+"""Command `megacpp`: a table of subcommands; each imports its module when it is called."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megacpp.terminal.screen import (
 
 @dataclass(frozen=True)
 class Command:
-    """`module.function(args)` runs a command; `args` is a dataclass of the module, its flags.
+    """Subcommand: `module.function(args)`, `args` a dataclass of the module with its flags.
 
-    With `runs` it takes preset and settings of a run too, and is called with the words of both.
+    With `runs` it also takes preset and settings of a run, and is called with these words too.
     """
 
     module: str
@@ -40,12 +40,12 @@ class Command:
     runs: bool = False
 
     def load(self) -> tuple[Any, Any]:
-        """The function and the dataclass of its flags."""
+        """Return the function and the dataclass of its flags."""
         module = importlib.import_module(f"megacpp.cli.{self.module}")
         return getattr(module, self.function), getattr(module, self.args)
 
     def settings(self) -> dict[str, Setting]:
-        """The command's own flags."""
+        """Return the command's own flags."""
         return settings_of(self.load()[1], top=True)
 
 
@@ -111,10 +111,10 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code (0 ok, 2 configuration, 3 data, ...)."""
+    """Run one subcommand; return the exit code (0 ok, 2 configuration, 3 data, ...)."""
     show_any_text()
     try:
-        put_first()  # `parallel` and the other rooms are this checkout's, from any folder
+        put_first()  # import `parallel`, `optim` and `checkpointing` from this checkout
         code = _said(utf8_words(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not nobody_reads(error):
             raise
         return NOBODY_READS
-    except OSError as error:  # a path that the system doesn't take: too long, a loop of links
+    except OSError as error:  # an invalid path: too long, or a loop of links
         print(f"error: {path_error(error)}", file=sys.stderr)
         return ConfigError.exit_code
     except KeyboardInterrupt:
@@ -133,13 +133,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _said(arguments: list[str]) -> int:
-    """Help, version, or a command that runs."""
+    """Print help or version, or run a command."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("\n".join(_help()))
         return 0
     group = {name: c for name, c in COMMANDS.items() if name.startswith(f"{arguments[0]} ")}
     if group and (len(arguments) < 2 or arguments[1] in ("-h", "--help")):
-        print("\n".join(_table(group)))  # `megacpp data`: what there is of it
+        print("\n".join(_table(group)))  # `megacpp data`: list its subcommands
         return 0
     if arguments[0] == "--version":
         print(megacpp.__version__)
@@ -161,10 +161,10 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The name of the command that the words start with, and the words behind it.
+    """Return the name of the command that the words start with, and the remaining words.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no command of that name.
     """
     for words in (2, 1):
         name = " ".join(arguments[:words])

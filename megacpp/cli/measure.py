@@ -1,4 +1,4 @@
-"""A rank's activation memory, measured on the trainer's own model without values or peers."""
+"""Activation memory of a rank, measured on the trainer's own model without values or peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.activations import (
     Activations,
     Kept,
@@ -41,19 +41,22 @@ Reshard = Literal["auto", "always", "never"]
 
 
 def measure(config: Config, size: int, rank: int, full: bool = False) -> Activations:
-    """What one microbatch keeps on rank `rank` of `size`.
+    """Return the activations that one microbatch saves on rank `rank` of `size`.
 
-    The builder's model is run forward and backward under fake tensors (parallel/simulate/fake.py),
-    with one layer of each kind and the last one; of a pipeline, the layers of this rank's stages
+    The builder's model runs forward and backward under fake tensors (parallel/simulate/fake.py),
+    with one layer of each kind and the last one; in a pipeline, the layers of this rank's stages
     count.
 
     Args:
         config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: rank to measure.
         full: run all layers.
     """
     given, place = config, (size, rank)
     config, mesh = as_trained(config), config.mesh
-    full = full or bool(stream_groups(config))  # layers of a kind differ by their place in one
+    # Layers of a kind differ by their position in a group.
+    full = full or bool(stream_groups(config))
     traced = config.model if full else one_of_each(config.model)
     standing, stages = standing_for(traced, config.model), []
     if mesh.pp > 1:  # a stage is a model on a pp-th of the ranks
@@ -63,8 +66,8 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     few = replace(config, model=traced, mesh=replace(mesh, pp=1))
     with fake_world(few, size, rank) as world:
         few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
-        keeper = Keeper(few)
-        if full:  # groups end with stages, which this model hasn't
+        keeper = ActivationCheckpointing(few)
+        if full:  # groups depend on stages, which this model lacks
             keeper.groups = places_in_groups(config)
         if keeper.offloader is not None:
             keeper.offloader = HostLedger.like(keeper.offloader)
@@ -72,20 +75,20 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
         with fake_tensors(memory=True):
             found = activations(run(few, world, model, keeper), standing)
     if found.host_bytes > config.recompute.offload_host_gib * 2**30 and not full:
-        return measure(given, *place, full=True)  # what leaves depends on what has left
+        return measure(given, *place, full=True)  # each offload depends on the previous ones
     received = [_received(config, world) for part in stages if not part.first]
     parts = found.parts if given.train.device == "cpu" else map(_as_on_gpu, found.parts)
     return replace(found, parts=(*received, *parts))
 
 
 def _as_on_gpu(part: Part) -> Part:
-    """With the names of a GPU's operators for those that have a form of their own on a CPU."""
+    """Rename operators that have a separate implementation on a CPU to their GPU names."""
     kept = (replace(one, operator=one.operator.removesuffix("_for_cpu")) for one in part.kept)
     return replace(part, kept=tuple(kept))
 
 
 def microbatches_in_flight(config: Config, size: int, rank: int) -> int | None:
-    """Forwards whose backward is still to come, at most; None: the schedule isn't worked out."""
+    """Return the most forwards whose backward is still to come; None for an unknown schedule."""
     mesh, total = config.mesh, config.train.grad_accum
     if mesh.pp == 1:
         return 1
@@ -94,19 +97,26 @@ def microbatches_in_flight(config: Config, size: int, rank: int) -> int | None:
 
 
 def coordinates(mesh: MeshConfig, size: int, rank: int) -> dict[str, int]:
-    """The place of a rank on each axis; none on one process."""
+    """Return the coordinate of a rank on each axis; empty for one process."""
     found, left = {"ep": rank % mesh.ep}, rank
     for axis in reversed(DENSE):
         left, found[axis] = divmod(left, getattr(mesh, axis))
     return {axis: found[axis] for axis in (*DENSE, "ep")} if size > 1 else {}
 
 
-def run(config: Config, world: World, model: HybridLM, keeper: Keeper) -> Meter:
-    """One microbatch as the boundary runs it, where tensors are fake."""
+def run(config: Config, world: World, model: HybridLM, keeper: ActivationCheckpointing) -> Meter:
+    """Run one microbatch on fake tensors as the boundary does, and return its meter.
+
+    Args:
+        config: configuration of the shortened model.
+        world: fake world.
+        model: planned model.
+        keeper: recomputation of the model.
+    """
     model.to_empty(device=world.device)
     model.train()
     boundary = FakeBoundary(model, world, config)
-    if world.parallel:  # FSDP2 makes things that stay when it first runs, of however few tokens
+    if world.parallel:  # FSDP2 allocates persistent buffers when it first runs
         boundary.accumulate([fake_batch(short(config))])
         model.zero_grad()
     batch = fake_batch(config)
@@ -117,7 +127,7 @@ def run(config: Config, world: World, model: HybridLM, keeper: Keeper) -> Meter:
 
 
 def short(config: Config) -> Config:
-    """Rows of as few tokens as every rank and every convolution can do with."""
+    """Return the configuration with the shortest rows that every rank and convolution accepts."""
     model, mesh = config.model, config.mesh
     each = max(16, model.mamba3.conv_kernel, model.m2rnn.conv_kernel)
     tokens = min(config.data.seq_len, 2 * mesh.cp * mesh.tp * each)
@@ -125,7 +135,7 @@ def short(config: Config) -> Config:
 
 
 def _of_stage(standing: Sequence[Standing], part: StagePart) -> list[Standing]:
-    """The places of a pipeline stage among those of the model."""
+    """Return the layers of a pipeline stage among those of the model."""
     ahead = [place for place in standing if place[0] in ENTRANCE]
     behind = [place for place in standing if place[0] in EXIT]
     blocks = standing[len(ahead) : len(standing) - len(behind)]
@@ -134,7 +144,7 @@ def _of_stage(standing: Sequence[Standing], part: StagePart) -> list[Standing]:
 
 
 def _received(config: Config, world: World) -> Part:
-    """What a stage gets from the one before, which its first norm keeps."""
+    """Return the activation that a stage receives from the one before, saved by its first norm."""
     dtype = compute_dtype(config.precision, world.device)
     tokens = config.data.seq_len // (config.mesh.cp * config.mesh.tp)
     rows, n, dim = config.train.device_batch_size, config.model.mhc.streams, config.model.dim
@@ -144,7 +154,7 @@ def _received(config: Config, world: World) -> Part:
 
 
 def _reshard(few: Config, config: Config, world: World, standing: Sequence[Standing]) -> Reshard:
-    """Whether the model's gathered parameters are let go, which its size decides."""
+    """Return whether the model frees gathered parameters, which depends on its size."""
     if config.mesh.pp > 1 and config.mesh.pp_schedule in SPLIT_BACKWARD:
         return "never"
     if config.mesh.reshard != "auto" or not world.parallel:

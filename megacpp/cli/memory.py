@@ -1,4 +1,4 @@
-"""`megacpp memory trace`: most bytes of a training step on one rank, by component and by moment."""
+"""Command `megacpp memory trace`: peak bytes of a training step on one rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROWS = 24  # moments shown: the fullest
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A part of the step: the most bytes alive in it, and those at its end."""
+class StepPart:
+    """Part of the step: the most bytes alive in it, and those at its end."""
 
     name: str
     peak: int
@@ -34,14 +34,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Found:
-    """What a stream comes to.
+    """Summary of a stream.
 
     Attributes:
-        peak: bytes of all tensors at the fullest moment.
-        where: what ran then.
-        components: of `peak`.
+        peak: bytes of all tensors at the fullest point.
+        where: operation at that point.
+        components: components of `peak`.
         resting: bytes between two steps.
-        moments: in order.
+        moments: parts of the step, in order.
         largest: blocks alive at the peak.
     """
 
@@ -49,11 +49,12 @@ class Found:
     where: str
     components: dict[str, int]
     resting: int
-    moments: tuple[Moment, ...]
+    moments: tuple[StepPart, ...]
     largest: tuple[Block, ...]
 
     @classmethod
-    def of(cls, stream: Stream) -> Found:
+    def from_stream(cls, stream: Stream) -> Found:
+        """Summarise a stream."""
         event, peak = stream.peak()
         alive = sorted((stream.blocks[n] for n in stream.alive_at(event)), key=lambda b: -b.bytes)
         by_component = stream.by_component(event)
@@ -67,12 +68,12 @@ class Found:
         )
 
 
-def moments_of(stream: Stream) -> tuple[Moment, ...]:
-    """Between two marks each; what happens nothing in is left out."""
+def moments_of(stream: Stream) -> tuple[StepPart, ...]:
+    """Return the non-empty parts of the step between two marks."""
     line = stream.timeline()
     ends = [start for start, _ in stream.marks[1:]] + [len(line)]
     return tuple(
-        Moment(name, max(line[start:end]), line[end - 1])
+        StepPart(name, max(line[start:end]), line[end - 1])
         for (start, name), end in zip(stream.marks, ends, strict=True)
         if start < end
     )
@@ -80,7 +81,7 @@ def moments_of(stream: Stream) -> tuple[Moment, ...]:
 
 @dataclass(frozen=True)
 class TraceArgs(RankArgs):
-    """A rank of a mesh, and how it is traced."""
+    """Rank of a mesh, and options of the trace."""
 
     full: bool = setting(False, "Run all layers, not one of each kind from which others follow.")
     timeline: str = setting(
@@ -89,13 +90,12 @@ class TraceArgs(RankArgs):
 
 
 def trace(args: TraceArgs, words: list[str]) -> int:
-    """Most bytes that tensors of a rank have at once in an optimizer step, what they are, and the
-    most of every part of the step.
+    """Peak bytes of a rank's tensors in an optimizer step, by component, tensor and part.
 
-    What no tensor has (the context of the device, what an allocator keeps) isn't counted. The model
-    of train.py is run without values, so it takes seconds, whatever the model and the mesh: in bf16
-    and with the kernels of a GPU, unless --train.device is cpu. Kernels that can't be followed
-    (compiled FlexAttention, TileLang's) are torch's there, and are named. Blocks aren't compiled.
+    Memory outside tensors (the device's context, the allocator's cache) isn't counted. The model of
+    train.py runs without values, so this takes seconds for any model and mesh: in bf16 and with the
+    kernels of a GPU, unless --train.device is cpu. Kernels that can't be traced (compiled
+    FlexAttention, TileLang's) are replaced by torch's, and are named. Blocks aren't compiled.
     """
     size, rank = args.place
     config = parse_run(words, size).config
@@ -107,7 +107,7 @@ def trace(args: TraceArgs, words: list[str]) -> int:
 
     with following("memory trace", traced_blocks(config, size, rank, args.full)):
         stream = trace_step(config, size, rank, args.full)
-    found = Found.of(stream)
+    found = Found.from_stream(stream)
     if timeline:
         from megacpp.memory.timeline import write_snapshot
 
@@ -122,7 +122,7 @@ def trace(args: TraceArgs, words: list[str]) -> int:
 
 
 def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, Any]:
-    """For machines; all numbers are bytes, or ranks."""
+    """Return the report as JSON; all numbers are bytes, or ranks."""
     from parallel.simulate.gpu_stand_ins import traced_kernels
 
     return {
@@ -138,7 +138,7 @@ def _content(config: Config, size: int, rank: int, found: Found) -> dict[str, An
 
 
 def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
-    """For people."""
+    """Return the report as text."""
     from megacpp.cli.measure import coordinates
 
     rows = [["alive at once", "bytes", "share"]]
@@ -166,7 +166,7 @@ def _lines(config: Config, size: int, rank: int, found: Found) -> list[str]:
 
 
 def _kernels(config: Config) -> str:
-    """Backends of operations: those counted, and of others what a launch takes instead."""
+    """Return the traced backends, with the backend of a launch where it differs."""
     from parallel.simulate.gpu_stand_ins import traced_kernels
 
     found = []
@@ -179,7 +179,7 @@ def _kernels(config: Config) -> str:
 
 
 def _moments(found: Found) -> list[str]:
-    """The fullest parts of the step, in order."""
+    """Return the fullest parts of the step, in order."""
     fullest = sorted(found.moments, key=lambda m: -m.peak)[:ROWS]
     least = min((m.peak for m in fullest), default=0)
     shown = [m for m in found.moments if m.peak >= least][:ROWS]

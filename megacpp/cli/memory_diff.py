@@ -1,4 +1,4 @@
-"""`megacpp memory diff`: what grew between two snapshots of a run, why, and what helps."""
+"""Command `megacpp memory diff`: growth between two snapshots of a run, its cause and the fix."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class DiffArgs:
 
 
 def memory_diff(args: DiffArgs) -> int:
-    """Bytes by component before and after, largest growth first, with the most likely cause and
-    what helps. A run writes snapshots every memory.snapshot_every steps and memory.snapshot_gap
-    later.
+    """Bytes by component before and after, largest growth first, with the likely cause and the fix.
+
+    A run writes a snapshot every memory.snapshot_every steps, and another one memory.snapshot_gap
+    steps later.
     """
     found = compare(read_snapshot(Path(args.before)), read_snapshot(Path(args.after)))
     if args.json:
@@ -37,7 +38,7 @@ def memory_diff(args: DiffArgs) -> int:
 
 
 def lines(found: Difference) -> list[str]:
-    """A comparison as a table."""
+    """Return a comparison as a table."""
     before, after = found.before, found.after
     head = f"rank {after.rank}, most bytes of a step"
     said = [f"{head:32}{f'step {before.step}':>14}{f'step {after.step}':>14}{'grown':>14}"]
@@ -66,5 +67,5 @@ def lines(found: Difference) -> list[str]:
 
 
 def signed(n: int) -> str:
-    """Growth in words; nothing where there is none."""
+    """Return growth in words; empty for zero."""
     return f"{'+' if n > 0 else '-'}{words(abs(n))}" if n else ""

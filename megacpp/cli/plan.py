@@ -1,4 +1,4 @@
-"""`megacpp plan`: the mesh, device batch and recompute policy that a cluster should run."""
+"""Command `megacpp plan`: mesh, device batch and recompute policy for a cluster."""
 
 from __future__ import annotations
 
@@ -58,11 +58,16 @@ AXES = ("tp", "ep", "cp", "pp", "dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is wanted of.
+    """Input of a plan.
 
     Attributes:
-        base: the preset; `config` with what the command line changes.
-        given: dotted settings of the command line, which a plan leaves alone.
+        base: the preset.
+        config: the preset with the changes of the command line.
+        given: dotted settings of the command line, which a plan leaves unchanged.
+        world: number of devices.
+        memory: bytes of a device.
+        tokens: tokens per step.
+        per_node: devices per machine.
     """
 
     base: Config
@@ -81,7 +86,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class PlanArgs:
-    """A cluster, and how much is shown."""
+    """Cluster, and level of detail."""
 
     world: int = setting(
         words="Devices of the cluster.", unit="devices", at_least=1, at_most=MOST_RANKS
@@ -98,16 +103,17 @@ class PlanArgs:
 
 
 def command(args: PlanArgs, words: list[str]) -> int:
-    """Which mesh, device batch, accumulation and recompute policy a cluster should run, best first:
-    it fits, a larger device batch, nothing runs again, fewer microbatches, less work repeated, more
-    headroom, smaller tp, smaller ep.
+    """Best mesh, device batch, accumulation and recompute policy for a cluster, best first.
 
-    Settings of mesh, device batch and recompute that are given stay as they are; all others are
-    chosen. Nothing is started: memory, bytes sent and FLOPs are closed forms.
+    The order of criteria: it fits, a larger device batch, no recomputation, fewer microbatches,
+    less repeated work, more headroom, smaller tp, smaller ep.
 
-    A bar is the memory of a device, a letter of it what is in use at the fullest moment of a step,
-    and | where the headroom begins (--memory.headroom). "repeats" is what recompute adds to the
-    FLOPs of forward and backward.
+    Given settings of mesh, device batch and recompute stay as they are; all others are chosen. No
+    rank is started: memory, bytes sent and FLOPs are computed analytically.
+
+    A bar is the memory of a device: its letters are the bytes in use at the fullest point of a
+    step, and | marks where the headroom begins (--memory.headroom). "repeats" is the FLOPs that
+    recompute adds to forward and backward.
     """
     asked = _asked(args, words)
     found = plan(
@@ -127,7 +133,7 @@ def command(args: PlanArgs, words: list[str]) -> int:
 
 
 def _asked(args: PlanArgs, words: list[str]) -> Asked:
-    """Reads the command line; every mistake is one line."""
+    """Read the command line; every mistake is one line."""
     written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
     check(_alone(config), 1)
@@ -143,14 +149,14 @@ def _asked(args: PlanArgs, words: list[str]) -> Asked:
 
 
 def _alone(config: Config) -> Config:
-    """On one rank, for rules that no mesh and no batch has a part in."""
+    """Return the configuration on one rank, to check rules that concern neither mesh nor batch."""
     mesh = replace(config.mesh, pp=1, dp_replicate=1, dp_shard=-1, cp=1, tp=1, ep=1)
     train = replace(config.train, device_batch_size=1, tokens_per_step=0, grad_accum=0)
     return replace(config, mesh=mesh, train=train)
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes of `141GiB`, `80GB` or `80` (GiB).
+    """Return the bytes of `141GiB`, `80GB` or `80` (GiB).
 
     Raises:
         ConfigError: anything else.
@@ -164,7 +170,7 @@ def memory_bytes(text: str) -> int:
 
 
 def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
-    """The command that starts a candidate: what differs from the preset, and how many ranks."""
+    """Return the command that starts a candidate, with its differences from the preset."""
     before, settings = flatten(asked.base), asked.given | candidate.knobs()
     del settings["train.grad_accum"]  # follows from the tokens
     if asked.config.mesh.dp_shard == -1:
@@ -179,14 +185,14 @@ def launch_words(asked: Asked, candidate: Candidate) -> list[str]:
 
 
 def _flops(asked: Asked, candidate: Candidate) -> tuple[float, float]:
-    """Of a rank and step: forward and backward, and what is repeated."""
+    """Return the FLOPs of a rank and step: forward and backward, and recomputation."""
     config, tokens = candidate.config, asked.tokens / asked.world
     plain = train_flops_per_token(config.model, config.data.seq_len)
     return plain * tokens, candidate.policy.replayed * tokens
 
 
 def _content(asked: Asked, found: Plan, shown: Sequence[Candidate]) -> dict[str, Any]:
-    """The plan for machines; all numbers are bytes, FLOPs, tokens or counts."""
+    """Return the plan as JSON; all numbers are bytes, FLOPs, tokens or counts."""
     return {
         "preset": asked.config.preset,
         "world": asked.world,
@@ -249,7 +255,7 @@ def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool)
 
 
 def _heading(asked: Asked, found: Plan) -> list[str]:
-    """What was asked for, and how many configurations were out for which reason."""
+    """Return lines with the input, and the numbers of rejected configurations by reason."""
     seq = asked.config.data.seq_len
     lines = [
         *wrapped(
@@ -269,7 +275,7 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
 
 
 def _refused(asked: Asked, found: Plan) -> ConfigError:
-    """Nothing is legal, or nothing fits: then with the memory that would do."""
+    """Return the error if nothing is legal, or nothing fits, with the memory that would suffice."""
     if found.nearest is None:
         rule = f"no configuration of {asked.tokens} tokens a step is legal"
         fix = "write another --world or --tokens-per-step"
@@ -292,7 +298,7 @@ def _nothing_fits(asked: Asked, found: Plan) -> list[str]:
 
 
 def _table(asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic]) -> Any:
-    """Candidates, with bars as wide as the screen leaves room for."""
+    """Return a table of candidates; bars fill the width of the screen."""
     from rich.table import Table
 
     heading = ["#", "mesh", "rows", "acc", "recompute", "GiB", "sent", "repeats"]
@@ -314,7 +320,7 @@ def _table(asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic]) ->
 
 
 def _cells(asked: Asked, number: int, one: Candidate, moved: Traffic) -> list[str]:
-    """A candidate's row without its bar."""
+    """Return a candidate's row without its bar."""
     plain, again = _flops(asked, one)
     return [
         str(number),
@@ -329,14 +335,21 @@ def _cells(asked: Asked, number: int, one: Candidate, moved: Traffic) -> list[st
 
 
 def mesh_words(mesh: MeshConfig) -> str:
-    """Degrees above 1: `tp2 ep4 dp4`."""
+    """Return degrees above 1, such as `tp2 ep4 dp4`."""
     short = {"dp_replicate": "rep", "dp_shard": "dp"}
     axes = [(short.get(axis, axis), getattr(mesh, axis)) for axis in AXES]
     return " ".join(f"{name}{n}" for name, n in axes if n > 1) or "one rank"
 
 
 def bar(components: dict[str, int], memory: int, budget: int, size: int = 30) -> Text:
-    """A device's memory in `size` letters, and `|` where the headroom begins."""
+    """Return a device's memory as `size` letters, with `|` where the headroom begins.
+
+    Args:
+        components: bytes by component.
+        memory: bytes of the device.
+        budget: bytes that may be used.
+        size: number of letters.
+    """
     from rich.text import Text
 
     text, total, at = Text(), 0, 0
@@ -351,7 +364,7 @@ def bar(components: dict[str, int], memory: int, budget: int, size: int = 30) ->
 
 
 def _legend(shown: Sequence[Candidate]) -> Text:
-    """The letters that occur."""
+    """Return the letters that occur."""
     from rich.text import Text
 
     used = {n for one in shown for n, size in one.estimate.components.items() if size}
@@ -370,7 +383,7 @@ def _legend(shown: Sequence[Candidate]) -> Text:
 
 
 def _reasons(shown: Sequence[Candidate]) -> list[str]:
-    """Why each comes before the next."""
+    """Return why each candidate comes before the next."""
     lines = [""]
     for number, (one, other) in enumerate(pairwise(shown), 1):
         name = deciding(one.score, other.score)
@@ -380,7 +393,7 @@ def _reasons(shown: Sequence[Candidate]) -> list[str]:
 
 
 def _value(candidate: Candidate, name: str) -> str:
-    """A criterion as a person reads it."""
+    """Return a criterion's value as text."""
     config, value = candidate.config, getattr(candidate.score, name)
     return {
         "misfit": candidate.estimate.verdict.replace("_", " "),
@@ -392,7 +405,7 @@ def _value(candidate: Candidate, name: str) -> str:
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """A command over lines that a shell joins again."""
+    """Split a command into lines that a shell joins."""
     lines, line = [], ""
     for i, word in enumerate(words):
         flag = word.startswith("--") and i + 1 < len(words) and not words[i + 1].startswith("--")

@@ -1,4 +1,4 @@
-"""`megacpp report`: one run, or several side by side, as a page of HTML or as JSON."""
+"""Command `megacpp report`: one run, or several compared, as a page of HTML or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacpp.terminal.screen import check_writable
 
 @dataclass(frozen=True)
 class ReportArgs:
-    """Runs and where their page goes."""
+    """Runs, and the file of their page."""
 
     run: tuple[str, ...] = setting(words="Folders of runs.", positional=True)
     out: str = setting("", "File of the page (empty: RUN/report.html; of several: compare.html).")
@@ -24,9 +24,11 @@ class ReportArgs:
 
 
 def report(args: ReportArgs) -> int:
-    """Writes RUN/report.html: curves, samples, memory predicted and measured, communication by
-    axis, where the seconds went, events. One file, nothing from elsewhere. Of several runs it
-    writes compare.html where you are: their curves on top of each other, totals, settings that
+    """Write RUN/report.html about a run, or compare.html about several.
+
+    The page of one run shows curves, samples, predicted and measured memory, communication by axis,
+    goodput and events; it is a single file without external resources. For several runs
+    compare.html, in the current folder, shows their curves together, totals, and settings that
     differ.
     """
     folders = [Path(word) for word in args.run]

@@ -1,4 +1,4 @@
-"""`megacpp sample`: text from the weights of a run."""
+"""Command `megacpp sample`: text from the weights of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleArgs:
-    """What `megacpp sample` was asked for."""
+    """Prompt and settings of a sample."""
 
     run: str = setting(words="Folder of the run.", positional=True)
     prompt: str = setting("", "Text to continue (empty: the model starts a document).")
@@ -42,13 +42,14 @@ class SampleArgs:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return Path(self.run)
 
 
 def sample(args: SampleArgs) -> int:
-    """Continues a text with the weights of a run, up to --max-tokens or the end of the document.
-    The speed goes to the error stream.
+    """Continue a text with the weights of a run, up to --max-tokens or the end of the document.
+
+    The speed is printed to the error stream.
     """
     from megacpp.run.sample import generate
 
@@ -93,7 +94,11 @@ def sample(args: SampleArgs) -> int:
 
 
 def find_weights(args: SampleArgs) -> Path:
-    """The folder of the wanted weights; ConfigError that names what the run has."""
+    """Return the folder of the requested weights.
+
+    Raises:
+        ConfigError: the run lacks them; the error names a checkpoint that it has.
+    """
     if not args.folder.is_dir():
         raise config_error("run", args.run, "no such run folder", "give the folder of a run")
     saved = args.folder / "checkpoints"
@@ -118,7 +123,7 @@ def find_weights(args: SampleArgs) -> Path:
 
 
 def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
-    """The tokenizer beside the final weights, else that of the corpus the run was trained on."""
+    """Return the tokenizer beside the final weights, else that of the training corpus."""
     from megacpp.data.tokenizer import CorpusTokenizer
 
     path = run_folder / "final" / "tokenizer.json"
@@ -128,7 +133,12 @@ def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
 
 
 def load_model(args: SampleArgs, folder: Path) -> HybridLM:
-    """The model in eval mode on the wanted device; CheckpointError if its files are damaged."""
+    """Return the model in eval mode on the requested device.
+
+    Raises:
+        ConfigError: there is no such device.
+        CheckpointError: its files are damaged.
+    """
     import torch
 
     from megacpp.state.export import load_exported, load_trained, read_model_config
@@ -157,14 +167,16 @@ def _config(run_folder: Path) -> dict:
 
 
 class Printer:
-    """Prints ids as text as they come; bytes of a cut character wait for the rest of it."""
+    """Printer of ids as text; bytes of an incomplete character wait for the rest of it."""
 
     def __init__(self, tokenizer: CorpusTokenizer) -> None:
         self.pieces = tokenizer.id_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def show(self, i: int) -> None:
+        """Print an id."""
         print(self.decoder.decode(self.pieces[i]), end="", flush=True)
 
     def end(self) -> None:
+        """Print the remaining bytes and a line break."""
         print(self.decoder.decode(b"", final=True))

@@ -1,4 +1,4 @@
-"""`megacpp presets` and `megacpp show`: what a configuration is; no torch import here."""
+"""Commands `megacpp presets` and `megacpp show`: contents of a configuration; no torch import."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.terminal.screen import columns, labelled, wrapped
 
-WIDE = 110  # columns from which presets say how long they take and what comes out
+WIDE = 110  # columns from which presets show time and result
 
 
 @dataclass(frozen=True)
 class PresetsArgs:
-    """How presets are listed."""
+    """Format of the list."""
 
     json: bool = setting(False, "Print one JSON list instead of text.")
 
 
 def presets(args: PresetsArgs) -> int:
-    """Lists every preset with total and active parameters, and on a wide screen with the time that
-    it takes and what to expect.
+    """List every preset with total and active parameters.
+
+    A wide screen also shows the time that it takes and what to expect.
     """
     rows = []
     for name, make in PRESETS.items():
@@ -59,7 +60,7 @@ def presets(args: PresetsArgs) -> int:
 
 @dataclass(frozen=True)
 class ShowArgs:
-    """On how many ranks, and how it is shown."""
+    """Number of ranks, and format."""
 
     world: int = setting(
         1,
@@ -72,7 +73,7 @@ class ShowArgs:
 
 
 def show(args: ShowArgs, words: list[str]) -> int:
-    """The model table, parameter counts and every resolved setting with where it came from."""
+    """Model table, parameter counts, and every resolved setting with its origin."""
     resolved = parse_run(words, args.world)
     model = resolved.config.model
     count, published = count_parameters(model), published_reading(model)
@@ -98,7 +99,7 @@ def show(args: ShowArgs, words: list[str]) -> int:
 
 
 def setting_lines(resolved: Resolved) -> list[str]:
-    """Every setting as `key = value  (source)`, each on one line."""
+    """Return every setting as `key = value  (source)`, each on one line."""
     return [
         f"{key} = {one_line(value)}  ({resolved.provenance.get(key, 'preset')})"
         for key, value in flatten(resolved.config).items()
@@ -106,6 +107,6 @@ def setting_lines(resolved: Resolved) -> list[str]:
 
 
 def one_line(value: object) -> str:
-    """A value as text; quoted when it is empty or holds a line break."""
+    """Return a value as text; quoted if it is empty or holds a line break."""
     text = str(value)
     return text if text and "\n" not in text else repr(text)

@@ -1,4 +1,4 @@
-"""A rank's whole step, traced on the trainer's own model without values or peers."""
+"""Memory trace of a rank's whole step, on the trainer's own model without values or peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
 from megacpp.cli.measure import short
@@ -39,7 +39,7 @@ from parallel.simulate.fake import (
 )
 from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
 
-MICROBATCHES = 2  # the first leaves its gradients, the last reduces them: others are as the first
+MICROBATCHES = 2  # the first keeps its gradients, the last reduces them; others equal the first
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -50,7 +50,7 @@ def _no_stage(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, eq=False)
 class Trainee:
-    """What train.py builds of a model that has memory, and its step; values are never looked at."""
+    """Objects that train.py builds for a model and that own memory, with their step."""
 
     model: HybridLM
     optimizer: torch.optim.Optimizer
@@ -58,9 +58,17 @@ class Trainee:
     qk_clip: QKClip | None
 
     @classmethod
-    def of(
+    def build(
         cls, model: HybridLM, world: World, config: Config, boundary: type[AccumulationBoundary]
     ) -> Trainee:
+        """Build optimizer, boundary and QK-clip of a model.
+
+        Args:
+            model: planned model.
+            world: fake world.
+            config: configuration of the run.
+            boundary: class of the accumulation boundary.
+        """
         tau = config.optim.qk_clip
         return cls(
             model,
@@ -70,17 +78,20 @@ class Trainee:
         )
 
     def first_step(self, config: Config, stage: Stage = _no_stage, optimizes: bool = True) -> None:
-        """One of few tokens: FSDP2 makes things that stay when it first runs."""
+        """Run a step of few tokens: FSDP2 allocates persistent buffers when it first runs."""
         count = 1 if config.mesh.pp == 1 else microbatches(config)
         self.step(short(config), count, stage, optimizes)
 
     def step(
         self, config: Config, microbatches: int, stage: Stage = _no_stage, optimizes: bool = True
     ) -> None:
-        """One step of so many microbatches, of the size that `config` says.
+        """Run a step of `microbatches` microbatches, of the configured size.
 
         Args:
-            optimizes: all of it; else gradients are let go as they are.
+            config: configuration of the run.
+            microbatches: number of microbatches.
+            stage: context that marks a part of the step.
+            optimizes: run the optimizer; else gradients are freed unused.
         """
         boundary = self.boundary
         sums = boundary.accumulate(_batches(config, microbatches, stage))
@@ -102,16 +113,16 @@ class Trainee:
 
 
 def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> Stream:
-    """Every allocation of one optimizer step of rank `rank` of `size`.
+    """Return every allocation of one optimizer step of rank `rank` of `size`.
 
-    Of a run on a GPU (train.device=cuda, as megacpp/memory/budget.py settles `auto`) with the
-    kernels that `traced_kernels` says, else with torch's.
-
-    The first layer, one of each kind and the last are run, and make up the whole model
-    (megacpp/memory/compose.py).
+    For a GPU (train.device=cuda, as megacpp/memory/budget.py resolves `auto`) the kernels are those
+    of `traced_kernels`, else torch's. The first layer, one of each kind and the last one run; the
+    whole model is composed from them (megacpp/memory/compose.py).
 
     Args:
         config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: rank to trace.
         full: run all layers.
     """
     config = as_trained(config)
@@ -133,16 +144,29 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
 
 
 def traced_blocks(config: Config, size: int, rank: int, full: bool) -> int:
-    """Blocks that `trace_step` runs forward, about: recompute runs some of them again."""
+    """Return the approximate number of forwards of blocks in `trace_step`, for its progress.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: rank to trace.
+        full: run all layers.
+    """
     few = None if full or not _composes(config) else shallow(config, size, rank)
     model = config.model if few is None else few.model
     return model.depth // config.mesh.pp * microbatches(config)
 
 
 def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Stream:
-    """Every allocation of a rank from the weights on, for so many steps, of all layers.
+    """Return every allocation of a rank, from the weights on, for `steps` steps of all layers.
 
-    The optimizer's state is made after the first backward, in the gaps that activations left.
+    The optimizer's state is allocated after the first backward, in gaps that activations left.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: rank to trace.
+        steps: number of steps.
     """
     config = as_trained(config)
     with fake_world(config, size, rank) as world:
@@ -150,7 +174,7 @@ def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Strea
         with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
             model.to_empty(device=world.device)
             model.train()
-            trainee = Trainee.of(model, world, config, FakeBoundary)
+            trainee = Trainee.build(model, world, config, FakeBoundary)
             for step in range(steps):
                 recorder.mark(f"step {step + 1}")
                 trainee.step(config, microbatches(config), recorder.stage)
@@ -159,32 +183,32 @@ def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Strea
 
 
 def _composes(config: Config) -> bool:
-    """Nothing in the step depends on what other layers do, nor has the optimizer more to do."""
+    """Return whether layers are independent in memory and the optimizer is a plain one."""
     optim, recompute = config.optim, config.recompute
     plain = optim.adamw_state == "fp32" and not optim.cautious_weight_decay
     return plain and recompute.offload == "none" and not recompute.compress
 
 
 def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Stream, Recorder]:
-    """All layers of the model of `config`, and the recorder that has seen them run."""
+    """Return the stream of a traced step and its recorder, with all layers of `config`."""
     model = planned_model(config, world, prepared(config))
     fake = fake_tensors(memory=True, every_chunk=False, gpu=_gpu(config))
     with fake, Recorder(model) as recorder:
         model.to_empty(device=world.device)
         model.train()
-        trainee = Trainee.of(model, world, config, FakeBoundary)
+        trainee = Trainee.build(model, world, config, FakeBoundary)
         if config.mesh.pp > 1:
             trainee.first_step(config, recorder.stage, optimizes)
         elif world.parallel:
             gather_once(model)
         recorder.begin(trainee.optimizer)
         trainee.step(config, microbatches(config), recorder.stage, optimizes)
-        return recorder.stream(), recorder  # while there is an optimizer, which has its state
+        return recorder.stream(), recorder  # while the optimizer and its state are alive
 
 
 def prepared(config: Config) -> Callable[[HybridLM], None]:
-    """What is done to the blocks of a traced model before they are sharded."""
-    kernels, keeper = traced_kernels(config), Keeper(config)
+    """Return the function that prepares the blocks of a traced model before they are sharded."""
+    kernels, keeper = traced_kernels(config), ActivationCheckpointing(config)
 
     def prepare(model: HybridLM) -> None:
         set_kernels(model, kernels)
@@ -198,7 +222,7 @@ def _gpu(config: Config) -> bool:
 
 
 def _reshards(config: Config, world: World, cells: int) -> Literal["auto", "always", "never"]:
-    """What `auto` comes to for a model whose units gather so many cells."""
+    """Resolve `mesh.reshard=auto` for a model whose units gather `cells` cells."""
     if config.mesh.reshard != "auto" or not world.parallel:
         return config.mesh.reshard
     from parallel.fsdp import RESHARD_ABOVE_BYTES
@@ -208,7 +232,7 @@ def _reshards(config: Config, world: World, cells: int) -> Literal["auto", "alwa
 
 
 def gather_once(model: HybridLM) -> None:
-    """Has FSDP2 make what stays when it first runs: the tensors that it fills with weights."""
+    """Make FSDP2 allocate the buffers that it keeps from its first gathering on."""
     from parallel.fsdp import fsdp_units
 
     for number, unit in enumerate(fsdp_units(model)):
@@ -219,7 +243,7 @@ def gather_once(model: HybridLM) -> None:
 
 
 def microbatches(config: Config) -> int:
-    """As many as make a difference: of a pipeline, until every stage has given one back."""
+    """Return the fewest microbatches that show the peak; each stage needs a backward."""
     stages = config.mesh.pp * stages_per_rank(config.mesh.pp_schedule)
     most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages
     return (
@@ -230,13 +254,13 @@ def microbatches(config: Config) -> int:
 
 
 def _block_cells(model: HybridLM) -> int:
-    """Cells of a model that isn't sharded yet, without those that the root unit gathers."""
+    """Return the cells of an unsharded model, without those that the root unit gathers."""
     contract = {p for _, p in contract_parameters(model)}
     return sum(local_part(p).numel() for p in model.parameters() if p not in contract)
 
 
 def _root_cells(model: torch.nn.Module) -> int:
-    """Cells of this rank's shards of what the root unit gathers, padded."""
+    """Return the cells of this rank's shards of the root unit, padded."""
     total = 0
     for _, p in contract_parameters(model):
         cuts = 1

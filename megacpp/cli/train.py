@@ -1,4 +1,4 @@
-"""`megacpp train`: checks the command, then starts train.py under torchrun; ends with its code."""
+"""Command `megacpp train`: check the command, then start train.py under torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NODES = 1024  # each number of them is checked before an elastic launch
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Machines, ranks, and what torchrun is told beside them (its own words and defaults)."""
+    """Machines, ranks, and torchrun's own options with its defaults."""
 
     nproc: int = setting(
         1, "Ranks on this machine (1: without torchrun).", "ranks", at_least=1, at_most=MOST_RANKS
@@ -43,11 +43,10 @@ PASSED = tuple(name for name in TrainArgs.__dataclass_fields__)[3:]
 
 
 def train(args: TrainArgs, words: list[str]) -> int:
-    """Trains: checks the whole command first, starts the ranks of this machine, and ends with the
-    exit code of the rank that failed.
+    """Check the command, start the ranks of this machine, and return a failed rank's exit code.
 
-    The same as `torchrun ... train.py PRESET ...`, with less on the screen when something is wrong.
-    Data and run folders are relative to where you stand. Recipes for clusters: docs/launch.
+    It equals `torchrun ... train.py PRESET ...`, with less output when something is wrong. Data and
+    run folders are relative to the current folder. Recipes for clusters: docs/launch.
     """
     options, world = launch_words(args, words)
     parse_run(words, world, resumes=True)
@@ -61,7 +60,7 @@ def train(args: TrainArgs, words: list[str]) -> int:
 
 
 def launch_words(args: TrainArgs, flags: list[str]) -> tuple[list[str], int]:
-    """torchrun's options (none: one process) and the largest world.
+    """Return torchrun's options (none: one process) and the largest world.
 
     Raises:
         ConfigError: they don't make a launch.
@@ -82,7 +81,7 @@ def launch_words(args: TrainArgs, flags: list[str]) -> tuple[list[str], int]:
     if not args.rdzv_id:
         passed.insert(0, "--rdzv-id=megacpp")
     unfit: dict[int, ConfigError] = {}
-    for number in range(least, most):  # an elastic launch may have to go on with these
+    for number in range(least, most):  # an elastic launch may have to continue with fewer nodes
         try:
             parse_run(flags, number * ranks, resumes=True)
         except ConfigError as error:
@@ -97,7 +96,7 @@ def launch_words(args: TrainArgs, flags: list[str]) -> tuple[list[str], int]:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """Fewest and most machines of `N` or `MIN:MAX`."""
+    """Return the fewest and most machines of `N` or `MIN:MAX`."""
     parts = text.split(":")
     if len(parts) <= 2 and all(part.isdigit() for part in parts):
         least, most = int(parts[0]), int(parts[-1])

@@ -1,4 +1,4 @@
-"""`megacpp validate`: every rule of a launch, checked without starting it."""
+"""Command `megacpp validate`: every rule of a launch, checked without starting it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacpp.config.settings import setting, settings_of
 from megacpp.errors import MegacppError
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
-from megacpp.memory.fixes import refusal
+from megacpp.memory.fixes import memory_error
 from megacpp.terminal.screen import wrapped
 
 ALL_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -22,7 +22,7 @@ ALL_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 @dataclass(frozen=True)
 class ValidateArgs:
-    """On how many ranks, and what else is looked at."""
+    """Number of ranks, and optional checks."""
 
     world: int = setting(1, "Ranks of the launch.", "ranks", at_least=1, at_most=MOST_RANKS)
     data: bool = setting(False, "Open the corpus too: hashes, vocabulary, length of rows.")
@@ -31,9 +31,9 @@ class ValidateArgs:
 
 
 def validate(args: ValidateArgs, words: list[str]) -> int:
-    """Checks every rule of a launch without starting anything, and lists those that are broken.
+    """Check every rule of a launch without starting anything, and list the broken ones.
 
-    With --memory.device-gib the estimated memory is held against a device of that size too, as the
+    With --memory.device-gib the estimated memory is compared with a device of that size too, as the
     gate of a launch does.
     """
     problems = _problems(words, args.world)
@@ -55,7 +55,7 @@ def validate(args: ValidateArgs, words: list[str]) -> int:
 
 
 def _lines(args: ValidateArgs, resolved: Resolved, memory: dict[str, Any] | None) -> list[str]:
-    """`ok` and what was checked."""
+    """Return `ok` and the list of checks."""
     mesh = asdict(resolved.config.mesh)
     axes = " x ".join(f"{axis} {mesh[axis]}" for axis in ALL_AXES if mesh[axis] > 1)
     settings = settings_of(Config).values()
@@ -79,7 +79,7 @@ def _content(
     problems: list[MegacppError],
     memory: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """For machines; `config` and `provenance` only with --all."""
+    """Return the result as JSON; `config` and `provenance` only with --all."""
     content = {
         "ok": not problems,
         "errors": [str(error) for error in problems],
@@ -95,7 +95,7 @@ def _content(
 
 
 def _problems(arguments: list[str], world_size: int) -> list[MegacppError]:
-    """All broken rules at once; a flag that can't be read stops the list."""
+    """Return all broken rules; a flag that can't be read ends the list."""
     try:
         config = read_run(arguments).config
     except MegacppError as error:
@@ -115,10 +115,10 @@ def _data_problems(arguments: list[str], world_size: int) -> list[MegacppError]:
 
 
 def _memory(config: Config, world_size: int) -> tuple[dict[str, Any] | None, list[MegacppError]]:
-    """The estimate against `memory.device_gib`, if that is given, and what the gate says to it.
+    """Return the estimate against `memory.device_gib`, if given, and the gate's decision.
 
-    A device is taken for a GPU that computes in bf16, unless train.device is cpu. What other
-    launches were measured to take is not known here.
+    The device is assumed to be a GPU that computes in bf16, unless train.device is cpu. Calibration
+    from measured launches isn't applied.
     """
     given = config.memory
     if not given.device_gib:
@@ -131,7 +131,7 @@ def _memory(config: Config, world_size: int) -> tuple[dict[str, Any] | None, lis
     if needs.verdict == "does_not_fit" and given.gate == "on":
         room = f"{given.device_gib:g} GiB given, {given.headroom:.0%} headroom"
         price = lambda other: fullest(other, world_size, budget, BRIEF)[1]  # noqa: E731
-        refused = [refusal(config, world_size, rank, price, needs, room)]
+        refused = [memory_error(config, world_size, rank, price, needs, room)]
     return {"rank": rank, "gate": given.gate, "estimate": needs.as_dict()}, refused
 
 

@@ -1,5 +1,4 @@
-"""The whole configuration of a run: schema, presets, command line, files, and checks.
+"""Configuration of a run: schema, presets, command line, files, and checks.
 
-May import: megacpp/ without torch.
-Start reading: schema.py, then presets.py.
+May import: megacpp/ without torch. Start reading: schema.py, then presets.py.
 """

@@ -1,6 +1,6 @@
-"""From the command line to a checked Config: `PRESET [--config FILE] [--section.key value ...]`.
+"""Command line to checked Config: `PRESET [--config FILE] [--section.key value ...]`.
 
-Unknown flags and unreadable values are one line. Nothing here imports torch.
+Unknown flags and unreadable values are errors of one line. No torch import.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from megacpp.terminal.screen import NOBODY_READS, nobody_reads, show_any_text
 
 Parsed = TypeVar("Parsed")
 Default = TypeVar("Default")
-GIVEN = ("command line", "config file")  # sources of what somebody asked for
+GIVEN = ("command line", "config file")  # sources of explicit settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A configuration ready to run and where each value came from.
+    """Configuration ready to run, with the origin of each value.
 
     Attributes:
+        config: resolved configuration.
         provenance: dotted key -> default, preset, config file, command line, derived or fitted.
-        notes: flags that were read as others.
+        notes: flags that were translated to others.
     """
 
     config: Config
@@ -51,18 +52,19 @@ class Resolved:
 
     @property
     def given(self) -> list[str]:
-        """Keys that the command line or a file set."""
+        """Keys set by the command line or a file."""
         return [key for key, source in self.provenance.items() if source in GIVEN]
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A configuration as it is written, no rule checked.
+    """Configuration as written, before any rule is checked.
 
     Attributes:
+        config: preset with the given settings.
         base: the preset.
-        sources: keys that were given -> `command line` or `config file`.
-        notes: flags that were read as others.
+        sources: given keys -> `command line` or `config file`.
+        notes: flags that were translated to others.
     """
 
     config: Config
@@ -72,15 +74,17 @@ class Written:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Keys that were given and their values."""
+        """Given keys and their values."""
         return {key: lookup(self.config, key) for key in self.sources}
 
 
 def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Resolved:
-    """Reads `[PRESET] [--config FILE] [flags]`, checks every rule, resolves what is derived.
+    """Read `[PRESET] [--config FILE] [flags]`, check every rule, and resolve derived settings.
 
     Args:
-        resumes: the run starts now: what it has saved says how many tokens a step has.
+        argv: words of the command line.
+        world_size: number of ranks.
+        resumes: the run starts now: its newest checkpoint determines the tokens of a step.
 
     Raises:
         ConfigError: unknown preset, flag or value, or a broken rule.
@@ -105,7 +109,7 @@ def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Re
 
 
 def read_run(argv: Sequence[str]) -> Written:
-    """The configuration as written, no rule checked.
+    """Return the configuration as written, before any rule is checked.
 
     Raises:
         ConfigError: unknown preset, flag or value, or a file that can't be read.
@@ -130,7 +134,7 @@ def read_run(argv: Sequence[str]) -> Written:
 
 
 def _preset_name(name: str, file: ConfigFile | None) -> str:
-    """The preset that the command line or a file names, else `tiny`."""
+    """Return the preset that the command line or a file names, else `tiny`."""
     if file is None or not file.preset or name in ("", file.preset):
         return name or (file.preset if file else "") or "tiny"
     raise config_error(
@@ -139,7 +143,7 @@ def _preset_name(name: str, file: ConfigFile | None) -> str:
 
 
 def _other(base: Config, key: str, value: Any) -> bool:
-    """Whether the preset has another value there, or (YaRN) none."""
+    """Return whether the preset has another value there, or (YaRN) none."""
     try:
         return lookup(base, key) != value
     except AttributeError:
@@ -147,9 +151,9 @@ def _other(base: Config, key: str, value: Any) -> bool:
 
 
 def _free_mesh(config: Config, world_size: int) -> tuple[Config, str] | None:
-    """Without the mesh that was given, where it can't lie on this world; None: it can.
+    """Remove a given mesh that doesn't fit this world; return None if it fits.
 
-    So an elastic launch with `--fit auto` goes on when nodes are gone.
+    An elastic launch with `--fit auto` can therefore continue when nodes are gone.
     """
     error = next(mesh_rules(config, world_size), None)
     if error is None:
@@ -160,7 +164,7 @@ def _free_mesh(config: Config, world_size: int) -> tuple[Config, str] | None:
 
 
 def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """With the tokens a step of the run that goes on, if neither they nor microbatches are given.
+    """Use the saved run's tokens per step, if neither they nor microbatches are given.
 
     The same command is then the same run on any number of ranks.
     """
@@ -172,7 +176,7 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
         name = (saved / "latest").read_text().strip()
         tokens = json.loads((saved / name / "extra.json").read_text())["extra"]["tokens_per_step"]
     except (OSError, ValueError, KeyError, TypeError):
-        return config, []  # nothing was saved, or what is damaged is said on resume
+        return config, []  # nothing was saved; damage is reported on resume
     per_micro = train.device_batch_size * config.data.seq_len
     if tokens == per_micro * batch_ranks(config.mesh, world_size):
         return config, []
@@ -182,12 +186,12 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
 
 
 def parse_or_exit(program: str) -> Resolved:
-    """The configuration of `sys.argv` under torchrun; prints help or one error line and exits."""
+    """Return the configuration of `sys.argv`; print help or one error line and exit."""
     show_any_text()
     try:
         ranks = ranks_started(os.environ)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)  # it has no rank to go by
+        print(f"error: {error}", file=sys.stderr, flush=True)  # the rank is unknown
         raise SystemExit(error.exit_code) from None
     try:
         words = utf8_words(sys.argv[1:])
@@ -200,7 +204,7 @@ def parse_or_exit(program: str) -> Resolved:
 
 
 def print_and_exit(text: str) -> typing.NoReturn:
-    """Prints and ends, quietly also where nobody reads on (`--help | head`)."""
+    """Print and exit, silently if the reader is gone (`--help | head`)."""
     try:
         print(text)
         sys.stdout.flush()
@@ -211,11 +215,11 @@ def print_and_exit(text: str) -> typing.NoReturn:
 
 
 def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
-    """Prints the one line and exits with the error's code.
+    """Print the one line and exit with the error's code.
 
-    Other ranks than the first (of a node, or of all if they agreed) print only an error of their
-    `own`; otherwise they wait until the first has printed, because torchrun ends everybody as soon
-    as one rank is gone.
+    Ranks other than the first (of a node, or of all if they agreed) print only an error of their
+    `own`. Otherwise they wait until the first has printed, because torchrun ends all ranks as soon
+    as one has exited.
     """
     rank = os.environ.get("RANK" if error.agreed else "LOCAL_RANK", "0")
     if rank == "0" or own:
@@ -229,7 +233,7 @@ def exit_on_error(error: MegacppError, own: bool = False) -> typing.NoReturn:
 
 
 def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str]]:
-    """`cls` from its own flags and positional words, and the words that are of something else.
+    """Return `cls` from its own flags and positional words, and the remaining words.
 
     Raises:
         ConfigError: a value that can't be read or is out of range, or one that is missing.
@@ -266,7 +270,7 @@ def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str
 
 
 def _value_words(kind: Any, left: list[str]) -> list[str]:
-    """The words behind a flag that are its value, removed from `left`."""
+    """Remove the value of a flag from `left` and return its words."""
     if typing.get_origin(kind) is tuple:
         return list(_take_words(left))
     if not left or left[0].startswith("--") or (kind is bool and left[0] not in TRUE + FALSE):
@@ -275,10 +279,10 @@ def _value_words(kind: Any, left: list[str]) -> list[str]:
 
 
 def parse_args(cls: type[Parsed], argv: Sequence[str]) -> Parsed:
-    """The arguments of a command that has only its own, `[FIRST] [--name value ...]`.
+    """Return the arguments of a command without run settings, `[FIRST] [--name value ...]`.
 
     Raises:
-        ConfigError: as `split_args`, or a word that is none of them.
+        ConfigError: as `split_args`, or an unknown word.
     """
     args, rest = split_args(cls, argv)
     for _ in read_flags(rest, {k: one.kind for k, one in settings_of(cls, top=True).items()}):
@@ -287,7 +291,11 @@ def parse_args(cls: type[Parsed], argv: Sequence[str]) -> Parsed:
 
 
 def take_value(arguments: list[str], flag: str, default: Default) -> str | Default:
-    """Removes each `flag VALUE` (or `flag=VALUE`) from the arguments; the last value counts."""
+    """Remove each `flag VALUE` (or `flag=VALUE`) from the arguments; return the last value.
+
+    Raises:
+        ConfigError: the flag has no value.
+    """
     value: str | Default = default
     left = list(arguments)
     arguments.clear()
@@ -307,7 +315,11 @@ def take_value(arguments: list[str], flag: str, default: Default) -> str | Defau
 def read_flags(
     arguments: Sequence[str], kinds: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Pairs of dotted key and value from `--a.b c`, `--a.b=c`, `--a.flag` and `--a.no-flag`."""
+    """Yield dotted key and value from `--a.b c`, `--a.b=c`, `--a.flag` and `--a.no-flag`.
+
+    Raises:
+        ConfigError: an unknown flag, or a value that is missing or can't be read.
+    """
     fix, see = "write --section.key value", "see train.py --help"
     if kinds is not None:
         fix = see = "see --help"
@@ -316,7 +328,7 @@ def read_flags(
     while left:
         flag = left.pop(0)
         if not flag.startswith("--"):
-            raise config_error("argument", flag, "is no flag", fix)
+            raise config_error("argument", flag, "is not a flag", fix)
         text, equals, inline = flag[2:].partition("=")
         key = text.replace("-", "_")
         section, dot, leaf = key.rpartition(".")
@@ -342,18 +354,18 @@ def read_flags(
 
 
 def _take_words(left: list[str]) -> Iterator[str]:
-    """The words up to the next flag, removed from `left`."""
+    """Yield the words up to the next flag and remove them from `left`."""
     while left and not left[0].startswith("--"):
         yield left.pop(0)
 
 
 def leaf_types(cls: Any, top: bool = False) -> dict[str, Any]:
-    """Dotted key -> type of every setting that a flag may set (see `settings_of`)."""
+    """Return dotted key -> type of every setting that a flag may set (see `settings_of`)."""
     return {key: one.kind for key, one in settings_of(cls, top=top).items()}
 
 
 def replace_keys(config: Config, values: dict[str, Any]) -> Config:
-    """`config` with dotted keys replaced; a YaRN key switches YaRN on."""
+    """Return `config` with dotted keys replaced; a YaRN key enables YaRN."""
     for key, value in values.items():
         config = _replace(config, key.split("."), value)
     return config

@@ -1,6 +1,6 @@
-"""Settings of a file: a run's own config.json, or TOML, YAML or JSON with some settings.
+"""Settings files: a run's own config.json, or TOML, YAML or JSON with some settings.
 
-Sections nest or keys are dotted (`optim.lr = 1e-3`); `preset` names the base. No torch import here.
+Sections nest or keys are dotted (`optim.lr = 1e-3`); `preset` names the base. No torch import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megacpp.config.values import read_value, suggestion
 from megacpp.errors import ConfigError, config_error, did_you_mean, shortened
 
 SUFFIXES = (".json", ".toml", ".yaml", ".yml")
-# Settings that follow from the number of ranks: what a run worked out is worked out again.
+# Settings derived from the number of ranks: they are derived again.
 DERIVES = {"mesh.dp_shard": -1, "train.grad_accum": 0, "train.tokens_per_step": 0}
 
 
@@ -34,10 +34,10 @@ class ConfigFile:
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """The settings of a file.
+    """Return the settings of a file.
 
     Raises:
-        ConfigError: unreadable, or with keys or values that no setting has; a line for each.
+        ConfigError: unreadable, or with unknown keys or illegal values; a line for each.
     """
     content = _content(path)
     sources: dict[str, str] = {}
@@ -58,7 +58,7 @@ def read_config_file(path: Path) -> ConfigFile:
     if wrong:
         raise ConfigError(*(f"{path}: {line}" for line in wrong))
     if "fitted" in sources.values():
-        values["memory.fit"] = "off"  # what was found is in the file
+        values["memory.fit"] = "off"  # the file holds the fitted settings
     neutral = {key: value for key, value in DERIVES.items() if sources.get(key) == "derived"}
     return ConfigFile(path, name, values | neutral)
 
@@ -71,8 +71,8 @@ def _content(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"can't be read ({error.strerror})"
         raise config_error("config", path, what, "give a file that is there") from None
-    except (ValueError, RecursionError) as error:  # of json, tomllib, and text that isn't UTF-8
-        what = f"is no {path.suffix[1:].upper()} ({' '.join(str(error).split())})"
+    except (ValueError, RecursionError) as error:  # by json, tomllib, and for text not in UTF-8
+        what = f"is not {path.suffix[1:].upper()} ({' '.join(str(error).split())})"
         raise config_error("config", path, what, "mend that place") from None
     if not isinstance(content, dict):
         raise config_error("config", path, "must be a table of settings", "write run.steps: 10")
@@ -101,7 +101,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested tables."""
+    """Yield dotted keys and values of nested tables."""
     for name, value in content.items():
         key = f"{prefix}{str(name).replace('-', '_')}"
         if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _value(settings: Mapping[str, Setting], key: str, value: Any) -> Any:
-    """A value of the file as its setting has it."""
+    """Convert a value of the file to the type of its setting."""
     if value is None and key == "model.attention.yarn":
         return None
     if key not in settings:

@@ -1,4 +1,4 @@
-"""Help of runs and commands, from the sentences of their settings; no torch import here."""
+"""Help of runs and commands, from the sentences of their settings; imports no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ SHORT = {
 
 
 def run_help(program: str, section: str = "") -> str:
-    """All that a run can be told: presets, every flag with its default, exit codes.
+    """Return all options of a run: presets, every flag with its default, exit codes.
 
     Args:
-        section: settings whose name starts so, and nothing else (`optim`, `model.moe`).
+        program: name of the program.
+        section: restrict to settings whose name starts with it (`optim`, `model.moe`).
 
     Raises:
         ConfigError: no setting of that name.
@@ -61,19 +62,20 @@ def run_help(program: str, section: str = "") -> str:
 
 
 def headline(name: str) -> str:
-    """The first line of a preset's docstring."""
+    """Return the first line of a preset's docstring."""
     return (PRESETS[name].__doc__ or "").strip().splitlines()[0]
 
 
 def command_help(
     usage: str, words: str, settings: Mapping[str, Setting], runs: bool = False
 ) -> str:
-    """The help of a `megacpp` command.
+    """Return the help of a `megacpp` command.
 
     Args:
         usage: the command without its flags (`megacpp plan`).
         words: paragraphs about it.
-        runs: it takes preset and flags of a run too.
+        settings: its own flags.
+        runs: it also takes preset and flags of a run.
     """
     flags = [one.place if one.required else f"[{one.place}]" for one in settings.values()]
     run = ["[PRESET]", "[--config FILE]", "[--section.key VALUE ...]"] if runs else []
@@ -91,10 +93,11 @@ def command_help(
 
 
 def flag_lines(settings: Iterable[Setting], defaults: Mapping[str, Any]) -> list[str]:
-    """Each flag with its sentence, unit, range, choices and default.
+    """Return each flag with its sentence, unit, range, choices and default.
 
     Args:
-        defaults: by key; other settings have their own.
+        settings: flags to list.
+        defaults: defaults by key; other settings have their own.
     """
     out = []
     for one in settings:
@@ -105,7 +108,7 @@ def flag_lines(settings: Iterable[Setting], defaults: Mapping[str, Any]) -> list
 
 
 def exit_code_lines() -> list[str]:
-    """What the exit codes of every command mean."""
+    """Return the meaning of every command's exit codes."""
     return ["exit codes:", *(f"  {code:3}  {words}" for code, words in EXIT_CODES.items())]
 
 
@@ -120,7 +123,7 @@ def _sections(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def _note(one: Setting, default: Any) -> str:
-    """`tokens, at least 2; default 256`."""
+    """Return unit, range and default, such as `tokens, at least 2; default 256`."""
     limits = ", ".join(str(part) for part in (one.unit, one.range) if part)
     if one.choices:
         limits = ", ".join(one.choices)
@@ -138,7 +141,7 @@ def _note(one: Setting, default: Any) -> str:
 
 
 def _paragraph(text: str) -> list[str]:
-    """A paragraph of a docstring, filled; an indented one stays as it is."""
+    """Fill a paragraph of a docstring; an indented one stays as it is."""
     if text.startswith(" "):
         return text.splitlines()
     return wrapped(" ".join(text.split()), "")

@@ -50,6 +50,6 @@ class ModelConfig:
     mhc: HyperConnectionConfig = field(default_factory=HyperConnectionConfig)
 
     @property
-    def looks_around(self) -> bool:
+    def needs_full_row(self) -> bool:
         """Something reads tokens of a row beside its own."""
         return bool(self.mtp.depths or self.top.loss or self.ngram.heads or self.engram.layers)

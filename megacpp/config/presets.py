@@ -1,7 +1,7 @@
-"""Named runs. A preset is a function that returns a Config; go to its definition to change it.
+"""Presets: named functions that return a Config; go to the definition to change one.
 
-Each docstring opens with: parameters total / active; what to expect; time; machine.
-Where sources contradict each other, the docstring says which reading the preset takes.
+Each docstring opens with: parameters total / active; what to expect; time; machine. Where sources
+contradict each other, the docstring names the reading that the preset takes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megacpp.config.schema import (
 from megacpp.errors import ConfigError, did_you_mean
 
 NAM_PATTERN = "AEMEAEMEAEMR"
-# What saves most for the least work, by block kind (docs/21-activation-memory.md). Attention stays:
-# a fused kernel keeps its output and a number per query and head, and takes long to run again.
+# Largest saving for the least work, by block kind (docs/21-activation-memory.md). Attention stays:
+# a fused kernel saves its output and a number per query and head, and is slow to recompute.
 PER_BLOCK = CheckpointingPolicy(
     eblock="expert_gemm_only",
     mblock="conv_bc_only",
@@ -384,7 +384,11 @@ PRESETS: dict[str, Callable[[], Config]] = {
 
 
 def preset(name: str) -> Config:
-    """The configuration of a preset by name; ConfigError with a suggestion if there is none."""
+    """Return the configuration of a preset by name.
+
+    Raises:
+        ConfigError: there is no such preset; the error suggests a similar name.
+    """
     if name not in PRESETS:
         raise ConfigError(f"preset={name}: no such preset. Fix: {did_you_mean(name, PRESETS)}.")
     return PRESETS[name]()

@@ -1,7 +1,7 @@
-"""Older names of recompute settings on the command line, translated in this one place.
+"""Translation of other trainers' recompute flags on the command line.
 
-The field knows each lever by a flag of its own; here they are fields of one policy. A flag from the
-table below is read as what it means and the run says so. No torch import here.
+Other trainers have one flag per recomputed part; here these are fields of one policy. A flag of the
+table below is translated, and the run reports the translation. No torch import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE: Meaning = {
     "recompute.rblock": "recurrence",
     **{f"recompute.{piece}": "false" for piece in ("norms", "core_attn", "mlp")},
 }
-COMPILED_BUDGET = 0.5  # of a compiled block told to checkpoint, without saying how much
+COMPILED_BUDGET = 0.5  # for compiled blocks with gradient checkpointing but no budget
 
 
 def _either(yes: Meaning, no: Meaning) -> Callable[[str, str], Meaning]:
@@ -77,11 +77,12 @@ TAKES_A_VALUE = ("recompute_modules", "mhc_recompute_group_size", "activation_me
 
 
 def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list[str]]:
-    """The arguments with older flags replaced, and a line for each that was.
+    """Return the arguments with such flags translated, and a line for each translation.
 
     Args:
-        compiles: blocks are compiled, where the compiler alone decides what runs again: then
-            gradient checkpointing is a budget below 1.
+        arguments: words of the command line.
+        compiles: blocks are compiled, so the compiler alone decides about recomputation: gradient
+            checkpointing is then a memory budget below 1.
 
     Raises:
         ConfigError: a value that the flag doesn't take.
@@ -112,7 +113,7 @@ def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list
 
 
 def compiles(arguments: Sequence[str], default: bool) -> bool:
-    """Whether the arguments have blocks compiled (`--train.compile`)."""
+    """Return whether the arguments enable compiled blocks (`--train.compile`)."""
     found = default
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for flag, value in pairwise(words):

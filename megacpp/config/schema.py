@@ -1,8 +1,8 @@
-"""The whole configuration of a run as frozen dataclasses; no torch import here.
+"""Configuration of a run as frozen dataclasses; imports no torch.
 
 Flags are the dotted field names (`--model.depth 12`, `--optim.lr 3e-3`). A preset is a function
 that returns a `Config` (megacpp/config/presets.py). A field's sentence, unit and range are its
-metadata (megacpp/config/settings.py); rules between fields live in megacpp/config/checks/every.py.
+metadata (megacpp/config/settings.py); rules between fields are in megacpp/config/checks/every.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megacpp.config.settings import WIDEST, setting
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run lives, how long it is, how often it reports."""
+    """Folder of the run, its length, and how often it reports."""
 
     dir: str = setting("runs/{preset}", "Folder of the run; {preset} is filled in.")
     steps: int = setting(1000, "Optimizer steps of the run.", "steps", at_least=0)
@@ -47,7 +47,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """A corpus made by `megacpp data prepare`, and the length of its rows."""
+    """Corpus made by `megacpp data prepare`, and the length of its rows."""
 
     path: str = setting("data/torch-headers", "Folder of the corpus.")
     seq_len: int = setting(256, "Tokens of a row.", "tokens", at_least=2, at_most=WIDEST)
@@ -75,7 +75,7 @@ class TrainConfig:
         "Steps over which grad_accum grows from an eighth to all of it (0: none).",
         "steps",
         at_least=0,
-        at_most=1_000_000,  # every one is counted when the schedule is made
+        at_most=1_000_000,  # the schedule enumerates every step
     )
     divisor: Literal["tokens", "microbatches"] = setting(
         "tokens", "Gradient over valid tokens of the step, or mean of microbatches' own means."
@@ -339,7 +339,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The launch gate: an estimate before the start, a record of what came true, snapshots."""
+    """Launch gate: an estimate before the start, a record of what came true, snapshots."""
 
     gate: Literal["on", "off"] = setting(
         "on", "Refuse a launch that doesn't fit; off: start it, and record that it doesn't."
@@ -370,7 +370,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is; `preset` is the function that it came from."""
+    """Configuration of a run; `preset` is the function that it came from."""
 
     preset: str = "tiny"
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,6 +1,6 @@
-"""A setting: default, one sentence, unit and range, as metadata of a dataclass field.
+"""Setting: default, sentence, unit and range as metadata of a dataclass field.
 
-Written once; help, completion, range rules and tables are made from it. No torch import here.
+Help, completion, range rules and tables are generated from it. No torch import.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ MANY = 1 << 16  # heads, and dims of one
 
 @dataclass(frozen=True)
 class Range:
-    """Legal values of a number: bounds that are None are open, `least_itself` and `most_itself`
-    tell whether the bound is legal too."""
+    """Legal values of a number; a bound of None is open.
+
+    `least_itself` and `most_itself` tell whether the bound itself is legal.
+    """
 
     least: float | None = None
     most: float | None = None
@@ -29,7 +31,7 @@ class Range:
     most_itself: bool = True
 
     def holds(self, value: float) -> bool:
-        """Whether a value is legal."""
+        """Return whether a value is legal."""
         if self.least is not None and not (value > self.least or self._is(value, self.least, True)):
             return False
         return self.most is None or value < self.most or self._is(value, self.most, False)
@@ -38,7 +40,7 @@ class Range:
         return value == bound and (self.least_itself if low else self.most_itself)
 
     def missed(self, value: float) -> Range:
-        """The bound that a value is beyond, alone."""
+        """Return the bound that a value violates, alone."""
         low = Range(self.least, None, self.least_itself)
         return Range(None, self.most, most_itself=self.most_itself) if low.holds(value) else low
 
@@ -53,11 +55,15 @@ class Range:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a dataclass as a flag shows it.
+    """Setting of a dataclass, as a flag.
 
     Attributes:
         key: dotted name (`optim.lr`).
-        default: MISSING: it must be given.
+        kind: type.
+        default: MISSING if it is required.
+        words: sentence.
+        unit: unit of a number.
+        range: legal values.
         positional: a word without dashes may give it.
     """
 
@@ -71,7 +77,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag with its dashes."""
+        """Flag with its dashes."""
         return f"--{self.key.replace('_', '-')}"
 
     @property
@@ -81,20 +87,20 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """How it is written: `--run.steps INT`, or `RUN`."""
+        """Usage, such as `--run.steps INT` or `RUN`."""
         if self.positional:
             return self.key.upper()
         return f"{self.flag} {'NAME' if self.choices else self.takes}".rstrip()
 
     @property
     def negative(self) -> str:
-        """The flag that turns a switch off."""
+        """Flag that disables a switch."""
         section, dot, leaf = self.flag[2:].rpartition(".")
         return f"--{section}{dot}no-{leaf}"
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Legal words of a Literal; none of other kinds."""
+        """Legal words of a Literal; none for other types."""
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is typing.Literal else ()
 
     @property
@@ -104,7 +110,7 @@ class Setting:
 
     @property
     def takes(self) -> str:
-        """Form of a value in help: `INT`, `FLOAT|none`, `gqa|mla`, nothing of a switch."""
+        """Form of a value in help: `INT`, `FLOAT|none`, `gqa|mla`, empty for a switch."""
         if self.kind is bool:
             return ""
         if self.choices:
@@ -116,7 +122,7 @@ class Setting:
         return f"{name}|none" if self.optional else name
 
     def broken(self, value: Any) -> ConfigError | None:
-        """The error of a value out of range."""
+        """Return the error for a value out of range, or None."""
         if self.range is None or value is None or self.range.holds(value):
             return None
         whole = isinstance(value, int) and not isinstance(self.default, float)
@@ -129,7 +135,7 @@ class Setting:
         return config_error(self.key, value, f"must be {one}", fix)
 
     def _as(self, value: Any) -> str:
-        """The setting with a value; a command's own flag as it is typed."""
+        """Return the setting with a value; a command's own flag as it is typed."""
         return f"{self.key}={value}" if "." in self.key else f"{self.flag} {value}"
 
 
@@ -144,12 +150,15 @@ def setting(
     below: float | None = None,
     positional: bool = False,
 ) -> Any:
-    """A dataclass field with a sentence, a unit and a range of legal values.
+    """Return a dataclass field with a sentence, a unit and a range of legal values.
 
     Args:
-        words: one sentence; what special values mean stands in it.
-        unit: of a number (`tokens`, `MiB`, `steps`).
-        positional: of a command: a word without dashes gives it.
+        default: MISSING if it is required.
+        words: one sentence, which also explains special values.
+        unit: unit of a number (`tokens`, `MiB`, `steps`).
+        at_least, above: lower bound, inclusive or exclusive.
+        at_most, below: upper bound, inclusive or exclusive.
+        positional: a word without dashes gives it (commands only).
     """
     least, most = (at_least if above is None else above), (at_most if below is None else below)
     limits = None
@@ -160,7 +169,7 @@ def setting(
 
 
 def settings_of(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Setting]:
-    """Dotted key -> setting of everything that a flag may set.
+    """Return dotted key -> setting of everything that a flag may set.
 
     Plain fields of the outermost class count only with `top` (a run's `preset` is positional).
     """
@@ -180,7 +189,7 @@ def settings_of(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Sett
 
 
 def sections_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and first sentence of every nested dataclass, in the order of its settings."""
+    """Yield dotted name and first paragraph of every nested dataclass, in order."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         kind = hints[item.name]
@@ -192,7 +201,7 @@ def sections_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of every setting."""
+    """Return dotted key -> value of every setting."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)

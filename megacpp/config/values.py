@@ -1,4 +1,4 @@
-"""Text of a command line or a file as the value of a setting; no torch import here."""
+"""Conversion of text from a command line or a file to values of settings; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from typing import Any, Literal
 from megacpp.config.recompute_flags import FALSE, TRUE
 from megacpp.errors import config_error, did_you_mean
 
-CLOSE = 0.6  # of a word to a choice: below it `fp8` would mean `fp64`
-LARGEST = 2**63 - 1  # what tensors, files and random generators take as a whole number
+CLOSE = 0.6  # least similarity of a word to a choice: `fp8` isn't `fp64`
+LARGEST = 2**63 - 1  # largest integer that tensors, files and generators accept
 FEW = 12  # settings of a section that an error still lists
 
 
 def utf8_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line; ConfigError for bytes that are no text."""
+    """Return the words of a command line.
+
+    Raises:
+        ConfigError: a word isn't text in this locale.
+    """
     for word in words:
         try:
             word.encode()
@@ -30,7 +34,11 @@ def utf8_words(words: Sequence[str]) -> list[str]:
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
-    """`text` as the type of a setting; ConfigError that names what would be legal."""
+    """Convert `text` to the type of a setting.
+
+    Raises:
+        ConfigError: it can't be read; the error names the legal values.
+    """
     options = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         if text.lower() == "none":
@@ -66,10 +74,13 @@ def read_value(key: str, kind: Any, text: str) -> Any:
 def suggestion(
     key: str, known: Iterable[str], flags: bool = True, otherwise: str = "see train.py --help"
 ) -> str:
-    """The setting that was meant: of that name, else of that section, else `otherwise`.
+    """Return the likely meaning of an unknown key: by name, else by section, else `otherwise`.
 
     Args:
-        flags: as it is written on a command line, not in a file.
+        key: unknown key.
+        known: existing keys.
+        flags: spell it as on a command line, not as in a file.
+        otherwise: text without a suggestion.
     """
     dashes, spelled = ("--", "-") if flags else ("", "_")
     shown = [k.replace("_", spelled) for k in known]

@@ -1,4 +1,4 @@
-"""Rows and batches of a corpus: pure functions of (seed, global row), whatever the machine.
+"""Rows and batches of a corpus: pure functions of (seed, global row), equal on every machine.
 
 Legend: B rows, T tokens of a row, V ids of the vocabulary.
 
@@ -31,8 +31,8 @@ from megacpp.model.transfer import to_device
 IGNORED = -100  # label of a position that predicts nothing
 
 
-class Row(NamedTuple):
-    """One row: token, label and document number (within its split) of each position."""
+class TokenRow(NamedTuple):
+    """Token, label and document number (within its split) of each position of a row."""
 
     ids_T: np.ndarray
     labels_T: np.ndarray
@@ -46,8 +46,8 @@ class Batch:
     Attributes:
         ids_BT: int64 tokens.
         labels_BT: int64, the next token, or -100 at the end of a document and on padding.
-        docs: where packed documents start.
-        target_bytes: UTF-8 bytes that the valid labels stand for (for bits per byte).
+        docs: starts of packed documents.
+        target_bytes: UTF-8 bytes of the valid labels (for bits per byte).
         num_targets: number of valid labels.
         rows: global row numbers (training) or row numbers of the split (validation).
     """
@@ -60,33 +60,34 @@ class Batch:
     rows: tuple[int, ...]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         ids_BT, labels_BT = (to_device(x, device) for x in (self.ids_BT, self.labels_BT))
         return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
 
     def with_tokens(self) -> Batch:
-        """The same batch whose documents know ids and labels of whole rows."""
+        """Attach ids and labels of whole rows to the documents."""
         return replace(self, docs=self.docs.with_tokens(self.ids_BT, self.labels_BT))
 
     def num_ahead(self, depth: int) -> Tensor:
-        """Valid labels `depth` tokens further ahead, of whole rows: an int64 number."""
+        """Return the number of valid labels `depth` tokens further ahead in whole rows, 0-d."""
         assert self.docs.row is None, "a part of the rows"
         ahead_BT = beside(self.labels_BT, self.docs.ids_BT, depth, IGNORED)
         return (ahead_BT != IGNORED).sum()
 
     def take(self, index_T: Tensor, pieces: int = 1) -> Batch:
-        """Some tokens of every row (`Documents.take`); the counts stay those of the whole rows."""
+        """Select tokens of every row (`Documents.take`); counts stay those of whole rows."""
         ids_BT, labels_BT = self.ids_BT[:, index_T], self.labels_BT[:, index_T]
         docs = self.docs.take(index_T, pieces)
         return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=docs)
 
 
 class Corpus:
-    """A prepared corpus cut into rows of `seq_len` tokens; it keeps no position.
+    """Prepared corpus, cut into rows of `seq_len` tokens; it stores no position.
 
     Args:
         path: folder made by `megacpp data prepare`.
-        seed: of the order in which training rows are visited.
+        seq_len: tokens of a row.
+        seed: seed of the order in which training rows are visited.
         verify: hash every file now; sizes are always checked.
 
     Raises:
@@ -111,12 +112,12 @@ class Corpus:
 
     @functools.cached_property
     def tokenizer(self) -> CorpusTokenizer:
-        """The tokenizer that the corpus was written with."""
+        """Tokenizer that the corpus was written with."""
         return CorpusTokenizer.load(self.path / TOKENIZER)
 
     @functools.cached_property
     def token_bytes_V(self) -> Tensor:
-        """int64: UTF-8 bytes each id stands for, 0 for special ids."""
+        """UTF-8 bytes of each id, int64; 0 for special ids."""
         return torch.from_numpy(self.tokenizer.token_bytes_V)
 
     @property
@@ -125,25 +126,30 @@ class Corpus:
         return fingerprint(self.index)
 
     def split_row(self, global_row: int) -> int:
-        """Which row of the training split a global row is; each epoch visits every row once."""
+        """Return the training split's row for a global row; an epoch visits each row once."""
         epoch, index = divmod(global_row, self.rows_per_epoch)
         return shuffled(index, self.rows_per_epoch, self.seed, epoch)
 
     def train_batch(self, rows: Sequence[int]) -> Batch:
-        """Training rows by global number; DataError names shard and row of a foreign id."""
+        """Return training rows by global number.
+
+        Raises:
+            DataError: a corrupt block or an unknown id; the error names shard and row.
+        """
         return self._batch(rows, [self.row("train", self.split_row(row)) for row in rows])
 
     def validation_batch(self, rows: Sequence[int]) -> Batch:
-        """Validation rows by number; rows past the end hold padding only and no label.
+        """Return validation rows by number; rows past the end hold padding only and no label.
 
-        So ranks that share an evaluation can all take the same number of equal batches.
+        Ranks that share an evaluation can therefore all take the same number of equal batches.
         """
         return self._batch(rows, [self.row("validation", row) for row in rows])
 
     def validation_batches(self, device_batch: int, max_rows: int = 0) -> Iterator[Batch]:
-        """The validation split in order, each target once, in batches of equal shape.
+        """Yield the validation split in order, each target once, in batches of equal shape.
 
         Args:
+            device_batch: rows of a batch.
             max_rows: stop after that many rows (0: all).
         """
         stop = min(max_rows or self.num_validation_rows, self.num_validation_rows)
@@ -153,7 +159,7 @@ class Corpus:
             yield self.validation_batch([n if n < stop else past for n in numbers])
 
     def validation_documents(self) -> Iterator[str]:
-        """Texts of the held-out documents, in index order."""
+        """Yield the texts of the held-out documents, in index order."""
         for number in range(self.validation.documents):
             yield self.tokenizer.decode(self.validation.document(number).tolist())
 
@@ -164,20 +170,20 @@ class Corpus:
 
     @property
     def validation_targets(self) -> int:
-        """Labels of all held-out documents: every token but the first of each."""
+        """Number of labels of all held-out documents: every token but the first of each."""
         return self.validation.tokens - self.validation.documents
 
     def gzip_bits_per_byte(self) -> float:
-        """Bits per byte of `gzip -9` over each held-out document alone, found at preparation."""
+        """Return bits per byte of `gzip -9` over each held-out document alone."""
         return self.index["splits"]["validation"]["gzip_bits_per_byte"]
 
     def xz_bits_per_byte(self) -> float | None:
-        """Bits per byte of `xz -9` over the held-out documents end to end, found at preparation."""
+        """Return bits per byte of `xz -9` over the concatenated held-out documents, or None."""
         return self.index["splits"]["validation"]["xz_bits_per_byte"]
 
     @property
     def no_verdict(self) -> str:
-        """Why the loss can't be held against compressors; empty if it can."""
+        """Reason why the loss can't be compared with compressors; empty if it can."""
         documents, changed = self.validation.documents, self.index["tokenizer"]["changed"]
         if documents < MIN_DOCUMENTS:
             return f"{documents} held-out documents are too few, {MIN_DOCUMENTS} are needed"
@@ -187,11 +193,11 @@ class Corpus:
 
     @property
     def sample_prompt(self) -> str:
-        """How a sample begins if nothing else is asked for: first words of a held-out document."""
+        """Default prompt of a sample: the first words of a held-out document."""
         return self.index["sample_prompt"]
 
-    def row(self, split: str, number: int) -> Row:
-        """Row `number` of a split; beyond the last token it is padding of a document of its own."""
+    def row(self, split: str, number: int) -> TokenRow:
+        """Return row `number` of a split; past the last token it holds padding."""
         reader = self.train if split == "train" else self.validation
         start = min(number * self.seq_len, reader.tokens)
         stop = min(start + self.seq_len + 1, reader.tokens)
@@ -202,10 +208,10 @@ class Corpus:
             documents[: stop - start] = reader.document_ids(start, stop)
         same = documents[1:] == documents[:-1]
         valid_T = same & (documents[1:] < reader.documents)
-        return Row(tokens[:-1], np.where(valid_T, tokens[1:], IGNORED), documents[:-1])
+        return TokenRow(tokens[:-1], np.where(valid_T, tokens[1:], IGNORED), documents[:-1])
 
     def describe(self) -> list[str]:
-        """Lines for the header of a run."""
+        """Return lines for the header of a run."""
         splits, counts = self.index["splits"], self.index["documents"]
         lines = [f"corpus {self.path} [{self.fingerprint}]: {self.index['source']['description']}"]
         for name, split in splits.items():
@@ -225,7 +231,7 @@ class Corpus:
         lines += [f"  {line}" for line in compressor_lines(splits["validation"])]
         return lines
 
-    def _batch(self, numbers: Sequence[int], rows: Sequence[Row]) -> Batch:
+    def _batch(self, numbers: Sequence[int], rows: Sequence[TokenRow]) -> Batch:
         ids_BT, labels_BT, documents_BT = (np.stack(column) for column in zip(*rows, strict=True))
         targets = labels_BT[labels_BT != IGNORED]
         return Batch(

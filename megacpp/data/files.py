@@ -1,4 +1,4 @@
-"""Which files of a folder hold text, by suffix and by their first bytes."""
+"""Selection of the text files in a folder, by suffix and by their first bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megacpp.errors import DataError
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 CPP_GLOBS = ("*.h", "*.hpp", "*.cuh", "*.cpp", "*.cc", "*.cxx", "*.cu")
-# Text that is seldom meant to be learned; --globs takes it.
+# Text that is rarely training data; --globs selects it.
 DATA_SUFFIXES = {".json", ".csv", ".tsv", ".lock", ".log", ".svg", ".map", ".ipynb"}
 SNIFFED = 4096  # bytes of a file that decide whether it is text
-SHOWN = 4  # suffixes that are named one by one
+SHOWN = 4  # suffixes listed by name
 
 
 class Chosen(NamedTuple):
-    """Files of a folder, and lines that say which were taken and which were not."""
+    """Selected files of a folder, with lines that name the selected and the skipped suffixes."""
 
     files: list[Path]
     taken: str
@@ -28,10 +28,10 @@ class Chosen(NamedTuple):
 
 
 def choose_files(folder: Path, globs: Sequence[str]) -> Chosen:
-    """Files that match the globs; without globs every text and record file that isn't hidden.
+    """Return files that match the globs; without globs, text and record files, none hidden.
 
     Raises:
-        DataError: an unreadable folder, or nothing to take.
+        DataError: an unreadable folder, or no file selected.
     """
     try:
         files = list(_matching(folder, globs)) if globs else None
@@ -52,7 +52,7 @@ def choose_files(folder: Path, globs: Sequence[str]) -> Chosen:
 
 
 def suffix(path: Path) -> str:
-    """`.txt`; of a record file all of `.jsonl.gz`; a name without a suffix as a whole."""
+    """Return a suffix such as `.txt` or `.jsonl.gz`, or the name of a file without a suffix."""
     whole = next((s for s in RECORD_SUFFIXES if path.name.endswith(s)), path.suffix.lower())
     return whole or path.name
 
@@ -85,20 +85,20 @@ def _by_content(folder: Path) -> Chosen:
 
 
 def _counted(kinds: Counter[str]) -> str:
-    """`80 .txt, 5 .md`, most first."""
+    """Return suffixes with counts, most frequent first, such as `80 .txt, 5 .md`."""
     shown = [f"{n:,} {kind}" for kind, n in kinds.most_common(SHOWN)]
     rest = kinds.total() - sum(n for _, n in kinds.most_common(SHOWN))
     return ", ".join(shown) + (f" and {rest:,} other" if rest else "")
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file begins without a NUL; that it is UTF-8 is checked when it is read."""
+    """Return whether a file begins without a NUL; UTF-8 is checked when it is read."""
     with path.open("rb") as file:
         return b"\0" not in file.read(SNIFFED)
 
 
 def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
-    """Files whose name (or path below `folder`, for a glob with a slash) matches, sorted."""
+    """Yield files whose name (or path below `folder`, for a glob with a slash) matches, sorted."""
     for path in _walk(folder):
         below = path.relative_to(folder).as_posix()
         if any(fnmatch.fnmatchcase(below if "/" in g else path.name, g) for g in globs):
@@ -106,9 +106,9 @@ def _matching(folder: Path, globs: Sequence[str]) -> Iterator[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder, sorted; no dead link, no pipe."""
+    """Yield all files below a folder, sorted, without dead links and pipes."""
 
-    def unreadable(error: OSError) -> None:  # os.walk would leave the folder out without a word
+    def unreadable(error: OSError) -> None:  # os.walk would skip the folder silently
         raise error
 
     for parent, folders, names in os.walk(folder, onerror=unreadable):

@@ -1,6 +1,6 @@
-"""Fill-in-the-middle: some documents are cut in three and told out of order.
+"""Fill-in-the-middle: split some documents in three parts and reorder them.
 
-Bavarian et al. 2022 (arXiv 2207.14255). Half of the cut documents are written prefix, suffix,
+Bavarian et al. 2022 (arXiv 2207.14255). Half of the split documents are written prefix, suffix,
 middle (PSM), half suffix, prefix + middle (SPM):
 
     PSM  <fim_prefix> prefix <fim_suffix> suffix <fim_middle> middle
@@ -18,12 +18,12 @@ import numpy as np
 from megacpp.data.specials import OURS, FimIds
 
 assert OURS.fim is not None
-SENTINELS = OURS.fim  # of a learned tokenizer
+SENTINELS = OURS.fim  # sentinels of a learned tokenizer
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A document in three parts; `suffix_first` says SPM."""
+class FimParts:
+    """Document split in three parts; `suffix_first` selects SPM."""
 
     prefix: str
     middle: str
@@ -31,12 +31,14 @@ class Cut:
     suffix_first: bool
 
 
-def cut(text: str, digest: bytes, seed: int, rate: float) -> Cut | None:
-    """Three parts of a chosen document, or None; a pure function of (seed, document hash).
+def cut(text: str, digest: bytes, seed: int, rate: float) -> FimParts | None:
+    """Split a selected document in three, or return None; a pure function of (seed, document hash).
 
     Args:
+        text: document.
         digest: SHA-256 of the text's UTF-8 bytes.
-        rate: share of documents that are cut, 0 to 1.
+        seed: seed of selection and positions.
+        rate: share of documents that are split, 0 to 1.
     """
     noise = hashlib.sha256(b"fim\0%d\0" % seed + digest).digest()
     chosen, order, one, two = (int.from_bytes(noise[i : i + 8], "little") for i in range(0, 32, 8))
@@ -44,15 +46,15 @@ def cut(text: str, digest: bytes, seed: int, rate: float) -> Cut | None:
         return None
     # Cuts fall between characters: every part stays valid UTF-8.
     first, second = sorted((one % (len(text) + 1), two % (len(text) + 1)))
-    return Cut(text[:first], text[first:second], text[second:], bool(order & 1))
+    return FimParts(text[:first], text[first:second], text[second:], bool(order & 1))
 
 
 def arrange(
-    parts: Cut, encode: Callable[[str], np.ndarray], sentinels: FimIds = SENTINELS
+    parts: FimParts, encode: Callable[[str], np.ndarray], sentinels: FimIds = SENTINELS
 ) -> np.ndarray:
-    """Ids of a cut document with its sentinels.
+    """Return the ids of a split document with its sentinels.
 
-    Each part is encoded alone, as it is when a user's prompt ends at the cut.
+    Each part is encoded separately, as it is when a user's prompt ends at the split.
     """
     prefix, middle, suffix = (encode(p) for p in (parts.prefix, parts.middle, parts.suffix))
     first, between, last = [sentinels.prefix], [sentinels.suffix], [sentinels.middle]
@@ -64,9 +66,9 @@ def arrange(
 
 
 def restore(ids: np.ndarray, sentinels: FimIds = SENTINELS) -> np.ndarray:
-    """Ids in reading order: the inverse of `arrange`, and the identity on an uncut document.
+    """Return ids in reading order: the inverse of `arrange`, and the identity on other documents.
 
-    SPM is PSM whose prefix is empty and whose middle starts with the prefix, so one rule does both.
+    SPM is PSM with an empty prefix and a middle that starts with the prefix, so one rule does both.
     """
     if not (ids == sentinels.prefix).any():
         return ids

@@ -1,7 +1,7 @@
-"""Choose the documents that are held out, and the words that a sample begins with.
+"""Held-out documents: their selection, their compressed size, and the prompt of a sample.
 
-held out    hash below `validation_fraction`, then more by hash until there are 64 documents
-            and 1 % of the bytes, but no more than a tenth of either
+A document is held out if its hash is below `validation_fraction`. More follow in the order of
+hashes until there are 64 documents and 1 % of the bytes, but at most a tenth of either.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ PROMPT = 40  # characters of a sample prompt, at most
 
 
 def in_validation(digest: bytes, fraction: float) -> bool:
-    """Whether a hash alone decides that a document is held out."""
+    """Return whether a hash alone makes a document held out."""
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: float) -> set[int]:
-    """Numbers of the held-out documents; neither they nor the others are ever none.
+    """Return the numbers of the held-out documents; neither they nor the others are ever empty.
 
     Args:
         digests: SHA-256 of each document, which also orders them.
         sizes: bytes of each document.
+        fraction: share of documents that are held out.
     """
     order = sorted(range(len(digests)), key=digests.__getitem__)
     chosen = {i for i in order if in_validation(digests[i], fraction)}
@@ -45,7 +46,14 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
 
 
 def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: int) -> str:
-    """Shortfall of the held-out documents, with numbers and a fix; empty if nothing."""
+    """Return a warning about too few held-out documents, with numbers and a fix; empty if enough.
+
+    Args:
+        documents: held-out documents.
+        text_bytes: bytes of these.
+        all_documents: documents of the corpus.
+        all_bytes: bytes of these.
+    """
     share = text_bytes / all_bytes
     if documents >= MIN_DOCUMENTS and share >= MIN_SHARE:
         return ""
@@ -62,7 +70,7 @@ def shortfall(documents: int, text_bytes: int, all_documents: int, all_bytes: in
 
 
 def sample_prompt(read: Callable[[int], bytes], held_out: Sequence[int]) -> str:
-    """The first words of a held-out document that begins as no other does (else of the first)."""
+    """Return the first words of a held-out document with a unique start, else of the first."""
     starts = [read(i)[: 4 * PROMPT].decode(errors="ignore")[:PROMPT] for i in held_out[:256]]
     alike = Counter(start[: PROMPT // 2] for start in starts)
     own = (s for s in starts if alike[s[: PROMPT // 2]] == 1 and s.strip())

@@ -1,4 +1,4 @@
-"""Rows as a person reads them: text, document boundaries, and which labels are ignored."""
+"""Readable view of rows: text, document boundaries, and ignored labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0B-\x1F\x7F]")
 
 @dataclass(frozen=True)
 class RowView:
-    """One row with its counts; `split_row` is its place in the split."""
+    """Row with its counts; `split_row` is its number in the split."""
 
     split: str
     global_row: int
@@ -33,13 +33,13 @@ class RowView:
 
 
 def view_rows(corpus: Corpus, split: str, count: int) -> list[RowView]:
-    """The first rows of a split, as validation or as epoch 0 of training visits them."""
+    """Return the first rows of a split, in the order of validation or of training epoch 0."""
     limit = corpus.rows_per_epoch if split == "train" else corpus.num_validation_rows
     return [_view(corpus, split, number) for number in range(min(count, limit))]
 
 
 def row_headline(view: RowView) -> str:
-    """One line of figures: tokens, documents, targets, ignored labels, bytes."""
+    """Return one line of figures: tokens, documents, targets, ignored labels, bytes."""
     padding = f", {view.padding} padding" if view.padding else ""
     moved = f" (row {view.split_row} of the split)" if view.split == "train" else ""
     number = len(set(view.documents[: len(view.ids) - view.padding]))
@@ -51,11 +51,11 @@ def row_headline(view: RowView) -> str:
 
 
 def row_text(view: RowView, corpus: Corpus) -> Text:
-    """The row as rich text: a line where a document starts, `×` after a token without a label.
+    """Return rich text with a line at each document start and `×` after ignored labels.
 
     Tokens between two marks are decoded together, so that characters of several tokens stay whole.
-    Control characters show as pictures (a text must not steer the terminal); padding is counted in
-    the headline and not drawn.
+    Control characters show as pictures, so that a text can't control the terminal. Padding is
+    counted in the headline and not drawn.
     """
     from rich.text import Text
 
@@ -87,7 +87,7 @@ def row_text(view: RowView, corpus: Corpus) -> Text:
 
 
 def as_json(views: list[RowView]) -> list[dict[str, object]]:
-    """The views as plain objects."""
+    """Return the views as plain objects."""
     return [asdict(view) for view in views]
 
 
@@ -114,6 +114,6 @@ def _view(corpus: Corpus, split: str, number: int) -> RowView:
 
 
 def _picture(control: re.Match[str]) -> str:
-    """The Unicode control picture of a control character."""
+    """Return the Unicode control picture of a control character."""
     code = ord(control[0])
     return chr(0x2421 if code == 0x7F else 0x2400 + code)

@@ -1,10 +1,10 @@
-"""Microbatches of one data rank, and how far the run has read.
+"""Loader of one data rank's microbatches; it counts the global rows that the run has read.
 
     global rows   p .......... p + b .......... p + 2b ...           b rows a rank
     microbatch    rank 0       rank 1           rank 0 of the next one (2 data ranks)
 
-The position is counted in global rows, so that a run which goes on with other ranks, another
-device batch or another accumulation reads on at the first row that was never read.
+The position is counted in global rows, so a run that resumes with other ranks, another device batch
+or another accumulation continues at the first row that was never read.
 """
 
 from __future__ import annotations
@@ -17,22 +17,31 @@ from megacpp.run.profiling import region
 
 
 class TrainingRows(Protocol):
-    """Where rows come from: a `Corpus`."""
+    """Source of rows: a `Corpus`."""
 
-    def train_batch(self, rows: Sequence[int], /) -> Batch: ...
+    def train_batch(self, rows: Sequence[int], /) -> Batch:
+        """Return training rows by global number."""
+        ...
 
 
 class Loader:
-    """Takes microbatches one by one; nothing but taking one moves it.
+    """Iterator over microbatches; only taking a microbatch changes its position.
 
-    Microbatch m from a position p on holds rows `[p + (m * ranks + rank) * b, ... + b)` on a data
-    rank: any split of the same global rows into ranks and microbatches covers each row once.
-    Ranks that work on the same rows (tensor, context and pipeline parallel) have the same `rank`.
-    A pipeline that is handed all microbatches of a step at once keeps its own count of chunks.
+    From position p, microbatch m of a data rank holds rows `[p + (m * ranks + rank) * b, ... + b)`.
+    Any division of the same global rows into ranks and microbatches covers each row once. Ranks
+    that process the same rows (tensor, context and pipeline parallel) have the same `rank`. A
+    pipeline that takes all microbatches of a step at once keeps its own count of chunks.
+
+    Args:
+        corpus: source of rows.
+        rank: index among the data ranks.
+        ranks: number of data ranks.
+        device_batch_size: rows of a microbatch on one rank.
+        position: global rows read so far.
 
     Attributes:
-        position: global rows before the next microbatch, the same on every rank.
-        microbatches: taken since this object was made.
+        position: global rows before the next microbatch, equal on every rank.
+        microbatches: number taken since construction.
     """
 
     def __init__(
@@ -54,12 +63,12 @@ class Loader:
         return self.ranks * self.device_batch_size
 
     def take(self, n: int) -> Iterator[Batch]:
-        """Yields the next `n` microbatches; one counts when it is handed over, not before.
+        """Yield the next `n` microbatches; each is counted when it is yielded.
 
-        An iterator that is left behind has read no further than it was asked to.
+        An abandoned iterator has read no further than it was asked to.
 
         Raises:
-            DataError: a foreign id in the corpus; that microbatch isn't counted.
+            DataError: an unknown id in the corpus; that microbatch isn't counted.
         """
         for _ in range(n):
             first = self.position + self.rank * self.device_batch_size
@@ -70,6 +79,6 @@ class Loader:
             yield batch
 
     def skip_to(self, rows: int) -> None:
-        """Goes on at that many global rows, for a resumed run."""
+        """Continue at that many global rows, for a resumed run."""
         assert rows >= 0
         self.position = rows

@@ -1,9 +1,9 @@
-"""The order in which rows are visited: a permutation that is computed, never stored.
+"""Order of training rows: a permutation that is computed, never stored.
 
-A Feistel network shuffles any power-of-four range one to one whatever its round function is (Luby
-and Rackoff 1988); numbers that land outside the wanted range are sent through again until they
-land inside. So the n-th row of any epoch costs a few multiplications, no table, no generator
-state, and gives the same answer on every machine and library version.
+A Feistel network permutes any power-of-four range, whatever its round function is (Luby and Rackoff
+1988); numbers outside the wanted range are mapped again until they fall inside. The n-th row of any
+epoch therefore costs a few multiplications, needs no table and no generator state, and is the same
+on every machine and library version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ WORD_MASK = (1 << 64) - 1
 
 
 def shuffled(index: int, count: int, seed: int, epoch: int) -> int:
-    """Where `index` goes in the permutation of `range(count)` that belongs to (seed, epoch)."""
+    """Return the image of `index` in the permutation of `range(count)` for (seed, epoch).
+
+    Args:
+        index: number to permute.
+        count: size of the permutation.
+        seed: seed of the run.
+        epoch: number of the epoch.
+    """
     assert 0 <= index < count, "index outside the permutation"
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     half_mask = (1 << half_bits) - 1
@@ -37,7 +44,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mix(word: int) -> int:
-    """Scrambles 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Mix 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD_MASK
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD_MASK
     return word ^ (word >> 31)

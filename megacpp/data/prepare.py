@@ -1,8 +1,8 @@
-"""From a source to a corpus on disk: read, deduplicate, split, learn a tokenizer, write shards.
+"""Corpus preparation: read a source, deduplicate, split, learn a tokenizer, write shards.
 
-Nothing depends on the order in which files are found: a document's split and place are pure
-functions of its hash (and the seed). Everything goes to a temporary folder that is renamed at the
-end, so a folder with an index is always whole.
+The result doesn't depend on the order in which files are found: a document's split and position are
+pure functions of its hash and the seed. Files are written to a temporary folder that is renamed at
+the end, so a folder with an index is always complete.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from megacpp.data import fim, specials
 from megacpp.data.compressors import gzip_bits_per_byte, xz_bits_per_byte
+from megacpp.data.document_store import DocumentStore
 from megacpp.data.held_out import choose_held_out, sample_prompt
 from megacpp.data.shards import (
     FORMAT_VERSION,
@@ -33,7 +34,6 @@ from megacpp.data.shards import (
 )
 from megacpp.data.sources import Source, find_source, read_items
 from megacpp.data.spec import VOCAB_SIZE, CorpusSpec
-from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.data.words import text_kind
 from megacpp.errors import ConfigError, DataError, config_error
@@ -44,7 +44,7 @@ BATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where a corpus is, what its index says, and whether this call made it."""
+    """Prepared corpus: its path, its index, and whether this call made it."""
 
     path: Path
     index: dict[str, Any]
@@ -53,11 +53,11 @@ class Prepared:
 
 
 def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
-    """Makes the corpus at `out`, or finds that it is there; safe to call from several processes.
+    """Make the corpus at `out`, or reuse an existing one; safe to call from several processes.
 
     Raises:
-        ConfigError: a broken rule, or `out` holds something else.
-        DataError: the source or the corpus that is there cannot be read.
+        ConfigError: a setting breaks a rule, or `out` holds something else.
+        DataError: the source or the existing corpus can't be read.
     """
     spec.check()
     start = time.perf_counter()
@@ -65,7 +65,7 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
     if there is not None:
         return Prepared(out, there, False, time.perf_counter() - start)
     if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise config_error("out", out, "is there and is no corpus", "choose another --out")
+        raise config_error("out", out, "exists and is not a corpus", "choose another --out")
     final = out.resolve()
     temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -84,29 +84,29 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
 
 
 def _build(spec: CorpusSpec, folder: Path) -> None:
-    """Writes every file of the corpus into `folder`, index last."""
+    """Write every file of the corpus into `folder`, the index last."""
     given = _given(spec)
     source = find_source(spec.source, spec.globs, spec.document_bytes)
-    with progress_bars(keep=True) as stage, Spool(folder / "spool") as spool:
-        counts = _read(spec, source, spool, stage("reading", source.total_bytes))
-        train, held_out = _split(spec, spool)
-        tokenizer, facts = given or _learn(spec, spool, train, stage)
+    with progress_bars(keep=True) as stage, DocumentStore(folder / "documents") as store:
+        counts = _read(spec, source, store, stage("reading", source.total_bytes))
+        train, held_out = _split(spec, store)
+        tokenizer, facts = given or _learn(spec, store, train, stage)
         tokenizer.save(folder / TOKENIZER)
-        advance = stage("encoding", spool.total_bytes)
+        advance = stage("encoding", store.total_bytes)
         dtype = token_dtype(tokenizer.vocab_size)
         splits, cuts = {}, {"psm": 0, "spm": 0}
         for name, members, rate in (("train", train, spec.fim_rate), ("validation", held_out, 0.0)):
             writer = SplitWriter(folder, name, dtype, spec.shard_tokens)
-            for member, ids, cut in _encoded(spool, members, tokenizer, spec.seed, rate):
+            for member, ids, cut in _encoded(store, members, tokenizer, spec.seed, rate):
                 writer.add(ids)
-                advance(spool.sizes[member])
+                advance(store.sizes[member])
                 if cut:
                     cuts[cut] += 1
-            text_bytes = sum(spool.sizes[member] for member in members)
+            text_bytes = sum(store.sizes[member] for member in members)
             splits[name] = writer.close() | {"text_bytes": text_bytes}
-        facts["changed"] = _changed(spool, held_out, tokenizer)
-        splits["validation"] |= _compressors(spool, held_out, stage)
-        prompt = sample_prompt(spool.read, held_out)
+        facts["changed"] = _changed(store, held_out, tokenizer)
+        splits["validation"] |= _compressors(store, held_out, stage)
+        prompt = sample_prompt(store.read, held_out)
     index = {
         "format_version": FORMAT_VERSION,
         "command": spec.command(),
@@ -129,7 +129,7 @@ def _build(spec: CorpusSpec, folder: Path) -> None:
 
 
 def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
-    """The tokenizer that the spec names and where it is from; None if one is to be learned."""
+    """Return the tokenizer that the spec names and its source; None if one is to be learned."""
     if not spec.tokenizer:
         return None
     path = Path(spec.tokenizer)
@@ -144,8 +144,10 @@ def _given(spec: CorpusSpec) -> tuple[CorpusTokenizer, dict[str, Any]] | None:
     return tokenizer, {"given": str(path), "marks": marks}
 
 
-def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> dict[str, int]:
-    """Spools every new document; how many were read, empty, broken or seen before."""
+def _read(
+    spec: CorpusSpec, source: Source, store: DocumentStore, advance: Advance
+) -> dict[str, int]:
+    """Store new documents; return counts of read, empty, broken and duplicate ones."""
     counts = {"read": 0, "empty": 0, "invalid_utf8": 0, "duplicates": 0}
     for text, read_bytes in read_items(source, spec.field):
         counts["read"] += 1
@@ -153,11 +155,11 @@ def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> d
             counts["invalid_utf8"] += 1
         elif not text:
             counts["empty"] += 1
-        elif not spool.add(text.encode()):
+        elif not store.add(text.encode()):
             counts["duplicates"] += 1
         advance(read_bytes)
-    if len(spool.digests) < 2:
-        found = f"{len(spool.digests)} different documents with text"
+    if len(store.digests) < 2:
+        found = f"{len(store.digests)} different documents with text"
         broken = counts["invalid_utf8"]
         latin = f", {broken} are not UTF-8 (iconv -t UTF-8 converts)" if broken else ""
         raise DataError(
@@ -167,10 +169,10 @@ def _read(spec: CorpusSpec, source: Source, spool: Spool, advance: Advance) -> d
     return counts
 
 
-def _split(spec: CorpusSpec, spool: Spool) -> tuple[list[int], list[int]]:
-    """Numbers of the training and of the held-out documents, each shuffled by (seed, hash)."""
-    digests = spool.digests
-    held_out = choose_held_out(digests, spool.sizes, spec.validation_fraction)
+def _split(spec: CorpusSpec, store: DocumentStore) -> tuple[list[int], list[int]]:
+    """Return the numbers of training and of held-out documents, each shuffled by (seed, hash)."""
+    digests = store.digests
+    held_out = choose_held_out(digests, store.sizes, spec.validation_fraction)
 
     def place(i: int) -> bytes:
         return hashlib.sha256(b"order\0%d\0" % spec.seed + digests[i]).digest()
@@ -180,35 +182,38 @@ def _split(spec: CorpusSpec, spool: Spool) -> tuple[list[int], list[int]]:
 
 
 def _learn(
-    spec: CorpusSpec, spool: Spool, train: list[int], stage: Stage
+    spec: CorpusSpec, store: DocumentStore, train: list[int], stage: Stage
 ) -> tuple[CorpusTokenizer, dict[str, Any]]:
-    """A tokenizer of the first training documents, and from how much of which kind of text."""
-    ends = np.cumsum([spool.sizes[i] for i in train])
+    """Learn a tokenizer from the first training documents; return it with facts about its input."""
+    ends = np.cumsum([store.sizes[i] for i in train])
     count = min(len(train), int(np.searchsorted(ends, spec.tokenizer_bytes)) + 1)
     kind, why = spec.text_kind, "given"
     if kind == "auto":
-        kind, why = text_kind(spool.read(i).decode() for i in train[:count])
+        kind, why = text_kind(store.read(i).decode() for i in train[:count])
     facts: dict[str, Any] = {"learned_documents": count, "learned_bytes": int(ends[count - 1])}
     advance = stage("learning the tokenizer", facts["learned_bytes"])
 
     def batches() -> Iterator[list[str]]:
-        for batch in _batches(spool, train[:count]):
-            yield [spool.read(i).decode() for i in batch]
-            advance(sum(spool.sizes[i] for i in batch))
+        for batch in _batches(store, train[:count]):
+            yield [store.read(i).decode() for i in batch]
+            advance(sum(store.sizes[i] for i in batch))
 
     tokenizer = CorpusTokenizer.train(batches(), spec.vocab_size or VOCAB_SIZE, kind)
     return tokenizer, facts | {"text_kind": kind, "reason": why}
 
 
 def _encoded(
-    spool: Spool, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
+    store: DocumentStore, members: Sequence[int], tokenizer: CorpusTokenizer, seed: int, rate: float
 ) -> Iterator[tuple[int, np.ndarray, str]]:
-    """Each document as `BOS tokens EOS`, and psm or spm if it was cut; whole ones go together."""
+    """Yield each document as `BOS tokens EOS`, and psm or spm if it was split.
+
+    Documents that aren't split are encoded in batches.
+    """
     marks = tokenizer.specials
     begin, end = (np.array([i], np.uint32) for i in (marks.bos, marks.eos))
-    for batch in _batches(spool, members):
-        texts = [spool.read(i).decode() for i in batch]
-        digests = [spool.digests[i] for i in batch]
+    for batch in _batches(store, members):
+        texts = [store.read(i).decode() for i in batch]
+        digests = [store.digests[i] for i in batch]
         cuts = [fim.cut(t, d, seed, rate) for t, d in zip(texts, digests, strict=True)]
         uncut = [text for text, parts in zip(texts, cuts, strict=True) if parts is None]
         whole = iter(tokenizer.encode_many(uncut))
@@ -222,33 +227,33 @@ def _encoded(
             yield member, np.concatenate([begin, ids, end]), kind
 
 
-def _changed(spool: Spool, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
-    """How many held-out documents the tokenizer doesn't give back exactly."""
+def _changed(store: DocumentStore, held_out: Sequence[int], tokenizer: CorpusTokenizer) -> int:
+    """Return the number of held-out documents that the tokenizer doesn't reproduce exactly."""
     count = 0
-    for batch in _batches(spool, held_out):
-        texts = [spool.read(i).decode() for i in batch]
+    for batch in _batches(store, held_out):
+        texts = [store.read(i).decode() for i in batch]
         ids = tokenizer.encode_many(texts)
         count += sum(tokenizer.decode(i.tolist()) != t for i, t in zip(ids, texts, strict=True))
     return count
 
 
-def _compressors(spool: Spool, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
-    """Bits per byte of gzip and xz on the held-out documents."""
-    total = sum(spool.sizes[i] for i in held_out)
+def _compressors(store: DocumentStore, held_out: Sequence[int], stage: Stage) -> dict[str, Any]:
+    """Return bits per byte of gzip and xz on the held-out documents."""
+    total = sum(store.sizes[i] for i in held_out)
     advance = stage("gzip -9 of held-out documents", total)
-    alone = gzip_bits_per_byte(_advancing(map(spool.read, held_out), advance))
+    alone = gzip_bits_per_byte(_advancing(map(store.read, held_out), advance))
     advance = stage("xz -9 of held-out documents", total)
-    stream, taken = xz_bits_per_byte(_advancing(map(spool.read, held_out), advance), total)
+    stream, taken = xz_bits_per_byte(_advancing(map(store.read, held_out), advance), total)
     return {"gzip_bits_per_byte": alone, "xz_bits_per_byte": stream, "xz_bytes": taken}
 
 
-def _batches(spool: Spool, members: Sequence[int]) -> Iterator[list[int]]:
-    """Runs of documents of about BATCH_BYTES."""
+def _batches(store: DocumentStore, members: Sequence[int]) -> Iterator[list[int]]:
+    """Yield consecutive documents in groups of about BATCH_BYTES."""
     batch: list[int] = []
     size = 0
     for member in members:
         batch.append(member)
-        size += spool.sizes[member]
+        size += store.sizes[member]
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -257,7 +262,7 @@ def _batches(spool: Spool, members: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _existing(spec: CorpusSpec, out: Path) -> dict[str, Any] | None:
-    """The index at `out` if it was made from this spec, None if there is none."""
+    """Return the index at `out` if it was made from this spec, None if there is no index."""
     if not (out / INDEX).is_file():
         return None
     index = read_index(out)
@@ -272,7 +277,7 @@ def _existing(spec: CorpusSpec, out: Path) -> dict[str, Any] | None:
 
 
 def _publish(spec: CorpusSpec, temporary: Path, out: Path, force: bool) -> bool:
-    """Renames the finished folder into place; False if another process was faster."""
+    """Rename the finished folder into place; return False if another process was faster."""
     retired = temporary.with_suffix(".retired")
     if force and out.exists():
         out.rename(retired)

@@ -1,11 +1,11 @@
-"""How many microbatches each optimizer step takes, and which rows those are; no torch import here.
+"""Schedule of gradient accumulation: microbatches and rows of each step; imports no torch.
 
     step      0  1  2  3  4  5  6        grad_accum 8 after a warmup of 4 steps
     accum     1  3  4  6  8  8  8        round(1 + (8 - 1) * step / 4), halves to the even number
     rows      0- 1- 4- 8-14-22-30-38     times rows_per_microbatch
 
-A batch warmup changes how often a microbatch is run, never its shape. Everything here is a pure
-function of the step, so a resumed run needs no more than its number.
+A batch warmup changes the number of microbatches, never their shape. Everything here is a pure
+function of the step, so a resumed run needs only its number.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class BatchSchedule:
 
     Attributes:
         rows_per_microbatch: rows of one microbatch over all data ranks.
-        grad_accum: microbatches of a step once the warmup is over.
-        warmup_steps: steps before that; 0: every step takes `grad_accum`.
+        grad_accum: microbatches of a step after the warmup.
+        warmup_steps: steps of the warmup; 0: every step takes `grad_accum`.
     """
 
     rows_per_microbatch: int
@@ -39,11 +39,11 @@ class BatchSchedule:
 
     @property
     def start(self) -> int:
-        """Microbatches of the first step of a warmup: an eighth of the full number, at least 1."""
+        """Microbatches of a warmup's first step: an eighth of the full number, at least 1."""
         return max(1, self.grad_accum // 8)
 
     def accum(self, step: int) -> int:
-        """Microbatches of a step: linear from `start` to `grad_accum`, then rounded."""
+        """Return the microbatches of a step: linear from `start` to `grad_accum`, then rounded."""
         assert step >= 0
         if step >= self.warmup_steps:
             return self.grad_accum
@@ -52,19 +52,19 @@ class BatchSchedule:
         return max(self.start, round(self.start + grown))
 
     def rows_before(self, step: int) -> int:
-        """Global rows of all earlier steps."""
+        """Return the global rows of all earlier steps."""
         return self._microbatches_before(step) * self.rows_per_microbatch
 
     def rows(self, step: int) -> range:
-        """Global rows of a step; the next step goes on where this one ends."""
+        """Return the global rows of a step; the next step continues at their end."""
         return range(self.rows_before(step), self.rows_before(step + 1))
 
     def tokens_before(self, step: int, seq_len: int) -> int:
-        """Tokens of all earlier steps."""
+        """Return the tokens of all earlier steps."""
         return self.rows_before(step) * seq_len
 
     def steps_for_tokens(self, tokens: int, seq_len: int) -> int:
-        """The smallest number of steps that together take at least so many tokens."""
+        """Return the smallest number of steps that take at least `tokens`."""
         micro = -(-tokens // (self.rows_per_microbatch * seq_len))
         before = self._warmup_microbatches
         if micro <= before[-1]:
@@ -72,7 +72,7 @@ class BatchSchedule:
         return self.warmup_steps - (before[-1] - micro) // self.grad_accum
 
     def step_at_tokens(self, tokens: int, seq_len: int) -> int:
-        """The step that runs once so many tokens have been taken (their last one, within it)."""
+        """Return the step that runs after `tokens` were taken."""
         micro = tokens // (self.rows_per_microbatch * seq_len)
         before = self._warmup_microbatches
         if micro < before[-1]:
@@ -80,14 +80,14 @@ class BatchSchedule:
         return self.warmup_steps + (micro - before[-1]) // self.grad_accum
 
     def distinct_accums(self) -> tuple[int, ...]:
-        """Every number of microbatches that a step can have, ascending."""
+        """Return every number of microbatches that a step can have, ascending."""
         if self.warmup_steps >= self.grad_accum - self.start:  # a step adds 1 or nothing
             first = self.start if self.warmup_steps else self.grad_accum
             return tuple(range(first, self.grad_accum + 1))
         return tuple(sorted({self.accum(step) for step in range(self.warmup_steps + 1)}))
 
     def describe(self) -> str:
-        """`16 microbatches`, or what a warmup makes of them."""
+        """Return a text such as `16 microbatches` or `1 to 8 microbatches over 4 steps`."""
         if not self.warmup_steps:
             return f"{self.grad_accum} microbatches"
         return f"{self.start} to {self.grad_accum} microbatches over {self.warmup_steps} steps"
@@ -99,18 +99,20 @@ class BatchSchedule:
 
     @functools.cached_property
     def _warmup_microbatches(self) -> list[int]:
-        """Microbatches before each step of the warmup and before the first full one."""
+        """Microbatches before each step of the warmup and before the first full step."""
         return list(accumulate(map(self.accum, range(self.warmup_steps)), initial=0))
 
 
 def batch_schedule(
     config: Config, world_size: int, static_shapes: bool = False
 ) -> tuple[BatchSchedule, str]:
-    """The schedule of a resolved configuration, and why its warmup is left out ("": it isn't).
+    """Return the schedule of a resolved configuration, and the reason for a dropped warmup, or "".
 
     Args:
+        config: resolved configuration.
+        world_size: number of ranks.
         static_shapes: a whole step is one compiled graph (as on XLA), which another number of
-            microbatches would compile anew; the warmup is then 0.
+            microbatches would recompile; the warmup is then 0.
     """
     train = config.train
     assert train.grad_accum >= 1, "a resolved configuration"

@@ -1,4 +1,4 @@
-"""A corpus on disk: token shards, document offsets, tokenizer, and an index that vouches for all.
+"""Corpus files: token shards, document offsets, tokenizer, and an index with their hashes.
 
     index.json              counts, hashes and arguments (`read_index` checks its own hash)
     tokenizer.json          CorpusTokenizer.token_bytes_V: UTF-8 bytes of each id
@@ -26,7 +26,7 @@ import numpy as np
 from megacpp.data.tokenizer import file_sha256
 from megacpp.errors import DataError
 
-FORMAT_VERSION = 2  # 1 had no sums of blocks
+FORMAT_VERSION = 2  # version 1 had no block checksums
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 SPLITS = ("train", "validation")
@@ -35,17 +35,24 @@ AGAIN = "Fix: run `megacpp data prepare --force` with the --source and --out of 
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest type that holds every id."""
+    """Return the smallest dtype that holds every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def little_endian(dtype: str) -> np.dtype:
-    """The byte order of the files, whatever the machine's own is."""
+    """Return the dtype in the byte order of the files, whatever the machine's own is."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 class SplitWriter:
-    """Writes one split shard by shard; `close` returns its entry for the index."""
+    """Writer of one split, shard by shard; `close` returns its entry for the index.
+
+    Args:
+        folder: folder of the corpus.
+        split: name of the split.
+        dtype: dtype of the ids.
+        shard_tokens: tokens that close a shard, with the document that reaches them.
+    """
 
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
         self.folder, self.split = folder, split
@@ -57,7 +64,7 @@ class SplitWriter:
         self.blocks = BlockSums()
 
     def add(self, ids: np.ndarray) -> None:
-        """Appends one document, whole; a shard closes once it holds `shard_tokens` or more."""
+        """Append a whole document; close the shard once it holds `shard_tokens` or more."""
         if self.file is None:
             name = f"{self.split}-{len(self.shards):05d}.bin"
             self.shards.append({"file": name, "tokens": 0, "documents": 0})
@@ -74,7 +81,7 @@ class SplitWriter:
             self._close_shard()
 
     def close(self) -> dict[str, Any]:
-        """Finishes the last shard and the offsets; counts, sizes and hashes of all files."""
+        """Finish the last shard and the offsets; return counts, sizes and hashes of all files."""
         self._close_shard()
         path = self.folder / f"{self.split}-documents.bin"
         path.write_bytes(np.asarray(self.offsets, "<u8").tobytes())
@@ -101,10 +108,10 @@ class BlockSums:
 
     def __init__(self) -> None:
         self._sums: list[int] = []
-        self._room = 0  # bytes that the last block still takes
+        self._room = 0  # bytes left in the last block
 
     def update(self, raw: bytes) -> None:
-        """Adds bytes at the end."""
+        """Append bytes."""
         view = memoryview(raw)
         while view:
             if not self._room:
@@ -115,15 +122,18 @@ class BlockSums:
             self._room -= len(piece)
 
     def hexdigests(self) -> str:
-        """Eight hexadecimal digits a block, end to end."""
+        """Return eight hexadecimal digits a block, concatenated."""
         return "".join(f"{value:08x}" for value in self._sums)
 
 
 class SplitReader:
-    """A split as a stream of tokens over memory-mapped shards.
+    """Token stream of a split over memory-mapped shards.
 
     Attributes:
-        checked: blocks that were compared with the index so far.
+        checked: number of blocks compared with the index so far.
+
+    Raises:
+        DataError: shards and index disagree on counts.
     """
 
     def __init__(self, folder: Path, split: str, index: dict[str, Any]) -> None:
@@ -143,7 +153,12 @@ class SplitReader:
             raise DataError(f"{folder}: {split} shards and index disagree on counts. {self.fix}.")
 
     def read(self, start: int, stop: int, place: str) -> np.ndarray:
-        """int64 tokens `[start, stop)`.
+        """Return int64 tokens `[start, stop)`.
+
+        Args:
+            start: first token of the split.
+            stop: one past the last token.
+            place: position of the tokens, for error messages.
 
         Raises:
             DataError: a block differs from the index (names shard, block and documents), or an id
@@ -167,7 +182,7 @@ class SplitReader:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _check_blocks(self, i: int, begin: int, end: int) -> None:
-        """Compare the blocks of shard `i` that hold its tokens `[begin, end)`, each once."""
+        """Check the blocks of shard `i` that hold its tokens `[begin, end)`, each once."""
         raw, sound = self.shards[i].view(np.uint8), self.sound[i]
         width = self.shards[i].itemsize
         for block in range(begin * width // BLOCK_BYTES, -(-end * width // BLOCK_BYTES)):
@@ -188,7 +203,7 @@ class SplitReader:
             self.checked += 1
 
     def document_ids(self, start: int, stop: int) -> np.ndarray:
-        """int64: which document of the split each token of `[start, stop)` belongs to."""
+        """Return the document number in the split of each token of `[start, stop)`, int64."""
         low = int(np.searchsorted(self.offsets, start, "right")) - 1
         high = int(np.searchsorted(self.offsets, stop, "left"))
         begins = np.zeros(stop - start, np.int64)
@@ -196,19 +211,23 @@ class SplitReader:
         return low + np.cumsum(begins)
 
     def document(self, number: int) -> np.ndarray:
-        """int64 tokens of one document, BOS and EOS included."""
+        """Return int64 tokens of a document, BOS and EOS included."""
         start, stop = (int(i) for i in self.offsets[number : number + 2])
         return self.read(start, stop, f"document {number}")
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Writes index.json with its own hash inside."""
+    """Write index.json with its own hash inside."""
     text = json.dumps({"sha256": _index_sha256(index), **index}, indent=1, ensure_ascii=False)
     (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
 def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
-    """The index of a corpus whose files are all there; `verify` also reads and hashes them.
+    """Return the index of a complete corpus.
+
+    Args:
+        folder: folder of the corpus.
+        verify: read and hash all files.
 
     Raises:
         DataError: no folder, no index, another version, or a file that is missing, truncated or
@@ -220,7 +239,7 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
         )
     if not (folder / INDEX).is_file():
         raise DataError(
-            f"data.path={folder}: holds no {INDEX}, so it is no corpus. "
+            f"data.path={folder}: holds no {INDEX}, so it is not a corpus. "
             f"Fix: run `megacpp data prepare` with another --out, or check the path."
         )
     index = _parse_index(folder)
@@ -228,19 +247,19 @@ def read_index(folder: Path, verify: bool = False) -> dict[str, Any]:
     for split in SPLITS:
         for entry in index["splits"][split]["shards"]:
             _check_file(folder, entry, verify, fix)
-        # Every row is cut where these say; eight bytes a document.
+        # Offsets determine every row; they take eight bytes a document.
         _check_file(folder, _offsets(index, split), True, fix)
-    _check_file(folder, index["tokenizer"], True, fix)  # small, and every figure rests on it
+    _check_file(folder, index["tokenizer"], True, fix)  # small, and every byte count depends on it
     return index
 
 
 def again(index: dict[str, Any], folder: Path) -> str:
-    """The command that makes a corpus again, as a fix."""
+    """Return the command that rebuilds a corpus, as a fix."""
     return f"Fix: run `{index['command']} --out {folder} --force`"
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """Short hash of the corpus's content: tokenizer, token and offset files."""
+    """Return a short hash of the corpus's content: tokenizer, token and offset files."""
     hashes = [index["dtype"], index["tokenizer"]["sha256"]]
     for split in SPLITS:
         hashes += [_offsets(index, split)["sha256"]]
@@ -249,7 +268,7 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Name, size and hash of a file, as the index keeps them."""
+    """Return name, size and hash of a file, as the index stores them."""
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 

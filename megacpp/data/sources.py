@@ -1,7 +1,8 @@
 """Sources of documents: torch's headers, text files, .jsonl[.gz|.zst] or .parquet files.
 
-Every reader yields `Item`s; a text that is no valid UTF-8 comes as None, so that the caller can
-count and skip it. Nothing here imports torch, and optional libraries load inside functions.
+Every reader yields `SourceDocument`s; a text that isn't valid UTF-8 becomes None, so that the
+caller can count and skip it. This module imports no torch; optional libraries load inside
+functions.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from megacpp.data.files import CPP_GLOBS, RECORD_SUFFIXES, choose_files
 from megacpp.errors import DataError, did_you_mean
 
 TORCH_HEADERS = "torch-headers"
-FIELDS = ("text", "content")  # looked for, in this order, where none is given
+FIELDS = ("text", "content")  # tried in this order if none is given
 PIECE_BYTES = 1 << 20
-LONGEST = 1 << 24  # bytes of a document of a text file
-LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a lone text file: about so many, and how short
+LONGEST = 1 << 24  # bytes of a text file's document
+LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a single file: its documents, and least bytes
 
 
-class Item(NamedTuple):
-    """One document and how many bytes of its file have been consumed for it."""
+class SourceDocument(NamedTuple):
+    """Document, with the number of bytes of its file that were consumed for it."""
 
     text: str | None  # None: not valid UTF-8
     read_bytes: int
@@ -40,9 +41,11 @@ class Source:
     """Files to read, in a fixed order.
 
     Attributes:
-        description: one line that says what they are.
-        notes: lines about what was left out or cut.
-        document_bytes: longer text files are cut.
+        description: line for the header of a run.
+        files: files in order.
+        total_bytes: bytes of all files.
+        notes: lines about skipped or split files.
+        document_bytes: longer text files are split.
     """
 
     description: str
@@ -53,15 +56,16 @@ class Source:
 
 
 def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0) -> Source:
-    """Resolves `torch-headers`, a folder, or one file to the files to read.
+    """Resolve `torch-headers`, a folder, or a single file to the files to read.
 
     Args:
-        globs: which files of a folder (none: every text and record file).
-        document_bytes: longer text files are cut at blank lines (0: 16 MiB; a lone text file into
-            about 1,024 documents).
+        source: `torch-headers` or a path.
+        globs: patterns of files of a folder (none: every text and record file).
+        document_bytes: longer text files are split at blank lines (0: 16 MiB; a single text file
+            into about 1,024 documents).
 
     Raises:
-        DataError: nothing there, or no file to take.
+        DataError: nothing exists there, or there is no file to take.
     """
     if source == TORCH_HEADERS:
         folder, globs = torch_headers(), globs or CPP_GLOBS
@@ -84,7 +88,7 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
 
 
 def _one_file(path: Path, document_bytes: int) -> Source:
-    """A record file as it is; a text file cut into documents, because some must be held out."""
+    """Return a record file, or a text file that is split so that a part can be held out."""
     size = path.stat().st_size
     if not _plain(path):
         return Source(f"file {path}", (path,), size)
@@ -94,7 +98,11 @@ def _one_file(path: Path, document_bytes: int) -> Source:
 
 
 def torch_headers() -> Path:
-    """The C++ headers inside the installed torch package, found without importing torch."""
+    """Return the folder of C++ headers in the installed torch package, without importing torch.
+
+    Raises:
+        DataError: the package has no such folder.
+    """
     spec = importlib.util.find_spec("torch")
     places = spec.submodule_search_locations if spec else None
     folder = Path(next(iter(places))) / "include" if places else None
@@ -106,11 +114,12 @@ def torch_headers() -> Path:
     return folder
 
 
-def read_items(source: Source, field: str = "") -> Iterator[Item]:
-    """Every document of a source; record files give one per record, text files one or more.
+def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
+    """Yield every document of a source: one per record, or one or more per text file.
 
     Args:
-        field: of the text in records (empty: text or content).
+        source: files to read.
+        field: field of the text in records (empty: text or content).
 
     Raises:
         DataError: unreadable file, broken record, missing or non-text field.
@@ -133,23 +142,23 @@ def _plain(path: Path) -> bool:
     return not path.name.endswith(RECORD_SUFFIXES)
 
 
-def _text_file(path: Path, longest: int) -> Iterator[Item]:
-    """A text file as one document, or cut into several of at most `longest` bytes."""
+def _text_file(path: Path, longest: int) -> Iterator[SourceDocument]:
+    """Yield a text file as one document, or split into several of at most `longest` bytes."""
     rest = b""
     with path.open("rb") as file:
         while piece := file.read(max(longest, PIECE_BYTES)):
             rest += piece
             while len(rest) > longest:
                 end = _cut(rest, longest)
-                yield Item(_utf8(rest[:end]), end)
+                yield SourceDocument(_utf8(rest[:end]), end)
                 rest = rest[end:]
-    yield Item(_utf8(rest), len(rest))
+    yield SourceDocument(_utf8(rest), len(rest))
 
 
 def _cut(raw: bytes, longest: int) -> int:
-    """End of a document of at most `longest` bytes ends: a blank line, a line, a word, a character.
+    """Return the end of a document: a blank line, line, word or character.
 
-    A cut that leaves less than half is not taken.
+    The end is at most `longest` bytes away, and at least half of that.
     """
     for mark in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
         end = raw.rfind(mark, longest // 2, longest)
@@ -159,25 +168,27 @@ def _cut(raw: bytes, longest: int) -> int:
     return longest - next(inside, 0)  # a character has four bytes at most
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Item]:
+def _json_lines(path: Path, field: str) -> Iterator[SourceDocument]:
     readers = {".zst": _zst_lines, ".gz": _gz_lines}
     lines = readers.get(path.suffix, _plain_lines)(path)
     for number, (raw, read_bytes) in enumerate(lines, start=1):
         if not raw.strip():
             continue
         line = _utf8(raw)
-        yield Item(None if line is None else _field(line, field, path, number), read_bytes)
+        yield SourceDocument(
+            None if line is None else _field(line, field, path, number), read_bytes
+        )
 
 
 def _field(line: str, field: str, path: Path, number: int) -> str | None:
-    """The text of one JSON record; None if it holds half of a surrogate pair."""
+    """Return the text of one JSON record; None if it holds half of a surrogate pair."""
     where = f"{path} line {number}"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: no valid JSON ({error}). Fix: repair or drop it.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: is no JSON object. Fix: write {{'text': ...}} a line.")
+        raise DataError(f"{where}: is not a JSON object. Fix: write {{'text': ...}} a line.")
     field = _present(field, record, where, "field")
     text = record[field]
     if not isinstance(text, str):
@@ -193,7 +204,7 @@ def _plain_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Lines of a gzip file; compressed bytes count for the line that needed them."""
+    """Yield lines of a gzip file; compressed bytes count for the line that needed them."""
     with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
         consumed = 0
         try:
@@ -209,7 +220,7 @@ def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _zst_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Lines of a zstd file; the compressed bytes of a piece count for its first line."""
+    """Yield lines of a zstd file; the compressed bytes of a piece count for its first line."""
     rest = b""
     consumed = 0
     for piece, read_bytes in _zst_pieces(path):
@@ -223,7 +234,7 @@ def _zst_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _zst_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Decompressed pieces; unlike a stream reader it notices a frame that ends early."""
+    """Yield decompressed pieces; unlike a stream reader this detects a truncated frame."""
     zstandard = _optional("zstandard", path)
     frame = None
     with path.open("rb") as file:
@@ -243,7 +254,7 @@ def _zst_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"{path}: the zstd data ends early (truncated). Fix: copy it again.")
 
 
-def _parquet(path: Path, field: str) -> Iterator[Item]:
+def _parquet(path: Path, field: str) -> Iterator[SourceDocument]:
     arrow = _optional("pyarrow", path)
     parquet = importlib.import_module("pyarrow.parquet")
     try:
@@ -255,7 +266,7 @@ def _parquet(path: Path, field: str) -> Iterator[Item]:
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for row, value in enumerate(batch.column(0), start=done):
                     read_bytes = int(share * (row + 1)) - int(share * row)
-                    yield Item(_cell(value, field, path, row), read_bytes)
+                    yield SourceDocument(_cell(value, field, path, row), read_bytes)
                 done += batch.num_rows
     except arrow.ArrowException as error:
         first = str(error).splitlines()[0]
@@ -285,7 +296,7 @@ def _utf8(raw: bytes) -> str | None:
 
 
 def _encodes(text: str) -> bool:
-    """False for a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    """Return False for a lone surrogate, which JSON can express and UTF-8 can't."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -294,7 +305,7 @@ def _encodes(text: str) -> bool:
 
 
 def _present(field: str, names: Iterable[object], where: str, what: str) -> str:
-    """The given field, or the first of FIELDS that a record has."""
+    """Return the given field, or the first of FIELDS that a record has."""
     known = [str(name) for name in names]
     found = next((f for f in ([field] if field else FIELDS) if f in known), None)
     if found is None:

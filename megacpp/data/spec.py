@@ -1,4 +1,4 @@
-"""Settings of a corpus, and the rules that hold for them."""
+"""Settings of a corpus and their rules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megacpp.data.sources import TORCH_HEADERS
 from megacpp.data.tokenizer import MAX_VOCAB, MIN_VOCAB, SPECIALS
 from megacpp.errors import config_error
 
-VOCAB_SIZE = 4096  # of a tokenizer that is learned
+VOCAB_SIZE = 4096  # of a learned tokenizer
 
 
 @dataclass(frozen=True)
 class CorpusSpec:
-    """Settings of a corpus: the same spec on the same source gives the same bytes."""
+    """Settings of a corpus: the same spec and source give the same bytes."""
 
     source: str = setting(
         TORCH_HEADERS,
@@ -64,7 +64,11 @@ class CorpusSpec:
     )
 
     def check(self) -> None:
-        """Raises ConfigError for the first broken rule."""
+        """Check all settings.
+
+        Raises:
+            ConfigError: the first rule that a setting breaks.
+        """
         if not MIN_VOCAB <= (self.vocab_size or VOCAB_SIZE) <= MAX_VOCAB:
             rule = f"must be {MIN_VOCAB} (256 bytes + {len(SPECIALS)} specials) to {MAX_VOCAB}"
             raise config_error("vocab_size", self.vocab_size, rule, "use 4096 or 65536")
@@ -82,14 +86,14 @@ class CorpusSpec:
             raise config_error("eos", self.eos, rule, "leave it out")
 
     def arguments(self) -> dict[str, Any]:
-        """The spec as the index keeps it."""
+        """Return the spec as the index stores it."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(CorpusSpec)}
         size = self.vocab_size or (0 if self.tokenizer else VOCAB_SIZE)
         source = os.path.normpath(self.source)
         return values | {"source": source, "globs": list(self.globs), "vocab_size": size}
 
     def command(self) -> str:
-        """The command line of this spec, without --out."""
+        """Return the command line of this spec, without --out."""
         words = ["megacpp", "data", "prepare", shlex.quote(self.source)]
         for f in dataclasses.fields(CorpusSpec)[1:]:
             value = getattr(self, f.name)

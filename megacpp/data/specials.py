@@ -1,4 +1,4 @@
-"""Special ids of a tokenizer: where a document begins and ends, padding, fill in the middle."""
+"""Special ids of a tokenizer: start and end of a document, padding, fill-in-the-middle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacpp.errors import DataError, did_you_mean
 # only keeps the ids that follow in their place.
 SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>")
 PAD, UNK, BOS, EOS, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = range(len(SPECIALS))
-ADDED = "<|endoftext|>"  # given to a tokenizer that has no special token at all
+ADDED = "<|endoftext|>"  # added to a tokenizer without special tokens
 CONFIG = "tokenizer_config.json"  # Hugging Face's file for the names of special tokens
 
 # Spellings that published tokenizers use, each list in the order of preference.
@@ -40,7 +40,7 @@ FIM_NAMES = (  # prefix, middle, suffix
 
 
 class FimIds(NamedTuple):
-    """Sentinels of fill in the middle."""
+    """Sentinel ids of fill-in-the-middle."""
 
     prefix: int
     middle: int
@@ -49,10 +49,13 @@ class FimIds(NamedTuple):
 
 @dataclass(frozen=True)
 class Specials:
-    """Ids around documents; `bos` is `eos` where a tokenizer has no token for a start.
+    """Special ids around documents; `bos` equals `eos` if a tokenizer has no start token.
 
     Attributes:
-        fim: None where the tokenizer has no sentinels.
+        bos: start of a document.
+        eos: end of a document.
+        pad: padding.
+        fim: None if the tokenizer has no sentinels.
     """
 
     bos: int
@@ -67,15 +70,16 @@ OURS = Specials(BOS, EOS, PAD, FimIds(FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX))
 def choose_specials(
     inner: tokenizers.Tokenizer, named: Mapping[str, str], eos: str, where: str
 ) -> Specials:
-    """Decide which special tokens stand around documents.
+    """Choose the special tokens around documents.
 
     Args:
+        inner: tokenizer.
         named: names by role ("bos", "eos", "pad") from `named_tokens`.
-        eos: name of the end of a document, before all else (empty: decide).
-        where: the tokenizer, for messages.
+        eos: name of the end of a document, overriding all others (empty: choose).
+        where: name of the tokenizer, for messages.
 
     Raises:
-        DataError: `eos` is no special token, or no special token is known to end a document.
+        DataError: `eos` isn't a special token, or no special token is known to end a document.
     """
     special = {t.content: i for i, t in inner.get_added_tokens_decoder().items() if t.special}
     if eos and eos not in special:
@@ -105,7 +109,7 @@ def choose_specials(
 
 
 def named_tokens(path: Path) -> dict[str, str]:
-    """Names of the special tokens in `tokenizer_config.json` beside a tokenizer, by role."""
+    """Return the special tokens named in `tokenizer_config.json` beside a tokenizer, by role."""
     try:
         values = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
         found = {role: values.get(f"{role}_token") for role in NAMES}
@@ -125,7 +129,7 @@ def write_named_tokens(inner: tokenizers.Tokenizer, specials: Specials, path: Pa
 
 
 def words(inner: tokenizers.Tokenizer, specials: Specials) -> str:
-    """How documents are marked, for a person."""
+    """Return a sentence about the marks of documents."""
     start, end = inner.id_to_token(specials.bos), inner.id_to_token(specials.eos)
     if specials.bos == specials.eos:
         return f"documents begin and end with {end}"
@@ -133,6 +137,6 @@ def words(inner: tokenizers.Tokenizer, specials: Specials) -> str:
 
 
 def special_ids(inner: tokenizers.Tokenizer, more: Iterable[int] = ()) -> dict[int, str]:
-    """Names of all special ids."""
+    """Return the names of all special ids."""
     found = {i: t.content for i, t in inner.get_added_tokens_decoder().items() if t.special}
     return found | {i: inner.id_to_token(i) or "" for i in more}

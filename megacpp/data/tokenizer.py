@@ -1,7 +1,7 @@
-"""Text to ids and back: a byte-level BPE learned from the corpus, or any `tokenizer.json`.
+"""Tokenizer: a byte-level BPE learned from the corpus, or any `tokenizer.json`.
 
-A learned tokenizer gives every text back exactly and has fixed special ids. A given one may not
-(some fold case or blanks); the corpus then says so.
+A learned tokenizer reproduces every text exactly and has fixed special ids. A given tokenizer may
+not (some fold case or blanks); the corpus then reports it.
 
 Legend: V ids of the vocabulary.
 """
@@ -35,15 +35,15 @@ from megacpp.errors import DataError
 MIN_VOCAB = 256 + len(SPECIALS)
 MAX_VOCAB = 131_072
 CACHED_WORDS = 1 << 20
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token that stands for a byte of no letter
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token for a byte that isn't a character
 
 
 class CorpusTokenizer:
-    """Text to ids and back.
+    """Conversion of text to ids and back.
 
     Attributes:
-        specials: ids around documents.
-        vocab_size: the largest id and one.
+        specials: special ids around documents.
+        vocab_size: one more than the largest id.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, specials: Specials) -> None:
@@ -61,7 +61,7 @@ class CorpusTokenizer:
     def train(
         texts: Iterable[Sequence[str]], vocab_size: int, kind: Kind = "code"
     ) -> CorpusTokenizer:
-        """Learns merges from batches of texts; small texts may give fewer than `vocab_size` ids."""
+        """Learn merges from batches of texts; small texts may give fewer than `vocab_size` ids."""
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
             [
@@ -82,20 +82,21 @@ class CorpusTokenizer:
 
     @staticmethod
     def load(path: Path, eos: str = "") -> CorpusTokenizer:
-        """Reads a `tokenizer.json`, and the `tokenizer_config.json` beside it if there is one.
+        """Read a `tokenizer.json`, and the `tokenizer_config.json` beside it if there is one.
 
         Args:
-            eos: name of the special token that ends a document (empty: decide).
+            path: file to read.
+            eos: name of the special token that ends a document (empty: choose).
 
         Raises:
-            DataError: it cannot be read, or no special token is known to end a document.
+            DataError: it can't be read, or no special token is known to end a document.
         """
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             first = (str(error).splitlines() or [""])[0]
             raise DataError(
-                f"tokenizer={path}: is no tokenizer ({first}). "
+                f"tokenizer={path}: is not a tokenizer ({first}). "
                 "Fix: give a Hugging Face tokenizer.json or the folder of a corpus."
             ) from None
         vocab = inner.get_vocab()
@@ -109,28 +110,28 @@ class CorpusTokenizer:
         return CorpusTokenizer(inner, choose_specials(inner, named_tokens(path), eos, str(path)))
 
     def save(self, path: Path) -> None:
-        """Writes `tokenizer.json` and, beside it, which special tokens mark documents."""
+        """Write `tokenizer.json` and, beside it, the special tokens around documents."""
         self.inner.save(str(path), pretty=False)
         write_named_tokens(self.inner, self.specials, path)
 
     def encode(self, text: str) -> np.ndarray:
-        """uint32 ids of a text, without any special id."""
+        """Return the uint32 ids of a text, without any special id."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode several texts, on all cores."""
+        """Return the uint32 ids of several texts, using all cores."""
         if self._cached:
             return [self._by_words(text) for text in texts]
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The UTF-8 bytes of ids; special ids have none."""
+        """Return the UTF-8 bytes of ids; special ids have none."""
         pieces = self.id_bytes
         return b"".join(pieces[i] for i in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; a character that the ids cut in half becomes U+FFFD."""
+        """Return the text of ids; a character that the ids split becomes U+FFFD."""
         if self._byte_level:
             return self.decode_bytes(ids).decode(errors="replace")
         return self.inner.decode(list(ids), skip_special_tokens=True)
@@ -145,7 +146,7 @@ class CorpusTokenizer:
     def id_bytes(self) -> list[bytes]:
         """UTF-8 bytes of each id, empty for special ids.
 
-        Of a tokenizer that isn't byte-level: what the id adds to the text of an id before it.
+        For a tokenizer that isn't byte-level: the text that the id adds after another id.
         """
         pieces = [b""] * self.vocab_size
         vocab = {t: i for t, i in self.inner.get_vocab().items() if i not in self.special_names}
@@ -169,7 +170,7 @@ class CorpusTokenizer:
 
     @functools.cached_property
     def token_bytes_V(self) -> np.ndarray:
-        """int64: how many UTF-8 bytes each id stands for, 0 for special ids."""
+        """Number of UTF-8 bytes of each id, int64; 0 for special ids."""
         return np.array([len(piece) for piece in self.id_bytes], np.int64)
 
     @functools.cached_property
@@ -177,7 +178,7 @@ class CorpusTokenizer:
         return "ByteLevel" in _values(self._state["decoder"])
 
     def _by_words(self, text: str) -> np.ndarray:
-        """Ids of code: every distinct word is looked up once."""
+        """Return the ids of code; every distinct word is encoded once."""
         found = re.findall(CODE, text)
         cached = self._word_ids
         new = list(set(found).difference(cached))
@@ -191,9 +192,9 @@ class CorpusTokenizer:
 
 
 def byte_letters() -> dict[str, int]:
-    """Letter -> byte of the byte-level alphabet (GPT-2's table).
+    """Return letter -> byte of the byte-level alphabet (GPT-2's table).
 
-    Bytes that print in Latin-1 stand for themselves, the others for the letters from U+0100 on.
+    Bytes that print in Latin-1 map to themselves, the others to the letters from U+0100 on.
     """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = sorted(set(range(256)) - set(shown))
@@ -202,13 +203,13 @@ def byte_letters() -> dict[str, int]:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file as hex."""
+    """Return the SHA-256 of a file as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _values(state: object) -> set[str]:
-    """All strings in the description of a part of a tokenizer."""
+    """Return all strings in the description of a part of a tokenizer."""
     if isinstance(state, dict):
         return set().union(*map(_values, state.values()))
     if isinstance(state, list):

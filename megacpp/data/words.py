@@ -1,4 +1,4 @@
-"""Words that byte-level BPE never merges across: of code, or of prose in any script."""
+"""Word patterns that byte-level BPE never merges across: for code, or for prose in any script."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ OF_CODE = re.compile(r"[{}\[\];=<>_#&|\\]")
 # Licences have 0.2 %, translated messages in 15 languages 0.3 to 1.7 %, Python's reference 2.6 %;
 # Python's library 3.5 %, C++ and JavaScript 7 %.
 CODE_SHARE = 0.03
-SAMPLE = 1_000_000  # characters that are looked at
+SAMPLE = 1_000_000  # characters that are counted
 
 
 def text_kind(texts: Iterable[str]) -> tuple[Kind, str]:
-    """Whether texts are code or prose, and why."""
+    """Return whether texts are code or prose, and the reason."""
     seen = found = 0
     for text in texts:
         seen += len(text)

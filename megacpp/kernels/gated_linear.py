@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 
 
 def gated(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ class _GatedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, w_DF, up = ctx.saved_tensors
-        need_gate, need_w, need_up = wanted_gradients(ctx)[:3]
+        need_gate, need_w, need_up = needs_input_grad_now(ctx)[:3]
         dgate = dw_DF = dup = None
         active = F.relu(gate) if up is None else F.silu(gate)
         if need_w:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight_D, rstd = ctx.saved_tensors
-        need_x, need_weight = wanted_gradients(ctx)[:2]
+        need_x, need_weight = needs_input_grad_now(ctx)[:2]
         # A row whose squares overflow comes out as zeros: its gradient must not pass for one.
         rstd = rstd.masked_fill(rstd == 0, float("nan"))
         gradients = _fused_gradients if x.is_cuda else _gradients

@@ -32,7 +32,7 @@ from megacpp.versions import TORCH, TRITON
 BROUGHT = {"torch": TORCH, "triton": TRITON[TORCH]}
 
 # Why a backend can't do its operation for a configuration on a host; None: it can.
-Refusal = Callable[[Config, Host], str | None]
+Support = Callable[[Config, Host], str | None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Backend:
 
     name: str
     what: str
-    refusal: Refusal
+    unsupported_reason: Support
     by_itself: bool = True
 
 
@@ -63,7 +63,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendSelection:
     """What does an operation in a run.
 
     Attributes:
@@ -81,8 +81,8 @@ class Choice:
         """`asked for by name`, or what speaks against the others."""
         if self.asked != "auto":
             return "asked for by name"
-        against = "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
-        return f"auto; {against}" if against else "auto"
+        unsupported = "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
+        return f"auto; {unsupported}" if unsupported else "auto"
 
     @property
     def taken(self) -> str:
@@ -90,8 +90,8 @@ class Choice:
         return f"{self.backend} ({self.reason})"
 
 
-def _definition(what: str, refusal: Refusal = always) -> Backend:
-    return Backend("reference", what, refusal, by_itself=False)
+def _definition(what: str, unsupported_reason: Support = always) -> Backend:
+    return Backend("reference", what, unsupported_reason, by_itself=False)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -146,7 +146,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def choose(config: Config, host: Host) -> dict[str, Choice]:
+def choose(config: Config, host: Host) -> dict[str, BackendSelection]:
     """The backend of every operation that the model has.
 
     Raises:
@@ -162,24 +162,24 @@ def choose(config: Config, host: Host) -> dict[str, Choice]:
     return found
 
 
-def _choice(name: str, operation: Operation, config: Config, host: Host) -> Choice:
+def _choice(name: str, operation: Operation, config: Config, host: Host) -> BackendSelection:
     asked = getattr(config.kernels, name)
     if asked != "auto":
-        against = operation.backend(asked).refusal(config, host)
-        if against:
-            raise refused(name, asked, against)
-        return Choice(name, asked, asked, {})
+        unsupported = operation.backend(asked).unsupported_reason(config, host)
+        if unsupported:
+            raise refused(name, asked, unsupported)
+        return BackendSelection(name, asked, asked, {})
     passed_over = {}
     for backend in operation.backends:
         if backend.by_itself:
-            against = backend.refusal(config, host)
-            if against is None:
-                return Choice(name, backend.name, asked, passed_over)
-            passed_over[backend.name] = against
+            unsupported = backend.unsupported_reason(config, host)
+            if unsupported is None:
+                return BackendSelection(name, backend.name, asked, passed_over)
+            passed_over[backend.name] = unsupported
     raise AssertionError(f"{name}: torch runs everywhere")
 
 
-def plain_loss(found: Mapping[str, Choice], host: Host) -> str | None:
+def plain_loss(found: Mapping[str, BackendSelection], host: Host) -> str | None:
     """What a run is warned of: a GPU for whose head there is no kernel; None: nothing.
 
     On a CPU the torch form is the one there is, and who asks for it by name knows.
@@ -207,9 +207,9 @@ def kernel_rules(config: Config) -> Iterator[ConfigError]:
     for name in (f.name for f in fields(KernelsConfig)):
         asked = getattr(config.kernels, name)
         if asked != "auto":
-            against = OPERATIONS[name].backend(asked).refusal(config, host)
-            if against:
-                yield refused(name, asked, against)
+            unsupported = OPERATIONS[name].backend(asked).unsupported_reason(config, host)
+            if unsupported:
+                yield refused(name, asked, unsupported)
 
 
 def planned_host(config: Config, device: str) -> Host:

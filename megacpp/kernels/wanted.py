@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+def needs_input_grad_now(ctx: Any) -> tuple[bool, ...]:
     """Of each input of the Function: its gradient is used in this walk over the graph.
 
     `ctx.needs_input_grad` is settled in the forward (pytorch#56500). Zero-bubble pipelines walk a

@@ -1,5 +1,4 @@
-"""The start of a run: launcher, memory gate, auto-fit, trial steps, header, launch record.
+"""Launch of a run: launcher, memory gate, auto-fit, trial steps, header, launch record.
 
-May import: megacpp/ below cli/.
-Start reading: start.py, then gate.py.
+May import: megacpp/ below cli/. Start reading: start.py, then gate.py.
 """

@@ -1,4 +1,4 @@
-"""torchrun in this process, with our exit codes: what `megacpp train` starts after its checks."""
+"""Torchrun in this process, with this project's exit codes, for `megacpp train`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PEER_LOST = 6
 
 
 def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
-    """Run `torchrun WORDS SCRIPT FLAGS` to its end; the exit code of the rank that failed first.
+    """Run `torchrun WORDS SCRIPT FLAGS` to its end; return the first failed rank's exit code.
 
-    torchrun's log lines, traceback and table stay off the screen: ranks print their own message,
-    and a rank that was killed is named here. SIGTERM and SIGINT go to the ranks.
+    torchrun's log lines, traceback and table are suppressed: ranks print their own message, and a
+    killed rank is named here. SIGTERM and SIGINT are passed to the ranks.
     """
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    if quiet:  # read once, by the import: for this process, whose store may go first at the end
+    if quiet:  # read at import: silences this process, whose store may close first at the end
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,7 +32,7 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
     if quiet:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     logging.disable(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with four lines
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its warning
     with tempfile.TemporaryDirectory(prefix="megacpp-") as name:
         logs = Path(name)
         if not any(word.split("=")[0] == "--log-dir" for word in words):
@@ -61,12 +61,12 @@ def launch(words: Sequence[str], script: Path, flags: Sequence[str]) -> int:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """The code of a launch: of the first rank that failed by itself, else 6."""
+    """Return the exit code of the first rank that failed by itself, else 6."""
     return next((code for code in codes if code > 0 and code != PEER_LOST), PEER_LOST)
 
 
 def notes(logs: Path) -> Iterator[dict[str, Any]]:
-    """Messages that ranks of the last start left for their launcher (outcome.py)."""
+    """Yield the messages that ranks of the last start left for their launcher (outcome.py)."""
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
     for path in sorted(attempts[-1].glob("*/error.json")) if attempts else ():
         message = json.loads(path.read_text()).get("message")
@@ -75,12 +75,12 @@ def notes(logs: Path) -> Iterator[dict[str, Any]]:
 
 
 def printed(note: dict[str, Any]) -> bool:
-    """Whether a rank that lost another one has said which."""
+    """Return whether a rank that lost another one has named it."""
     return note["message"] != "lost another rank"
 
 
 def killed(ends: dict[int, tuple[int, int]]) -> str:
-    """The line for ranks that were ended from outside, before any other could say so."""
+    """Return the line for ranks that were killed before any other rank could report it."""
     first = min(ends, key=lambda rank: ends[rank][1])
     code = ends[first][0]
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

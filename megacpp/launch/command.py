@@ -1,4 +1,4 @@
-"""The torchrun command of a world, on one node or several; no torch import."""
+"""Torchrun commands of a world, on one node or several; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ ENDPOINT = "$HOST:29500"  # torchrun's usual port, on the node that HOST names
 
 
 def node_shape(world: int, per_node: int) -> tuple[int, int]:
-    """Number of nodes and ranks of each, all equal and as full as the world allows."""
+    """Return the number of nodes and ranks per node, all nodes equal and as full as possible."""
     ranks = next(n for n in range(min(world, per_node), 0, -1) if world % n == 0)
     return world // ranks, ranks
 
 
 def torchrun_words(world: int, per_node: int, name: str) -> list[str]:
-    """Options of torchrun for `world` ranks; the same command starts every node.
+    """Return torchrun's options for `world` ranks; the same command starts every node.
 
     Args:
-        name: of the launch, the same on all nodes.
+        world: number of ranks.
+        per_node: most ranks of a node.
+        name: name of the launch, the same on all nodes.
     """
     nodes, ranks = node_shape(world, per_node)
     if nodes == 1:
@@ -28,7 +30,7 @@ def torchrun_words(world: int, per_node: int, name: str) -> list[str]:
 
 
 def node_lines(world: int, per_node: int) -> list[str]:
-    """Notes on typing the command on several nodes."""
+    """Return notes on typing the command on several nodes."""
     nodes, ranks = node_shape(world, per_node)
     if nodes == 1:
         return []
@@ -38,5 +40,5 @@ def node_lines(world: int, per_node: int) -> list[str]:
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command for a shell, which fills in $HOST."""
+    """Quote a command for a shell, which expands $HOST."""
     return " ".join(word if ENDPOINT in word else shlex.quote(word) for word in words)

@@ -1,8 +1,8 @@
-"""Place of this process by torchrun's environment: its rank among how many; no torch import here.
+"""Rank of this process, from torchrun's environment variables; imports no torch.
 
     WORLD_SIZE  RANK  LOCAL_RANK  MASTER_ADDR  MASTER_PORT
 
-Without WORLD_SIZE, or with WORLD_SIZE=1, a run is one process and meets nobody.
+Without WORLD_SIZE, or with WORLD_SIZE=1, a run is one process without a process group.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Mapping
 
 from megacpp.errors import ConfigError, config_error
 
-MOST_RANKS = 1 << 17  # reports look at every rank
+MOST_RANKS = 1 << 17  # reports iterate over all ranks
 PORTS = 1 << 16
 RANKS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def ranks_started(environment: Mapping[str, str]) -> int:
-    """Ranks of the run that this process belongs to (1 without torchrun).
+    """Return the number of ranks of this process's run (1 without torchrun).
 
     Raises:
-        ConfigError: variables that name no rank, so that a process group would fail or wait.
+        ConfigError: variables that don't identify a rank, so that a process group would fail or
+            wait.
     """
     size = _number(environment, "WORLD_SIZE", 1, MOST_RANKS + 1)
     if size is None or size == 1:
@@ -39,7 +40,7 @@ def ranks_started(environment: Mapping[str, str]) -> int:
 
 
 def _alone(environment: Mapping[str, str]) -> None:
-    """One process has rank 0, if it has any."""
+    """Check that a single process has rank 0, if it has any."""
     for name in ("RANK", "LOCAL_RANK"):
         if _number(environment, name, 0, MOST_RANKS):
             rule = f"WORLD_SIZE={environment.get('WORLD_SIZE', '')} is one process, which is rank 0"
@@ -47,7 +48,7 @@ def _alone(environment: Mapping[str, str]) -> None:
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, end: int) -> int | None:
-    """The whole number of a variable, in [least, end); None where it isn't set."""
+    """Return the integer value of a variable, in [least, end); None if it isn't set."""
     text = environment.get(name)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Lines of a run's header: what its model has beyond blocks in a row; no torch import."""
+"""Header lines about the model's features beyond plain blocks; imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacpp.model.sizes import ngram_primes, ngram_rows
 
 
 def feature_lines(config: Config) -> list[str]:
-    """One line for each feature that is on; none for a plain model."""
+    """Return a line for each enabled feature; none for a plain model."""
     return [*sparse_lines(config), *_beside_the_head(config), *_memories(config), *_rest(config)]
 
 

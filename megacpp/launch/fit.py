@@ -1,12 +1,12 @@
-"""The ladder of a fitted run: candidates in turn until one takes four sound steps.
+"""Ladder of a fitted run: try candidates in turn until one completes four sound steps.
 
     plan -> four steps of the first -> out of memory? the next one that keeps recomputing as it is
          -> median of steps 1 to 3  -> gradient norms against their average -> train
 
-A candidate that ran out of memory was predicted to fit, so its estimate is off by some bytes: those
-that are predicted to need as much aren't tried, nor those a little below (`BUMP`). From then on the
-first are those that recompute as the last one did, of these the ones that change one setting and no
-more, and then the planner's order counts. Whatever else goes wrong is a bug, and ends the run.
+A candidate that ran out of memory was predicted to fit, so its estimate is wrong by some bytes.
+Candidates with about the same prediction or more (`BUMP`) are then skipped. From then on candidates
+with the last one's recompute policy come first, of these the ones that change a single setting, and
+then the planner's order counts. Any other failure is a bug, and ends the run.
 """
 
 from __future__ import annotations
@@ -25,35 +25,49 @@ from megacpp.memory.estimate import MemoryEstimate
 from megacpp.run.health import Health
 
 STEPS = 4
-BUMP = 0.02  # of an estimate that ran out of memory, that the next one has to be below it
-# Follow from the mesh and the batch of a candidate, whose tokens a step are all the same.
+BUMP = 0.02  # fraction by which the next estimate must be below one that ran out of memory
+# Settings derived from a candidate's mesh and batch; all have the same tokens per step.
 DERIVED = ("train.grad_accum", "mesh.dp_shard")
 
 
-class Candidate(Protocol):
-    """A configuration that the planner scored (megacpp/memory/planner.py)."""
+class ScoredCandidate(Protocol):
+    """Configuration that the planner scored (megacpp/memory/planner.py)."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> Config:
+        """Configuration of the candidate."""
+        ...
+
     @property
-    def estimate(self) -> MemoryEstimate: ...
+    def estimate(self) -> MemoryEstimate:
+        """Memory estimate of its fullest rank."""
+        ...
+
     @property
-    def score(self) -> Any: ...
+    def score(self) -> Any:
+        """Score for comparison."""
+        ...
+
     @property
-    def checkpointing(self) -> bool: ...
+    def checkpointing(self) -> bool:
+        """Whether it recomputes activations."""
+        ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of four steps.
+    """Result of four steps.
 
-    `unsound`: they ran, and their gradients say that training would not. `failed`: anything that
-    another configuration would not mend.
+    `unsound`: they ran, but their gradients say that training would fail. `failed`: a failure that
+    no other configuration would avoid.
 
     Attributes:
-        step_s, tokens_per_s, grad_norms: of every step.
-        peak_bytes: of rank 0.
+        kind: class of the result.
+        detail: message.
+        step_s, tokens_per_s, grad_norms: figures of every step.
+        peak_bytes: peak of rank 0.
         code: exit code of the first rank that failed.
+        wall_s: seconds of the attempt.
     """
 
     kind: Literal["ok", "oom", "unsound", "failed"]
@@ -67,33 +81,38 @@ class Outcome:
 
     @property
     def median_step_s(self) -> float | None:
-        """Of the steps after the first, in which kernels are built and memory is taken."""
+        """Median seconds of the steps after the first, which builds kernels and allocates."""
         return median(self.step_s[1:]) if len(self.step_s) > 1 else None
 
     @property
     def median_tokens_per_s(self) -> float | None:
+        """Median tokens per second of the steps after the first."""
         return median(self.tokens_per_s[1:]) if len(self.tokens_per_s) > 1 else None
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One rung.
+    """Attempt to run a candidate.
 
     Attributes:
-        changed: settings that differ from the attempt before (from the configuration asked for,
-            in the first), new values by name; `knobs`: what a person would call them.
-        headroom: part of the device that estimates had to leave free.
+        number: index, from 1.
+        candidate: candidate that ran.
+        changed: settings that differ from the previous attempt (for the first: from the requested
+            configuration), new values by name.
+        knobs: names of the changes for a person.
+        headroom: fraction of the device that estimates had to leave free.
+        outcome: result.
     """
 
     number: int
-    candidate: Candidate
+    candidate: ScoredCandidate
     changed: dict[str, Any]
     knobs: tuple[str, ...]
     headroom: float
     outcome: Outcome
 
     def as_dict(self) -> dict[str, Any]:
-        """For launch.json."""
+        """Return the attempt for launch.json."""
         o = self.outcome
         return {
             "attempt": self.number,
@@ -114,20 +133,21 @@ class Attempt:
 
 @dataclass
 class Ladder:
-    """Chooses the next candidate from what came of those before; nothing here runs anything.
+    """Choice of the next candidate from the previous outcomes; it runs nothing itself.
 
     Args:
-        candidates: in the planner's order, scored, all of the same tokens a step.
-        asked: the configuration that was asked for.
-        device_bytes, budget_bytes: memory of a device, and what estimates may use of it.
-        extra_bytes: what a candidate's estimate is known to miss (see calibration.py).
+        candidates: scored candidates in the planner's order, all of the same tokens per step.
+        asked: requested configuration.
+        device_bytes, budget_bytes: memory of a device, and the part that estimates may use.
+        extra_bytes: bytes that a candidate's estimate is known to miss (see calibration.py).
+        attempts: attempts so far.
     """
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[ScoredCandidate]
     asked: Config
     device_bytes: int
     budget_bytes: int
-    extra_bytes: Callable[[Candidate], int] = lambda _: 0
+    extra_bytes: Callable[[ScoredCandidate], int] = lambda _: 0
     attempts: list[Attempt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -135,8 +155,8 @@ class Ladder:
         self._ceiling = float(self.budget_bytes)
         self._tried: set[int] = set()
 
-    def next(self) -> Candidate | None:
-        """What to try now; None: nothing is left."""
+    def next(self) -> ScoredCandidate | None:
+        """Return the next candidate, or None if none is left."""
         left = [
             (i, c)
             for i, c in enumerate(self.candidates)
@@ -158,7 +178,7 @@ class Ladder:
         return None
 
     def note(self, outcome: Outcome) -> Attempt:
-        """Takes in what came of the candidate that `next` returned last."""
+        """Record the outcome of the candidate that `next` returned last."""
         candidate = self.candidates[self._now]
         before = self.attempts[-1].candidate.config if self.attempts else self.asked
         attempt = Attempt(
@@ -175,18 +195,19 @@ class Ladder:
             self._ceiling = min(self._ceiling, self._needs(candidate) * (1 - BUMP))
         return attempt
 
-    def _needs(self, candidate: Candidate) -> int:
+    def _needs(self, candidate: ScoredCandidate) -> int:
         return candidate.estimate.point + self.extra_bytes(candidate)
 
 
-def climb(ladder: Ladder, run: Callable[[int, Candidate], Outcome]) -> Candidate:
-    """Walks the ladder until a candidate is sound.
+def climb(ladder: Ladder, run: Callable[[int, ScoredCandidate], Outcome]) -> ScoredCandidate:
+    """Run candidates of the ladder until one is sound.
 
     Args:
-        run: four steps of a candidate; the number of the attempt counts from 1.
+        ladder: candidates.
+        run: runs four steps of a candidate; the number of the attempt counts from 1.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: no candidate is left.
         MegacppError: an attempt failed for another reason than memory; with its exit code.
     """
     while (candidate := ladder.next()) is not None:
@@ -201,22 +222,22 @@ def climb(ladder: Ladder, run: Callable[[int, Candidate], Outcome]) -> Candidate
 
 
 def difference(before: Config, after: Config) -> dict[str, Any]:
-    """Settings that differ, with their new values."""
+    """Return settings that differ, with their new values."""
     old = flatten(before)
     return {key: value for key, value in flatten(after).items() if old.get(key) != value}
 
 
 def knobs_between(before: Config, after: Config) -> tuple[str, ...]:
-    """What a person would have turned; the levers of a recompute policy are one knob."""
+    """Return names of the changes for a person; all settings of a recompute policy are one name."""
     keys = [key for key in difference(before, after) if key not in DERIVED]
     return tuple(dict.fromkeys("recompute" if k.startswith("recompute.") else k for k in keys))
 
 
 def judged(records: Sequence[Mapping[str, Any]]) -> Outcome:
-    """The outcome of the steps that a smoke run recorded in metrics.jsonl.
+    """Return the outcome of the steps that a trial recorded in metrics.jsonl.
 
-    Gradient norms are held against their average by the rules of `Health`: one that is not finite,
-    a step that was left out, or a norm beyond the critical limit makes a candidate unsound.
+    Gradient norms are compared with their average by the rules of `Health`: a non-finite norm, a
+    skipped step, or a norm beyond the critical limit makes a candidate unsound.
     """
     norms = tuple(row["grad_norm"] for row in records)
     outcome = Outcome(

@@ -1,4 +1,4 @@
-"""The run folder and the corpus, which all nodes must see alike before the first step."""
+"""Run folder and corpus: checks that all nodes see the same ones before the first step."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from pathlib import Path
 
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 
-PATIENCE_S = 5.0  # for a network file system to show what another node wrote
+PATIENCE_S = 5.0  # wait for a network file system to show another node's file
 
 
-def open_folder(peers: Peers, config: Config, fingerprint: str) -> None:
-    """Make the run folder on rank 0 and make sure that every rank sees it, and the same corpus.
+def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
+    """Create the run folder on rank 0 and check that every rank sees it, and the same corpus.
 
     With `checkpoint.resume never` an existing folder is renamed first, unless the launcher only
-    started the ranks of this run again.
+    restarted the ranks of this run.
 
     Args:
-        fingerprint: of this rank's corpus.
+        peers: store of all ranks.
+        config: configuration of the run.
+        fingerprint: fingerprint of this rank's corpus.
 
     Raises:
-        ConfigError: (as MegacppError with its code) the folder can't be made, or isn't shared.
-        DataError: (likewise) another corpus than rank 0's.
+        ConfigError: (as MegacppError with its code) the folder can't be created, or isn't shared.
+        DataError: (likewise) the corpus differs from rank 0's.
     """
     folder = Path(config.run.dir)
     token = folder / f".{peers.table[0].pid}-{peers.table[0].host}.start"
@@ -44,8 +46,8 @@ def open_folder(peers: Peers, config: Config, fingerprint: str) -> None:
                 token.unlink()
 
 
-def _compare(peers: Peers, config: Config, fingerprint: str, token: Path) -> None:
-    """Holds what this rank sees against what rank 0 has."""
+def _compare(peers: RankStore, config: Config, fingerprint: str, token: Path) -> None:
+    """Compare folder and corpus with rank 0's."""
     if (other := peers.hear("corpus")) != fingerprint:
         raise DataError(
             f"data.path={config.data.path}: this node's corpus [{fingerprint}] isn't rank 0's "
@@ -61,7 +63,11 @@ def _compare(peers: Peers, config: Config, fingerprint: str, token: Path) -> Non
 
 
 def set_aside(folder: Path) -> None:
-    """Rename an existing run folder, so that no run mixes with it."""
+    """Rename an existing run folder, so that no run mixes with it.
+
+    Raises:
+        ConfigError: the folder can't be renamed.
+    """
     try:
         if folder.exists():
             number = 1
@@ -87,7 +93,7 @@ def _unusable(folder: Path, error: OSError) -> Exception:
 
 
 def _seen(token: Path) -> bool:
-    """Whether another node's file is here; listing its folder asks a network file system anew."""
+    """Return whether another node's file is visible; listing refreshes network caches."""
     deadline = time.monotonic() + PATIENCE_S
     while not token.exists():
         if time.monotonic() > deadline:
@@ -99,8 +105,8 @@ def _seen(token: Path) -> bool:
     return True
 
 
-def start_point(peers: Peers, config: Config) -> str:
-    """`checkpoint.resume` of this start: ranks that were started again go on from their own run."""
+def start_point(peers: RankStore, config: Config) -> str:
+    """Return `checkpoint.resume` of this start: restarted ranks resume from their own run."""
     own = Path(config.run.dir) / "checkpoints" / "latest"
     resume = config.checkpoint.resume
     return "auto" if peers.restarted and (resume == "never" or own.exists()) else resume

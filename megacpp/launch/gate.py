@@ -1,7 +1,7 @@
-"""The launch gate: what a run will need is estimated first, and refused where it doesn't fit.
+"""Launch gate: estimate the memory of a run first, and reject the run if it doesn't fit.
 
-Nothing is written and no process group exists yet. The first rank of each machine judges for all of
-its ranks: what a host has left changes while the others start, and ranks must not disagree.
+Nothing is written and no process group exists yet. The first rank of each machine decides for all
+of its ranks: a host's free memory changes while the others start, and ranks must not disagree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megacpp.launch.record import device_name, versions
 from megacpp.memory.budget import (
     BRIEF,
     GIB,
-    Estimator,
+    EstimateFunction,
     as_run,
     fullest,
     host_available_bytes,
@@ -28,25 +28,25 @@ from megacpp.memory.budget import (
 )
 from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
 from megacpp.memory.estimate import MemoryEstimate, estimate
-from megacpp.memory.fixes import refusal
+from megacpp.memory.fixes import memory_error
 from megacpp.run.precision import compute_dtype
 
 VERDICTS = {
     "fits": "fits",
     "at_risk": "fits, unless routers or the allocator do their worst",
     "does_not_fit": "DOES NOT FIT",
-    "unknown": "nobody knows what this device has",
+    "unknown": "the memory of this device is unknown",
 }
 
 
 @dataclass(frozen=True)
-class Room:
-    """The memory that one rank may use.
+class MemoryBudget:
+    """Memory that one rank may use.
 
     Attributes:
-        device_bytes: of its device, or its part of the machine; None: not known.
-        source: where that figure is from.
-        headroom: part of it that stays free.
+        device_bytes: memory of its device, or its part of the host; None: unknown.
+        source: origin of that figure.
+        headroom: fraction of it that stays free.
     """
 
     device_bytes: int | None
@@ -55,6 +55,7 @@ class Room:
 
     @property
     def budget_bytes(self) -> int | None:
+        """Bytes that the rank may use; None: unknown."""
         if self.device_bytes is None:
             return None
         return int(self.device_bytes * (1 - self.headroom))
@@ -67,21 +68,24 @@ class Room:
 
 @dataclass(frozen=True)
 class Admission:
-    """What was known of a launch's memory before it began.
+    """Memory estimate of a launch, with everything that the decision rests on.
 
     Attributes:
-        estimate: of the fullest rank, against the budget less the calibration's margin.
-        rank: which one that is.
-        gate: `on`, or `off`: nothing would have been refused.
-        settled: the configuration as this device runs it.
+        estimate: estimate of the fullest rank, against the budget less the calibration's margin.
+        rank: that rank.
+        gate: `on`, or `off`: nothing is rejected.
+        room: memory of a rank.
+        margin: correction learned from measured runs.
+        situation: key of comparable runs.
+        settled: configuration with `auto` resolved for this device.
         calibration: folder of records, or nothing.
-        plan, attempts: of a fitted run, for launch.json.
+        plan, attempts: plan and attempts of a fitted run, for launch.json.
     """
 
     estimate: MemoryEstimate
     rank: int
     gate: str
-    room: Room
+    room: MemoryBudget
     margin: Margin
     situation: Situation
     settled: Config
@@ -91,11 +95,11 @@ class Admission:
 
     @property
     def predicted_bytes(self) -> int:
-        """What a measurement is compared with."""
+        """Bytes that a measurement is compared with."""
         return comparable_bytes(self.estimate, self.settled.train.device)
 
     def lines(self) -> list[str]:
-        """For the header of a run."""
+        """Return lines for the header of a run."""
         e = self.estimate
         at = f" in {e.moment}" if e.moment else ""
         largest = sorted(e.components.items(), key=lambda one: -one[1])[:5]
@@ -112,7 +116,7 @@ class Admission:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For launch.json."""
+        """Return the admission for launch.json."""
         m = self.margin
         return {
             "estimate": self.estimate.as_dict(),
@@ -134,36 +138,42 @@ class Admission:
         }
 
 
-class Assessor:
-    """Estimates configurations of one launch, each with the margin that was learned for it.
+class Estimator:
+    """Memory estimates of one launch's configurations, each with the margin learned for it.
 
     Args:
-        size: ranks.
-        estimator: of one rank.
+        config: configuration of the run.
+        size: number of ranks.
+        device: device of this rank.
+        estimator: function that estimates one rank.
     """
 
     def __init__(
-        self, config: Config, size: int, device: torch.device, estimator: Estimator = estimate
+        self,
+        config: Config,
+        size: int,
+        device: torch.device,
+        estimator: EstimateFunction = estimate,
     ) -> None:
         self.size, self.device, self.estimator = size, device, estimator
-        self.room = room_of(config, device)
+        self.room = memory_budget(config, device)
         found = versions()
         self.versions = {name: found.get(name) for name in ("torch", "megacpp")}
 
     def settled(self, config: Config) -> Config:
-        """`auto` as it will run here."""
+        """Return the configuration with `auto` resolved for this device."""
         narrow = compute_dtype(config.precision, self.device) == torch.bfloat16
         return as_run(as_chosen(config, self.device), self.device.type, narrow)
 
     def price(self, config: Config, extra_bytes: int = 0) -> MemoryEstimate:
-        """What the fullest rank needs, against the budget less what a margin takes of it."""
+        """Return the fullest rank's needs, against the budget less `extra_bytes`."""
         budget = self.room.budget_bytes
         left = None if budget is None else max(0, budget - extra_bytes)
         brief = BRIEF if self.estimator is estimate else self.estimator
         return fullest(self.settled(config), self.size, left, brief)[1]
 
     def assess(self, config: Config) -> Admission:
-        """The estimate of a configuration with all that its verdict rests on."""
+        """Return the estimate of a configuration with everything that its verdict rests on."""
         settled = self.settled(config)
         where = situation(settled, self.size, device_name(self.device), self.versions)
         rank, plain = fullest(settled, self.size, self.room.budget_bytes, self.estimator)
@@ -184,10 +194,10 @@ class Assessor:
         )
 
     def judge(self, found: Admission) -> None:
-        """On the first rank of a machine, unless `memory.gate` is off.
+        """Reject a run that doesn't fit, on a machine's first rank, unless `memory.gate` is off.
 
         Raises:
-            ConfigError: with the three cheapest changes that help.
+            ConfigError: the run doesn't fit; the error names the three cheapest changes that help.
         """
         if found.gate == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -196,23 +206,23 @@ class Assessor:
         extra = found.margin.extra_bytes
         room = f"{self.room}{f', {words(extra)} for what was misjudged before' if extra else ''}"
         price = lambda other: self.price(other, extra)  # noqa: E731
-        raise refusal(found.settled, self.size, found.rank, price, found.estimate, room)
+        raise memory_error(found.settled, self.size, found.rank, price, found.estimate, room)
 
 
-def admit(resolved: Resolved, size: int, device: torch.device) -> Admission:
-    """Estimates a run before it starts.
+def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admission:
+    """Estimate a run before it starts.
 
     Raises:
         ConfigError: it doesn't fit, and `memory.gate` is on.
     """
-    assessor = Assessor(resolved.config, size, device)
-    found = assessor.assess(resolved.config)
-    assessor.judge(found)
+    estimator = Estimator(resolved.config, size, device)
+    found = estimator.assess(resolved.config)
+    estimator.judge(found)
     return found
 
 
 def set_allocator(config: Config, device: torch.device) -> None:
-    """What `memory.expandable_segments` says, on a GPU; call it before the first tensor.
+    """Apply `memory.expandable_segments` on a GPU; call it before the first tensor.
 
     Other settings of `PYTORCH_ALLOC_CONF` stay.
     """
@@ -221,24 +231,24 @@ def set_allocator(config: Config, device: torch.device) -> None:
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{grow}")
 
 
-def room_of(config: Config, device: torch.device) -> Room:
-    """What is configured; else the smallest GPU of this machine's ranks, or a part of its host."""
+def memory_budget(config: Config, device: torch.device) -> MemoryBudget:
+    """Return the configured memory, or that of the smallest GPU, or a share of the host's."""
     memory, ranks = config.memory, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if memory.device_gib:
-        return Room(int(memory.device_gib * GIB), "given", memory.headroom)
+        return MemoryBudget(int(memory.device_gib * GIB), "given", memory.headroom)
     if device.type == "cuda":
         found = range(min(ranks, torch.cuda.device_count()))
         least = min(torch.cuda.get_device_properties(i).total_memory for i in found)
-        return Room(least, f"of {device_name(device)}", memory.headroom)
+        return MemoryBudget(least, f"of {device_name(device)}", memory.headroom)
     host = host_available_bytes()
     if host is None:
-        return Room(None, "nothing says how much memory this machine has left", memory.headroom)
+        return MemoryBudget(None, "the free memory of this machine is unknown", memory.headroom)
     share = f"of {words(host)} left for {ranks} ranks" if ranks > 1 else "left on this machine"
-    return Room(host // ranks, share, memory.headroom)
+    return MemoryBudget(host // ranks, share, memory.headroom)
 
 
 def comparable_bytes(estimate: MemoryEstimate, device: str) -> int:
-    """The part of an estimate that can be measured: not what a process on a CPU has loaded."""
+    """Return the part of an estimate that can be measured; on a CPU without loaded libraries."""
     loaded = estimate.components.get("runtime_reserved", 0) if device == "cpu" else 0
     return estimate.point - loaded
 

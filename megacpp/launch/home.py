@@ -1,4 +1,4 @@
-"""The checkout that this package belongs to; no torch import here."""
+"""Checkout that this package belongs to; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOMS = ("checkpointing", "optim", "parallel")
 
 
 def put_first() -> None:
-    """Put this checkout at the head of `sys.path`: other projects have a `parallel` too.
+    """Put this checkout first on `sys.path`: other projects have a `parallel` too.
 
     Raises:
         ConfigError: another package of that name is imported already.

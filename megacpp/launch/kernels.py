@@ -1,4 +1,4 @@
-"""What does the hot operations of a run on its device, and what a header says of it."""
+"""Backends of a run's operations on its device, and their header lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megacpp.config.schema import Config
 from megacpp.kernels.backend import Kernels
 from megacpp.kernels.host import Host, installed
-from megacpp.kernels.selection import Choice, choose, plain_loss
+from megacpp.kernels.selection import BackendSelection, choose, plain_loss
 from megacpp.run.precision import compute_dtype
 
 NAMES = {
@@ -23,7 +23,7 @@ NAMES = {
 
 
 def host_of(config: Config, device: torch.device) -> Host:
-    """What a run of a configuration has under it on a device."""
+    """Return the properties of a device that backends depend on, with the run's dtype."""
     dtype = NAMES[compute_dtype(config.precision, device)]
     if device.type != "cuda":
         return Host(device.type, dtype, name=device.type, packages=installed())
@@ -31,13 +31,13 @@ def host_of(config: Config, device: torch.device) -> Host:
     return Host("cuda", dtype, capability, torch.cuda.get_device_name(device), installed())
 
 
-def choices(config: Config, device: torch.device) -> dict[str, Choice]:
-    """What does each operation of a run, and why; asked once, where a run starts.
+def choices(config: Config, device: torch.device) -> dict[str, BackendSelection]:
+    """Return the backend of each operation, with the reason; called once, at the start of a run.
 
-    Warns of a GPU for whose head there is no kernel.
+    It warns if a GPU has no kernel for the head.
 
     Raises:
-        ConfigError: a backend that is asked for by name can't run here.
+        ConfigError: a backend that is requested by name can't run here.
     """
     host = host_of(config, device)
     found = choose(config, host)
@@ -47,26 +47,26 @@ def choices(config: Config, device: torch.device) -> dict[str, Choice]:
 
 
 def chosen_kernels(config: Config, device: torch.device) -> Kernels:
-    """The names alone."""
+    """Return the names of the backends."""
     found = choose(config, host_of(config, device))
     return Kernels(**{name: c.backend for name, c in found.items()})
 
 
 def as_chosen(config: Config, device: torch.device) -> Config:
-    """The configuration with the kernels of this host by name, where it has the device."""
+    """Return the configuration with `auto` kernels resolved, if this host has the device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return config
     names = {name: choice.backend for name, choice in choices(config, device).items()}
     return replace(config, kernels=replace(config.kernels, **names))
 
 
-def kernel_lines(found: Mapping[str, Choice]) -> list[str]:
-    """One line for each operation of the model: its backend, and why."""
+def kernel_lines(found: Mapping[str, BackendSelection]) -> list[str]:
+    """Return a line for each operation of the model: its backend, and the reason."""
     return [f"{name}: {choice.taken}" for name, choice in found.items()]
 
 
-def kernel_record(found: Mapping[str, Choice]) -> dict[str, dict[str, object]]:
-    """The same for launch.json."""
+def kernel_record(found: Mapping[str, BackendSelection]) -> dict[str, dict[str, object]]:
+    """Return the backends for launch.json."""
     return {
         name: {"backend": c.backend, "asked": c.asked, "passed_over": dict(c.passed_over)}
         for name, c in found.items()

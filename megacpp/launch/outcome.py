@@ -1,4 +1,4 @@
-"""The message and exit code of a rank, in the file that torchrun reads; no torch import."""
+"""Message and exit code of a rank, in the file that torchrun reads; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def note(code: int, line: str) -> None:
-    """Write the exit code and the message of this rank where its launcher looks for them.
+    """Write this rank's exit code and message to torchrun's error file, if there is one.
 
-    The format is that of torch.distributed.elastic.multiprocessing.errors; nothing without it.
+    The format is that of torch.distributed.elastic.multiprocessing.errors.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         more = {"errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -22,11 +22,11 @@ def note(code: int, line: str) -> None:
 def wait_quietly() -> None:
     """Wait until the first rank has printed and the launcher ends this one.
 
-    A rank that torchrun ends so, and that then leaves with 0, is no failure in its table.
+    A rank that torchrun ends and that exits with 0 isn't a failure in its table.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        # The first rank of another node leaves soon: launchers end together, or miss each other.
+        # The first rank of a node exits soon, so that launchers end together.
         time.sleep(1.0 if os.environ.get("LOCAL_RANK") == "0" else 5.0)
     else:
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What each layer runs again in backward, for the header of a run and for launch.json."""
+"""Recompute table: the parts of each layer that backward recomputes, for header and launch.json."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ WORDS: dict[Piece, str] = {
 
 
 def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, Any]]:
-    """One row per layer, in order; with FP8 also whether it computes in it.
+    """Return one row per layer, in order; with FP8 also whether the layer computes in FP8.
 
     Args:
-        compiled: layers where the compiler decides, of all or of a part, and in which words.
+        config: configuration of the run.
+        compiled: layers in which the compiler decides about all or a part, with a description.
     """
     letters = block_letters(config.model.pattern, config.model.depth)
     pieces = layer_pieces(config.recompute, config.model)
@@ -36,7 +37,7 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
         names = [word for piece, word in WORDS.items() if piece in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")
-        if layer in compiled:  # of an E block the shared expert alone
+        if layer in compiled:  # in an E block, only the shared expert is compiled
             names = [*(names if letter == "E" else []), compiled[layer]]
         row = {"layer": layer, "kind": letter, "runs_again": names}
         rows.append(row if config.precision.fp8 == "off" else row | {"fp8": layer in in_fp8})
@@ -44,7 +45,7 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
 
 
 def table_lines(config: Config, compiled: Mapping[int, str]) -> list[str]:
-    """A line for all layers of a kind that do the same; the last layer apart."""
+    """Return a line for all layers of a kind with the same parts; the last layer apart."""
     *rows, last = layer_rows(config, compiled)
     key = lambda row: (row["kind"], row["runs_again"], row.get("fp8", False))  # noqa: E731
     found = []

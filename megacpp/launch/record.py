@@ -1,4 +1,4 @@
-"""What was launched: the header on the screen, config.json and launch.json in the run folder."""
+"""Launch record: the header on the screen, config.json and launch.json in the run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich"
 
 
 def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> None:
-    """config.json: the resolved configuration and where each value came from."""
+    """Write config.json: the resolved configuration and the origin of each value."""
     content = {"config": dataclasses.asdict(config), "provenance": provenance}
     write_json(folder / "config.json", content)
 
@@ -33,9 +33,16 @@ def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> No
 def write_launch(
     folder: Path, config: Config, mesh: dict[str, int], count: ParameterCount, **more: Any
 ) -> None:
-    """launch.json: configuration and its hash, commit, versions, device, mesh, parameter counts.
+    """Write launch.json: configuration and hash, commit, versions, device, mesh, parameter counts.
 
     A resumed run writes `launch-<step>.json` beside it.
+
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+        mesh: degree of each axis.
+        count: parameter counts.
+        more: further entries.
     """
     content = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -57,7 +64,7 @@ def write_launch(
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON whole or not at all (temporary name, then rename)."""
+    """Write JSON atomically (temporary name, then rename)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -65,12 +72,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """`NVIDIA H200`, or `cpu`."""
+    """Return the name of a device, such as `NVIDIA H200` or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver, as nvidia-smi says it; None: it doesn't."""
+    """Return the NVIDIA driver's version from nvidia-smi, or None."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -80,13 +87,13 @@ def driver_version() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that a run depends on."""
+    """Return the installed versions of the packages that a run depends on."""
     found = {"megacpp": metadata.version("megacpp")} if _installed("megacpp") else {}
     return found | {name: metadata.version(name) for name in PACKAGES if _installed(name)}
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout, with `-dirty` if it has changes; None outside of git."""
+    """Return the commit of the checkout, with `-dirty` if it has changes; None outside git."""
     root = Path(__file__).parents[2]
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
@@ -95,14 +102,14 @@ def git_commit() -> str | None:
 
 
 def print_header(sections: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """The header of a run: named groups of lines, wrapped to the screen."""
+    """Print the header of a run: named groups of lines, wrapped to the screen."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     for title, lines in sections:
         console.print(f"[bold]{title}[/bold]")
         for text in lines:
-            # Spaces inside a line align the columns of a table, which is narrow as it is.
+            # Wrapping would break the aligned columns of a table, which fits anyway.
             fits = len(text) + 2 <= columns()
             for line in [f"  {text}"] if fits else wrapped(text, "    ", "  "):
                 console.print(line, markup=False)

@@ -1,4 +1,4 @@
-"""The start of a run: the last checks, the header on the screen, config.json and launch.json."""
+"""Start of a run: the last checks, the header on the screen, config.json and launch.json."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.schedule import batch_schedule
-from megacpp.kernels.selection import Choice
+from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
 from megacpp.launch.gate import Admission, set_allocator
 from megacpp.launch.kernels import as_chosen, choices, kernel_lines, kernel_record
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.launch.recompute_table import layer_rows
 from megacpp.launch.recompute_table import table_lines as recompute_lines
 from megacpp.launch.record import device_name, print_header, write_config, write_launch
-from megacpp.launch.settle import settle
+from megacpp.launch.resolve import resolve_launch
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
@@ -37,12 +37,17 @@ from megacpp.run.sinks import check_sinks
 from megacpp.terminal.screen import check_folder
 
 
-def prepare(resolved: Resolved, peers: Peers, device: torch.device) -> Launch:
-    """All that can be settled, or be wrong, before ranks meet; every rank calls it.
+def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> PreparedLaunch:
+    """Check and resolve everything that doesn't need a process group; every rank calls it.
+
+    Args:
+        resolved: configuration of the run.
+        peers: store of all ranks.
+        device: device of this rank.
 
     Raises:
         DataError: the corpus is missing or damaged.
-        ConfigError: corpus, device, sinks, kernels or memory don't go with the configuration.
+        ConfigError: corpus, device, sinks, kernels or memory don't suit the configuration.
     """
     check_folder("run.dir", Path(resolved.config.run.dir))
     corpus = open_corpus(resolved.config)
@@ -50,32 +55,35 @@ def prepare(resolved: Resolved, peers: Peers, device: torch.device) -> Launch:
     check_device(resolved.config, device)
     check_sinks(resolved.config)
     kernels = choices(resolved.config, device)
-    resolved, admission = settle(resolved, peers, device)
+    resolved, admission = resolve_launch(resolved, peers, device)
     set_allocator(resolved.config, device)
     agreed = verify_kernels(resolved.config, device, kernels)
-    return Launch(resolved, corpus, device, admission, kernels, tuple(agreed))
+    return PreparedLaunch(resolved, corpus, device, admission, kernels, tuple(agreed))
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What was settled before ranks met.
+class PreparedLaunch:
+    """Result of the checks before the process group exists.
 
     Attributes:
-        resolved: the configuration that runs (of a fitted run the one that was found).
-        admission: what its memory was estimated to be.
-        kernels: what does each hot operation, and why.
-        agreed: a line for each kernel that was compared with its definition.
+        resolved: configuration that runs (for a fitted run, the one that was found).
+        corpus: corpus of the run.
+        device: device of this rank.
+        admission: memory estimate.
+        kernels: backend of each operation, with the reason.
+        agreed: a line for each kernel that was compared with the reference.
     """
 
     resolved: Resolved
     corpus: Corpus
     device: torch.device
     admission: Admission
-    kernels: Mapping[str, Choice]
+    kernels: Mapping[str, BackendSelection]
     agreed: tuple[str, ...]
 
     @property
     def config(self) -> Config:
+        """Configuration that runs."""
         return self.resolved.config
 
     @property
@@ -85,7 +93,7 @@ class Launch:
 
 
 def announce(
-    launch: Launch,
+    launch: PreparedLaunch,
     mesh: Mapping[str, int],
     active: bool,
     optimizer: Sequence[str],
@@ -94,22 +102,25 @@ def announce(
     first_step: int,
     changed: Sequence[str],
 ) -> Callable[[float], float | None]:
-    """Prints the header and writes the launch record, where `active`.
+    """Print the header and write the launch record, if `active`.
 
     Args:
+        launch: result of `prepare`.
         mesh: degree of each axis.
+        active: this rank prints and writes.
         optimizer, fp8: lines of the header.
-        compiled: layers where the compiler decides what is kept, in which words.
-        changed: settings that differ from those of the checkpoint that the run goes on from.
+        compiled: layers in which the compiler decides what is saved, with a description.
+        first_step: first step of this start.
+        changed: settings that differ from those of the checkpoint that the run resumes from.
 
     Returns:
-        Model FLOP utilisation for a number of tokens per second; None on devices whose peak
-        nobody published.
+        A function from tokens per second to model FLOP utilisation; it returns None on devices
+        whose peak isn't published.
     """
     resolved, corpus, device = launch.resolved, launch.corpus, launch.device
     kernels, agreed, admission = launch.kernels, launch.agreed, launch.admission
     config = resolved.config
-    axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep folds others
+    axes = {name: degree for name, degree in mesh.items() if name != "ep"}  # ep is a view
     ranks, rows = math.prod(axes.values()), batch_ranks(config.mesh, math.prod(axes.values()))
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = device_peak_flops(device)
@@ -162,7 +173,7 @@ def announce(
 
 
 def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
-    """What the forward keeps on the first rank, by kind of block, from closed forms."""
+    """Return the bytes that a forward saves on the first rank, by kind of block."""
     narrow = compute_dtype(config.precision, device) == torch.bfloat16
     return activation_bytes(as_run(as_chosen(config, device), device.type, narrow), ranks).as_dict()
 
@@ -174,7 +185,7 @@ def _given(resolved: Resolved) -> dict[str, object]:
 
 
 def _whose(mesh: Mapping[str, int]) -> str:
-    """Parameters are counted whole over shards, but only those of this rank's stages."""
+    """Name this rank's pipeline stages: parameters are counted over shards, not stages."""
     return f" (stages of the first of {mesh['pp']} pipeline ranks)" if mesh.get("pp", 1) > 1 else ""
 
 
@@ -194,7 +205,7 @@ def _warmup_line(config: Config, ranks: int) -> list[str]:
 
 
 def _gradient_line(config: Config) -> str:
-    """The accumulation boundary: divisor, when ranks add up, what a bad step costs."""
+    """Return a line about the accumulation: divisor, reduction over ranks, non-finite steps."""
     train = config.train
     mean = {"tokens": "over the valid tokens of a step", "microbatches": "of microbatches' means"}
     summed = {

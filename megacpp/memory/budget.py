@@ -11,13 +11,15 @@ from megacpp.config.schema import Config
 from megacpp.kernels.selection import planned_kernels
 from megacpp.memory.estimate import MemoryEstimate, estimate
 
-Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
+EstimateFunction = Callable[[Config, int, int, int | None], MemoryEstimate]
 GIB = 1 << 30
-BRIEF: Estimator = partial(estimate, detail=False)  # of many configurations, for their sums alone
+BRIEF: EstimateFunction = partial(
+    estimate, detail=False
+)  # of many configurations, for their sums alone
 
 
 def fullest(
-    config: Config, size: int, budget: int | None = None, estimator: Estimator = estimate
+    config: Config, size: int, budget: int | None = None, estimator: EstimateFunction = estimate
 ) -> tuple[int, MemoryEstimate]:
     """The rank of `size` that needs the most, and what it needs.
 

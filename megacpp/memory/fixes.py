@@ -194,7 +194,7 @@ def _said(config: Config, other: Config, first: Keys) -> Keys:
     return {key: after[key] for key in dict.fromkeys(order) if before.get(key) != after[key]}
 
 
-def refusal(
+def memory_error(
     config: Config, size: int, rank: int, price: Price, needs: MemoryEstimate, room: str
 ) -> ConfigError:
     """The one line of a launch that doesn't fit.

@@ -36,7 +36,7 @@ from megacpp.memory.plan_space import (
     with_knobs,
 )
 
-Estimator = Callable[[Config, int, int, int | None], MemoryEstimate]
+EstimateFunction = Callable[[Config, int, int, int | None], MemoryEstimate]
 FITS, AT_RISK, TOO_LARGE = range(3)
 MISFITS = {"fits": FITS, "unknown": FITS, "at_risk": AT_RISK, "does_not_fit": TOO_LARGE}
 REASONS = {
@@ -150,7 +150,7 @@ def plan(
     budget_bytes: int,
     tokens_per_step: int,
     fixed: Collection[str] = (),
-    estimator: Estimator = estimate,
+    estimator: EstimateFunction = estimate,
     watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
 ) -> Plan:
     """Ranks what `world` ranks of `budget_bytes` each can run.
@@ -228,7 +228,7 @@ class _Search:
         budget: int,
         tokens: int,
         fixed: Collection[str],
-        estimator: Estimator,
+        estimator: EstimateFunction,
     ) -> None:
         self.config, self.world, self.budget, self.tokens = config, world, budget, tokens
         self.fixed, self.estimator = fixed, estimator

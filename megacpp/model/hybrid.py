@@ -11,7 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.sparse import choice_of, freeze_all_but_indexers, handed_on
+from megacpp.blocks.attention.sparse import (
+    choice_of,
+    freeze_all_but_indexers,
+    with_shared_selection,
+)
 from megacpp.blocks.engram.module import look_ahead
 from megacpp.blocks.hyper_connections.module import Collapse, Spread
 from megacpp.blocks.mtp.module import MultiTokenPrediction, with_depths
@@ -65,8 +69,8 @@ class HybridLM(nn.Module):
     def forward(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None) -> LossSum:
         """Summed loss of the valid labels (-100: ignored) and their number.
 
-        A model that looks around (`ModelConfig.looks_around`) finds ids and labels of whole rows in
-        `docs`; where there are none, those that it is given are whole rows.
+        A model that looks around (`ModelConfig.needs_full_row`) finds ids and labels of whole rows
+        in `docs`; where there are none, those that it is given are whole rows.
         """
         docs = self._documents(ids_BT, labels_BT, docs)
         look_ahead(self.blocks.values(), docs)
@@ -99,7 +103,7 @@ class HybridLM(nn.Module):
             of_ngrams = [recent]
         x_BD = spread(self, x_BD)
         for key, before in zip(self.blocks, state, strict=True):
-            x_BD, after = self._block(key).step(x_BD, handed_on(before, choice), ids_B)
+            x_BD, after = self._block(key).step(x_BD, with_shared_selection(before, choice), ids_B)
             choice = choice_of(after, choice)
             following.append(after)
         following += of_ngrams
@@ -165,7 +169,7 @@ class HybridLM(nn.Module):
     def _documents(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None) -> Documents:
         if docs is None:
             docs = Documents.rows(*ids_BT.shape, device=ids_BT.device)
-        if not self.config.looks_around or docs.row is not None or docs.tokens_BT is not None:
+        if not self.config.needs_full_row or docs.row is not None or docs.tokens_BT is not None:
             return docs
         return docs.with_tokens(ids_BT, labels_BT)
 

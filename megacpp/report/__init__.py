@@ -1,4 +1,4 @@
-"""The page about one run, or about several side by side.
+"""HTML page about one run, or about several runs compared.
 
-`data.py` reads a run folder, `page.py` and `compare.py` make HTML of it. No torch import here.
+`data.py` reads a run folder, `page.py` and `compare.py` write HTML. No file here imports torch.
 """

@@ -1,7 +1,7 @@
-"""Draw lines as inline SVG and bars as HTML; colours are classes of the page's style sheet.
+"""Charts: lines as inline SVG and bars as HTML; colours are classes of the page's style sheet.
 
-A drawing has no size of its own beyond its view box; text is what is in the data, escaped. `s0` to
-`s7` are classes of series, `axis`, `grid`, `level`, `note` the rest (style.py has the CSS).
+A drawing has no size beyond its view box; texts are the data's, escaped. `s0` to `s7` are classes
+of series, `axis`, `grid`, `level` and `note` the rest (style.py has the CSS).
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from html import escape
 from megacpp.report.style import SERIES, SMOOTH
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 66, 14, 10, 28
-POINTS = 600  # of a line, more are averaged
+POINTS = 600  # most points of a line; more are averaged
 
 
 @dataclass(frozen=True)
-class Line:
-    """A series; `noisy` has its mean drawn over it, `dots` marks its points and joins none.
+class ChartLine:
+    """Series of a chart.
 
-    `marks` marks the points and joins them.
+    Attributes:
+        name: entry of the legend.
+        points: values over steps.
+        dots: draw points without a line.
+        noisy: draw the smoothed series over the raw one.
+        marks: draw points and a line.
     """
 
     name: str
@@ -33,9 +38,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of bars: where each begins, how long it is, its class, what it says.
+    """Row of bars: start, length and class of each, and a text.
 
-    Pieces lie below each other, or with `joined` on one line.
+    Pieces are below each other, or on one line if `joined`.
     """
 
     name: str
@@ -45,7 +50,7 @@ class Bar:
 
 
 def lines(
-    series: Sequence[Line],
+    series: Sequence[ChartLine],
     words: Callable[[float], str],
     levels: Sequence[tuple[float, str]] = (),
     said: Sequence[str] = (),
@@ -53,13 +58,16 @@ def lines(
     unit: float = 1.0,
     from_zero: bool = False,
 ) -> str:
-    """Series over steps.
+    """Return a chart of series over steps.
 
     Args:
-        words: a value on the axis.
-        unit: the axis has round numbers of these.
-        levels: values to draw across, and their names; two don't hide each other's.
+        series: lines of the chart.
+        words: formats a value of the axis.
+        levels: values of horizontal lines, and their names; close ones don't hide each other's.
         said: lines below the drawing.
+        height: height of the view box.
+        unit: ticks are round multiples of it.
+        from_zero: start the axis at zero.
     """
     finite = [
         [(x, y) for x, y in s.points if math.isfinite(x) and math.isfinite(y)] for s in series
@@ -111,10 +119,13 @@ def bars(
     level: tuple[float, str] | None = None,
     legend: Sequence[str] = (),
 ) -> str:
-    """Rows of horizontal bars on one scale from 0, as HTML that reflows where it is narrow.
+    """Return rows of horizontal bars on one scale from 0, as HTML that wraps on narrow screens.
 
     Args:
-        level: a value to mark in every row, and its name.
+        rows: bars.
+        words: formats a value.
+        level: value to mark in every row, and its name.
+        legend: names of the classes.
     """
     ends = [start + length for row in rows for start, length, _ in row.pieces]
     most = max([*ends, level[0] if level else 0.0, 0.0])
@@ -140,7 +151,7 @@ def bars(
 
 
 def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar of pieces (name, length, what is said of it), with a legend in words."""
+    """Return one bar of pieces (name, length, text), with a legend in words."""
     whole = sum(size for _, size, _ in parts)
     if whole <= 0:
         return ""
@@ -152,7 +163,14 @@ def stacked(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def nice_ticks(low: float, high: float, most: int, outside: bool = False) -> list[float]:
-    """About `most` round values, between those that are given or `outside` around them."""
+    """Return about `most` round values.
+
+    Args:
+        low: smallest value.
+        high: largest value.
+        most: approximate number of ticks.
+        outside: include the round values around the range.
+    """
     if high <= low:
         low, high = low - (abs(low) * 0.05 or 1), high + (abs(high) * 0.05 or 1)
     raw = (high - low) / most
@@ -164,14 +182,14 @@ def nice_ticks(low: float, high: float, most: int, outside: bool = False) -> lis
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most POINTS of them: means of neighbours."""
+    """Return at most POINTS points: means of neighbours."""
     size = -(-len(points) // POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Exponential means of the second numbers; the first points weigh as if nothing were before."""
+    """Return exponential means of the y values, unbiased at the start."""
     found, total, weight = [], 0.0, 0.0
     for x, y in points:
         total = SMOOTH * total + (1 - SMOOTH) * y

@@ -1,4 +1,4 @@
-"""Make one page of HTML about several runs: their curves on top of each other, what differs."""
+"""HTML page about several runs: their curves together, and settings that differ."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megacpp.memory.budget import words
-from megacpp.report.charts import Line, lines
+from megacpp.report.charts import ChartLine, lines
 from megacpp.report.html import columns, document, figures, plain, power, short
 from megacpp.report.style import SLIDER
 
-ASIDE = ("run.dir",)  # of settings, what says nothing about a run
+ASIDE = ("run.dir",)  # settings that don't describe a run
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs, a value for each; None: it has no such one."""
+    """Return settings that differ between runs, a value for each run; None if a run lacks it."""
     names = dict.fromkeys(name for run in runs for name in run["settings"] if name not in ASIDE)
     found = {name: [run["settings"].get(name) for run in runs] for name in names}
     return {name: values for name, values in found.items() if any(v != values[0] for v in values)}
 
 
 def comparison(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page of what `data.gather` found of each run."""
+    """Return the whole page about runs that `data.gather` has read."""
     names = run_names(runs)
     return document(
         f"{len(runs)} runs: {', '.join(names)}",
@@ -37,7 +37,7 @@ def comparison(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def run_names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The last parts of the folders' names, as many as tell them apart."""
+    """Return the shortest last parts of the folders' names that are unique."""
     folders = [run["folder"].rstrip("/").split("/") for run in runs]
     for size in range(1, max(map(len, folders)) + 1):
         names = ["/".join(parts[-size:]) for parts in folders]
@@ -71,17 +71,19 @@ def _totals(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str
 
 
 def _curves(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[tuple[str, str]]:
-    def series(name: str, noisy: bool = True) -> list[Line]:
+    def series(name: str, noisy: bool = True) -> list[ChartLine]:
         found = []
         for label, run in zip(names, runs, strict=True):
             steps = run["steps"]
             both = zip(steps.get("step", []), steps.get(name, []), strict=False)
             points = [(step + 1, y) for step, y in both if y is not None]
-            found.append(Line(label, points, noisy=noisy))
+            found.append(ChartLine(label, points, noisy=noisy))
         return found
 
     held_out = [
-        Line(label, [(row["step"] + 1, row["bits_per_byte"]) for row in _held_out(run)], marks=True)
+        ChartLine(
+            label, [(row["step"] + 1, row["bits_per_byte"]) for row in _held_out(run)], marks=True
+        )
         for label, run in zip(names, runs, strict=True)
     ]
     return [

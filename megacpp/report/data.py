@@ -1,6 +1,6 @@
-"""Gather what a run folder holds as plain data; what is missing is named, never guessed.
+"""Contents of a run folder as plain data; missing parts are named, never guessed.
 
-No torch import: a report of a run needs nothing that the run needed.
+No torch import: the report of a run doesn't need what the run needed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megacpp.report.files import (
 from megacpp.run.goodput import FILE, account, read_starts
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
-EVENTS = 200  # of skipped steps and warnings, most that are listed
+EVENTS = 200  # most skipped steps and warnings that are listed
 SAMPLES = 3  # newest texts
 PLAIN = ("loss", "bits_per_byte", "tokens_per_s", "step_s", "grad_norm", "lr", "mfu", "peak_bytes")
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """A run's records as plain data, by section; `missing` has a line for each that is not there.
+    """Return a run's records as plain data, by section; `missing` has a line for each absent one.
 
     Raises:
-        ConfigError: the folder is no run.
-        DataError: a record is damaged; names file and line.
+        ConfigError: the folder isn't a run's.
+        DataError: a record is damaged; the error names file and line.
     """
     run_folder(folder)
     try:
@@ -94,7 +94,7 @@ def _gathered(folder: Path) -> dict[str, Any]:
 
 
 def _header(launch: Mapping[str, Any]) -> dict[str, Any]:
-    """What was launched, without what other sections show."""
+    """Return the launch, without what other sections show."""
     config = launch.get("config") or {}
     count = launch.get("parameters") or {}
     batch = {**(config.get("train") or {}), **(config.get("data") or {})}
@@ -120,7 +120,7 @@ def _header(launch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The figures of steps by name, in the order of steps."""
+    """Return the figures of steps by name, in the order of steps."""
     names = [name for name in ("step", *PLAIN) if any(row.get(name) is not None for row in steps)]
     found = {name: [row.get(name) for row in steps] for name in names}
     if steps:
@@ -129,7 +129,7 @@ def _columns(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _groups(steps: list[dict[str, Any]]) -> dict[str, dict[str, list[list[float]]]]:
-    """Figures that have several lines: [step from 1, value] by the name of the line."""
+    """Return figures with several lines: [step from 1, value] by the name of the line."""
     rates: dict[str, list[list[float]]] = {}
     load: dict[str, list[list[float]]] = {}
     for row in steps:
@@ -143,13 +143,13 @@ def _groups(steps: list[dict[str, Any]]) -> dict[str, dict[str, list[list[float]
 
 
 def _samples(folder: Path) -> list[dict[str, str]]:
-    """The newest generated texts, oldest first."""
+    """Return the newest generated texts, oldest first."""
     paths = sorted((folder / "samples").glob("*.txt"))[-SAMPLES:]
     return [{"name": p.stem, "text": p.read_text(errors="replace")} for p in paths]
 
 
 def _totals(steps: list[dict[str, Any]], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all steps together; the first of a start says nothing of speed."""
+    """Return figures of all steps; the first step of a start doesn't count for speed."""
     if not steps:
         return {}
     first = launch.get("first_step", 0)
@@ -176,7 +176,7 @@ def _memory(
     taken: list[Snapshot],
     have: Callable[[str, Any, str], Any],
 ) -> dict[str, Any]:
-    """Predicted and measured bytes by component, with where each is from."""
+    """Return predicted and measured bytes by component, with their origin."""
     found = launch.get("memory") or {}
     estimate = found.get("estimate") or {}
     have("estimate", estimate, "launch.json has no memory.estimate: launched without the gate")
@@ -220,14 +220,14 @@ def _memory(
 
 
 def _measured(folder: Path, launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Measurements of the last start's first step, beside its estimate."""
+    """Return the measurements of the last start's first step."""
     key = ((launch.get("memory") or {}).get("calibration") or {}).get("key")
     record = read_object(folder / "memory" / "measured.json")
     return record if key and record.get("key") == key else {}
 
 
 def _traffic(launch: Mapping[str, Any], have: Callable[[str, Any, str], Any]) -> dict[str, Any]:
-    """Bytes of the first rank and a step, by axis and what travels."""
+    """Return the first rank's bytes per step, by axis and kind of data."""
     if launch.get("traffic"):
         return launch["traffic"]
     size = launch.get("world_size", 1)
@@ -245,7 +245,7 @@ def _traffic(launch: Mapping[str, Any], have: Callable[[str, Any, str], Any]) ->
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Dotted names of the settings of a recorded configuration."""
+    """Return a recorded configuration by dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{above}{name}"
@@ -254,7 +254,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _growth(folder: Path, taken: list[Snapshot]) -> dict[str, Any]:
-    """From the first to the last followed step; `record`: over all ranks, as the run wrote it."""
+    """Return the growth between the first and the last recorded step; `record` covers all ranks."""
     record = read_object(folder / "memory" / "summary.json").get("largest_growth")
     followed = [s for s in taken if s.followed]
     found: dict[str, Any] = {"record": record, "peaks": [[s.step, s.peak_bytes] for s in followed]}
@@ -272,7 +272,7 @@ def _events(
     steps: list[dict[str, Any]],
     taken: list[Snapshot],
 ) -> list[dict[str, Any]]:
-    """What a person should know, in the order of steps; those without a step come last."""
+    """Return events in the order of steps; those without a step come last."""
     found = []
     for launch in launches:
         first, when = launch.get("first_step", 0), launch.get("started", "")
@@ -316,7 +316,7 @@ def _event(step: int | None, kind: str, words: str) -> dict[str, Any]:
 
 
 def _failure(path: Path) -> str:
-    """The line of a failure's file that says what it was."""
+    """Return the line of a failure's file that names the error."""
     rows = [row for row in path.read_text(errors="replace").splitlines() if row.strip()]
     said = rows[1] if path.name.startswith("oom") and len(rows) > 1 else rows[-1] if rows else ""
     return f"{path.name}: {said.strip()[:300]}"
@@ -326,7 +326,7 @@ def _failure(path: Path) -> str:
 
 
 def _launches(folder: Path) -> list[dict[str, Any]]:
-    """launch.json and those of later starts, by the step that they began with."""
+    """Return launch.json and the records of later starts, by their first step."""
     found = [read_launch(folder / LAUNCH)]
     paths = (p for p in folder.glob("launch-*.json") if re.fullmatch(r"launch-\d+", p.stem))
     found += [read_launch(path) for path in sorted(paths)]

@@ -1,4 +1,4 @@
-"""Read the records of a run folder; a damaged one is named with its line, never passed over."""
+"""Records of a run folder; a damaged record is reported with its line, never skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megacpp.errors import DataError, config_error
 
 LAUNCH, STEPS = "launch.json", "metrics.jsonl"
 NUMBER = (int, float)
-# Types of what is read of a step, where it is there; null is a number that was not finite.
+# Types of a step's values, if present; null is a non-finite number.
 STEP: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "tokens": (int,),
@@ -32,10 +32,10 @@ OBJECTS = ("config", "parameters", "mesh", "versions", "memory", "traffic", "pol
 
 
 def run_folder(folder: Path) -> Path:
-    """The folder of a run.
+    """Return the folder of a run.
 
     Raises:
-        ConfigError: no such folder, or none of a run.
+        ConfigError: no such folder, or not a run's.
     """
     if not folder.is_dir():
         raise config_error("run", folder, "no such run folder", "give the folder of a run")
@@ -46,7 +46,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file.
+    """Return the object in a JSON file; empty if there is no file.
 
     Raises:
         DataError: it is damaged.
@@ -59,12 +59,12 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, getattr(error, "lineno", 1), getattr(error, "msg", error)) from None
     if not isinstance(found, dict):
-        raise damaged(path, 1, "is no object")
+        raise damaged(path, 1, "is not an object")
     return found
 
 
 def read_launch(path: Path) -> dict[str, Any]:
-    """A launch record; empty if there is none.
+    """Return a launch record; empty if there is none.
 
     Raises:
         DataError: it is damaged.
@@ -72,7 +72,7 @@ def read_launch(path: Path) -> dict[str, Any]:
     found = read_object(path)
     for name in OBJECTS:
         if not isinstance(found.get(name) or {}, dict):
-            raise damaged(path, 1, f"{name} is no object")
+            raise damaged(path, 1, f"{name} is not an object")
     for name in ("first_step", "world_size"):
         if type(found.get(name, 0)) is not int:
             raise damaged(path, 1, f"{name} is {found[name]!r}")
@@ -80,10 +80,11 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[str, Any]]:
-    """Objects of a file with one a line; a last line that was cut off is left out.
+    """Return the objects of a JSON-lines file; an incomplete last line is left out.
 
     Args:
-        types: of values by name.
+        path: file to read.
+        types: types of values by name.
 
     Raises:
         DataError: a line is damaged.
@@ -97,18 +98,18 @@ def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[st
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            if number == len(lines):  # no newline behind it: it is being written, or never was
+            if number == len(lines):  # no newline after it: the line is incomplete
                 continue
-            raise damaged(path, number, "is no JSON") from None
+            raise damaged(path, number, "is not JSON") from None
         if not isinstance(row, dict) or "step" not in row:
-            raise damaged(path, number, "is no object with a step")
+            raise damaged(path, number, "is not an object with a step")
         _check(path, number, row, types)
         found.append(row)
     return found
 
 
 def damaged(path: Path, line: int, what: object) -> DataError:
-    """The error of a record that can't be read."""
+    """Return the error for a record that can't be read."""
     return DataError(
         f"run={path.parent}: {path.name} line {line}: {what}. "
         f"Fix: mend that line, or move {path} away to report without it."
@@ -136,6 +137,6 @@ def _text(path: Path) -> str:
         return ""
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise damaged(path, line, "is no text") from None
+        raise damaged(path, line, "is not text") from None
     except OSError as error:
         raise damaged(path, 1, f"is not readable ({error.strerror})") from None

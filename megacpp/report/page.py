@@ -1,4 +1,4 @@
-"""Make one page of HTML about a run: nothing from elsewhere, readable by day and by night."""
+"""HTML page about one run: no external resources, with a light and a dark style."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megacpp.data.compressors import compressor_bars
 from megacpp.memory.budget import words
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.snapshot import QUIET
-from megacpp.report.charts import Bar, Line, bars, lines, stacked
+from megacpp.report.charts import Bar, ChartLine, bars, lines, stacked
 from megacpp.report.html import (
     columns,
     document,
@@ -43,7 +43,7 @@ ABOUT = {
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page of what `data.gather` found."""
+    """Return the whole page about what `data.gather` has read."""
     name = data["header"].get("preset") or "run"
     parts = [
         f"<h1>{escape(str(name))}</h1>",
@@ -99,7 +99,7 @@ def _header(data: Mapping[str, Any]) -> list[str]:
 
 
 def _curves(data: Mapping[str, Any]) -> list[str]:
-    """Learning, the optimizer, experts, and what the machine did."""
+    """Return charts of learning, the optimizer, experts, and the machine."""
     steps, evaluations = data["steps"], data["evaluations"]
     if not steps:
         return []
@@ -109,19 +109,19 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
         return [(x, y) for x, y in zip(at, steps.get(name, []), strict=False) if y is not None]
 
     def noisy(name: str, words: Callable[[float], str], **more: Any) -> str:
-        return lines([Line("", points(name), noisy=True)], words, **more)
+        return lines([ChartLine("", points(name), noisy=True)], words, **more)
 
     def learned(name: str, **more: Any) -> str:
         found = [(row["step"] + 1, row[name]) for row in evaluations if row.get(name) is not None]
-        series = [Line("training", points(name), noisy=True)]
-        series += [Line("held out", found, dots=True)] if found else []
+        series = [ChartLine("training", points(name), noisy=True)]
+        series += [ChartLine("held out", found, dots=True)] if found else []
         return lines(series, plain, **more)
 
     def grouped(name: str, words: Callable[[float], str], **more: Any) -> str:
         alike: dict[str, list[str]] = {}  # names of equal lines: one would hide the others
         for label, line in data["groups"][name].items():
             alike.setdefault(json.dumps(line), []).append(label)
-        series = [Line(", ".join(labels), json.loads(line)) for line, labels in alike.items()]
+        series = [ChartLine(", ".join(labels), json.loads(line)) for line, labels in alike.items()]
         return lines(series, words, **more)
 
     held_out = evaluations[-1] if evaluations else {}
@@ -134,15 +134,15 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
     of = "resident set" if (data["header"]["device"] or "cpu") == "cpu" else "allocator"
     unit, called = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
     sizes = [(x, size / unit) for x, size in points("peak_bytes")]
-    memory = lines([Line("", sizes)], plain, from_zero=True)
-    rates = grouped("rates", power) or lines([Line("", points("lr"))], power)
+    memory = lines([ChartLine("", sizes)], plain, from_zero=True)
+    rates = grouped("rates", power) or lines([ChartLine("", points("lr"))], power)
     drawn = [
         ("loss, nats a token", learned("loss")),
         ("bits per byte", learned("bits_per_byte", levels=levels, said=said)),
         ("gradient norm", noisy("grad_norm", plain)),
         ("learning rate by parameter group", rates),
         ("busiest expert over the mean of its layer", grouped("load", plain)),
-        ("tokens read", lines([Line("", points("tokens_read"))], short, from_zero=True)),
+        ("tokens read", lines([ChartLine("", points("tokens_read"))], short, from_zero=True)),
     ]
     machine = [
         ("tokens a second", noisy("tokens_per_s", short, from_zero=True)),
@@ -160,7 +160,7 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
 
 
 def _samples(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """Generated texts, the newest first."""
+    """Return generated texts, the newest first."""
     shown = [
         f'<p class="dim">{escape(one["name"])}</p><pre>{escape(one["text"])}</pre>'
         for one in reversed(found)
@@ -169,7 +169,7 @@ def _samples(found: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:
-    """The waterfall: each component begins where the one above it ended."""
+    """Return a waterfall chart: each component begins where the one above it ends."""
     predicted, measured = memory["predicted"], memory["measured"]
     if not predicted and not measured:
         return []
@@ -219,7 +219,7 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
 
 
 def _both(predicted: object, a: float, measured: object, b: float | None) -> str:
-    """Predicted and measured bytes; what was not measured is not zero."""
+    """Return predicted and measured bytes; a missing measurement isn't zero."""
     said = [words(a)] if predicted else []
     if measured:
         said.append("not measured" if b is None else words(b))
@@ -227,7 +227,7 @@ def _both(predicted: object, a: float, measured: object, b: float | None) -> str
 
 
 def _off(memory: Mapping[str, Any]) -> str | None:
-    """The difference between estimate and measurement, in the same kind of bytes."""
+    """Return the difference between estimate and measurement, in the same kind of bytes."""
     record = memory["calibration"]
     if record:
         measured, predicted = record["measured_bytes"], record["predicted_bytes"]
@@ -241,7 +241,7 @@ def _off(memory: Mapping[str, Any]) -> str | None:
 
 
 def _growth(growth: Mapping[str, Any]) -> list[str]:
-    """From the first to the last followed step."""
+    """Return the growth from the first to the last recorded step."""
     found, record = growth.get("difference"), growth.get("record")
     if not found and not record:
         return []
@@ -249,7 +249,9 @@ def _growth(growth: Mapping[str, Any]) -> list[str]:
     if len(growth["peaks"]) > 2:
         most = max(peak for _, peak in growth["peaks"])
         unit = 2.0**30 if most >= 2**30 else 2.0**20
-        peaks = lines([Line("", growth["peaks"])], words, height=150, unit=unit, from_zero=True)
+        peaks = lines(
+            [ChartLine("", growth["peaks"])], words, height=150, unit=unit, from_zero=True
+        )
         parts.append(figures([("peak of a step, rank 0", peaks)]))
     if record:
         a, b = record["steps"]
@@ -280,7 +282,7 @@ def _fix(found: Mapping[str, Any]) -> str:
 
 
 def _traffic(found: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Bytes of a step by axis; pieces of a bar are what travels."""
+    """Return the bytes of a step by axis; the pieces of a bar are kinds of data."""
     if not found:
         return []
     kinds = sorted({what for parts in found.values() for what in parts})

@@ -1,9 +1,9 @@
-"""The style sheet of a report and its one small script; without the script nothing is lost."""
+"""Style sheet of a report and its small script; the page is complete without the script."""
 
 from __future__ import annotations
 
 SERIES = 8  # colours
-SMOOTH = 0.8  # weight of what came before in a smoothed line
+SMOOTH = 0.8  # weight of earlier points in a smoothed line
 
 COLOURS = """
 :root { color-scheme: light dark; --ink: #1c2024; --dim: #5f676d; --paper: #fff; --rule: #e3e6e8;

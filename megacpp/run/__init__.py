@@ -1,5 +1,4 @@
-"""A run under way: metrics, evaluation, sampling, health, goodput, failure, preemption.
+"""Run in progress: metrics, evaluation, sampling, health, goodput, failure, preemption.
 
-May import: megacpp/ below cli/.
-Start reading: records.py, then metrics.py.
+May import: megacpp/ below cli/. Start reading: records.py, then metrics.py.
 """

@@ -1,4 +1,4 @@
-"""The corpus of a run: opened, held against the model, and the command that makes it."""
+"""Corpus of a run: open it, check it against the model, and name the command that makes it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megacpp.errors import DataError, config_error
 
 
 def open_corpus(config: Config, verify: bool = False) -> Corpus:
-    """Opens `data.path`; a missing one names the command that makes it for this preset.
+    """Open `data.path`; the error for a missing corpus names the command that makes it.
 
     Args:
+        config: configuration of the run.
         verify: hash every file now.
 
     Raises:
@@ -23,13 +24,13 @@ def open_corpus(config: Config, verify: bool = False) -> Corpus:
     """
     path = Path(config.data.path)
     if not (path / INDEX).is_file():
-        found = f"holds no {INDEX}, so it is no corpus" if path.is_dir() else "no such folder"
+        found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
         raise DataError(f"data.path={path}: {found}. Fix: run `{prepare_command(config)}`.")
     return Corpus(path, config.data.seq_len, config.run.seed, verify)
 
 
 def prepare_command(config: Config) -> str:
-    """The command that makes the corpus at `data.path`, of headers or of one's own texts."""
+    """Return the command that makes the corpus at `data.path`, from headers or from own texts."""
     path = Path(config.data.path)
     if path.name == TORCH_HEADERS:
         default = path == Path("data", TORCH_HEADERS)
@@ -38,10 +39,10 @@ def prepare_command(config: Config) -> str:
 
 
 def check_corpus(config: Config, corpus: Corpus) -> None:
-    """Rules between the configuration and the corpus that it names.
+    """Check the configuration against its corpus.
 
     Raises:
-        ConfigError: the vocabulary doesn't fit.
+        ConfigError: the model's vocabulary is smaller than the corpus's.
     """
     if corpus.vocab_size > config.model.vocab_size:
         raise config_error(
@@ -53,7 +54,7 @@ def check_corpus(config: Config, corpus: Corpus) -> None:
 
 
 def vocabulary_lines(config: Config, corpus: Corpus) -> list[str]:
-    """A line about rows of the model's table that no id of the corpus uses, if there are any."""
+    """Return a line about rows of the embedding that no id of the corpus uses, if there are any."""
     ids, rows = corpus.vocab_size, config.model.vocab_size
     if ids >= rows:
         return []
@@ -63,5 +64,5 @@ def vocabulary_lines(config: Config, corpus: Corpus) -> list[str]:
 
 
 def _rows(config: Config, corpus: Corpus) -> int:
-    """The fewest rows that hold all ids and divide over tensor-parallel ranks."""
+    """Return the fewest rows that hold all ids and divide over tensor-parallel ranks."""
     return math.ceil(corpus.vocab_size / config.mesh.tp) * config.mesh.tp

@@ -1,4 +1,4 @@
-"""Held-out loss in bits per byte, next to what gzip and xz make of the same documents."""
+"""Held-out loss in bits per byte, next to gzip and xz on the same documents."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from megacpp.terminal.progress import counted
 
 
 def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> list[Batch]:
-    """This rank's validation batches; every rank has the same number of them.
+    """Return this rank's validation batches; every rank has the same number of them.
 
-    Batch i of b rows belongs to rank `i % size`; ranks that run out get rows of padding.
+    Batch i of b rows belongs to rank `i % size`; ranks without further rows get padding.
+
+    Args:
+        corpus: corpus of the run.
+        config: configuration of the run.
+        rank: index among the data ranks.
+        size: number of data ranks.
     """
     b, past = config.train.device_batch_size, corpus.num_validation_rows
     rows = min(config.run.eval_rows or past, past)
@@ -29,14 +35,16 @@ def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> li
 def evaluate(
     run: Callable[..., Any], batches: Sequence[Batch], corpus: Corpus, shows: bool = False
 ) -> dict[str, float]:
-    """Loss, bits per byte and the compressors' figures.
+    """Return loss, bits per byte and the compressors' bits per byte.
 
-    Bits of a complete pass are over the bytes of the held-out text itself: the ids of a tokenizer
-    that isn't byte-level stand for about as many.
+    Bits of a complete pass are divided by the bytes of the held-out text: the ids of a tokenizer
+    that isn't byte-level only stand for about as many bytes.
 
     Args:
         run: the accumulation boundary's `evaluate`.
-        shows: this rank shows the progress.
+        batches: batches of this rank.
+        corpus: corpus of the run.
+        shows: show the progress on this rank.
     """
     sums = run(batches, partial(counted, name="evaluation", total=len(batches)) if shows else iter)
     nll, complete = sums.nll_sum.item(), sums.valid_tokens == corpus.validation_targets

@@ -1,4 +1,4 @@
-"""How evenly the routers of a step loaded their experts, for its record; no torch here."""
+"""Expert load: balance of the routers in a step, for its record; imports no torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-FEW = 8  # tokens that an expert would get on average: below that one without any is chance
+FEW = 8  # mean tokens per expert below which an idle expert may be chance
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of one E layer in one step, over all ranks.
+    """Load of one E layer in one step, over all ranks.
 
     Attributes:
-        layer: its number in the model.
-        counts: choices of each expert.
+        layer: index in the model.
+        counts: number of choices per expert.
         nulls: part of all slots that were null experts; None without them.
-        bias_range: largest selection bias minus the smallest; None where the choice has none.
+        bias_range: largest selection bias minus the smallest; None without a bias.
     """
 
     layer: int
@@ -27,16 +27,17 @@ class ExpertLoad:
 
     @property
     def mean(self) -> float:
+        """Mean number of choices per expert."""
         return sum(self.counts) / len(self.counts)
 
     @property
     def busiest(self) -> float:
-        """The busiest expert's choices over the mean; 1 is even, 0 without a choice."""
+        """Choices of the busiest expert over the mean; 1 is even, 0 without a choice."""
         return max(self.counts) / self.mean if self.mean else 0.0
 
     @property
     def entropy(self) -> float:
-        """Of the choices, over that of an even load: 1 is even, 0 all on one expert."""
+        """Entropy of the choices over that of an even load: 1 is even, 0 all on one expert."""
         total = sum(self.counts)
         if not total or len(self.counts) == 1:
             return 0.0
@@ -45,12 +46,12 @@ class ExpertLoad:
 
     @property
     def dead(self) -> int:
-        """Experts without a token."""
+        """Number of experts without a token."""
         return self.counts.count(0)
 
 
 def load_figures(loads: Sequence[ExpertLoad]) -> dict[str, Mapping[str, float]]:
-    """For metrics.jsonl and TensorBoard: each figure by layer, to four decimals."""
+    """Return each figure by layer, to four decimals, for metrics.jsonl and TensorBoard."""
     if not loads:
         return {}
     values = {
@@ -68,18 +69,18 @@ def load_figures(loads: Sequence[ExpertLoad]) -> dict[str, Mapping[str, float]]:
 
 
 class LoadWatch:
-    """Says which layers load their experts badly: one line, and then nothing for some steps.
+    """Warning about unevenly loaded experts: one line, then none for some steps.
 
     Args:
-        limit: busiest expert over the mean of its layer that is worth a line.
-        quiet: steps after a line in which there is no other.
+        limit: load of the busiest expert over the mean of its layer that is reported.
+        quiet: steps after a line without another one.
     """
 
     def __init__(self, limit: float, quiet: int = 100) -> None:
         self.limit, self.quiet, self._again = limit, quiet, 0
 
     def observe(self, step: int, loads: Sequence[ExpertLoad]) -> list[str]:
-        """A line or none about step `step` (the first is 0)."""
+        """Return the warning about step `step` (the first is 0), or none."""
         if step < self._again:
             return []
         busy = [load for load in loads if load.busiest > self.limit]

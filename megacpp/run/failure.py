@@ -1,4 +1,4 @@
-"""However a run ends early: one line for a person, an exit code for the launcher, no hang."""
+"""End of a failed run: one line for a person, an exit code for the launcher, no hang."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.outcome import note
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.run.oom import out_of_memory, show_once
 from megacpp.state.checkpoint import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
 PEER_LOST = 6
 DISK_FULL = 4  # the code of a checkpoint that can't be saved
-# A path that no file can have, or that goes through a file: a mistake of the command line.
+# Errors of an invalid path: a mistake in the command line.
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-# What gloo and NCCL say on the ranks that did nothing wrong, and torch of a store that is gone.
+# Messages of gloo and NCCL on ranks that lost a peer, and of torch without its store.
 OF_A_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -33,34 +33,38 @@ OF_A_PEER = (
     "NCCL communicator was aborted",
 )
 TIMED_OUT = ("Timed out waiting", "wait timeout", "Watchdog caught collective operation timeout")
-PATIENCE_S = 2.0  # of a rank that lost a peer, for the peer to say why
+PATIENCE_S = 2.0  # a rank that lost a peer waits for the peer's message
 NEXT = "Fix: start the same command again, it goes on from the last checkpoint."
 
 
-def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None:
-    """Runs `main`; an error of any rank ends all of them, with one message.
+def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> None:
+    """Run `main`; an error of any rank ends all of them, with one message.
 
-    An exception that is no message of ours is a bug: its first line is printed with the rank that
+    An exception that isn't a MegacppError is a bug: its first line is printed with the rank that
     raised it, and the traceback goes to `failures/rank-N.txt` in the run folder. Ranks that only
-    lost that peer leave with code 6; torchrun ends those that still wait. A peer that was killed
-    has no message: the first rank that is left names it. Of memory that ran out a screen tells
-    more (oom.py). torchrun's table shows the message too (outcome.py).
+    lost that peer exit with code 6; torchrun ends ranks that still wait. A killed rank prints
+    nothing: the first remaining rank names it. If memory ran out, a longer report is printed
+    (oom.py). torchrun's table shows the message too (outcome.py).
+
+    Args:
+        main: the run.
+        resolved: configuration of the run.
     """
     folder, peers = Path(resolved.config.run.dir), None
     first = os.environ.get("RANK", "0") == "0"
     try:
-        peers = Peers()
+        peers = RankStore()
         main(resolved, peers)
         sys.stdout.flush()
         if "WORLD_SIZE" in os.environ:
-            _leave(0)  # meshes keep their groups; nothing is left to do that could fail
+            _leave(0)  # process groups aren't destroyed: no work is left that could fail
     except PreemptedError as left:
         line = f"{left}: {what_is_saved(resolved)}"
         note(left.exit_code, line)
         if first:
             print(line, file=sys.stderr)
         _leave(left.exit_code)
-    except MegacppError as error:  # every rank has the same one, unless it read a bad row
+    except MegacppError as error:  # equal on every rank, except for a corrupt row
         _said(peers)
         own = isinstance(error, DataError) and "WORLD_SIZE" in os.environ and not error.agreed
         exit_on_error(error, own=own)
@@ -70,10 +74,10 @@ def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None
         if first:  # an interrupt reaches every rank
             print(f"\n{line}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
-    except (BrokenPipeError, SystemExit) as error:  # of gloo it would be a RuntimeError
+    except (BrokenPipeError, SystemExit) as error:  # gloo raises RuntimeError instead
         if not nobody_reads(error):
             raise
-        line = f"stopped, nobody reads: {what_is_saved(resolved)}"
+        line = f"stopped, the output is closed: {what_is_saved(resolved)}"
         note(NOBODY_READS, line)
         _said(peers)
         print(line, file=sys.stderr, flush=True)
@@ -86,7 +90,7 @@ def guarded(main: Callable[[Resolved, Peers], None], resolved: Resolved) -> None
 
 
 def what_is_saved(resolved: Resolved) -> str:
-    """From where a run that was stopped would go on."""
+    """Return a phrase that names the checkpoint from which a stopped run would resume."""
     saved = latest_checkpoint(Path(resolved.config.run.dir) / "checkpoints")
     if saved is None:
         return "nothing was saved yet (--checkpoint.every)"
@@ -96,8 +100,14 @@ def what_is_saved(resolved: Resolved) -> str:
     )
 
 
-def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
-    """Writes the traceback, prints one line unless a peer has to, and returns the exit code."""
+def report(error: Exception, folder: Path, peers: RankStore | None = None) -> int:
+    """Write the traceback, print one line unless another rank has to, and return the exit code.
+
+    Args:
+        error: exception of this rank.
+        folder: folder of the run.
+        peers: store of all ranks; None before they have met.
+    """
     rank = os.environ.get("RANK", "0")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         _said(peers)
@@ -111,9 +121,9 @@ def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
-        traceback.print_exception(error)  # better here than nowhere
+        traceback.print_exception(error)  # the folder isn't writable: print it instead
     late = any(words in str(error) for words in TIMED_OUT)
-    if late or lost_a_peer(error):
+    if late or is_peer_failure(error):
         return _alone(peers, path, late)
     _said(peers)
     if out_of_memory(error):
@@ -122,14 +132,14 @@ def report(error: Exception, folder: Path, peers: Peers | None = None) -> int:
     return _failed(1, f"rank {rank}: {type(error).__name__}: {first} ({path})")
 
 
-def lost_a_peer(error: Exception) -> bool:
-    """Another rank ended, and this one noticed in a collective."""
+def is_peer_failure(error: Exception) -> bool:
+    """Return whether a collective failed because another rank had ended."""
     return any(words in str(error) for words in OF_A_PEER)
 
 
-def _alone(peers: Peers | None, path: Path, late: bool) -> int:
-    """Waits for the peer that failed to say why; if none does, one rank says who is gone."""
-    with contextlib.suppress(Exception):  # the store may be what was lost
+def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
+    """Wait for the failed rank to report; if none does, one rank names the ranks that are gone."""
+    with contextlib.suppress(Exception):  # the store may be lost too
         if peers is not None:
             peers.tell(f"left/{peers.rank}", True)
             peers.tell(f"heard/{peers.table[peers.rank].node}", True)
@@ -147,10 +157,11 @@ def _alone(peers: Peers | None, path: Path, late: bool) -> int:
     return PEER_LOST
 
 
-def _missing(peers: Peers | None, late: bool) -> tuple[list[int], bool]:
-    """Ranks of this node that were killed, else all of nodes that are silent; whether to say so.
+def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
+    """Return the ranks that are gone, and whether this rank reports them.
 
-    On each node the first rank that is left may speak, and of all nodes the first one does.
+    Gone are killed ranks of this node, or else all ranks of silent nodes. On each node the first
+    remaining rank may report, and of all nodes the first one does.
     """
     if peers is None or peers.size == 1:
         return [], late
@@ -160,17 +171,17 @@ def _missing(peers: Peers | None, late: bool) -> tuple[list[int], bool]:
         gone = [r for r in beside if not peers.told(f"left/{r}") and not peers.table[r].alive()]
         if peers.rank != next(rank for rank in beside if rank not in gone) or peers.said():
             return gone, False
-        if not gone:  # then a rank of another node, where somebody knows, or a whole node
+        if not gone:  # a rank of another node failed, or a whole node
             time.sleep(PATIENCE_S)
             silent = {p.node for p in peers.table if not peers.told(f"heard/{p.node}")}
             gone = [rank for rank, process in enumerate(peers.table) if process.node in silent]
         return gone, peers.say()
-    except Exception:  # the store went with the rank or launcher that served it
+    except Exception:  # the process that served the store has ended
         return [r for r in beside if not peers.table[r].alive()], peers.rank == beside[0]
 
 
-def _said(peers: Peers | None) -> None:
-    """Tells ranks that will miss this one that it leaves a message."""
+def _said(peers: RankStore | None) -> None:
+    """Tell ranks that will miss this one that it prints a message."""
     with contextlib.suppress(Exception):
         if peers is not None:
             peers.say()
@@ -183,7 +194,7 @@ def _failed(code: int, line: str) -> int:
 
 
 def _leave(code: int) -> None:
-    """Ends the process at once: the shutdown of a process group may wait for its peers."""
+    """End the process at once: the shutdown of a process group may wait for its peers."""
     sys.stdout.flush()
     sys.stderr.flush()
     if "WORLD_SIZE" in os.environ:

@@ -1,4 +1,4 @@
-"""The end of a run: final weights that stand alone, and a sample of what was learned."""
+"""End of a run: self-contained final weights, and a sample of the trained model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ TEMPERATURE, TOP_K = 0.7, 50
 
 
 def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path, step: int) -> Path:
-    """`folder/final`: weights after `step` steps, model configuration, tokenizer; every rank calls
-    it."""
+    """Write weights after `step` steps, model configuration and tokenizer to `folder/final`.
+
+    Every rank calls it.
+
+    Args:
+        model: model of this rank.
+        corpus: corpus of the run.
+        config: configuration of the run.
+        folder: folder of the run.
+        step: number of steps made.
+    """
     extra = {"preset": config.preset, "data_fingerprint": corpus.fingerprint}
     beside = (corpus.path / TOKENIZER, corpus.path / CONFIG)
     export_weights(model, folder / "final", config.model, extra, beside=beside, step=step)
@@ -27,11 +36,16 @@ def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path,
 
 
 def write_sample(corpus: Corpus, config: Config, folder: Path, device: torch.device) -> str:
-    """Continues the prompt with the exported weights and stores the text in `samples/`.
+    """Continue the prompt with the exported weights and store the text in `samples/`.
 
-    The prompt is `run.sample_prompt`, or that of the corpus.
+    The prompt is `run.sample_prompt`, or that of the corpus. Only the main rank calls it: the
+    exported model is unsharded, and decoding carries recurrent state.
 
-    Main rank only: the exported model is whole and unsharded, and decoding keeps recurrent state.
+    Args:
+        corpus: corpus of the run.
+        config: configuration of the run.
+        folder: folder of the run.
+        device: device that generates.
     """
     if not config.run.sample_tokens:
         return ""

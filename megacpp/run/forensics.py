@@ -1,4 +1,4 @@
-"""Where memory goes while a trainer runs: snapshots by component, compared.
+"""Memory snapshots of a running trainer by component, and their comparison.
 
     forensics = Forensics(folder, config, rank, device, lambda: StepWatch(model, optimizer))
     for step in ...:
@@ -7,13 +7,14 @@
         log.warn(forensics.end(step))
     forensics.close(sum_over_ranks)
 
-Every `memory.snapshot_every` steps one step is followed, and again `memory.snapshot_gap` steps
-later; the two are compared. The first step is followed as well, for the record beside the estimate
-(measured.py), and not stored. All other steps cost one comparison of integers. A followed step runs
-each operator through Python: it takes about half as long again on a CPU with small matrices.
+Every `memory.snapshot_every` steps a step is recorded, and another one `memory.snapshot_gap` steps
+later; the two are compared. The first step is recorded as well, for the calibration record
+(measured.py), and not stored. All other steps cost one comparison of integers. A recorded step
+dispatches each operator through Python: on a CPU with small matrices it takes about half as long
+again.
 
-A compiled block hides its tensors, and Transformer Engine allocates past torch's dispatcher: there
-a snapshot has what rests and what the allocator says.
+A compiled block hides its tensors, and Transformer Engine allocates outside torch's dispatcher: a
+snapshot then has the tensors that outlive a step and the allocator's figures.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CAUSE_NAMES = (STEADY.name, *(cause.name for cause in CAUSES))
 
 
 class Watch(Protocol):
-    """Follows a step while it is entered (checkpointing/tracing/watch.py)."""
+    """Recorder of a step while its context is entered (checkpointing/tracing/watch.py)."""
 
     def __enter__(self) -> Watch: ...
 
@@ -64,22 +65,29 @@ class Watch(Protocol):
         /,
     ) -> None: ...
 
-    def stream(self) -> Stream: ...
+    def stream(self) -> Stream:
+        """Return the allocations so far."""
+        ...
 
-    def rest(self) -> dict[str, int]: ...
+    def rest(self) -> dict[str, int]:
+        """Return the bytes that outlive a step, by component."""
+        ...
 
 
 class Forensics:
-    """Takes, stores and compares the snapshots of one rank.
+    """Snapshots of one rank: taken, stored and compared.
 
     Args:
-        folder: of the run; snapshots go to `memory/` in it.
-        watch: makes what follows one step.
-        first_step: of this start; snapshots of steps that it does again are dropped.
+        folder: folder of the run; snapshots go to `memory/` in it.
+        config: configuration of the run.
+        rank: this rank.
+        device: device of this rank.
+        watch: makes the recorder of one step.
+        first_step: first step of this start; snapshots of later steps are deleted.
 
     Attributes:
         first, last: stored snapshots of this start.
-        seen: the step that ended last, where it was due or asked for.
+        seen: snapshot of the step that ended last, if it was due or requested.
     """
 
     def __init__(
@@ -94,7 +102,7 @@ class Forensics:
         self.config = config
         self.folder, self.rank, self.device, self.watch = folder / "memory", rank, device, watch
         self.every, self.gap = config.memory.snapshot_every, config.memory.snapshot_gap
-        # The compiler runs FlexAttention op by op, with whole scores, while operators are followed.
+        # While operators are recorded, FlexAttention runs uncompiled and materialises all scores.
         hidden = config.precision.fp8 == "te" or config.kernels.attention == "flex"
         self.follows = config.train.compile == "off" and not hidden
         self.letters = block_letters(config.model.pattern, config.model.depth)
@@ -103,24 +111,25 @@ class Forensics:
         self.last: Snapshot | None = None
         self.seen: Snapshot | None = None
         self._asked = False
-        self._before: dict[int, Snapshot] = {}  # those that wait for their second
+        self._before: dict[int, Snapshot] = {}  # snapshots that wait for their comparison
         self._running: Watch | None = None
         for old in snapshots_of(self.folder, rank):
             if old.step > first_step:
                 (self.folder / file_name(old.step, rank)).unlink(missing_ok=True)
 
     def due(self, step: int) -> bool:
-        """Whether step `step` (the first is 0) is one to look at; the first never is."""
+        """Return whether step `step` (the first is 0) is recorded; the first never is."""
         done = step + 1
         if self.every <= 0 or done < 2:
             return False
         return done % self.every == 0 or self._second(done)
 
     def begin(self, step: int, asked: bool = False) -> None:
-        """Before anything of a step is allocated.
+        """Start recording, before anything of a step is allocated.
 
         Args:
-            asked: somebody wants to see this step, due or not.
+            step: index of the step.
+            asked: record this step, due or not.
         """
         self._asked, self.seen = asked, None
         if (asked or self.due(step)) and self.follows:
@@ -128,10 +137,10 @@ class Forensics:
             self._running.__enter__()
 
     def end(self, step: int) -> list[str]:
-        """After the optimizer's step: stores a snapshot of a step to look at.
+        """Store a snapshot of a recorded step, after the optimizer's step.
 
         Returns:
-            A line for people if memory grew since the snapshot that this one is compared with.
+            A warning if memory grew since the snapshot that this one is compared with.
         """
         if not (self._asked or self.due(step)):
             return []
@@ -150,10 +159,13 @@ class Forensics:
         return growth_lines(compare(before, found)) if before is not None else []
 
     def close(self, sum_over_ranks: Callable[[Tensor], Tensor], size: int) -> None:
-        """Peaks of every rank and what grew most, to `memory/summary.json`; all ranks call it.
+        """Write the peaks of every rank and the largest growth to `memory/summary.json`.
+
+        All ranks call it.
 
         Args:
-            sum_over_ranks: of a tensor, on all of them.
+            sum_over_ranks: sum of a tensor over all ranks.
+            size: number of ranks.
         """
         own = self._snapshot(0, None)
         grown = [0] * 5
@@ -170,7 +182,7 @@ class Forensics:
             write_json(self.folder / "summary.json", summary(table))
 
     def live(self) -> dict[str, int]:
-        """Bytes by component, now: all of a step that is followed, otherwise what rests."""
+        """Return live bytes by component: all of a recorded step, else those that outlive it."""
         if self._running is None:
             return self.watch().rest()
         stream = self._running.stream()
@@ -204,7 +216,7 @@ class Forensics:
         )
 
     def _store(self, found: Snapshot) -> None:
-        """Every rank keeps its own; of the others than the first only the oldest and newest."""
+        """Store a snapshot; ranks other than the first keep only the oldest and the newest."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / file_name(found.step, self.rank), as_text(found))
         if self.rank:
@@ -213,7 +225,7 @@ class Forensics:
 
 
 def growth_lines(found: Difference) -> list[str]:
-    """A line if something grew by much: routing alone moves a little from step to step."""
+    """Return a warning if something grew by much: routing alone varies a little between steps."""
     if not found.loud:
         return []
     row, (before, after) = found.largest, (found.before.step, found.after.step)
@@ -224,7 +236,7 @@ def growth_lines(found: Difference) -> list[str]:
 
 
 def summary(table: list[list[int]]) -> dict[str, Any]:
-    """What the record of a run holds; a row a rank, as `Forensics.close` makes them."""
+    """Return the summary for the record of a run, from one row per rank (`Forensics.close`)."""
     rank, row = max(enumerate(table), key=lambda x: x[1][3])
     grown, cause, bucket, first, last = row[3:]
     return {
@@ -244,7 +256,7 @@ def summary(table: list[list[int]]) -> dict[str, Any]:
 
 
 def allocator_state(device: torch.device, resting: int) -> dict[str, Any]:
-    """What the caching allocator of a GPU says, as fields of a snapshot; nothing on a CPU."""
+    """Return the caching allocator's figures as fields of a snapshot; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)

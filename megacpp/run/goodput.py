@@ -1,4 +1,4 @@
-"""Where the seconds of a run went, over all its starts: an append-only file that survives a kill.
+"""Goodput: wall time of a run by class, over all its starts, in a file that survives a kill.
 
     goodput = Goodput(folder, active)       # goodput.jsonl
     for step in ...:
@@ -7,11 +7,11 @@
         with goodput.span("checkpoint"): ...
     goodput.close()
 
-At each moment one class has the clock, so the seconds of all classes sum to those of the run. A
-line holds the seconds by class since the line before it. From the first step on it is written
-where a span begins and ends, and between steps when a second has passed: a kill loses no more than
-that and the span it is in, and what it loses is found as `restart_lost`, because the next start
-knows when the last line was written.
+At each moment exactly one class is timed, so the seconds of all classes sum to those of the run. A
+line of the file holds the seconds by class since the previous line. From the first step on, a line
+is written where a span begins and ends, and between steps when a second has passed. A kill loses at
+most that and the current span; the next start counts the loss as `restart_lost`, because it knows
+the time of the last line.
 
     step          training, without what is below
     compile       the first step of a start with compiled blocks
@@ -46,13 +46,16 @@ T = TypeVar("T")
 
 
 class Goodput:
-    """Keeps the clock of one start; writes on the main rank only.
+    """Timer of one start; writes on the main rank only.
 
     Args:
+        folder: folder of the run.
+        active: this rank writes.
         compiles: the first step counts as `compile`.
-        retried_s: until now, of attempts that ran out of memory.
-        began: when the process was made, by the clock on the wall; by default asked for.
-        now: seconds that never run backwards; `wall`: those since 1970.
+        retried_s: seconds so far of attempts that ran out of memory.
+        began: start of the process in seconds since 1970; None reads it from the system.
+        now: monotonic seconds.
+        wall: seconds since 1970.
     """
 
     def __init__(
@@ -68,13 +71,13 @@ class Goodput:
         self._path = folder / FILE if active else None
         self._now, self._compiles = now, compiles
         began = process_began() if began is None else began
-        # The clock on the wall may be set meanwhile: it is read once.
+        # The wall clock may be adjusted during the run, so it is read once.
         self._offset = wall() - now()
         self._class, self._since = "startup", began - self._offset
         self._written = self._since
         self._spent: dict[str, float] = {}
         self._steps: list[int] = []
-        self._carried = False  # the step was in the line before
+        self._carried = False  # the step is in the previous line
         self._file: TextIO | None = None
         self._turn("startup")
         retried_s = min(retried_s, self._spent["startup"])
@@ -82,7 +85,7 @@ class Goodput:
         self._spent["oom_retry"] = retried_s
 
     def step(self, step: int) -> None:
-        """Step `step` (the first is 0) begins, and the one before has ended."""
+        """Begin step `step` (the first is 0), and end the one before."""
         first = self._class == "startup"
         self._open()
         self._turn("compile" if first and self._compiles else "step")
@@ -96,7 +99,7 @@ class Goodput:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Something else than the step has the clock."""
+        """Time a block as class `name` instead of the current class."""
         assert name in CLASSES
         before = self._class
         self._turn(name)
@@ -108,7 +111,7 @@ class Goodput:
             self._flush()
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Hands on what it is given; the time until each arrives is `data`."""
+        """Yield batches; the time until each arrives counts as `data`."""
         iterator, before = iter(batches), self._class
         while True:
             self._turn("data")
@@ -121,13 +124,13 @@ class Goodput:
             yield batch
 
     def idle(self) -> None:
-        """The last step has ended."""
+        """End the last step."""
         self._open()
         self._turn("idle")
         self._flush()
 
     def close(self) -> None:
-        """The run came to its end: what passes until another start is nobody's loss."""
+        """End the run: the time until another start isn't counted as lost."""
         self.idle()
         if self._file is not None:
             self._write({"end": self._since + self._offset})
@@ -135,7 +138,7 @@ class Goodput:
             self._file = self._path = None
 
     def _open(self) -> None:
-        """A start that is refused before its first step leaves the file as it was."""
+        """Open the file; a start that fails before its first step leaves it unchanged."""
         if self._path is None or self._file is not None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,14 +147,14 @@ class Goodput:
         self._write({"start": self._written + self._offset}, "\n" if torn else "")
 
     def _turn(self, name: str) -> None:
-        """Whose clock it is from now on."""
+        """Change the class that is timed."""
         now = self._now()
         self._spent[self._class] = self._spent.get(self._class, 0.0) + now - self._since
         self._class, self._since = name, now
 
     def _flush(self) -> None:
         if self._path is not None and self._file is None:
-            return  # all that was spent before the first step is one line
+            return  # all time before the first step is one line
         if self._file is not None and self._since > self._written:
             line: dict[str, Any] = {
                 "from": self._written + self._offset,
@@ -163,7 +166,8 @@ class Goodput:
             self._write(line)
         self._written = self._since
         self._spent.clear()
-        self._steps, self._carried = self._steps[-1:], True  # what follows may still be its own
+        # The next line may still belong to this step.
+        self._steps, self._carried = self._steps[-1:], True
 
     def _write(self, line: dict[str, Any], before: str = "") -> None:
         if self._file is not None:
@@ -176,7 +180,7 @@ class Goodput:
 
 @dataclass
 class Start:
-    """One start of a run: its lines."""
+    """Lines of one start of a run."""
 
     began: float
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -184,11 +188,12 @@ class Start:
 
     @property
     def last(self) -> float:
-        """The last sign of life."""
+        """Time of the last sign of life."""
         return max([self.began, *(line["to"] for line in self.lines)])
 
     @property
     def first_step(self) -> int | None:
+        """First step of this start, or None."""
         return next((line["steps"][0] for line in self.lines if line.get("steps")), None)
 
 
@@ -197,9 +202,11 @@ class Account:
     """Seconds of a run by class (CLASSES); they sum to `wall_s`.
 
     Attributes:
-        startup_s: of `idle`, before the first steps.
-        starts: how many there were.
-        redone_s: of `restart_lost`, steps that a later start did once more.
+        seconds: seconds by class.
+        wall_s: wall time of the run.
+        startup_s: part of `idle` before the first steps.
+        redone_s: part of `restart_lost` for steps that a later start repeated.
+        starts: number of starts.
     """
 
     seconds: dict[str, float]
@@ -210,11 +217,11 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """The part of the wall time that was training."""
+        """Fraction of the wall time spent in training steps."""
         return self.seconds["step"] / self.wall_s if self.wall_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the figures as JSON."""
         return {
             "wall_s": self.wall_s,
             "goodput": self.goodput,
@@ -226,7 +233,7 @@ class Account:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """The starts of a run in order; lines that a kill tore are left out."""
+    """Return the starts of a run in order; lines truncated by a kill are left out."""
     starts: list[Start] = []
     if not path.exists():
         return starts
@@ -242,12 +249,12 @@ def read_starts(path: Path) -> list[Start]:
 
 
 def account(starts: list[Start]) -> Account:
-    """Every second of a run, given to a class."""
+    """Assign every second of a run to a class."""
     seconds = dict.fromkeys(CLASSES, 0.0)
     startup = redone = wall = 0.0
     for number, start in enumerate(starts):
         later = [s.first_step for s in starts[number + 1 :] if s.first_step is not None]
-        until = min(later, default=None)  # steps from here on were done again
+        until = min(later, default=None)  # steps from here on were repeated
         known = 0.0
         for line in start.lines:
             again = _again(line.get("steps"), until)
@@ -259,7 +266,7 @@ def account(starts: list[Start]) -> Account:
                 seconds[own] += spent * (1 - again)
                 seconds["restart_lost"] += spent * again
         lived = start.last - start.began
-        seconds["idle"] += max(0.0, lived - known)  # lines that are missing
+        seconds["idle"] += max(0.0, lived - known)  # missing lines
         wall += max(lived, known)
         if number + 1 < len(starts) and not start.ended:
             gap = max(0.0, starts[number + 1].began - start.last)
@@ -269,7 +276,7 @@ def account(starts: list[Start]) -> Account:
 
 
 def _again(steps: list[int] | None, until: int | None) -> float:
-    """The part of a line's steps that a later start did again."""
+    """Return the fraction of a line's steps that a later start repeated."""
     if not steps or until is None or steps[1] < until:
         return 0.0
     first, last = steps
@@ -277,7 +284,7 @@ def _again(steps: list[int] | None, until: int | None) -> float:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """A line, or nothing if it isn't whole."""
+    """Return a line as a mapping, empty if it is truncated."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -295,7 +302,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def process_began() -> float:
-    """When this process was made, by the clock on the wall; now where the system doesn't say."""
+    """Return this process's start in seconds since 1970; now if the system doesn't tell."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text().split()[0])

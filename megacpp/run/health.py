@@ -1,4 +1,4 @@
-"""Warnings about gradient norms and losses that leave the range of the steps before them."""
+"""Warnings about gradient norms and losses outside the range of earlier steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 s
 
 
 def budget_spent(config: Config, saved: Path | None) -> NonFiniteError:
-    """The end of a run of which `train.max_skips` steps in a row were bad.
+    """Return the error that ends a run after `train.max_skips` bad steps in a row.
 
     Args:
-        saved: the newest checkpoint; none is made between the first of these steps and the end.
+        config: configuration of the run.
+        saved: newest checkpoint; none is saved between the first of these steps and the end.
     """
     where = f"{saved} is from before them" if saved else "nothing was saved before them"
     return NonFiniteError(
@@ -29,27 +30,27 @@ def budget_spent(config: Config, saved: Path | None) -> NonFiniteError:
 
 
 class Health:
-    """Watches the steps that updated the weights; it warns and changes nothing.
+    """Monitor of the steps that updated the weights; it warns and changes nothing.
 
-    A gradient norm is compared with its exponential average over the steps before, and only then
-    enters it. A loss is compared with mean and standard deviation of the losses before it. What
-    isn't finite is a matter of the guard: it enters neither and is no spike.
+    A gradient norm is compared with the exponential average of the norms before it, and then added
+    to it. A loss is compared with mean and standard deviation of the losses before it. Non-finite
+    values are handled by the guard: they enter neither and aren't spikes.
 
-    A young average would lean towards its start at 0. Here each step x has the weight that it
+    A young average would be biased towards its start at 0. Here each step x has the weight that it
     would have in `a <- (1 - alpha) a + alpha x`, over the sum of the weights so far (the bias
     correction of Adam, arXiv 1412.6980, section 3): after one step the average is that step.
 
-    Others: OLMo-core leaves out steps whose loss or norm is 6 sigma above the last 128 and lets
-    NaN into that window, where it silences the rule until it leaves; the spike score of OLMo 2
-    (arXiv 2501.00656) counts values 7 sigma off the last 1,000. Spikes do enter the window here,
-    or a loss that stays on a higher level would be reported for ever.
+    In comparison, OLMo-core skips steps whose loss or norm is 6 sigma above the last 128 and lets
+    NaN into that window, where it disables the rule until it leaves; the spike score of OLMo 2
+    (arXiv 2501.00656) counts values 7 sigma off the last 1,000. Spikes do enter the window here;
+    otherwise a loss that stays on a higher level would be reported forever.
 
     Args:
         alpha: weight of the newest gradient norm.
-        warn, critical: gradient norms that many times their average are reported.
+        warn, critical: multiples of the average at which gradient norms are reported.
         sigmas: standard deviations above the mean that make a loss a spike.
-        window: losses that mean and deviation are taken over.
-        least: losses before anything is called a spike.
+        window: number of losses for mean and deviation.
+        least: number of losses before any is called a spike.
     """
 
     def __init__(
@@ -64,39 +65,39 @@ class Health:
         assert 0 < alpha <= 1 and 1 < warn <= critical and 2 <= least <= window
         self.alpha, self.warn, self.critical = alpha, warn, critical
         self.sigmas, self.least = sigmas, least
-        self._average = self._weight = 0.0  # of gradient norms; sum of their weights
+        self._average = self._weight = 0.0  # average of gradient norms; sum of weights
         self._losses: deque[float] = deque(maxlen=window)
         self._ratio: float | None = None
         self._sigma: float | None = None
 
     def observe(self, step: int, loss: float, grad_norm: float) -> list[str]:
-        """Takes in one step that was not skipped.
+        """Add a step that wasn't skipped.
 
         Args:
-            step: as in a step record, the first is 0; shown counted from 1.
-            loss: of the step over all ranks, nats per valid token.
-            grad_norm: global, before clipping.
+            step: index of the step; the first is 0, the text counts from 1.
+            loss: loss of the step over all ranks, nats per valid token.
+            grad_norm: global norm, before clipping.
 
         Returns:
-            What is out of range, a line each.
+            Warnings, one line each.
         """
         found = [self._check_norm(grad_norm), self._check_loss(loss)]
         return [f"step {step + 1}: {line}" for line in found if line]
 
     def figures(self) -> dict[str, float | None]:
-        """Of the last observed step, for its record; None where there was nothing to compare with.
+        """Return the figures of the last observed step for its record; None without a comparison.
 
-        `grad_norm_ratio`: gradient norm over its average. `loss_sigma`: standard deviations of
-        the loss above the mean.
+        `grad_norm_ratio`: gradient norm over its average. `loss_sigma`: standard deviations of the
+        loss above the mean.
         """
         return {"grad_norm_ratio": self._ratio, "loss_sigma": self._sigma}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs; JSON keeps these floats to the last bit."""
+        """Return the state for a resumed run; JSON keeps these floats to the last bit."""
         return {"average": self._average, "weight": self._weight, "losses": list(self._losses)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state()`; of a longer window the newest losses are kept."""
+        """Restore a `state()`; of a longer window the newest losses are kept."""
         self._average, self._weight = state["average"], state["weight"]
         self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
         self._ratio = self._sigma = None
@@ -137,7 +138,7 @@ class Health:
         return line
 
     def _spread(self) -> tuple[float, float]:
-        """Mean and sample standard deviation of the window, never below what rounding makes."""
+        """Return mean and sample standard deviation of the window, at least rounding's."""
         n = len(self._losses)
         mean = math.fsum(x / n for x in self._losses)  # no sum of large losses overflows
         squares = sum((x - mean) * (x - mean) / (n - 1) for x in self._losses)

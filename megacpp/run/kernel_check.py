@@ -1,8 +1,8 @@
-"""Do the backends of an operation agree on this machine? Each beside the definition.
+"""Comparison of each operation's backends on this machine with the reference.
 
-The mixer of a block (or the head) does the operation on a short row of packed documents, output and
-gradients, by the backend and by the reference, both in the dtype of a run: what routes a token sees
-the same numbers in both. Errors are relative, |x - y| / |y| over all numbers together.
+The mixer of a block (or the head) computes a short row of packed documents by the backend and by
+the reference, in the dtype of the run; output and gradients are compared. Values that decide the
+routes of tokens are the same in both. Errors are relative, |x - y| / |y| over all numbers together.
 
 Legend: B rows, T tokens, D model.
 """
@@ -21,7 +21,7 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
-from megacpp.kernels.selection import OPERATIONS, Backend, Choice
+from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection
 from megacpp.launch.kernels import host_of
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
@@ -30,9 +30,9 @@ from megacpp.model.init import initialise
 from megacpp.run.precision import compute_dtype
 
 SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents
-# What rounding explains between two orders of the same sums. Of the narrow dtypes: operands and
+# Errors that rounding explains between two orders of the same sums. In narrow dtypes operands and
 # results are rounded to 2^-8 (2^-11) of themselves, about 64 times on the way from an input to an
-# output or back, in directions that have nothing to do with each other: its root times as much.
+# output or back, independently: the error grows by the square root of 64.
 BOUNDS = {
     torch.bfloat16: 8 * 2**-8,
     torch.float16: 8 * 2**-11,
@@ -43,27 +43,36 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a backend is from the reference, or why it wasn't asked."""
+    """Error of a backend against the reference, or the reason why it can't run.
+
+    Attributes:
+        operation: name of the operation.
+        backend: name of the backend.
+        unsupported: reason why it can't run here, or None.
+        output_error: relative error of the output.
+        gradient_error: relative error of all gradients.
+        bound: largest error that passes.
+    """
 
     operation: str
     backend: str
-    against: str | None
+    unsupported: str | None
     output_error: float = math.nan
     gradient_error: float = math.nan
     bound: float = math.nan
 
     @property
     def holds(self) -> bool | None:
-        """Both errors are within the bound (not a number never is); None: it can't run here."""
-        if self.against is not None:
+        """Whether both errors are within the bound (NaN never is); None if it can't run here."""
+        if self.unsupported is not None:
             return None
         return self.output_error <= self.bound and self.gradient_error <= self.bound
 
     @property
     def words(self) -> str:
-        """`off by 2e-07 (output) and 3e-07 (gradients), bound 1e-05`, or why it wasn't asked."""
-        if self.against is not None:
-            return self.against
+        """Text such as `off by 2e-07 (output) and 3e-07 (gradients), bound 1e-05`."""
+        if self.unsupported is not None:
+            return self.unsupported
         return (
             f"off by {self.output_error:.0e} (output) and {self.gradient_error:.0e} (gradients), "
             f"bound {self.bound:.0e}"
@@ -72,7 +81,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Case:
-    """A module that does one operation, and how to run it."""
+    """Module that performs one operation, and the function that runs it."""
 
     module: nn.Module
     run: Callable[[Tensor, Documents], Tensor]
@@ -80,7 +89,7 @@ class Case:
 
 
 def variants() -> Iterator[tuple[str, str, Config]]:
-    """Operation, what is special about it (empty: as the default preset has it), configuration."""
+    """Yield operation, special feature (empty for the default preset), and configuration."""
     config = tiny()
     for name in OPERATIONS:
         yield name, "", config
@@ -99,20 +108,20 @@ def variants() -> Iterator[tuple[str, str, Config]]:
 
 
 def in_place(config: Config, **model: Any) -> Config:
-    """The configuration with some of the model's settings."""
+    """Return the configuration with some of the model's settings replaced."""
     return replace(config, model=replace(config.model, **model))
 
 
 def check_backends(
     device: torch.device, shape: tuple[int, int] = SHORT
 ) -> Iterator[tuple[str, Agreement]]:
-    """Of every variant every backend that can run here, and the others' reasons."""
+    """Yield, for every variant, each backend's agreement or the reason why it can't run."""
     for name, special, config in variants():
         host = host_of(config, device)
         for backend in OPERATIONS[name].backends:
-            against = backend.refusal(config, host)
-            if against is not None:
-                yield special, Agreement(name, backend.name, against)
+            unsupported = backend.unsupported_reason(config, host)
+            if unsupported is not None:
+                yield special, Agreement(name, backend.name, unsupported)
             elif backend.name != "reference":
                 yield special, agreement(name, backend, config, device, shape)
 
@@ -120,19 +129,25 @@ def check_backends(
 def verify_kernels(
     config: Config,
     device: torch.device,
-    found: Mapping[str, Choice],
+    found: Mapping[str, BackendSelection],
     shape: tuple[int, int] = SHORT,
 ) -> list[str]:
-    """A library's kernel or ours must agree with the definition on this device before it trains.
+    """Compare the selected library and Triton kernels with the reference before training.
 
-    A GPU that nobody has tried, a release with a defect: both would show as a loss that is only a
-    little wrong. One layer of the model that is to be trained is compared, forward and backward.
+    An untested GPU or a defective release would otherwise show only as a slightly wrong loss. One
+    layer of the configured model is compared, forward and backward.
+
+    Args:
+        config: configuration of the run.
+        device: device of this rank.
+        found: selected backends.
+        shape: rows and tokens of the comparison.
 
     Returns:
-        What a header says of each kernel that was compared.
+        A header line for each kernel that was compared.
 
     Raises:
-        ConfigError: one doesn't agree.
+        ConfigError: a kernel doesn't agree with the reference.
     """
     lines = []
     for name, choice in found.items():
@@ -155,7 +170,15 @@ def verify_kernels(
 def agreement(
     name: str, backend: Backend, config: Config, device: torch.device, shape: tuple[int, int]
 ) -> Agreement:
-    """One backend beside the reference."""
+    """Compare one backend with the reference.
+
+    Args:
+        name: operation.
+        backend: backend to compare.
+        config: configuration of the run.
+        device: device of this rank.
+        shape: rows and tokens of the comparison.
+    """
     dtype = compute_dtype(config.precision, device)
     case = case_of(name, config.model, device)
     want = results(case, name, "reference", shape, dtype, device)
@@ -165,14 +188,21 @@ def agreement(
 
 
 def case_of(name: str, model: ModelConfig, device: torch.device, seed: int = 0) -> Case:
-    """The mixer of a block (or the head) of an operation, with its weights as a run would start."""
+    """Return the mixer of a block (or the head) with the weights of a fresh run.
+
+    Args:
+        name: operation.
+        model: settings of the model.
+        device: device of the module.
+        seed: seed of the weights.
+    """
     letter = OPERATIONS[name].letters
     with torch.device("meta"):
         module = Block(letter, model) if letter else LanguageModelHead(model)
     module.to_empty(device=device)
     initialise(module, module.init_rules(), seed=seed)
     for key, parameter in module.named_parameters():
-        if key == "mixer.D":  # what goes around a recurrence would hide what comes out of it
+        if key == "mixer.D":  # the skip connection would hide the recurrence's output
             nn.init.constant_(parameter, 0.01)
     if isinstance(module, Block):  # without its residual, for the same reason
         return Case(module.mixer, lambda x_BTD, docs: module.mixer(x_BTD, docs), model.dim)
@@ -192,7 +222,16 @@ def results(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Output, gradient of the input, gradients of the weights."""
+    """Return the output, the gradient of the input and the gradients of the weights.
+
+    Args:
+        case: module to run.
+        name: operation.
+        backend: name of the backend.
+        shape: rows and tokens.
+        dtype: compute dtype.
+        device: device of the module.
+    """
     set_kernels(case.module, replace(PLAIN_KERNELS, **{name: backend}))
     draw = torch.Generator().manual_seed(0)
     made = (torch.randn(*shape, case.dim, generator=draw) for _ in range(2))
@@ -208,13 +247,13 @@ def results(
 
 
 def packed_documents(rows: int, tokens: int, each: int = 5) -> Documents:
-    """Documents of uneven lengths, about `each` of them in a row, others in each row."""
+    """Return documents of uneven lengths, about `each` of them in a row, different in each row."""
     t_T = torch.arange(tokens)
     return Documents.from_ids(torch.stack([(t_T * each + 7 * b) // tokens for b in range(rows)]))
 
 
 def off_by(got: list[Tensor], want: list[Tensor]) -> float:
-    """Norm of all differences over the norm of all that is wanted."""
+    """Return the norm of all differences over the norm of all reference values."""
     assert len(got) == len(want) > 0
     pairs = list(zip(got, want, strict=True))
     apart = math.hypot(*((a.double() - b.double()).norm().item() for a, b in pairs))

@@ -1,4 +1,4 @@
-"""Measure what the first step of a run takes of a device's memory, next to what was estimated."""
+"""Measurement of the first step's device memory, next to its estimate."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.snapshot import Snapshot
 from megacpp.run.metrics import peak_resident_bytes
 
-OUTSIDE = ("runtime_reserved", "allocator_overhead")  # of tensors
+OUTSIDE = ("runtime_reserved", "allocator_overhead")  # not in tensors
 IN_TENSORS = tuple(name for name in COMPONENTS if name not in OUTSIDE)
-OF_A_STEP = "tensors_of_a_step"  # all that doesn't rest
+OF_A_STEP = "tensors_of_a_step"  # tensors that don't outlive the step
 FILE = "measured.json"  # in RUN/memory
 
 
 @dataclass
 class Calibrator:
-    """Measures the first step that updates the weights; the first rank stores it with its estimate.
+    """Measurement of the first step that updates the weights, stored by the first rank.
 
-    The step is followed allocation by allocation (`Forensics`): that gives the peak of live tensors
-    by component on a CPU and on a GPU alike. Components are those of the rank that was estimated,
-    the total is the largest of all ranks. On a CPU the total is of tensors, as the estimate is. On
-    a GPU the total is what the device has in use: what the allocator reserved, and what lies
-    outside of it. A step that can't be followed (compiled blocks) has no components, and on a CPU
-    no total: then nothing is stored there.
+    The step's allocations are recorded one by one (`Forensics`); this gives the peak of live
+    tensors by component on a CPU and on a GPU alike. Components are those of the estimated rank,
+    the total is the largest of all ranks. On a CPU the total counts tensors, as the estimate does.
+    On a GPU it is the memory in use on the device: reserved by the allocator, and outside of it. A
+    step that can't be recorded (compiled blocks) has no components, and on a CPU no total: then
+    nothing is stored there.
 
     Args:
-        of_all: elementwise largest over all ranks, in place; every rank calls it.
-        folder: of the run.
+        admission: estimate of the run.
+        device: device of this rank.
+        of_all: elementwise maximum over all ranks, in place; every rank calls it.
+        rank: this rank.
+        folder: folder of the run.
 
     Attributes:
-        waiting: the next step has to be followed.
+        waiting: the next step has to be recorded.
     """
 
     admission: Admission
@@ -50,16 +53,17 @@ class Calibrator:
     waiting: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.waiting = bool(self.admission.calibration)  # its folder; none: nothing is measured
+        self.waiting = bool(self.admission.calibration)  # without a folder nothing is measured
 
     def after_step(self, updated: bool, found: Snapshot | None) -> list[str]:
-        """Stores the first step that updated the weights; every rank calls it.
+        """Store the first step that updated the weights; every rank calls it.
 
         Args:
-            found: the step that was just made, as `Forensics` saw it.
+            updated: the step changed the weights.
+            found: snapshot of the step by `Forensics`.
 
         Returns:
-            Why no record could be written, on the main rank; else nothing.
+            On the main rank the reason why no record could be written; else nothing.
         """
         if not self.waiting or not updated or found is None:
             return []
@@ -95,7 +99,7 @@ class Calibrator:
         )
 
     def _of_rank(self, found: Snapshot) -> dict[str, int | None]:
-        """Bytes of this rank by name; None: not to be measured here."""
+        """Return the bytes of this rank by name; None if they can't be measured here."""
         names = IN_TENSORS if found.followed else RESTING
         resting = sum(found.at_peak.get(name, 0) for name in RESTING)
         values: dict[str, int | None] = {n: None for n in IN_TENSORS}
@@ -118,7 +122,7 @@ class Calibrator:
         return values
 
     def _over_ranks(self, own: dict[str, int | None]) -> dict[str, int | None]:
-        """Components of the rank that was estimated; of all else the largest over all ranks."""
+        """Return the estimated rank's components, and of all else the maximum over ranks."""
         known = {name: value for name, value in own.items() if value is not None}
         mine = self.rank == self.admission.rank
         values = [v if mine or name not in COMPONENTS else 0 for name, v in known.items()]

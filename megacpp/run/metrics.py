@@ -1,4 +1,4 @@
-"""Write one record a step: a line on the screen, an object in metrics.jsonl, points in sinks."""
+"""Step records: a line on the screen, an object in metrics.jsonl, points in sinks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ from megacpp.terminal.screen import duration as duration
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets (for MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12}
 
-DROPPED = ("seconds", "lr", "memory", "bpb", "mfu")  # by a line that is wider than the screen
+# Fields that are dropped in this order from a line wider than the screen.
+DROPPED = ("seconds", "lr", "memory", "bpb", "mfu")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step did; floats keep full precision in metrics.jsonl.
+    """Figures of one optimizer step; floats keep full precision in metrics.jsonl.
 
-    `tokens` and `valid_tokens` count this step over all ranks; `loss` is nats per valid token;
-    `peak_bytes` is this rank's peak memory since the start; `nonfinite` counts gradient values of
-    all ranks; `more` are further figures by name, of the step or of each layer, of which those that
-    are None aren't stored.
+    Attributes:
+        step: index; the first is 0.
+        loss: nats per valid token.
+        tokens, valid_tokens: tokens of this step over all ranks.
+        peak_bytes: this rank's peak memory since the start.
+        nonfinite: number of non-finite gradient values on all ranks.
+        more: further figures by name, of the step or of each layer; None isn't stored.
     """
 
     step: int
@@ -56,9 +60,15 @@ class StepRecord:
 
 
 class MetricsLog:
-    """Writes step records of the main rank; does nothing elsewhere.
+    """Writer of step records on the main rank; does nothing elsewhere.
 
-    A resumed run drops the lines of steps that it will do again.
+    A resumed run drops the lines of steps that it will repeat.
+
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+        first_step: first step of this start.
+        active: this rank writes.
     """
 
     def __init__(self, folder: Path, config: Config, first_step: int, active: bool) -> None:
@@ -76,7 +86,7 @@ class MetricsLog:
         self._sinks = open_sinks(folder, run, settings_of(config), first_step)
 
     def write(self, record: StepRecord) -> None:
-        """Stores one record and prints its line, every `run.log_every` steps and at the end."""
+        """Store a record; print its line every `run.log_every` steps and at the end."""
         if not self.active or self._file is None:
             return
         values = asdict(record)
@@ -91,12 +101,12 @@ class MetricsLog:
             print(self.line(record), flush=True)
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Prints lines that a person should see, between those of the steps."""
+        """Print lines between those of the steps."""
         for line in lines if self.active else ():
             print(line, flush=True)
 
     def evaluation(self, step: int, values: Mapping[str, float], no_verdict: str = "") -> None:
-        """Prints validation figures and stores them in TensorBoard and evaluations.jsonl."""
+        """Print validation figures and store them in the sinks and in evaluations.jsonl."""
         why = no_verdict or ("" if values["complete"] else "only a part was evaluated")
         if self.active:
             first, *others = evaluation_lines(values, why)
@@ -112,7 +122,7 @@ class MetricsLog:
                 f.write(_strict_json({"step": step, **values, "no_verdict": why}) + "\n")
 
     def sample(self, step: int, text: str) -> None:
-        """Prints generated text and stores it in the sinks."""
+        """Print generated text and store it in the sinks."""
         if not self.active:
             return
         print(f"---- sample ----\n{text}\n----", flush=True)
@@ -120,7 +130,7 @@ class MetricsLog:
             sink.text("sample", text, step)
 
     def line(self, record: StepRecord) -> str:
-        """The live line: everything a person watches, with the time that is left."""
+        """Return the line of a step, with the remaining time."""
         done = record.step + 1 - self.first_step
         left_s = (time.perf_counter() - self.began) / max(1, done) * (self.steps - record.step - 1)
         width = len(str(self.steps))
@@ -144,6 +154,7 @@ class MetricsLog:
         return "  ".join([*fields.values(), *note])
 
     def close(self) -> None:
+        """Close the file and the sinks."""
         if self._file is not None:
             self._file.close()
         for sink in self._sinks:
@@ -151,10 +162,11 @@ class MetricsLog:
 
 
 def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
-    """The figures as a person reads them.
+    """Return the validation figures as lines for the screen.
 
     Args:
-        no_verdict: why the figures of compressors are no bar; empty: they are.
+        values: figures of `evaluate`.
+        no_verdict: reason why the loss can't be compared with compressors (`Corpus.no_verdict`).
     """
     over, bits = f"{values['target_bytes']:,.0f}", values["bits_per_byte"]
     part = f"all {over} held-out bytes" if values["complete"] else f"the first {over} bytes"
@@ -169,19 +181,19 @@ def evaluation_lines(values: Mapping[str, float], no_verdict: str) -> list[str]:
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Summed nats over the bytes that they encode, in bits."""
+    """Return summed nats over the bytes that they encode, in bits."""
     return nats / math.log(2) / max(1, num_bytes)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of this process: allocator peak on a GPU, resident set on a CPU."""
+    """Return the peak of this process: allocator peak on a GPU, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident set of this process alone.
+    """Return the peak resident set of this process alone.
 
     Linux's `ru_maxrss` survives exec and so may be the launcher's; VmHWM starts afresh.
     """
@@ -194,7 +206,7 @@ def peak_resident_bytes() -> int:
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a known GPU, None elsewhere."""
+    """Return the peak bf16 FLOP/s of a known GPU, None elsewhere."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -202,7 +214,7 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def settings_of(config: Config) -> dict[str, Setting]:
-    """Dotted names and plain values of all settings."""
+    """Return dotted names and plain values of all settings."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in flatten(config).items()
@@ -210,7 +222,7 @@ def settings_of(config: Config) -> dict[str, Setting]:
 
 
 def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:
-    """Drops the lines of other steps, and unreadable ones; the file changes whole or not at all."""
+    """Drop the lines of other steps, and unreadable ones, atomically."""
     if not path.exists():
         return
     kept = []
@@ -224,7 +236,7 @@ def _keep_steps(path: Path, keep: Callable[[int], bool]) -> None:
 
 
 def _strict_json(values: Mapping[str, object]) -> str:
-    """One JSON line; what is not finite becomes null, because JSON has no NaN."""
+    """Return one JSON line; non-finite values become null, because JSON has no NaN."""
     finite = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }

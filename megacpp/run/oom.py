@@ -1,4 +1,4 @@
-"""One screen when memory runs out: predicted, live, grown, what helps."""
+"""Report after memory ran out: predicted, live and grown bytes, and the cheapest fixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megacpp.memory.snapshot import STEADY, compare
 from megacpp.run.forensics import Forensics, allocator_state
 from megacpp.run.precision import compute_dtype
 
-# How torch and Python say that there is no memory left, beside the classes they have for it.
+# Messages of out-of-memory errors that have no exception class of their own.
 NO_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA out of memory",
@@ -29,21 +29,23 @@ NO_MEMORY = (
     "cudaErrorMemoryAllocation",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-GAIN = 0.1  # of the estimate, that a fix should bring
+GAIN = 0.1  # fraction of the estimate that a fix should save
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the device or on the host."""
+    """Return whether an error says that memory ran out, on the device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in NO_MEMORY)
 
 
 def oom_screen(error: BaseException, folder: Path, found: Forensics | None = None) -> str:
-    """One screen: what was asked for, predicted, live, grown, and what helps.
+    """Return the report: the failed allocation, predicted, live and grown bytes, and fixes.
 
     Args:
-        found: of the run that failed; without one it is looked for where the error came through.
+        error: exception of the failed allocation.
+        folder: folder of the run.
+        found: forensics of the run; None looks for them on the exception's stack.
     """
     found = found or forensics_of(error)
     predicted = recorded_estimate(folder)
@@ -58,7 +60,7 @@ def oom_screen(error: BaseException, folder: Path, found: Forensics | None = Non
 
 
 def forensics_of(error: BaseException) -> Forensics | None:
-    """The forensics of the run that an error came through: they are on its stack."""
+    """Return the run's forensics, found on the stack of the exception, or None."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
             if isinstance(value, Forensics):
@@ -67,7 +69,7 @@ def forensics_of(error: BaseException) -> Forensics | None:
 
 
 def recorded_estimate(folder: Path) -> dict[str, Any]:
-    """`memory` of the newest launch record: the estimate, the gate's verdict; empty: none."""
+    """Return `memory` of the newest launch record: estimate and verdict; empty without one."""
     later = sorted(folder.glob("launch-*.json"), reverse=True)
     for path in (*later, folder / "launch.json"):
         try:
@@ -80,17 +82,17 @@ def recorded_estimate(folder: Path) -> dict[str, Any]:
 
 
 def show_once(error: BaseException, folder: Path) -> Path:
-    """Writes the screen to `failures/oom-rank-N.txt`; one rank of a machine prints it too."""
+    """Write the report to `failures/oom-rank-N.txt`; one rank of a machine prints it too."""
     path = folder / "failures" / f"oom-rank-{os.environ.get('RANK', '0')}.txt"
     try:
         screen = oom_screen(error, folder)
-    except Exception as second:  # what went wrong first is what has to be told
+    except Exception as second:  # the first error must be reported
         screen = f"out of memory, and no more is known: {type(second).__name__}: {second}"
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(screen + "\n")
     with contextlib.suppress(FileExistsError):
-        if "WORLD_SIZE" in os.environ:  # ranks of a machine have one parent, at each start another
+        if "WORLD_SIZE" in os.environ:  # ranks of a machine share a parent, a new one at each start
             (path.parent / f".shown-{os.getppid()}").open("x").close()
         print(screen, file=sys.stderr, flush=True)
     return path
@@ -99,7 +101,7 @@ def show_once(error: BaseException, folder: Path) -> Path:
 def _table(
     memory: Mapping[str, Any], live: Mapping[str, int], device: torch.device, state: dict[str, Any]
 ) -> list[str]:
-    """Predicted and live, a line a component."""
+    """Return predicted and live bytes, a line per component."""
     estimate = memory.get("estimate") or {}
     predicted: Mapping[str, int] = estimate.get("components") or {}
     known = sum(live.values())
@@ -129,7 +131,7 @@ def _table(
 
 
 def _grown(found: Forensics | None, live: Mapping[str, int]) -> list[str]:
-    """Since the last snapshot of this start, and from its first to its last."""
+    """Return the growth since the last snapshot of this start, and from its first to its last."""
     first, last = (found.first, found.last) if found else (None, None)
     if first is None or last is None:
         return ["grown: not known, there was no snapshot yet (memory.snapshot_every)"]
@@ -149,7 +151,7 @@ def _grown(found: Forensics | None, live: Mapping[str, int]) -> list[str]:
 
 
 def _fixes(found: Forensics | None) -> list[str]:
-    """Changes that gain a tenth of what was estimated, by the estimator's own figures."""
+    """Return changes that save a tenth of the estimate, by the estimator's own figures."""
     if found is None:
         return ["--train.device-batch-size half as large: accumulation makes up for it"]
     size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Which dtype stores the parameters and which one computes."""
+"""Storage and compute dtypes of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megacpp.errors import config_error
 
 
 def storage_dtype(config: PrecisionConfig) -> torch.dtype:
-    """Master parameters, gradients and optimizer state: fp64 for proofs, else fp32."""
+    """Return the dtype of parameters, gradients and optimizer state: fp64 for proofs, else fp32."""
     return torch.float64 if config.dtype == "fp64" else torch.float32
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """Matrices and activations: `auto` is bf16 on a GPU that has it, fp32 on a CPU."""
+    """Return the dtype of matrices and activations: `auto` is bf16 if the GPU has it, else fp32."""
     if config.dtype == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if able else torch.float32
@@ -27,7 +27,11 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what a run on this device would do slowly, or not at all."""
+    """Check that the configuration suits the device.
+
+    Raises:
+        ConfigError: a setting would be slow or impossible on this device.
+    """
     if device.type != "cpu":
         return
     if config.optim.adamw_state == "cpu_offload":

@@ -1,4 +1,4 @@
-"""A scheduler that wants its machines back says so with SIGTERM; the run saves and leaves."""
+"""Preemption: after SIGTERM the run saves a checkpoint and exits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import FrameType
 
 
 class StopRequest:
-    """Remembers a SIGTERM until the step that it came in is over.
+    """Flag that records a SIGTERM until the current step is over.
 
-    Ranks hear of it at different moments, some not at all: they agree with the numbers that travel
-    with the gradient norm (`AccumulationBoundary`), and all leave after the same step. Further
-    signals change nothing: a scheduler may tell every process, and torchrun then tells its ranks
-    once more. It kills after 30 seconds what is still there.
+    Ranks receive the signal at different moments, some not at all. They agree by a number in the
+    all-reduce of the gradient norm (`AccumulationBoundary`), and all exit after the same step.
+    Further signals are ignored: a scheduler may signal every process, and torchrun then signals its
+    ranks once more. torchrun kills remaining ranks after 30 seconds.
     """
 
     def __init__(self) -> None:
@@ -20,6 +20,7 @@ class StopRequest:
         signal.signal(signal.SIGTERM, self._hear)
 
     def __call__(self) -> bool:
+        """Return whether the signal has arrived."""
         return self.heard
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Write a trace of some steps for Perfetto or chrome://tracing.
+"""Profile of some steps as a trace for Perfetto or chrome://tracing.
 
     --run.profile 10:12     # RUN/profile/steps-10-12-rank-0.json.gz, ... of the first ranks
 
@@ -17,12 +17,12 @@ import torch
 
 from megacpp.config.checks.every import profiled_steps
 
-RANKS = 8  # that write a trace: the first ones
+RANKS = 8  # number of ranks that write a trace
 
 
 @contextmanager
 def region(name: str) -> Iterator[None]:
-    """Names a part of a step in a trace; no more than a look where nothing is traced."""
+    """Name a part of a step in a trace; without a trace it costs one check."""
     if not torch.autograd._profiler_enabled():
         yield
         return
@@ -31,11 +31,13 @@ def region(name: str) -> Iterator[None]:
 
 
 class StepProfile:
-    """Traces the steps that `run.profile` names, counted from 1 as on the screen.
+    """Trace of the steps in `run.profile`, counted from 1 as on the screen.
 
     Args:
         steps: `10`, `10:12`, or nothing.
-        folder: of the run.
+        folder: folder of the run.
+        rank: this rank; only the first ranks write a trace.
+        device: device of this rank.
     """
 
     def __init__(self, steps: str, folder: Path, rank: int, device: torch.device) -> None:
@@ -45,7 +47,7 @@ class StepProfile:
         self._step: Any = None
 
     def begin(self, step: int) -> None:
-        """Before anything of a step (the first is 0)."""
+        """Start the trace of a step (the first is 0)."""
         if not self.first <= step + 1 <= self.last:
             return
         if self._profiler is None:
@@ -59,7 +61,7 @@ class StepProfile:
         self._step.__enter__()
 
     def end(self, step: int) -> list[str]:
-        """After a step.
+        """End the trace of a step.
 
         Returns:
             A line that names the file, after the last of the steps.
@@ -75,7 +77,7 @@ class StepProfile:
         return [self._write()]
 
     def close(self) -> list[str]:
-        """Writes what a run that ended early has traced."""
+        """Write the trace of a run that ended early."""
         if self._profiler is None:
             return []
         self._profiler.stop()

@@ -1,4 +1,4 @@
-"""What a run leaves of its steps: lines, metrics, warnings, snapshots and measured memory.
+"""Records of a run's steps: lines, metrics, warnings, snapshots and measured memory.
 
     records = Records(...)
     for step in ...:
@@ -7,7 +7,7 @@
         records.end(step, verdict, ...)
     records.close(sum_over_ranks, ranks)
 
-It watches and changes nothing.
+Records observe the run and change nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from megacpp.run.verdict import Verdict
 
 @dataclass
 class Records:
-    """Of one rank; the main one prints.
+    """Records of one rank; the main rank prints.
 
     Args:
         log: lines of the screen, metrics.jsonl, TensorBoard, Weights & Biases.
-        health: gradient norms and losses out of range.
-        balance: experts that get too much or nothing.
-        forensics: where memory goes.
-        calibrator: what the first step took, next to the estimate.
-        mfu: model FLOP utilisation of a number of tokens per second.
-        where: which ranks had values that weren't finite in which part of the model; ranks wait
-            for each other.
-        profile: traces of the steps that `run.profile` names.
+        health: warnings about gradient norms and losses.
+        balance: warnings about expert load.
+        forensics: memory snapshots.
+        calibrator: measured memory of the first step.
+        mfu: model FLOP utilisation for a number of tokens per second.
+        where: names the ranks and parts of the model with non-finite values; collective.
+        profile: traces of the steps in `run.profile`.
     """
 
     log: MetricsLog
@@ -54,7 +53,7 @@ class Records:
     _began: float = field(default=0.0, init=False)
 
     def begin(self, step: int) -> None:
-        """Before anything of a step happens."""
+        """Start the timer and the recorders, before anything of a step happens."""
         self._began = time.perf_counter()
         self.profile.begin(step)
         self.forensics.begin(step, asked=self.calibrator.waiting)
@@ -70,14 +69,16 @@ class Records:
         rates: Mapping[str, float],
         figures: Mapping[str, float],
     ) -> None:
-        """Once a step was taken or left out; every rank calls it.
+        """Record a step after it was applied or skipped; every rank calls it.
 
         Args:
-            tokens: of the step, over all ranks.
-            grad_accum: microbatches that made it.
-            lr: learning rate of AdamW that it was taken with.
-            rates: the same by parameter group.
-            figures: further ones by name, for metrics.jsonl and the sinks.
+            step: index of the step.
+            verdict: status that all ranks agree on.
+            tokens: tokens of the step, over all ranks.
+            grad_accum: microbatches of the step.
+            lr: learning rate of AdamW in this step.
+            rates: learning rate by parameter group.
+            figures: further figures by name, for metrics.jsonl and the sinks.
         """
         step_s = time.perf_counter() - self._began
         say = self.log.warn
@@ -88,7 +89,7 @@ class Records:
             say(self.balance.observe(step, verdict.loads))
         if verdict.trouble:
             fate = "left out" if not verdict.healthy else "taken with zeros instead"
-            where = self.where() or "nobody's gradients before they were summed"
+            where = self.where() or "no rank's gradients before the reduction"
             say([f"step {step + 1}: {fate}: {verdict.trouble} ({where})"])
         record = StepRecord(
             step=step,
@@ -111,13 +112,13 @@ class Records:
         say(self.calibrator.after_step(verdict.healthy, self.forensics.seen))
 
     def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
-        """The end of the run; every rank calls it."""
+        """Close all records at the end of the run; every rank calls it."""
         self.log.warn(self.profile.close())
         self.forensics.close(sum_over_ranks, ranks)
         self.log.close()
 
     def _further(self, verdict: Verdict) -> dict[str, float | Mapping[str, float] | None]:
-        """Figures beside those of every run."""
+        """Return figures that only some runs have."""
         compared = self.health.figures() if verdict.healthy else {}
         return {
             **{f"aux_{term}": value for term, value in verdict.auxiliary.items()},

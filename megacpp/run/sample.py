@@ -1,4 +1,4 @@
-"""Generation: one token at a time from the model's recurrent state and key-value caches.
+"""Generation, token by token, from recurrent state and key-value caches.
 
 Legend: B rows (1 here), V vocabulary.
 """
@@ -27,16 +27,18 @@ def generate(
     num_ids: int | None = None,
     stream: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Continues a prompt; each token is fed once and nothing is computed again.
+    """Continue a prompt; each token is fed once and nothing is recomputed.
 
     Args:
         model: whole on one device (an unsharded or an exported one).
+        prompt_ids: ids to continue.
+        max_tokens: most new ids.
         temperature: 0 takes the likeliest token; else softmax(logits / temperature).
-        top_k: choose among the k likeliest only (0: among all).
-        seed: of the draws; the same seed gives the same text on the same device.
-        stop_id: ends the text; it is not part of it.
-        num_ids: ids from here on are never chosen (rows of a table larger than the tokenizer).
-        stream: gets every id as soon as it is known.
+        top_k: sample among the k likeliest only (0: among all).
+        seed: seed of the draws; the same seed gives the same text on the same device.
+        stop_id: id that ends the text; it isn't part of it.
+        num_ids: ids from here on are never sampled (rows of a table larger than the tokenizer).
+        stream: called with every id as soon as it is sampled.
 
     Returns:
         The new ids, at most `max_tokens`.
@@ -71,13 +73,20 @@ def generate(
 
 
 def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from the logits of the next one; `generator` is on the CPU."""
+    """Sample one token.
+
+    Args:
+        logits_V: logits of the next token.
+        temperature: 0 takes the likeliest token.
+        top_k: sample among the k likeliest only (0: among all).
+        generator: CPU generator.
+    """
     if temperature == 0:
         return int(logits_V.argmax())
     scores_V = logits_V.detach().to("cpu", torch.float64)
     scores_V = (scores_V - scores_V.max()) / temperature  # at most 0: no overflow near 0
     if 0 < top_k < len(scores_V):
-        kept = scores_V.topk(top_k)  # exactly k, also among equals
+        kept = scores_V.topk(top_k)  # exactly k, even with ties
         pick = torch.multinomial(kept.values.softmax(0), 1, generator=generator)
         return int(kept.indices[pick])
     return int(torch.multinomial(scores_V.softmax(0), 1, generator=generator))

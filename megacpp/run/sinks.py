@@ -1,4 +1,4 @@
-"""Send the figures of a run to TensorBoard and to Weights & Biases; each takes the same calls.
+"""Sinks for the figures of a run: TensorBoard and Weights & Biases, by one interface.
 
 Tags are `/`-separated words in snake_case: `train/loss`, `train/load_entropy/layer_3`,
 `train/lr_groups/muon`, `validation/bits_per_byte`, `sample`.
@@ -18,24 +18,32 @@ from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError, config_error
 
 Setting = bool | int | float | str
-GOALS = ("train/loss", "validation/loss", "validation/bits_per_byte")  # beside hyperparameters
+# Metrics that TensorBoard shows with hyperparameters.
+GOALS = ("train/loss", "validation/loss", "validation/bits_per_byte")
 
 
 class Sink(Protocol):
-    """Something that shows the figures of a run; steps count from 0."""
+    """Display of the figures of a run; steps count from 0."""
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None: ...
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add numbers by tag."""
+        ...
 
-    def text(self, tag: str, text: str, step: int) -> None: ...
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Add a text."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and close."""
+        ...
 
 
 class TensorBoard:
     """Event files in `RUN/tensorboard`; settings are its hyperparameters.
 
     Args:
-        settings: by dotted name.
+        folder: folder of the run.
+        settings: values by dotted name.
         first_step: points of an earlier start from here on are hidden.
     """
 
@@ -49,26 +57,29 @@ class TensorBoard:
             self._board._get_file_writer().add_summary(summary)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add numbers by tag."""
         for tag, value in values.items():
             self._board.add_scalar(tag, value, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
+        """Add a text, indented so that Markdown leaves it unchanged."""
         indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown: as it stands
         self._board.add_text(tag, indented, step)
         self._board.flush()
 
     def close(self) -> None:
+        """Flush and close."""
         self._board.close()
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project; a resumed run goes on under its id.
+    """Run of a Weights & Biases project; a resumed run continues under its id.
 
     Its environment variables apply: with `WANDB_MODE=offline` everything stays in `RUN/wandb`, for
     `wandb sync`.
 
     Raises:
-        ConfigError: the service refuses the run, or can't be reached.
+        ConfigError: the service rejects the run, or can't be reached.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Setting], project: str) -> None:
@@ -93,19 +104,29 @@ class WeightsAndBiases:
             raise config_error("run.wandb", project, words, fix) from None
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add numbers by tag."""
         self._run.log(dict(values), step=step)
 
     def text(self, tag: str, text: str, step: int) -> None:
+        """Add a text as preformatted HTML."""
         self._run.log({tag: self._wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 def open_sinks(
     folder: Path, config: RunConfig, settings: Mapping[str, Setting], first_step: int
 ) -> list[Sink]:
-    """The sinks that a configuration asks for."""
+    """Return the sinks that the configuration enables.
+
+    Args:
+        folder: folder of the run.
+        config: settings of the run.
+        settings: all settings by dotted name.
+        first_step: first step of this start.
+    """
     found: list[Sink] = []
     if config.tensorboard:
         found.append(TensorBoard(folder, settings, first_step))
@@ -115,10 +136,10 @@ def open_sinks(
 
 
 def check_sinks(config: Config) -> None:
-    """Find out before the start whether Weights & Biases can be used.
+    """Check before the start whether Weights & Biases can be used.
 
     Raises:
-        ConfigError: the package is missing, or nobody is logged in.
+        ConfigError: the package is missing, or no API key is known.
     """
     project = config.run.wandb
     if not project:
@@ -136,7 +157,7 @@ def check_sinks(config: Config) -> None:
 
 
 def tagged(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    """Tags and numbers; figures by layer (`{"3": 1.0}`) become `above/name/layer_3`."""
+    """Yield tags and numbers; figures by layer (`{"3": 1.0}`) become `above/name/layer_3`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             plain = {f"layer_{k}" if k.isdecimal() else k: v for k, v in value.items()}

@@ -1,4 +1,4 @@
-"""What all ranks know of a step that was made, before it is taken; no torch here."""
+"""Step statistics that all ranks agree on before the optimizer step; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from megacpp.run.expert_load import ExpertLoad
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know of a step, as numbers of the host; the same on every rank.
+    """Step statistics as numbers of the host, the same on every rank.
 
     Attributes:
-        grad_norm: before clipping, of gradients in which what wasn't finite is zero.
+        grad_norm: norm before clipping, of gradients whose non-finite values are zeroed.
         loss: cross entropy, nats per valid token; NaN without one.
-        nll_sum, target_bytes: nats of the step, and the bytes that they stand for.
-        nonfinite: gradient values that weren't finite, over all ranks, before ranks summed theirs.
-        finite: the norm and every rank's loss are.
-        healthy: the step may be taken. One without a valid token teaches nothing, and may not.
-        auxiliary: coefficient * mean over tokens of each auxiliary loss that is on, summed over
+        nll_sum, target_bytes: summed nats of the step, and the bytes that they encode.
+        valid_tokens: labels that count.
+        nonfinite: number of non-finite gradient values, over all ranks, before the reduction.
+        finite: the norm and every rank's loss are finite.
+        healthy: the step may be applied. A step without a valid token may not.
+        auxiliary: coefficient * mean over tokens of each enabled auxiliary loss, summed over
             layers.
-        auxiliary_ratio: norm of the gradient of the auxiliary losses over that of the main loss,
-            both of the logits of all routers; None without the one or the other.
-        loads: of the experts of every E layer of the model.
-        leaving: ranks that were told to stop after this step: if one was, all do.
-        loss_scale: what the step's loss was multiplied with; None where nothing is (all but fp16).
+        auxiliary_ratio: norm of the auxiliary losses' gradient over that of the main loss, both
+            with respect to the logits of all routers; None without either.
+        loads: expert load of every E layer of the model.
+        leaving: number of ranks that were asked to stop after this step; if any, all stop.
+        loss_scale: factor of the step's loss; None except in fp16.
     """
 
     grad_norm: float
@@ -43,12 +44,12 @@ class Verdict:
 
     @property
     def clean(self) -> bool:
-        """Nothing in the step wasn't finite."""
+        """Whether all values of the step are finite."""
         return self.finite and not self.nonfinite
 
     @property
     def trouble(self) -> str:
-        """What is odd about the step, for a person; empty if nothing is."""
+        """Description of the step's problem; empty without one."""
         if self.nonfinite:
             return f"{self.nonfinite:,} gradient values are not finite"
         if not self.finite:

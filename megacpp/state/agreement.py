@@ -1,7 +1,7 @@
-"""Ranks decide together: what fails on one of them raises the same error on all of them.
+"""Agreement between ranks: an error on one rank raises the same error on all of them.
 
-Objects travel between the ranks of one run through torch's object collectives; nothing that these
-make is ever written to a file.
+Objects travel through torch's object collectives (pickle between live processes of one run); the
+pickles are never written to a file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Thing = TypeVar("Thing")
 
 
 def is_distributed() -> bool:
-    """Whether this process belongs to a process group."""
+    """Return whether this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def this_rank() -> tuple[int, int]:
-    """Rank and number of ranks; (0, 1) without a process group."""
+    """Return rank and number of ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def gather(thing: Thing) -> list[Thing]:
-    """What every rank passed, in rank order, on every rank."""
+    """Return the objects that all ranks pass, in rank order, on every rank."""
     if not is_distributed():
         return [thing]
     everyone: list[Thing] = [thing] * dist.get_world_size()
@@ -41,7 +41,7 @@ def gather(thing: Thing) -> list[Thing]:
 
 
 def share(thing: Thing, source: int) -> Thing:
-    """What rank `source` passed, on every rank."""
+    """Return the object that rank `source` passes, on every rank."""
     if not is_distributed():
         return thing
     things = [thing]
@@ -51,11 +51,15 @@ def share(thing: Thing, source: int) -> Thing:
 
 @contextmanager
 def agreed(what: str, fix: str) -> Iterator[None]:
-    """Runs a block on every rank; when it fails on any, all raise the first rank's error.
+    """Run a block on every rank; if it fails on any rank, raise the first rank's error on all.
+
+    Args:
+        what: start of the error message: the operation that failed.
+        fix: end of the error message.
 
     Raises:
-        CheckpointError: an error of the block as it is if it is one, else
-            `what: reason. Fix: fix.`
+        CheckpointError: the block failed; a CheckpointError of the block is raised unchanged, any
+            other error becomes `what: reason. Fix: fix.`
     """
     mine: BaseException | None = None
     try:
@@ -80,7 +84,7 @@ def _one_line(error: BaseException, what: str, fix: str) -> str:
 
 
 def _of_dcp(error: BaseException) -> TypeGuard[CheckpointException]:
-    """DCP's own exception, which is no Exception; nobody has to import it to ask."""
+    """Return whether the error is DCP's own exception, which doesn't derive from Exception."""
     module = sys.modules.get("torch.distributed.checkpoint")
     return module is not None and isinstance(error, module.CheckpointException)
 

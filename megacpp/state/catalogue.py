@@ -1,4 +1,4 @@
-"""What all ranks hold together: under pipeline parallelism no rank has every tensor."""
+"""Catalogue of all ranks' tensors: under pipeline parallelism no rank holds every tensor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megacpp.state.manifest import TensorEntry, describe
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Every tensor of a run by name: those of the lowest rank first, each in its rank's order.
+    """All tensors of a run by name: those of the lowest rank first, each in its rank's order.
 
     Attributes:
         entries: dtype and global shape.
-        first: the lowest rank that holds a part.
-        count: ranks that hold a part (or a copy).
+        first: lowest rank that holds a shard.
+        count: number of ranks that hold a shard or a replica.
     """
 
     entries: dict[str, TensorEntry]
@@ -34,20 +34,20 @@ class Catalogue:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors, each counted once."""
+        """Bytes of all tensors, each counted once."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
     @property
     def everywhere(self) -> bool:
-        """Every rank holds a part of every tensor."""
+        """Whether every rank holds a shard of every tensor."""
         return all(number == this_rank()[1] for number in self.count.values())
 
 
 def catalogue(tensors: Mapping[str, Tensor]) -> Catalogue:
-    """The tensors of all ranks, from those of each; every rank calls it and gets the same.
+    """Merge the tensors of all ranks; every rank calls it and gets the same catalogue.
 
-    Ranks with the same tensors (those of one stage) are heard once, so that what travels grows
-    with the number of stages, not of ranks.
+    Ranks with the same tensors (those of a pipeline stage) send one description, so the traffic
+    grows with the number of stages, not of ranks.
     """
     mine = describe(tensors)
     text = json.dumps([(name, entry.dtype, entry.shape) for name, entry in mine.items()])
@@ -66,11 +66,11 @@ def catalogue(tensors: Mapping[str, Tensor]) -> Catalogue:
 
 
 def check_parts(tensors: Mapping[str, Tensor]) -> None:
-    """Asserts that this rank holds of each DTensor the box that its placements name.
+    """Assert that this rank's shard of each DTensor is the one that its placements describe.
 
-    FSDP2 cuts what an axis inside it has cut already; where that axis doesn't divide a dim, the
-    placements describe other boxes than those that ranks hold (torch 2.13: pytorch#161368,
-    pytorch#168134), and offsets would lie.
+    FSDP2 shards a dim again that an inner axis already shards. Where that axis doesn't divide the
+    dim, the placements describe other shards than the ranks hold (torch 2.13: pytorch#161368,
+    pytorch#168134), and saved offsets would be wrong.
     """
     for name, t in tensors.items():
         if is_dtensor(t):
@@ -84,15 +84,16 @@ def check_parts(tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def whole_on_main(t: Tensor | None, entry: TensorEntry, first: int, device: torch.device) -> Tensor:
-    """A whole tensor on rank 0; every rank calls it, other ranks get an empty one.
+    """Return a whole tensor on rank 0 and an empty one elsewhere; every rank calls it.
 
-    Ranks that hold parts make it whole together; if rank 0 isn't one of them, the first of them
-    sends it there.
+    Ranks that hold shards gather them. If rank 0 isn't among these ranks, the first of them sends
+    the result to it.
 
     Args:
-        t: what this rank holds of it, None if nothing.
-        first: the lowest rank that holds a part.
-        device: where rank 0 receives it.
+        t: shard of this rank, any shape; None if it holds none.
+        entry: dtype and global shape.
+        first: lowest rank that holds a shard.
+        device: device on which rank 0 receives.
     """
     rank, _ = this_rank()
     full = torch.empty(0)
@@ -103,7 +104,7 @@ def whole_on_main(t: Tensor | None, entry: TensorEntry, first: int, device: torc
         return full if rank == 0 else torch.empty(0)
     if rank == first:
         dist.send(full.detach().contiguous().view(-1), 0)
-        if full.device.type != "cpu":  # else whole tensors would queue up on this device
+        if full.device.type != "cpu":  # otherwise whole tensors would accumulate on this device
             torch.accelerator.synchronize(full.device)
         return torch.empty(0)
     flat = torch.empty(entry.numel, dtype=entry.torch_dtype, device=device)
@@ -113,7 +114,7 @@ def whole_on_main(t: Tensor | None, entry: TensorEntry, first: int, device: torc
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """DTensor warns of gathering a tensor that is cut twice in two steps; there is no other way."""
+    """Silence DTensor's warning that a tensor sharded twice on one dim is gathered in two steps."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Saved training state: tensors in safetensors files, everything else in JSON, all of it hashed.
+"""Training checkpoints: tensors in safetensors files, everything else in JSON, all of it hashed.
 
     checkpoints/latest                  the name of the newest checkpoint
     checkpoints/step-000100/
@@ -6,9 +6,9 @@
         extra.json                          counters, data position, generators of every rank
         manifest.json                       shapes, dtypes, sizes and SHA-256 (manifest.py)
 
-Tensors go through torch's distributed checkpoint (DCP) with its safetensors storage, which knows
-where each piece lies in the whole tensor, so any mesh reads what any other one wrote. No file is
-a pickle, none is read as one.
+Tensors are saved by torch's distributed checkpoint (DCP) with its safetensors storage. It records
+the offset of each piece in the whole tensor, so any mesh can load what any other mesh saved. No
+file is a pickle, and none is read as one.
 """
 
 from __future__ import annotations
@@ -60,16 +60,20 @@ _FILE_BYTES = 1 << 28
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any], keep: int
 ) -> Path:
-    """Saves a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
+    """Save a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
 
     Args:
-        tensors: what this rank holds, by name: plain tensors (the same on every rank that has
-            them) or DTensors. Other ranks may hold others; together they are saved once.
-        extra: JSON of rank 0; the generators of every rank are added.
-        keep: newest checkpoints that stay (0: all). Older ones go once this one is published.
+        folder: folder of checkpoints.
+        step: optimizer steps made.
+        tensors: this rank's tensors by name: plain tensors (equal on every rank that has them) or
+            DTensors. Other ranks may hold others; each tensor is saved once.
+        extra: JSON of rank 0; the generator states of every rank are added.
+        keep: number of newest checkpoints to keep (0: all). Older ones are deleted after this one
+            is published.
 
     Raises:
-        CheckpointError: the disk is full or unwritable; on every rank, the old ones untouched.
+        CheckpointError: the disk is full or not writable; raised on every rank, older checkpoints
+            are unchanged.
     """
     assert "rng" not in extra
     final = folder / f"step-{step:06d}"
@@ -104,21 +108,24 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
-    """Fills `tensors` in place, whatever mesh they are on now; every rank calls it.
+    """Load a checkpoint into `tensors` in place, on any mesh; every rank calls it.
 
-    Nothing is touched before every file is verified and every name, shape and dtype matches. A
-    rank gets what it asks for, wherever it was saved; all ranks together must ask for everything.
+    Nothing is modified before every file is verified and every name, shape and dtype matches. A
+    rank gets the tensors that it asks for, whichever rank saved them; together the ranks must ask
+    for all.
 
     Args:
-        prefix: look only at tensors whose name starts with it (`model.`: weights alone).
+        path: folder of the checkpoint.
+        tensors: targets by name.
+        prefix: restrict to tensors whose name starts with it (`model.`: weights alone).
 
     Returns:
-        The saved `extra`; its `rng` is this rank's (for `set_rng_state`), None if the number of
+        The saved `extra`; its `rng` is this rank's (for `set_rng_state`), or None if the number of
         ranks has changed.
 
     Raises:
-        CheckpointError: missing, unfinished or damaged checkpoint, or other tensors than
-            expected; one line, the same on every rank.
+        CheckpointError: missing, unfinished or damaged checkpoint, or other tensors than expected;
+            one line, the same on every rank.
     """
     what, fix = f"{path}: cannot be loaded", _advice(path)
     rank, world_size = this_rank()
@@ -129,7 +136,7 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
             manifest = read_manifest(path, "checkpoint")
         except DamagedError as damage:
             raise CheckpointError(f"{damage}. Fix: {fix}.") from None
-        # Ranks share the reading; a stray tensor file would otherwise be taken in by DCP.
+        # Each rank verifies a share of the files. DCP would load stray tensor files.
         names = sorted(manifest.files)[rank::world_size]
         problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
         if problems:
@@ -147,7 +154,7 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """The `extra` of a checkpoint without its tensors, before `load_checkpoint` verifies it.
+    """Return the `extra` of a checkpoint without its tensors, before `load_checkpoint` verifies it.
 
     Raises:
         CheckpointError: there is no such checkpoint, or the file can't be read.
@@ -161,7 +168,7 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that was saved last, None if there is none."""
+    """Return the checkpoint that was saved last, or None."""
     with suppress(OSError, UnicodeDecodeError):
         name = (folder / LATEST).read_text().strip()
         if _NAME.fullmatch(name) and (folder / name / NAME).is_file():
@@ -170,9 +177,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def passed_over(folder: Path, path: Path | None) -> list[str]:
-    """A line for each folder of a later step than `path` that `latest_checkpoint` can't offer.
+    """Return a line for each unusable folder of a later step than `path`.
 
-    Saving publishes a folder whole, so one without a manifest lost it afterwards.
+    Checkpoints are published whole, so a folder without a manifest lost it afterwards.
     """
     if not folder.is_dir():
         return []
@@ -182,7 +189,7 @@ def passed_over(folder: Path, path: Path | None) -> list[str]:
 
 
 def verify(path: Path) -> list[str]:
-    """Reads a checkpoint whole; what is wrong with it, one line each (empty: nothing)."""
+    """Read a whole checkpoint and return its problems, one line each."""
     try:
         manifest = read_manifest(path, "checkpoint")
     except DamagedError as damage:
@@ -194,7 +201,7 @@ def verify(path: Path) -> list[str]:
 
 
 def _prepare(folder: Path, final: Path, whole: Catalogue) -> None:
-    """Clears what a crash left behind, checks the free space, makes the pending folder."""
+    """Delete leftovers of a crash, check the free space, and create the pending folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(f"step-*{PENDING}"):
         shutil.rmtree(leftover)
@@ -218,20 +225,20 @@ def _write_tensors(pending: Path, tensors: Mapping[str, Tensor], whole: Catalogu
 
 
 def _packed(t: Tensor) -> bool:
-    """Whether the part on this rank is contiguous, as safetensors wants it."""
+    """Return whether the local shard is contiguous, as safetensors requires."""
     return (t.to_local() if is_dtensor(t) else t).is_contiguous()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns that there is no process group even when it is told so (no thread known)."""
+    """Silence DCP's warning about a missing process group, printed even with `no_dist`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _split(whole: Catalogue, most_bytes: int) -> dict[str, int]:
-    """Number (from 1) of the file that each tensor goes to, in order.
+    """Return the number (from 1) of the file for each tensor, in order.
 
     Every rank writes its share of a tensor to a file of that number, about `most_bytes` each.
     """
@@ -246,7 +253,7 @@ def _split(whole: Catalogue, most_bytes: int) -> dict[str, int]:
 
 
 def _own_files(pending: Path) -> list[Path]:
-    """Files that this rank wrote: DCP counts ranks from 1."""
+    """Return the files that this rank wrote: DCP counts ranks from 1."""
     return sorted(pending.glob(f"shard-{this_rank()[0] + 1:05d}-*.safetensors"))
 
 
@@ -257,7 +264,7 @@ def _finish(
     hashes: dict[str, FileEntry],
     state: dict[str, Any],
 ) -> None:
-    """Writes extra.json and manifest.json beside the tensors."""
+    """Write extra.json and manifest.json beside the tensors."""
     unseen = [name for name in hashes if not (pending / name).is_file()]
     if unseen:
         raise CheckpointError(
@@ -271,12 +278,12 @@ def _finish(
 
 
 def _publish(pending: Path, final: Path, step: int, keep: int) -> None:
-    """Publishes, points `latest` at it, and only then deletes older checkpoints."""
+    """Publish the folder, update `latest`, and only then delete older checkpoints."""
     publish_folder(pending, final)
     write_text(final.parent / LATEST, f"{final.name}\n")
     if aside_of(final).exists():
         remove_folder(aside_of(final))
-    # A run that went back to an older checkpoint has overtaken the later ones: they go first.
+    # After resuming from an older checkpoint, checkpoints of later steps are deleted first.
     others = [path for path in _published(final.parent) if path != final]
     others.sort(key=lambda path: (_step(path) <= step, _step(path)), reverse=True)
     for path in others[max(0, keep - 1) :] if keep else []:
@@ -284,7 +291,7 @@ def _publish(pending: Path, final: Path, step: int, keep: int) -> None:
 
 
 def _published(folder: Path) -> list[Path]:
-    """Finished checkpoints, latest step first; nothing else in the folder is ours."""
+    """Return finished checkpoints, latest step first; other files in the folder are ignored."""
     if not folder.is_dir():
         return []
     found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / NAME).is_file()]
@@ -301,7 +308,7 @@ def _step(path: Path) -> int:
 
 
 def _match(path: Path, manifest: Manifest, whole: Catalogue, prefix: str) -> None:
-    """Names, dtypes and global shapes must be the saved ones (DCP would cast without a word)."""
+    """Check names, dtypes and global shapes against the saved ones (DCP would cast silently)."""
     saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
     wanted = whole.entries
     found = [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
@@ -320,7 +327,7 @@ def _match(path: Path, manifest: Manifest, whole: Catalogue, prefix: str) -> Non
 
 
 def _advice(path: Path) -> str:
-    """What to do about a checkpoint that can't be loaded: the next newest one, or start anew."""
+    """Return the fix for an unloadable checkpoint: the next newest one, or a fresh start."""
     others = [p for p in _published(path.parent) if p.name != path.name]
     if others:
         return f"use another checkpoint: --checkpoint.resume {others[0]}"

@@ -1,10 +1,10 @@
-"""Final weights as a folder that stands alone: safetensors, config.json and a manifest.
+"""Export of final weights as a self-contained folder: safetensors, config.json and a manifest.
 
     final/model.safetensors     every parameter and persistent buffer once, whole
     final/config.json           {"model": ModelConfig, ...}
     final/manifest.json         sizes and SHA-256 (manifest.py)
 
-Weights beyond one file's limit are split as Hugging Face does it: `model-00001-of-00002...` and
+Weights beyond the limit of one file are split like Hugging Face's: `model-00001-of-00002...` and
 `model.safetensors.index.json`.
 """
 
@@ -56,10 +56,14 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 def gather_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
-    """All weights on rank 0's CPU, None on other ranks; every rank calls it.
+    """Return all weights on rank 0's CPU, None on other ranks; every rank calls it.
 
     Names and their order are those of the unsharded model on any mesh. One parameter at a time is
-    whole on a device. `dtype` narrows or widens floating tensors.
+    whole on a device.
+
+    Args:
+        model: model on any mesh.
+        dtype: dtype of floating tensors (None: as stored).
     """
     whole = catalogue(model_tensors(model))
     weights = dict(_whole_tensors(model, whole, _ordered(model, whole), dtype))
@@ -76,17 +80,21 @@ def export_weights(
     file_bytes: int = 4_000_000_000,
     step: int = 0,
 ) -> None:
-    """Writes `folder` whole or not at all; every rank calls it. Rank 0 holds one file at a time.
+    """Write `folder` atomically; every rank calls it. Rank 0 holds one file's tensors at a time.
 
     Args:
-        extra: more keys of config.json.
-        dtype: of floating tensors in the files (None: as stored).
+        model: model on any mesh.
+        folder: target folder.
+        config: settings of the model, for config.json.
+        extra: further keys of config.json.
+        dtype: dtype of floating tensors in the files (None: as stored).
         beside: files that belong to the weights, copied under their names (tokenizer.json).
         file_bytes: most bytes of one weights file.
-        step: steps that the weights were trained for, for the manifest.
+        step: number of training steps, for the manifest.
 
     Raises:
-        CheckpointError: the disk is full or unwritable; on every rank, nothing published.
+        CheckpointError: the disk is full or not writable; raised on every rank, nothing is
+            published.
     """
     what, fix = f"{folder}: cannot be exported", "free disk space or choose another --run.dir"
     pending, rank = folder.with_name(folder.name + PENDING), this_rank()[0]
@@ -121,12 +129,15 @@ def export_weights(
 def load_exported(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> HybridLM:
-    """The exported model in eval mode, after every file is verified.
+    """Return an exported model in eval mode, after every file is verified.
 
-    `dtype` is that of the matrices; parameters under the fp32 contract stay at least fp32.
+    Args:
+        folder: exported folder.
+        device: device of the model.
+        dtype: dtype of the matrices; parameters under the fp32 contract stay at least fp32.
 
     Raises:
-        CheckpointError: missing or damaged folder, other tensors than config.json asks for.
+        CheckpointError: missing or damaged folder, or other tensors than config.json describes.
     """
     fix = "start the run again, it writes them at its end, or take a checkpoint"
     try:
@@ -149,7 +160,17 @@ def load_trained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> HybridLM:
-    """The model of a training checkpoint in eval mode; see `load_exported`."""
+    """Return the model of a training checkpoint in eval mode; see `load_exported`.
+
+    Args:
+        path: folder of the checkpoint.
+        config: settings of the model.
+        device: device of the model.
+        dtype: dtype of the matrices.
+
+    Raises:
+        CheckpointError: missing or damaged checkpoint, or other tensors than `config` describes.
+    """
     prefix = "model."
     try:
         manifest = read_manifest(path, "checkpoint")
@@ -168,10 +189,10 @@ def load_trained(
 
 
 def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
-    """A ModelConfig from JSON.
+    """Return a ModelConfig from JSON.
 
     Raises:
-        CheckpointError: a field is missing, unknown or of the wrong kind.
+        CheckpointError: a field is missing, unknown or of the wrong type.
     """
     return _dataclass(ModelConfig, values, "model")
 
@@ -180,10 +201,10 @@ def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _ordered(model: nn.Module, whole: Catalogue) -> list[str]:
-    """Names of all ranks' tensors in the order of the unsharded model."""
+    """Return the names of all ranks' tensors in the order of the unsharded model."""
     if whole.everywhere:
         return list(whole.entries)
-    assert isinstance(model, HybridLM)  # nothing else is spread over pipeline stages
+    assert isinstance(model, HybridLM)  # no other model has pipeline stages
     with torch.device("meta"):
         names = list(model_tensors(HybridLM(model.config)))
     differ = sorted(whole.entries.keys() ^ set(names))
@@ -195,7 +216,7 @@ def _ordered(model: nn.Module, whole: Catalogue) -> list[str]:
 def _whole_tensors(
     model: nn.Module, whole: Catalogue, names: Sequence[str], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole CPU copies, one after the other, on rank 0; the other ranks only take part."""
+    """Yield whole CPU copies, one at a time, on rank 0; other ranks only help to gather them."""
     tensors = model_tensors(model)
     device = next(iter(tensors.values())).device
 
@@ -211,7 +232,7 @@ def _whole_tensors(
 
 
 def _split(names: Sequence[str], whole: Catalogue, most_bytes: int) -> dict[str, list[str]]:
-    """File name -> tensor names, in order, at most `most_bytes` a file (or one tensor)."""
+    """Return file name -> tensor names, in order, at most `most_bytes` a file (or one tensor)."""
     groups: list[list[str]] = [[]]
     used = 0
     for name in names:
@@ -238,7 +259,7 @@ def _finish(
     beside: Sequence[Path],
     step: int,
 ) -> None:
-    """Writes the JSON files around the weights and publishes the folder."""
+    """Write the JSON files beside the weights and publish the folder."""
     if len(groups) > 1:
         total = sum(t.numel() * t.element_size() for t in saved.values())
         where = {name: file for file, names in groups.items() for name in names}
@@ -260,7 +281,7 @@ def _finish(
 
 
 def _empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> HybridLM:
-    """A materialised model whose tables (non-persistent buffers) have their values."""
+    """Return a materialised model in which only tables (non-persistent buffers) are initialised."""
     with torch.device("meta"):
         model = HybridLM(config).to(dtype)
     model.to_empty(device=device)
@@ -269,7 +290,7 @@ def _empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.d
     def part(t: Tensor) -> Slice:
         if id(t) in tables or t.dim() == 0:
             return whole(t)
-        return Slice(t[:0], tuple(t.shape), (0,) * t.dim())  # a saved one: nothing to compute
+        return Slice(t[:0], tuple(t.shape), (0,) * t.dim())  # saved in the files: not computed here
 
     initialise(model, model.init_rules(), seed=0, part=part)
     return model.eval()
@@ -286,7 +307,7 @@ def _read_files(folder: Path, files: Sequence[str]) -> Iterator[tuple[str, Tenso
 def _fill(
     model: nn.Module, origin: Path, tensors: Iterator[tuple[str, Tensor]], names: Sequence[str]
 ) -> None:
-    """Copies tensors into a model: the same names and shapes, or CheckpointError."""
+    """Copy tensors into a model; raise CheckpointError unless names and shapes are the same."""
     targets = model_tensors(model)
     missing, unknown = sorted(targets.keys() - set(names)), sorted(set(names) - targets.keys())
     problem = [f"has no tensor {name}" for name in missing]
@@ -306,7 +327,7 @@ def _fill(
 def _dataclass(cls: Any, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     if not isinstance(values, Mapping):
-        raise _wrong_config(where, "is no object of settings")
+        raise _wrong_config(where, "is not an object of settings")
     known, given = {f.name for f in dataclasses.fields(cls)}, set(values)
     wrong = sorted(known ^ given)
     if wrong:
@@ -322,7 +343,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)
-    if legal := typing.get_args(kind):  # of a Literal
+    if legal := typing.get_args(kind):  # choices of a Literal
         fits = value in legal
     else:
         fits = type(value) in ((int, float) if kind is float else (kind,))

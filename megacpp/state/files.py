@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all, and survive a power cut once they appeared.
+"""Atomic files and folders that survive a power cut once they are published.
 
-A folder is written as `NAME.tmp` and renamed. One that replaces another moves it aside to
-`NAME.old` first, so at every moment one of the two is complete.
+A folder is written as `NAME.tmp` and renamed. A folder that it replaces is first moved to
+`NAME.old`, so at every moment one of the two is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PENDING, ASIDE = ".tmp", ".old"
 
 
 def pending_folder(final: Path) -> Path:
-    """Where `final` is written before it is published; empty and on the disk on return."""
+    """Return the empty folder in which `final` is written before it is published; it is on disk."""
     pending = final.with_name(final.name + PENDING)
     if pending.exists():
         shutil.rmtree(pending)
@@ -24,7 +24,7 @@ def pending_folder(final: Path) -> Path:
 
 
 def publish_folder(pending: Path, final: Path) -> None:
-    """Makes a written folder visible as `final`; what was there is moved aside, not deleted."""
+    """Rename a written folder to `final`; an existing `final` is moved aside, not deleted."""
     _usual_modes(pending)
     sync(pending)
     aside = aside_of(final)
@@ -37,7 +37,7 @@ def publish_folder(pending: Path, final: Path) -> None:
 
 
 def _usual_modes(folder: Path) -> None:
-    """Gives every file the mode of a new one (umask): safetensors makes its own for the owner."""
+    """Give every file the mode of a new one (umask): safetensors makes its files private."""
     probe = folder / f"mode{PENDING}"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
@@ -48,12 +48,12 @@ def _usual_modes(folder: Path) -> None:
 
 
 def aside_of(final: Path) -> Path:
-    """Where the folder that `final` replaced waits for its deletion."""
+    """Return the path to which a replaced `final` is moved until it is deleted."""
     return final.with_name(final.name + ASIDE)
 
 
 def remove_folder(folder: Path) -> None:
-    """Deletes a folder under a name that nobody reads: never half a folder with a good name."""
+    """Rename a folder before deleting it, so that no partial folder has a valid name."""
     doomed = folder.with_name(folder.name + ".deleted" + PENDING)
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -62,7 +62,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
+    """Write a small file atomically."""
     temporary = path.with_name(path.name + PENDING)
     with temporary.open("w") as file:
         file.write(text)
@@ -73,13 +73,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def tensor_bytes(path: Path) -> int:
-    """Bytes of tensors in a safetensors file: all but its header and the header's length."""
+    """Return the bytes of tensors in a safetensors file: all but the header and its length."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's content, or the renames inside a folder, are on the disk."""
+    """Wait until a file's content, or the renames inside a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

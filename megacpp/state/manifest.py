@@ -1,7 +1,7 @@
-"""manifest.json: what a saved folder holds, with the size and SHA-256 of every file.
+"""Manifest (manifest.json): the content of a saved folder, with size and SHA-256 of every file.
 
-The manifest carries a digest of itself, so a flipped bit anywhere in the folder is found before
-one tensor is read. It proves integrity, not origin: who can write the folder can write it anew.
+The manifest contains its own digest, so a flipped bit anywhere in the folder is found before any
+tensor is read. It proves integrity, not origin: who can write the folder can replace the manifest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ VERSION = 1
 
 
 class DamagedError(Exception):
-    """What is wrong with a saved folder, naming the file; callers add the fix."""
+    """Problem of a saved folder, naming the file; callers add the fix."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and SHA-256 (hex) of one file."""
+    """Size in bytes and SHA-256 (hex) of a file."""
 
     bytes: int
     sha256: str
@@ -38,21 +38,24 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """dtype (`float32`) and global shape of one tensor."""
+    """Dtype (such as `float32`) and global shape of a tensor."""
 
     dtype: str
     shape: list[int]
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Torch's dtype object."""
         return getattr(torch, self.dtype)
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self.numel * self.torch_dtype.itemsize
 
     def __str__(self) -> str:
@@ -61,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a saved folder; files by name, without folders."""
+    """Content of a saved folder; files by name, without subfolders."""
 
     kind: Literal["checkpoint", "export"]
     step: int
@@ -72,7 +75,7 @@ class Manifest:
 
 
 def describe(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """dtype and global shape of every tensor (a DTensor's shape is global)."""
+    """Return dtype and global shape of every tensor."""
     return {
         name: TensorEntry(str(t.dtype).removeprefix("torch."), list(t.shape))
         for name, t in tensors.items()
@@ -80,19 +83,19 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Reads a file once."""
+    """Return size and SHA-256 of a file, reading it once."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(file.tell(), digest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json whole or not at all, and to the disk itself."""
+    """Write manifest.json atomically and sync it to disk."""
     write_text(folder / NAME, _to_text(dataclasses.asdict(manifest)))
 
 
 def read_manifest(folder: Path, kind: str) -> Manifest:
-    """Reads and checks manifest.json.
+    """Read and check manifest.json.
 
     Raises:
         DamagedError: no such folder, unfinished, unreadable, changed, of another version or kind.
@@ -119,7 +122,7 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
 
 
 def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Reads the named files; what is missing, truncated or corrupt, one line each."""
+    """Read the named files and return those missing, truncated or corrupt, one line each."""
     found = []
     for name in names:
         path, entry = folder / name, manifest.files[name]
@@ -134,7 +137,7 @@ def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
 
 
 def stray_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Tensor files that the manifest doesn't know: a reader of the folder would take them in."""
+    """Return tensor files missing from the manifest: a reader of the folder would load them."""
     known = manifest.files.keys()
     strays = sorted(p for p in folder.glob("*.safetensors") if p.name not in known)
     return [f"{path}: is not in {NAME}" for path in strays]
@@ -150,7 +153,7 @@ def _from_json(content: Mapping[str, Any]) -> Manifest:
 
 
 def _to_text(content: Mapping[str, Any]) -> str:
-    """The one text of a manifest, its digest included."""
+    """Return the canonical text of a manifest, including its digest."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""The random generators of this process as JSON."""
+"""Random generator states of this process as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def rng_state() -> dict[str, Any]:
-    """State of Python's, numpy's, torch's CPU and, if there is one, this GPU's generator."""
+    """Return the states of Python's, numpy's, torch's CPU and, if present, this GPU's generator."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -26,7 +26,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores what `rng_state` returned; a GPU state is left out where there is no GPU."""
+    """Restore a state from `rng_state`; without a GPU its GPU state is ignored."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = state["numpy"]

@@ -1,4 +1,4 @@
-"""Which tensors of a model are worth saving, by name."""
+"""Tensors of a model that are saved, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megacpp.dtensor import is_dtensor
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, in their own memory, tied ones once.
+    """Return parameters and persistent buffers by name, in their own memory, tied ones once.
 
     Latents of compressed layers (checkpointing/compress.py) are zero between steps and left out.
     """
@@ -19,9 +19,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain(t: Tensor) -> Tensor:
-    """The same memory without the wrapper of a weight that FSDP2 gathers in FP8 (torchao's).
+    """Return the memory of a weight without torchao's wrapper for FP8 gathering by FSDP2.
 
-    A file wants an address, which a wrapper doesn't have.
+    A file needs a storage address, which a wrapper lacks.
+
+    Args:
+        t: any shape.
     """
     local = t._local_tensor if is_dtensor(t) else t
     inner = getattr(local, "_tensor", None)
@@ -35,6 +38,6 @@ def plain(t: Tensor) -> Tensor:
 
 
 def is_persistent(model: nn.Module, name: str) -> bool:
-    """Whether a buffer is state (router bias) rather than a table that is made anew."""
+    """Return whether a buffer is saved state (router bias), not a table that is recomputed."""
     owner, _, leaf = name.rpartition(".")
     return leaf not in model.get_submodule(owner)._non_persistent_buffers_set

@@ -1,4 +1,4 @@
-"""What a run must remember to go on as if it had never stopped."""
+"""Training state of a run: everything needed to resume as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -30,67 +30,84 @@ from megacpp.state.tensors import model_tensors
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
 KEPT = ("model", "data", "train", "optim", "precision", "recompute")
-# Of these, what a resumed run may have otherwise: it says so in its header, and goes on.
+# Sections of these that a resumed run may change; its header reports the changes.
 MAY_CHANGE = {
     "train": TrainConfig(),
     "optim": OptimConfig(),
     "precision": PrecisionConfig(),
     "recompute": CheckpointingPolicy(),
 }
-# How a step is cut into pieces and computed; tokens_per_step, which decides, has a line of its own.
+# Settings of how a step is split and computed; tokens_per_step is reported separately.
 CUTS = ("train.device_batch_size", "train.tokens_per_step", "train.grad_accum", "train.device")
-# Of a model: another stage of the same weights.
+# Settings of a model that select another training stage of the same weights.
 STAGES = tuple(f"model.attention.sparse.{name}" for name in ("stage", "top_k", "loss"))
-AVERAGES = {"health"}  # counters that a stage in which other parameters are trained would alarm
+AVERAGES = {"health"}  # counters that restart when a stage trains other parameters
 
 
 class HasTensors(Protocol):
-    """Optimizers whose whole state is tensors by name, sharded like the parameters.
+    """Optimizer whose whole state is tensors by name, sharded like the parameters.
 
-    An entry of `state_tensors` is the live tensor, or a copy of what is stored in another form.
-    Either is filled in place on resume, and then all are handed back to `load_state_tensors`, which
-    has nothing to do for live ones.
+    An entry of `state_tensors` is the live tensor, or a copy of a state that is stored in another
+    form. Both are filled in place on resume and passed to `load_state_tensors`, which ignores live
+    ones.
     """
 
-    def state_tensors(self) -> Mapping[str, Tensor]: ...
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """Return all state by name."""
+        ...
 
-    def load_state_tensors(self, state: Mapping[str, Tensor], /) -> None: ...
+    def load_state_tensors(self, state: Mapping[str, Tensor], /) -> None:
+        """Load state with the names and shapes of `state_tensors`."""
+        ...
 
 
 class HasPosition(Protocol):
-    """Where the data of a run stand, in global rows: a `Loader`."""
+    """Data position of a run in global rows: a `Loader`."""
 
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """Global rows read so far."""
+        ...
 
-    def skip_to(self, rows: int) -> None: ...
+    def skip_to(self, rows: int) -> None:
+        """Continue at that many global rows."""
+        ...
 
 
 class HasState(Protocol):
-    """Counters of a run as JSON, the same on every rank: loss scale, running averages."""
+    """Counters of a run as JSON, equal on every rank: loss scale, running averages."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return the counters as JSON."""
+        ...
 
-    def restore(self, state: Any, /) -> None: ...
+    def restore(self, state: Any, /) -> None:
+        """Restore counters from `state`."""
+        ...
 
 
 class TrainingState:
-    """Model, optimizer, counters and generators of a run, saved and resumed as one.
+    """Model, optimizer, counters and generators of a run, saved and resumed together.
 
     Rows are a pure function of (seed, global row), so the data position is one number: the rows
-    read so far. Other tokens a step then only mean that the same rows are grouped otherwise.
+    read so far. A changed number of tokens per step only groups the same rows differently.
 
     Args:
-        loader: is asked for the position and set to it; without one the step stands for it, and
-            other tokens a step are refused.
+        folder: folder of checkpoints.
+        model: model of this rank.
+        optimizers: optimizer state.
+        config: configuration of the run.
+        data_fingerprint: fingerprint of the corpus.
+        loader: saves and restores the data position; without a loader the step determines it, and
+            changed tokens per step are rejected.
         others: further counters, by the name that they are saved under.
 
     Attributes:
-        step: optimizer steps behind us, skipped ones included.
-        updates: steps that moved the parameters; the learning rate follows these.
-        bad_steps: steps in a row that were left out, or in which something wasn't finite.
-        saved: the newest checkpoint that this run made or started from.
-        changed: what a resumed run does differently, for its header.
+        step: optimizer steps made, skipped ones included.
+        updates: steps that changed the parameters; the learning rate follows these.
+        bad_steps: consecutive steps that were skipped or had a non-finite value.
+        saved: newest checkpoint that this run saved or started from.
+        changed: differences from the saved run, as lines for the header of a resumed run.
     """
 
     def __init__(
@@ -111,17 +128,18 @@ class TrainingState:
         self.changed: list[str] = []
 
     def advance(self, updated: bool, good: bool | None = None) -> None:
-        """Counts one step.
+        """Count a step.
 
         Args:
-            good: nothing was wrong with it; by default, that it moved the parameters.
+            updated: the parameters changed.
+            good: the step had no problem; `updated` by default.
         """
         self.step += 1
         self.updates += updated
         self.bad_steps = 0 if (updated if good is None else good) else self.bad_steps + 1
 
     def save(self, keep: int) -> Path:
-        """Saves a checkpoint of this step; every rank calls it."""
+        """Save a checkpoint of this step, keeping the newest `keep`; every rank calls it."""
         extra = {
             "step": self.step,
             "steps": self.config.run.steps,
@@ -140,12 +158,12 @@ class TrainingState:
         return self.saved
 
     def resume(self, source: str) -> None:
-        """Loads the newest checkpoint (`auto`), none (`never`) or the folder `source`.
+        """Load the newest checkpoint (`auto`), none (`never`) or the folder `source`.
 
         Raises:
-            ConfigError: `source` is no folder, or is at a later step than the run's last.
-            CheckpointError: nothing usable at `source`, or it belongs to other data, another
-                seed, row length or model.
+            ConfigError: `source` isn't a folder, or is at a later step than the run's last.
+            CheckpointError: nothing usable at `source`, or it belongs to other data, another seed,
+                row length or model.
         """
         if source == "never":
             return
@@ -174,12 +192,12 @@ class TrainingState:
             set_rng_state(extra["rng"])
 
     def _tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Everything that is saved, by the names of a checkpoint."""
+        """Return all saved tensors, by their names in a checkpoint."""
         tensors = {f"model.{name}": t for name, t in model_tensors(self.model).items()}
         return tensors | {f"optim.{name}": t for name, t in state.items()}
 
     def _check(self, path: Path, extra: dict[str, Any]) -> None:
-        """Settings under which the saved run would not be continued but silently changed."""
+        """Reject settings under which the saved run would silently change instead of continue."""
         if extra["step"] > self.config.run.steps:
             raise config_error(
                 "run.steps",
@@ -199,10 +217,10 @@ class TrainingState:
             "optim.name": (self.config.optim.name, extra["config"]["optim"]["name"]),
         }
         policy = dataclasses.asdict(CheckpointingPolicy()) | extra["config"].get("recompute", {})
-        if self.config.recompute.compress or policy["compress"]:  # moments belong to projections
+        if self.config.recompute.compress or policy["compress"]:  # moments fit one projection only
             for key in ("compress", "compress_redraw"):
                 now[f"recompute.{key}"] = (getattr(self.config.recompute, key), policy[key])
-        if self.loader is None:  # the step alone can't tell which rows were read
+        if self.loader is None:  # the step alone doesn't determine the rows read
             tokens = self.config.train.tokens_per_step
             now["train.tokens_per_step"] = (tokens, extra["tokens_per_step"])
         model, saved = settings_of(self.config.model), _saved_model(extra)
@@ -222,7 +240,7 @@ class TrainingState:
         return _saved_model(extra)["model.attention.sparse.stage"] != stage
 
     def _changes(self, path: Path, extra: dict[str, Any]) -> list[str]:
-        """Lines for what the saved run did otherwise.
+        """Return lines for settings that differ from the saved run.
 
         A setting that the checkpoint doesn't know had the effect of today's default.
         """
@@ -261,7 +279,7 @@ class TrainingState:
 
 
 def settings_of(model: ModelConfig | Mapping[str, Any], prefix: str = "model.") -> dict[str, Any]:
-    """Every setting of a model by its dotted key."""
+    """Return every setting of a model by its dotted key."""
     found: dict[str, Any] = {}
     nested = model if isinstance(model, Mapping) else dataclasses.asdict(model)
     for name, value in nested.items():
@@ -271,12 +289,12 @@ def settings_of(model: ModelConfig | Mapping[str, Any], prefix: str = "model.") 
 
 
 def _saved_model(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a saved model; one that it doesn't know had the effect of today's default."""
+    """Return the settings of a saved model, with today's default for settings that it lacks."""
     return settings_of(ModelConfig()) | settings_of(extra["config"]["model"])
 
 
 def _rows_read(extra: Mapping[str, Any]) -> int:
-    """Global rows behind a checkpoint; the first ones hold no count, and took equal steps."""
+    """Return the global rows behind a checkpoint; without a count, from equal steps."""
     if "rows" in extra:
         return extra["rows"]
     return extra["step"] * (extra["tokens_per_step"] // extra["config"]["data"]["seq_len"])

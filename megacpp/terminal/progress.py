@@ -14,15 +14,15 @@ Advance = Callable[[int], None]  # called with the units (bytes, blocks, ...) th
 Stage = Callable[[str, int], Advance]  # name and units in total
 Item = TypeVar("Item")
 
-EVERY_S = 5.0  # from one line to the next, where no terminal is
+EVERY_S = 5.0  # between two lines without a terminal
 
 
 @contextlib.contextmanager
 def progress_bars(keep: bool = False) -> Iterator[Stage]:
-    """Opens stages of work, each with its share done and the time left.
+    """Open stages of work, each with its completed share and the remaining time.
 
     Args:
-        keep: bars stay on the screen when the work is done.
+        keep: leave the bars on the screen when the work is done.
     """
     if not sys.stderr.isatty():
         yield _lines
@@ -52,7 +52,7 @@ def progress_bars(keep: bool = False) -> Iterator[Stage]:
 
 
 def counted(items: Iterable[Item], name: str, total: int) -> Iterator[Item]:
-    """Each of `total` items, with progress while the caller deals with it."""
+    """Yield `total` items, with progress while the caller processes them."""
     with progress_bars() as stage:
         advance = stage(name, total)
         for item in items:
@@ -61,7 +61,7 @@ def counted(items: Iterable[Item], name: str, total: int) -> Iterator[Item]:
 
 
 def _lines(name: str, total: int) -> Advance:
-    """A stage in lines such as `activations: 40 %, 0:12 left`."""
+    """Return a stage that prints lines such as `activations: 40 %, 0:12 left`."""
     began = printed = time.monotonic()
     done = 0
 

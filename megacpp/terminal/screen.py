@@ -1,4 +1,4 @@
-"""Text that fits the screen: its width, wrapped lines, tables; no torch import here."""
+"""Text that fits the screen: its width, wrapped lines, tables; imports no torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from megacpp.errors import config_error
 
-PLAIN = 80  # columns of a file, a pipe and a terminal that doesn't tell
+PLAIN = 80  # columns of a file, a pipe or an unknown terminal
 NARROWEST = 40
-INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of Ctrl-C, and of `| head`
+INTERRUPTED, NOBODY_READS = 130, 141  # exit codes after Ctrl-C, and after `| head`
 
 
 def show_any_text() -> None:
-    """Prints characters that the screen's encoding hasn't as escapes, instead of failing."""
+    """Print characters that the screen's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def nobody_reads(error: BaseException) -> bool:
-    """Whether an error says that the output's reader is gone; what is still printed is then lost.
+    """Return whether an error says that the output's reader is gone; further output is discarded.
 
-    rich makes a SystemExit of a BrokenPipeError.
+    rich turns a BrokenPipeError into a SystemExit.
     """
     if not isinstance(error, BrokenPipeError) and not isinstance(
         error.__context__, BrokenPipeError
@@ -39,16 +39,17 @@ def nobody_reads(error: BaseException) -> bool:
 
 
 def columns() -> int:
-    """Columns of the output: COLUMNS if it is set, else the terminal's, else 80."""
+    """Return the columns of the output: COLUMNS if it is set, else the terminal's, else 80."""
     return max(NARROWEST, shutil.get_terminal_size((PLAIN, 24)).columns)
 
 
 def wrapped(text: str, indent: str = "  ", first: str = "") -> list[str]:
-    """A line as lines that fit the screen; words such as paths and flags stay whole.
+    """Wrap a text into lines that fit the screen; words such as paths and flags stay whole.
 
     Args:
-        indent: in front of every line but the first.
-        first: in front of the first.
+        text: text to wrap.
+        indent: prefix of every line but the first.
+        first: prefix of the first line.
     """
     return textwrap.wrap(
         text,
@@ -61,7 +62,7 @@ def wrapped(text: str, indent: str = "  ", first: str = "") -> list[str]:
 
 
 def labelled(label: str, text: str, width: int) -> list[str]:
-    """`label` in a column of so many characters and a wrapped text beside it."""
+    """Return `label` in a column of `width` characters, with a wrapped text beside it."""
     lines = wrapped(text, " " * width, " " * width)
     if len(label) + 1 <= width:
         return [label.ljust(width) + lines[0][width:], *lines[1:]]
@@ -69,9 +70,9 @@ def labelled(label: str, text: str, width: int) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned columns, the first `left` of them to the left; a rule under the first row.
+    """Return aligned columns, the first `left` left-aligned, with a rule under the first row.
 
-    Where the table is wider than the screen, the widest columns on the left are wrapped.
+    If the table is wider than the screen, the widest left-aligned columns are wrapped.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     least = [max(map(len, re.split(r"[\s./]+", rows[0][i]))) for i in range(left)]
@@ -87,7 +88,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def _row(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
-    """A row of a table; its right-hand cells stand beside the last line of the wrapped ones."""
+    """Return a row of a table; right-hand cells stand beside the first line of wrapped ones."""
     cells = [_folded(cell, width) for cell, width in zip(row[:left], widths, strict=False)]
     height = max(map(len, cells), default=1)
     lines = []
@@ -103,7 +104,7 @@ def _row(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
 
 
 def _folded(cell: str, width: int) -> list[str]:
-    """A cell in lines of at most `width`, cut behind a space, a point, a comma or a slash."""
+    """Split a cell into lines of at most `width`, after a space, a point, a comma or a slash."""
     indent = " " * (len(cell) - len(cell.lstrip()))
     lines, line = [], ""
     for part in re.findall(r"\s*[^\s.,/_]*[\s.,/_]?", cell.rstrip()):
@@ -116,19 +117,19 @@ def _folded(cell: str, width: int) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `12:34` or `3:04:05`."""
+    """Return seconds as `0:07`, `12:34` or `3:04:05`."""
     whole = max(0, round(seconds))
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def check_writable(key: str, path: Path) -> Path:
-    """`path`, once a file there can be opened for writing; leaves what is there as it is.
+    """Return `path` if a file there can be opened for writing; an existing file is unchanged.
 
-    Called before any work, so that nothing is computed for a file that can't be written.
+    Call it before any work, so that nothing is computed for a file that can't be written.
 
     Raises:
-        ConfigError: it can't.
+        ConfigError: the file can't be written.
     """
     there = path.exists()
     try:
@@ -143,10 +144,10 @@ def check_writable(key: str, path: Path) -> Path:
 
 
 def check_folder(key: str, path: Path) -> None:
-    """Finds a folder that can't be made or written to, without making it.
+    """Check that a folder can be created or written to, without creating it.
 
     Raises:
-        ConfigError: the nearest folder that exists may not be written, or is none.
+        ConfigError: the nearest existing folder may not be written, or isn't a folder.
     """
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

@@ -66,7 +66,7 @@ class ContextLayout:
         return [chunk for of_rank in self.chunks for chunk in of_rank]
 
 
-def share(batch: Batch, layout: ContextLayout, looks_around: bool, device: torch.device) -> Batch:
+def share(batch: Batch, layout: ContextLayout, needs_full_row: bool, device: torch.device) -> Batch:
     """A rank's tokens of a microbatch of whole rows, on its device.
 
     Args:
@@ -74,7 +74,7 @@ def share(batch: Batch, layout: ContextLayout, looks_around: bool, device: torch
     """
     if layout.degree == 1:
         batch = batch.to(device)
-        return batch.with_tokens() if looks_around else batch
-    if looks_around:
+        return batch.with_tokens() if needs_full_row else batch
+    if needs_full_row:
         batch = batch.with_tokens()
     return batch.take(layout.index(batch.ids_BT.shape[1]), layout.per_rank).to(device)

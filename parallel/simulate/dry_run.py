@@ -50,8 +50,8 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Rooms:
-    """Functions of a step from rooms that this one doesn't import.
+class Dependencies:
+    """What a step needs of rooms that this one doesn't import.
 
     Attributes:
         optimizers: of a materialised model, its configuration and `World.holders`.
@@ -65,8 +65,8 @@ class Rooms:
     prepare: Callable[[Config], Callable[[HybridLM], object]]
 
 
-class Kind(NamedTuple):
-    """Axis, collective and dtype by which a report adds up calls."""
+class CollectiveKind(NamedTuple):
+    """Calls that a report adds up."""
 
     axis: str
     kind: str
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Calls of a kind in a step, and the bytes of the larger side of each."""
 
     count: int
@@ -105,7 +105,7 @@ class DryRun:
     state: dict[str, Bytes]
     census: Census
     model_bytes: int
-    traffic: dict[Kind, Traffic]
+    traffic: dict[CollectiveKind, CollectiveTraffic]
     traced: tuple[int, ...]
 
     @property
@@ -114,8 +114,10 @@ class DryRun:
         return self.census.once == self.model_bytes
 
 
-def dry_run(config: Config, size: int, rank: int, rooms: Rooms, full: bool = False) -> DryRun:
-    """Bytes that rank `rank` of `size` stores and sends in one optimizer step.
+def dry_run(
+    config: Config, size: int, rank: int, dependencies: Dependencies, full: bool = False
+) -> DryRun:
+    """What rank `rank` of `size` stores and sends in one optimizer step.
 
     Args:
         config: resolved for `size` ranks.
@@ -125,13 +127,13 @@ def dry_run(config: Config, size: int, rank: int, rooms: Rooms, full: bool = Fal
     total = config.train.grad_accum
     few = (total,) if full else few_microbatches(config)
     with fake_world(config, size, rank) as world:
-        model = planned_model(config, world, rooms.prepare(config))
+        model = planned_model(config, world, dependencies.prepare(config))
         for p in model.parameters():
             local = p.to_local() if is_dtensor(p) else p
             assert local.shape == own_shape(p), f"{local.shape} of {p.shape}"
         counted = _census(model)
         with fake_tensors():
-            step = _Step(config, world, model, rooms)
+            step = _Step(config, world, model, dependencies)
             logs = [step.run(n) for n in few]
             state = step.state()
         parameters = _by_class(model, dict(model.named_parameters()))
@@ -194,11 +196,13 @@ def few_microbatches(config: Config) -> tuple[int, ...]:
 class _Step:
     """Model under fake tensors that takes optimizer steps as train.py does."""
 
-    def __init__(self, config: Config, world: World, model: HybridLM, rooms: Rooms) -> None:
-        self.config, self.world, self.model, self.rooms = config, world, model, rooms
+    def __init__(
+        self, config: Config, world: World, model: HybridLM, dependencies: Dependencies
+    ) -> None:
+        self.config, self.world, self.model, self.dependencies = config, world, model, dependencies
         model.to_empty(device=world.device)
         model.train()
-        self.optimizer = rooms.optimizers(model, config, world.holders)
+        self.optimizer = dependencies.optimizers(model, config, world.holders)
         self.boundary = FakeBoundary(model, world, config)
         self.batch = fake_batch(config)
         self.gradients: Bytes = {}
@@ -207,7 +211,7 @@ class _Step:
         """Run one optimizer step and return its collectives."""
         with CollectiveLog(self.world.meshes) as log:
             sums = self.boundary.accumulate([self.batch] * microbatches)
-            self.rooms.clip(self.model, self.config, self.boundary.copies, sums.along)
+            self.dependencies.clip(self.model, self.config, self.boundary.copies, sums.along)
             self.optimizer.step()
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.optimizer.zero_grad()
@@ -244,11 +248,11 @@ def _local_bytes(t: Tensor) -> int:
     return local.numel() * local.itemsize
 
 
-Identity = tuple[Kind, int]  # and the bytes of one call
+Identity = tuple[CollectiveKind, int]  # and the bytes of one call
 
 
 def _identity(call: Collective) -> Identity:
-    return Kind(call.axis, call.kind, call.dtype), call.bytes
+    return CollectiveKind(call.axis, call.kind, call.dtype), call.bytes
 
 
 def _extrapolate(
@@ -265,12 +269,12 @@ def _extrapolate(
     return found
 
 
-def _sums(calls: Mapping[Identity, int]) -> dict[Kind, Traffic]:
+def _sums(calls: Mapping[Identity, int]) -> dict[CollectiveKind, CollectiveTraffic]:
     """Calls by axis, kind and dtype, in the order of the axes."""
-    found: dict[Kind, Traffic] = {}
+    found: dict[CollectiveKind, CollectiveTraffic] = {}
     for (kind, size), count in calls.items():
-        before = found.get(kind, Traffic(0, 0))
-        found[kind] = Traffic(before.count + count, before.bytes + count * size)
+        before = found.get(kind, CollectiveTraffic(0, 0))
+        found[kind] = CollectiveTraffic(before.count + count, before.bytes + count * size)
     order = sorted(found, key=lambda k: (_place(k.axis), k.kind, str(k.dtype)))
     return {kind: found[kind] for kind in order}
 

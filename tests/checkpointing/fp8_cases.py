@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.schema import (
@@ -40,8 +40,8 @@ def config_with(fp8: str = "torchao", model: ModelConfig | None = None, **policy
     )
 
 
-def built(config: Config) -> tuple[HybridLM, Keeper]:
-    model, keeper = HybridLM(config.model), Keeper(config)
+def built(config: Config) -> tuple[HybridLM, ActivationCheckpointing]:
+    model, keeper = HybridLM(config.model), ActivationCheckpointing(config)
     keeper(model)
     initialise(model, model.init_rules(), 0)
     return model, keeper

@@ -111,7 +111,7 @@ def test_a_pipeline_stage_has_its_layers(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("kind", ["block_inputs", "saved_tensors"])
 def test_offload_moves_bytes_to_the_host(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What leaves the device is on the host; with less room there less leaves."""
+    """Check that bytes leave the device for the host; with less room there, fewer leave."""
     words = [*FEW, "--recompute.ablock", "full", "--recompute.fblock", "full"]
     stays = content(capsys, *words)
     offload = ["--recompute.offload", kind, "--recompute.offload-min-mib", "0.01"]

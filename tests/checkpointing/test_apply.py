@@ -1,4 +1,4 @@
-"""A policy on a model: which seam each block gets, what runs again and how often.
+"""Recompute policy on a model: the seam of each block, recomputed pieces, and their counts.
 
 One process, fp64, a hybrid of every letter.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import Keeper, depth_seam, set_seams
+from checkpointing.apply import ActivationCheckpointing, depth_seam, set_seams
 from checkpointing.rebuild import BlockSeam, Replays
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
@@ -44,9 +44,11 @@ def hybrid(name: str = "plain") -> ModelConfig:
     return replace(models()[name], pattern="AEMRFE", depth=7)
 
 
-def build(policy: CheckpointingPolicy, model: ModelConfig | None = None) -> tuple[HybridLM, Keeper]:
+def build(
+    policy: CheckpointingPolicy, model: ModelConfig | None = None
+) -> tuple[HybridLM, ActivationCheckpointing]:
     config = Config(model=model or hybrid(), recompute=policy, precision=PrecisionConfig("fp64"))
-    keeper = Keeper(config)
+    keeper = ActivationCheckpointing(config)
     return build_model(config, ONE, keeper), keeper
 
 
@@ -92,7 +94,7 @@ def test_states_kept_or_rebuilt_give_the_same_bits() -> None:
 
 
 def test_what_runs_again() -> None:
-    """A E M R F E A: the last layer never; norms of six blocks, and what each kind names."""
+    """Check A E M R F E A: all but the last layer; norms of six blocks, and each kind's pieces."""
     model, keeper = build(ALL_PIECES)
     train(model)
     counts = keeper.replays.counts
@@ -154,7 +156,7 @@ def test_experts_run_again_without_router_permutation_or_scan() -> None:
 
 
 def test_keys_and_values_are_rebuilt_from_the_latent() -> None:
-    """The latent itself is made once; its expansion and that of the queries run again."""
+    """Compute the latent once; its expansion and that of the queries are recomputed."""
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> mock._patch[object]:
@@ -174,7 +176,7 @@ def test_keys_and_values_are_rebuilt_from_the_latent() -> None:
 
 
 def test_a_router_that_would_choose_otherwise_is_not_asked() -> None:
-    """The whole E block runs again after its bias has moved: its experts are those of before."""
+    """Recompute a whole E block after its bias has changed: its experts are the former ones."""
     found = []
     for policy in (CheckpointingPolicy(), FULL):
         model, _ = build(policy)
@@ -199,7 +201,7 @@ def test_every_preset_says_what_it_keeps() -> None:
 
 
 def test_slot_for_depths() -> None:
-    """A chain of steps, each run again as a whole."""
+    """Recompute a chain of steps, each as a whole."""
     policy, replays = CheckpointingPolicy(), Replays()
     linear = torch.nn.Linear(8, 8).double()
 
@@ -220,7 +222,7 @@ def test_slot_for_depths() -> None:
 
 
 def test_a_global_switch_for_comparison() -> None:
-    """What no policy offers: every block as a whole, the scan too."""
+    """Recompute every block as a whole, the scan too, which no policy offers."""
     model, _ = build(CheckpointingPolicy())
     replays = Replays()
     set_seams(model, [BLOCK] * 7, CheckpointingPolicy(), replays)

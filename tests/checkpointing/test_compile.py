@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from checkpointing.apply import Keeper, give
+from checkpointing.apply import ActivationCheckpointing, give
 from checkpointing.compile import (
     BY_HAND,
     BY_TOKEN,
@@ -66,7 +66,7 @@ B, T = 4, 12
 
 
 def pair(model: ModelConfig, budget: float) -> tuple[HybridLM, HybridLM, Compiled]:
-    """A model as it is written and the same compiled."""
+    """Return a model and the same model compiled."""
     config = Config(model=model, precision=PrecisionConfig("fp64"))
     found: list[Compiled] = []
     compiled = build_model(
@@ -143,7 +143,7 @@ def test_names_and_saved_state_are_untouched() -> None:
 
 
 def test_recorded_logits_are_the_same() -> None:
-    """What QK-clip goes by: a graph for the first microbatch of a step and one for the others."""
+    """Compare QK-clip logits: a graph for the first microbatch of a step, one for the others."""
     plain, compiled, _ = pair(small("AF"), 0.5)
     recorders = [LogitRecorder(0.3, (8,)) for _ in range(2)]
     for model, recorder in zip((plain, compiled), recorders, strict=True):
@@ -214,7 +214,7 @@ WIDE = replace(
 
 
 def kept_bytes(model: HybridLM, layer: int, x_BTD: Tensor, docs: Documents) -> int:
-    """What a block saves, but for parameters and for what layers share of a batch."""
+    """Return the bytes that a block saves, without parameters and tensors that layers share."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def test_no_seam_is_active_in_a_compiled_block() -> None:
             activation_memory_budget=0.5,
         ),
     )
-    keeper = Keeper(config)
+    keeper = ActivationCheckpointing(config)
     model = build_model(config, ONE, keeper)
     assert set(keeper.compiled) >= {0, 2, 3, 4}
     for key in "0234":
@@ -332,7 +332,7 @@ def test_gradient_checkpointing_reaches_the_compiler(
     monkeypatch.setattr(partitioners, "choose_saved_values_set", spy)
     words = [*SMALL_RUN.split(), "--train.compile", "aot_eager", *flags.split()]
     config = parse_run(words, 1).config
-    model = build_model(config, ONE, Keeper(config))
+    model = build_model(config, ONE, ActivationCheckpointing(config))
     batch = ragged_batch(range(B), T)
     backward(model, batch, batch.docs)
     assert seen == ([1.0, 1.0] if budget == 1 else [budget, budget, 1.0]), "A, F and the last"
@@ -352,7 +352,7 @@ def test_the_first_step_says_what_it_compiles_and_later_ones_nothing() -> None:
         precision=PrecisionConfig("fp64"),
         train=TrainConfig(compile="aot_eager"),
     )
-    model = build_model(config, ONE, Keeper(config, say=said.append))
+    model = build_model(config, ONE, ActivationCheckpointing(config, say=said.append))
     assert not said
     for _ in range(2):
         batch = ragged_batch(range(B), T)

@@ -83,7 +83,7 @@ DEEP = {
 
 @pytest.mark.parametrize("name", DEEP)
 def test_layers_and_documents_make_no_further_graphs(name: str) -> None:
-    """One for each kind of layer, and one more for the last layer's budget if it keeps all.
+    """Count one graph per kind of layer, and one more for the last layer's budget if it saves all.
 
     Under autocast, where queries are narrower than the stream; other documents in each batch.
     """

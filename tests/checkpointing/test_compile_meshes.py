@@ -141,7 +141,7 @@ def kept_and_gathered(world: World, budget: float) -> tuple[list[int], int]:
 
 
 def _count(block: nn.Module) -> dict[int, int]:
-    """Of each storage that the block saves, its numbers; filled as its forward runs."""
+    """Return the elements of each storage that the block saves, filled during its forward."""
     kept: dict[int, int] = {}
     inner: Any = block._forward
 
@@ -226,7 +226,7 @@ def _two_steps(block: nn.Module, device: torch.device) -> tuple[list[Tensor], in
 
 @pytest.mark.slow
 def test_by_inductor() -> None:
-    """One block, fp32 at 1e-5, with room for gate and up (8 times the input) and for the input."""
+    """Compile one block, fp32 at 1e-5, with room for gate, up (8 times the input) and input."""
     worst, kept_bytes = compiled_step(CPU, 0.7)
     assert worst <= 1e-5
     assert kept_bytes <= 9.1 * 2 * 64 * 64 * 4
@@ -248,8 +248,11 @@ def test_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_scan_on_a_gpu() -> None:
-    """An M block in fp64 at 1e-10: exp and tanh of two compilers differ by units of the last place,
-    of which a recurrence over a document adds up some."""
+    """Compare an M block in fp64 at 1e-10.
+
+    exp and tanh of two compilers differ by units of the last place, some of which a recurrence over
+    a document accumulates.
+    """
     device = torch.device("cuda")
     config = Config(model=small("MF"), precision=PrecisionConfig("fp64"))
     docs = ragged_batch(range(2), 12).docs.to(device)

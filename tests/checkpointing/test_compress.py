@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.compress import Projection, compress_linears, compressed_linear
 from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
 from megacpp.errors import ConfigError
@@ -76,14 +76,14 @@ def test_output_and_input_gradient_are_those_of_linear(
 
 
 def test_under_autocast_too() -> None:
-    """One process below fp32: fp32 weights, bf16 products, an fp32 latent gradient."""
+    """Run one process below fp32: fp32 weights, bf16 products, an fp32 latent gradient."""
     plain = linear(dtype=torch.float32)
     layer, projection = compressed(plain)
     x = torch.randn(2, 7, 24, requires_grad=True)
     again = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y, same = plain(x), compressed_linear(layer, projection, again)
-        z = projection.of(again)
+        z = projection.project(again)
     assert z.dtype == same.dtype == torch.bfloat16
     g = torch.randn_like(y)
     y.backward(g)
@@ -107,7 +107,7 @@ def test_the_latent_gets_the_projected_gradient() -> None:
 
 
 def test_the_estimate_is_unbiased() -> None:
-    """The mean over K redraws of (G P) P^T against G, within six of its standard errors.
+    """Compare the mean over K redraws of (G P) P^T with G, within six of its standard errors.
 
     The variance of one entry is (|G_o|^2 - G_od^2) / Z.
     """
@@ -141,7 +141,7 @@ def test_projections_are_signs_that_depend_on_all_of_their_key() -> None:
 
 
 def test_large_projections_are_balanced() -> None:
-    """A million signs, rows and columns: sums of n signs within six sqrt(n)."""
+    """Sum a million signs, rows and columns: sums of n signs are within six sqrt(n)."""
     p_DZ = Projection("x", 2048, 512, SEED).matrix(torch.float64, torch.device("cpu")) * 512**0.5
     assert p_DZ.sum().abs() < 6 * 1024
     assert p_DZ.sum(0).abs().max() < 6 * 2048**0.5 and p_DZ.sum(1).abs().max() < 6 * 512**0.5
@@ -190,7 +190,7 @@ def test_a_model_loses_nothing_but_the_width_of_some_gradients(name: str) -> Non
 def test_what_runs_again_projects_alike(name: str, policy: CheckpointingPolicy) -> None:
     config = variants()[name]
     once, model = build(config), build(config)
-    keeper = Keeper(Config(model=config, recompute=policy))
+    keeper = ActivationCheckpointing(Config(model=config, recompute=policy))
     keeper(model)
     assert backward(once) == backward(model)
     assert keeper.replays.counts

@@ -111,7 +111,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Trace]]:
 
 
 def on_ranks(jobs: Mapping[Any, tuple[Any, ...]]) -> dict[Any, list[Trace]]:
-    """The traces of every rank of every job, one fork of ranks per world size."""
+    """Return the traces of every rank of every job, one fork of ranks per world size."""
     found: dict[Any, list[Trace]] = {}
     for size in sorted({job[0].world for job in jobs.values()}):
         some = {key: job for key, job in jobs.items() if job[0].world == size}

@@ -64,7 +64,7 @@ def test_layers_whose_dims_do_not_divide_stay() -> None:
 
 @pytest.mark.parametrize("name", variants())
 def test_sizes_are_those_of_the_model(name: str) -> None:
-    """The rules work out sizes without a model; here is one."""
+    """Compare the sizes that the rules compute without a model with a model's."""
     config = variants()[name]
     with torch.device("meta"):
         model = HybridLM(config)

@@ -109,7 +109,7 @@ def test_a_row_does_not_know_of_others() -> None:
 
 
 def reference(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, expert: Tensor, wide: bool) -> Tensor:
-    """One token and one expert after another, rounding by hand; straight through for gradients."""
+    """Compute token by token and expert by expert, rounding by hand, straight-through."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_the_definition(wide: bool) -> None:
 
 
 def test_even_groups_are_counted_groups() -> None:
-    """A capacity gives all experts as many slots; sums of a batched product have another order."""
+    """Give all experts the same number of slots; sums of a batched product have another order."""
     x, w, dy = noise(64, 32), noise(4, 32, 48, seed=1), noise(64, 48, seed=2)
     for fp8 in (EMULATED, Fp8Products(True, wide_gradients=False)):
         for even, counted in (
@@ -243,10 +243,10 @@ MESHES = {
 
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_rounds_alike(name: str) -> None:
-    """One rank's gradients, in fp32: a scale is of one row or column, which no cut divides.
+    """Compare with one rank's gradients, in fp32: no mesh divides the row or column of a scale.
 
-    Rounding a number that another order of sums moved over a border of FP8 would show as 2^-4 of
-    one product; the seeds here have none, and then 1e-5 is for fp32 sums.
+    A sum in another order could move a number over a border of FP8, which would show as 2^-4 of one
+    product; the seeds here have no such number, so 1e-5 covers fp32 sums.
     """
     mesh, pattern = MESHES[name]
     own = expert_model(pattern)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.apply import Keeper
-from megacpp.cli.dry_run import rooms
+from checkpointing.apply import ActivationCheckpointing
+from megacpp.cli.dry_run import dependencies
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import check
@@ -63,7 +63,7 @@ def gathering(run: Run, gather: bool = True, **precision: Any) -> Config:
 
 def built(config: Config, world: World) -> tuple[Any, Any]:
     with awake():
-        model = build_model(config, world, Keeper(config, CPU))
+        model = build_model(config, world, ActivationCheckpointing(config, CPU))
     return model, build_optimizer(model, config, world.holders)
 
 
@@ -167,7 +167,9 @@ def tiny(pattern: str, gather: bool, *more: str) -> Config:
 
 def test_half_the_bytes_travel() -> None:
     """And a number of each weight, to agree on its scale, whenever it is gathered."""
-    found = [dry_run(tiny("AFFA", gather), 2, 0, rooms()).traffic for gather in (False, True)]
+    found = [
+        dry_run(tiny("AFFA", gather), 2, 0, dependencies()).traffic for gather in (False, True)
+    ]
     gathers = [{str(k.dtype): v for k, v in x.items() if k.kind == "all_gather"} for x in found]
     in_fp8 = gathers[1]["torch.uint8"]
     wide = gathers[0]["torch.bfloat16"].bytes - gathers[1]["torch.bfloat16"].bytes

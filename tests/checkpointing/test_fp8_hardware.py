@@ -54,7 +54,7 @@ def by_group(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 def product(
     a: Tensor, b: Tensor, by_a: Tensor, by_b: Tensor, ends: Tensor, **options: Any
 ) -> Tensor:
-    """What torch._scaled_grouped_mm does, and what it demands."""
+    """Compute torch._scaled_grouped_mm, and check its requirements."""
     assert a.dtype == b.dtype == E4M3 and by_a.dtype == by_b.dtype == torch.float32
     assert ends.dtype == torch.int32 and not (ends % 16).any()
     assert a.is_contiguous() and b.mT.is_contiguous() and options["out_dtype"] == BF16
@@ -158,7 +158,7 @@ def test_products_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not capable((9, 0)), reason="needs a GPU of compute capability 9.0")
 def test_products_are_torchaos() -> None:
-    """The same kernels, so the same bits."""
+    """Compare bits: the kernels are the same."""
     moe = pytest.importorskip("torchao.prototype.moe_training.fp8_grouped_mm")
     x, w, _ = (noise(*s, seed=i, dtype=BF16).cuda() for i, s in enumerate(SHAPES))
     ends = torch.tensor([16, 48, 48, 96], dtype=torch.int32, device="cuda")

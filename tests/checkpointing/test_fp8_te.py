@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from checkpointing.apply import Keeper, set_seams
+from checkpointing.apply import ActivationCheckpointing, set_seams
 from checkpointing.fp8 import to_fp8
 from checkpointing.rebuild import Replays
 from megacpp.config.checks.fp8 import fp8_mesh_rules
@@ -40,7 +40,7 @@ from tests.checkpointing.fp8_cases import (
 
 
 class CurrentLinear(nn.Module):
-    """As Transformer Engine's with current scaling: in FP8 inside of its context, else wide."""
+    """Stand-in for Transformer Engine's linear layer: FP8 inside its context, else wide."""
 
     state: dict[str, Any]
 
@@ -62,7 +62,7 @@ class CurrentLinear(nn.Module):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A `transformer_engine` whose calls are listed."""
+    """Return a `transformer_engine` whose calls are listed."""
     calls: list[Any] = []
     state = {"fp8": False}
 
@@ -110,9 +110,9 @@ FULL = {"ablock": "full", "fblock": "full"}
 
 
 def kept(config: Config) -> HybridLM:
-    """As a run makes it on a GPU."""
+    """Return the activation checkpointing that a run makes on a GPU."""
     model = HybridLM(config.model)
-    Keeper(config, torch.device("cuda"))(model)
+    ActivationCheckpointing(config, torch.device("cuda"))(model)
     initialise(model, model.init_rules(), 0)
     return model
 
@@ -239,7 +239,7 @@ def test_on_a_gpu(fp8: str) -> None:
         config = config_with(fp8, model_config("FFFF"), fblock=fblock)
         config = dataclasses.replace(config, train=TrainConfig(device="cuda"))
         model = HybridLM(config.model)
-        Keeper(config, device)(model)
+        ActivationCheckpointing(config, device)(model)
         initialise(model, model.init_rules(), 0)
         model.to(device)
         ids_BT = IDS_BT.to(device)

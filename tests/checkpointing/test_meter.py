@@ -1,7 +1,7 @@
-"""The meter: by hand on small things, and the same on real tensors as on fake ones, on any mesh.
+"""Meter: by hand on small examples, and equal on real and fake tensors, on any mesh.
 
 Figures are bytes and counts, so they are compared exactly. Experts are chosen evenly on both sides:
-how many rows each gets can't depend on values that aren't there.
+the rows of each can't depend on values that don't exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.meter import Meter
 from megacpp.blocks.experts.router import Router
 from megacpp.cli.activations import POLICIES
@@ -77,7 +77,7 @@ class Middle(nn.Module):
 
 
 def test_what_is_kept_by_hand() -> None:
-    """Of two layers the hidden units before and after the SiLU; x was there before."""
+    """Count the hidden units of two layers before and after the SiLU; x existed before."""
     model, x = TwoLayers(), torch.ones(10, 4)
     with Meter(model) as meter:
         model(x).backward()
@@ -227,9 +227,9 @@ def metered(boundary: AccumulationBoundary, config: Config) -> tuple[Counter[Any
 
 def real(config: Config, world: World) -> tuple[Counter[Any], Counter[Any]]:
     if config.mesh.ep > 1:
-        model = planned_model(config, world, Keeper(config))
+        model = planned_model(config, world, ActivationCheckpointing(config))
     else:
-        model = plan_model(config, world, Keeper(config))
+        model = plan_model(config, world, ActivationCheckpointing(config))
     model.to_empty(device=CPU)
     initialise(model, model.init_rules(), 0, shard_slice if world.parallel else whole)
     model.train()
@@ -238,7 +238,7 @@ def real(config: Config, world: World) -> tuple[Counter[Any], Counter[Any]]:
 
 def fake(config: Config, size: int, rank: int) -> tuple[Counter[Any], Counter[Any]]:
     with fake_world(config, size, rank) as world:
-        keeper = Keeper(config)
+        keeper = ActivationCheckpointing(config)
         model = planned_model(config, world, keeper)
         with fake_tensors(memory=True):
             return described(run(config, world, model, keeper))

@@ -270,7 +270,7 @@ def test_what_stays_and_why() -> None:
     assert moved.put(weight) is None and moved.put(weight.t()) is None
     assert moved.put(meta) is None
     assert moved.put(torch.zeros(100, dtype=torch.complex64).conj()) is None
-    stored = moved.of(linear)
+    stored = moved.store_for(linear)
     detached = weight.detach()
     assert stored(detached) is detached
     assert moved.traffic.stayed == {

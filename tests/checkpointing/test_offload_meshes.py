@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.offload import Offloader
 from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from parallel.boundary import AccumulationBoundary
@@ -23,9 +23,11 @@ MESHES = {
 }
 
 
-def one_step(run: Run, rank: int, policy: CheckpointingPolicy) -> tuple[Slices, Keeper]:
+def one_step(
+    run: Run, rank: int, policy: CheckpointingPolicy
+) -> tuple[Slices, ActivationCheckpointing]:
     config = dataclasses.replace(config_of(run), recompute=policy)
-    world, keeper = world_of(rank, run), Keeper(config, CPU)
+    world, keeper = world_of(rank, run), ActivationCheckpointing(config, CPU)
     if keeper.offloader is not None:  # small tensors, and all of them leave
         keeper.offloader = Offloader(64, 1 << 26, CPU, window_bytes=0)
     model = build_model(config, world, keeper)

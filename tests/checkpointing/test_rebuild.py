@@ -156,7 +156,7 @@ def test_forwards_in_flight_do_not_mix() -> None:
 
 
 class Odd(nn.Module):
-    """One piece, of the test's making."""
+    """Block with one piece that the test provides."""
 
     def __init__(self, fn: object, check: str = "default") -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_autocast_is_that_of_the_forward() -> None:
 
 
 def test_a_decision_is_made_once() -> None:
-    """What chooses must not choose again, even if it would choose otherwise."""
+    """Check that a choice isn't made again, even if it would differ."""
 
     class Choosing(nn.Module):
         def __init__(self) -> None:

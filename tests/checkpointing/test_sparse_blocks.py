@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.compile import CHOSEN, compile_blocks
 from megacpp.blocks.attention import sparse
 from megacpp.blocks.attention.sparse import SparseAttention
@@ -33,10 +33,10 @@ POLICIES = {
 def test_every_policy_gives_the_same_bits(name: str, policy: CheckpointingPolicy) -> None:
     model = sparse_model(name)
     expected = train(build(model))
-    keepers: list[Keeper] = []
+    keepers: list[ActivationCheckpointing] = []
 
     def prepare(config):  # type: ignore[no-untyped-def]
-        keepers.append(Keeper(config))
+        keepers.append(ActivationCheckpointing(config))
         return keepers[-1]
 
     built = build(model, policy, prepare)

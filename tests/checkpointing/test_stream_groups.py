@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.hyper_connections.groups import group_size, places_in_groups, stream_groups
 from megacpp.config.schema import (
     CheckpointingPolicy,
@@ -43,7 +43,7 @@ def config_of(**policy: Any) -> Config:
 
 def run(config: Config, watched: bool = True) -> tuple[list[Tensor], dict[str, int], int]:
     """Loss and gradients, what ran again, and bytes alive behind a forward, beyond the first."""
-    keeper = Keeper(config)
+    keeper = ActivationCheckpointing(config)
     model, kept = build_model(config, ONE, keeper), 0
     batch = ragged_batch(list(range(ROWS)), T, config.model.vocab_size)
     loss = torch.zeros(())
@@ -94,7 +94,7 @@ def test_streams_are_kept_by_group_not_by_layer(size: int) -> None:
 def test_nothing_is_left_behind() -> None:
     """No seam holds a forward's tensors when its backward is over."""
     config = config_of(mhc_group_size=3)
-    model = build_model(config, ONE, Keeper(config))
+    model = build_model(config, ONE, ActivationCheckpointing(config))
     batch = ragged_batch(list(range(ROWS)), T, config.model.vocab_size)
     alive = []
     with LiveBytes() as live:
@@ -143,7 +143,7 @@ def test_the_chosen_size_needs_fewest_numbers(streams: int, layers: int) -> None
 
 
 def test_compiled_blocks_agree() -> None:
-    """A and F blocks are one graph each, connections inside; nothing runs again in groups."""
+    """Compile A and F blocks to one graph each, connections inside; no group is recomputed."""
     eager = config_of(mhc_group_size=0)
     mhc = replace(eager.model.mhc, iterations=2)
     model = replace(eager.model, pattern="AF", depth=3, mhc=mhc)

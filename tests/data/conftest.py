@@ -1,4 +1,4 @@
-"""A small corpus of generated C++-like documents, prepared once."""
+"""Small corpus of generated C++-like documents, prepared once."""
 
 import random
 from pathlib import Path
@@ -11,7 +11,7 @@ NUM_DOCUMENTS = 60
 
 
 def make_document(number: int) -> str:
-    """A header file; different numbers give different texts, some with non-ASCII comments."""
+    """Return a header file; each number gives another text, some with non-ASCII comments."""
     noise = random.Random(number)
     names = [f"{noise.choice(['size', 'index', 'Tensor', 'scale'])}_{n}" for n in range(6)]
     lines = ["#pragma once", "", f"namespace n{number} {{", f"// größe ≤ {number} 🙂"]

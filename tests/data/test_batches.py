@@ -228,7 +228,7 @@ def refused(path: Path, message: str, verify: bool = False, seq_len: int = SEQ_L
 
 def test_nothing_there(tmp_path: Path) -> None:
     refused(tmp_path / "none", r"data\.path=.*none: no such folder\. Fix: run `megacpp data prep")
-    refused(tmp_path, r"data\.path=.*: holds no index\.json, so it is no corpus")
+    refused(tmp_path, r"data\.path=.*: holds no index\.json, so it is not a corpus")
 
 
 def test_truncated_and_missing_shards(damaged: Path) -> None:

@@ -34,8 +34,8 @@ def test_the_two_orders_by_hand() -> None:
     def encode(text: str) -> np.ndarray:
         return np.array([100 + int(c) for c in text], np.uint32)
 
-    psm = fim.arrange(fim.Cut("12", "3", "45", False), encode)
-    spm = fim.arrange(fim.Cut("12", "3", "45", True), encode)
+    psm = fim.arrange(fim.FimParts("12", "3", "45", False), encode)
+    spm = fim.arrange(fim.FimParts("12", "3", "45", True), encode)
     p, m, s = FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX
     assert psm.tolist() == [p, 101, 102, s, 104, 105, m, 103]
     assert spm.tolist() == [p, s, 104, 105, m, 101, 102, 103]
@@ -44,7 +44,7 @@ def test_the_two_orders_by_hand() -> None:
 
 
 def test_pure_function_of_seed_and_hash(documents: list[str]) -> None:
-    def cuts(seed: int, rate: float, texts: list[str]) -> dict[str, fim.Cut | None]:
+    def cuts(seed: int, rate: float, texts: list[str]) -> dict[str, fim.FimParts | None]:
         return {t: fim.cut(t, sha256(t), seed, rate) for t in texts}
 
     forward, backward = cuts(1, 0.5, documents), cuts(1, 0.5, documents[::-1])

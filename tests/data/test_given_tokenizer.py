@@ -152,7 +152,7 @@ def test_a_lossy_tokenizer_gets_no_verdict(made: tuple[str, Corpus]) -> None:
 
 
 def test_bytes_of_ids_add_up(made: tuple[str, Corpus]) -> None:
-    """Of tokenizers that lose nothing: to the text, and to a blank before each of llama's."""
+    """Sum the bytes of ids of lossless tokenizers: the text; llama's has a blank before it."""
     name, corpus = made
     batches = list(corpus.validation_batches(8))
     labels = [i for b in batches for i in b.labels_BT.flatten().tolist() if i != IGNORED]
@@ -205,7 +205,7 @@ def test_fill_in_the_middle_needs_its_tokens(files: dict, records: Path, tmp_pat
     assert sentinels is not None
     assert [tokenizer.special_names[i] for i in sentinels] == names
     assert not set(sentinels) & set(tokenizer.encode("".join(names)).tolist())  # text stays text
-    ids = fim.arrange(fim.Cut("ab", "c", "de", False), tokenizer.encode, sentinels)
+    ids = fim.arrange(fim.FimParts("ab", "c", "de", False), tokenizer.encode, sentinels)
     assert tokenizer.decode(fim.restore(ids, sentinels).tolist()) == "abcde"
     assert [i for i in ids.tolist() if i in sentinels] == [
         sentinels.prefix, sentinels.suffix, sentinels.middle
@@ -253,7 +253,7 @@ def test_what_is_no_tokenizer(name: str, tmp_path: Path, records: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.json").write_text("not json")
     with pytest.raises(
-        DataError, match=r"tokenizer=.*: (no such file|is no tokenizer).*Fix: "
+        DataError, match=r"tokenizer=.*: (no such file|is not a tokenizer).*Fix: "
     ) as caught:
         ensure_corpus(CorpusSpec(str(records), tokenizer=str(tmp_path / name)), tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The loader moves by one microbatch at a time; any cut of the same rows reads each one once."""
+"""Loader: it moves by one microbatch at a time; any split of the same rows reads each one once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def corpus(corpus_path: Path) -> Corpus:
 
 
 def world_of(rank: int, ranks: int) -> World:
-    """A place along `batch`, without a process group."""
+    """Return a position along `batch`, without a process group."""
     batch: Any = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: rank)
     return World(rank, ranks, torch.device("cpu"), {"batch": batch})
 

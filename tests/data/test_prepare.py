@@ -20,10 +20,10 @@ from megacpp.cli.data import prepare as prepare_command
 from megacpp.cli.main import main
 from megacpp.data import fim, prepare
 from megacpp.data.compressors import gzip_bits_per_byte
+from megacpp.data.document_store import DocumentStore
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import SPLITS, SplitReader, SplitWriter, fingerprint, token_dtype
 from megacpp.data.specials import BOS, EOS, FIM_PREFIX
-from megacpp.data.spool import Spool
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError, DataError
 from tests.data.conftest import write_folder
@@ -234,7 +234,7 @@ def test_a_foreign_folder_is_never_replaced(spec: CorpusSpec, tmp_path: Path) ->
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear")
     for force in (False, True):
-        with pytest.raises(ConfigError, match=r"is there and is no corpus\. Fix: choose another"):
+        with pytest.raises(ConfigError, match=r"exists and is not a corpus\. Fix: choose another"):
             ensure_corpus(spec, tmp_path / "mine", force)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "dear"
     (tmp_path / "empty").mkdir()
@@ -358,17 +358,17 @@ def test_wide_ids_survive_the_shards(tmp_path: Path) -> None:
     assert all((reader.document(i) == ids).all() for i, ids in enumerate(written))
 
 
-def test_spool_reads_back_in_any_order(tmp_path: Path) -> None:
-    with Spool(tmp_path / "spool") as spool:
-        assert [spool.add(raw) for raw in (b"one", b"two", b"one", b"three")] == [
+def test_documents_are_read_back_in_any_order(tmp_path: Path) -> None:
+    with DocumentStore(tmp_path / "spool") as store:
+        assert [store.add(raw) for raw in (b"one", b"two", b"one", b"three")] == [
             True,
             True,
             False,
             True,
         ]
-        assert [spool.read(i) for i in (2, 0, 1)] == [b"three", b"one", b"two"]
-        assert spool.add(b"four") and spool.read(3) == b"four"
-        assert spool.total_bytes == 15 and spool.digests[1] == hashlib.sha256(b"two").digest()
+        assert [store.read(i) for i in (2, 0, 1)] == [b"three", b"one", b"two"]
+        assert store.add(b"four") and store.read(3) == b"four"
+        assert store.total_bytes == 15 and store.digests[1] == hashlib.sha256(b"two").digest()
     assert not (tmp_path / "spool").exists()
 
 

@@ -93,7 +93,7 @@ def test_a_pure_function_of_the_step() -> None:
 
 
 def test_without_warmup_steps_are_equal() -> None:
-    """What a constant accumulation has always read."""
+    """Check that a constant accumulation reads the rows that it always read."""
     schedule = BatchSchedule(6, 4)
     assert [schedule.rows(step) for step in (0, 1, 7)] == [
         range(24),

@@ -8,11 +8,13 @@ import pytest
 from megacpp.data.files import CPP_GLOBS
 from megacpp.data.prepare import CorpusSpec, ensure_corpus
 from megacpp.data.shards import fingerprint
-from megacpp.data.sources import TORCH_HEADERS, Item, find_source, read_items
+from megacpp.data.sources import TORCH_HEADERS, SourceDocument, find_source, read_items
 from megacpp.errors import DataError
 
 
-def items(path: Path, field: str = "text", globs: tuple[str, ...] = CPP_GLOBS) -> list[Item]:
+def items(
+    path: Path, field: str = "text", globs: tuple[str, ...] = CPP_GLOBS
+) -> list[SourceDocument]:
     return list(read_items(find_source(str(path), globs), field))
 
 
@@ -78,7 +80,7 @@ def test_line_ends_and_marks_survive(tmp_path: Path) -> None:
 
 def test_invalid_utf8_comes_as_none(tmp_path: Path) -> None:
     (tmp_path / "a.h").write_bytes(b"int \xe4;")
-    assert items(tmp_path) == [Item(None, 6)]
+    assert items(tmp_path) == [SourceDocument(None, 6)]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n\n{"text": "\\ud800"}\n{"text": "ok"}\n')
     assert texts(path) == [None, None, "ok"]
@@ -149,7 +151,7 @@ def test_zst_damage_is_noticed(tmp_path: Path) -> None:
             r"line 2: has no field 'text'\. Fix: choose --field \(did you mean 'texts'\)",
         ),
         ('{"text": 3}', r"line 2: field 'text' is int, not text"),
-        ('["x"]', r"line 2: is no JSON object"),
+        ('["x"]', r"line 2: is not a JSON object"),
         ('{"text": "x"', r"line 2: no valid JSON"),
         ("[" * 100_000, r"line 2: no valid JSON"),
     ],

@@ -112,7 +112,7 @@ def test_saved_tokenizer_loads(tokenizer: CorpusTokenizer, tmp_path: Path) -> No
 def test_load_refuses_what_is_no_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         CorpusTokenizer.load(path)
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path))
     with pytest.raises(DataError, match="has no vocabulary"):

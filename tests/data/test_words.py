@@ -85,7 +85,7 @@ def test_prose_needs_fewer_tokens_with_words_of_prose(text: str) -> None:
 
 @pytest.mark.parametrize("script", ["Hindi", "Thai", "Arabic", "Korean", "German"])
 def test_words_with_combining_marks_stay_whole(script: str) -> None:
-    """A vowel sign is part of its word."""
+    """Check that a vowel sign is part of its word."""
     text = SCRIPTS[script]
     splitter = CorpusTokenizer.train([[text]], 300, "prose").inner.pre_tokenizer
     assert splitter is not None
@@ -94,7 +94,7 @@ def test_words_with_combining_marks_stay_whole(script: str) -> None:
 
 
 def test_punctuation_of_a_script_is_not_glued_to_its_words() -> None:
-    """The code words make one of `时间。训练`; prose ends it at the full stop."""
+    """Check that prose splits `时间。训练` at the full stop, where code makes one word of it."""
     chinese = SCRIPTS["Chinese"]
     prose = CorpusTokenizer.train([[chinese]], 300, "prose").inner.pre_tokenizer
     assert prose is not None

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class DriftError(AssertionError):
-    """A printed figure is no longer what the chapter says."""
+    """Error of a printed figure that differs from the chapter's."""
 
 
 def run_chapter(path: Path, update: bool = False) -> int:
@@ -57,7 +57,7 @@ def run_chapter(path: Path, update: bool = False) -> int:
 
 @contextlib.contextmanager
 def working_folder():
-    """A fresh temporary folder as the working folder, with the checkout importable."""
+    """Use a fresh temporary folder as the working folder, with the checkout importable."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     before = Path.cwd()

@@ -1,4 +1,4 @@
-"""The book runs: every chapter's code, every printed figure, its length and its links."""
+"""Book: every chapter's code runs; its printed figures, length and links are checked."""
 
 from __future__ import annotations
 

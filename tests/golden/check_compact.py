@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.compress import CompressedProduct
-from optim.compressed import Fold
+from optim.compressed import LowRankUpdate
 from optim.muon_adamw import MuonAdamW
 from tests.golden.harness import GoldenFile
 
@@ -34,7 +34,7 @@ def check(golden: GoldenFile) -> None:
     group = {
         "params": [latent],
         "algorithm": "adamw",
-        "folds": [Fold(layer.weight, latent, Given(p_DZ))],
+        "folds": [LowRankUpdate(layer.weight, latent, Given(p_DZ))],
         "lr": lr,
         "betas": (beta1, beta2),
         "eps": eps,

@@ -1,4 +1,4 @@
-"""What a real allocator saw of a step, beside the watch, the recorded history and the estimate."""
+"""Memory of a step in a real allocator, beside the watch, the recorded history and the estimate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKSPACES = 2 * (32 << 20) + (8 << 20)  # of cuBLAS and cuBLASLt on Hopper
 
 @on_any_device
 def test_a_followed_step_is_what_the_allocator_saw(device: torch.device) -> None:
-    """The watch counts bytes that tensors asked for; the allocator rounds each up to a block."""
+    """Compare the watch's requested bytes with the allocator's, which rounds each up to a block."""
     dtype = "bf16" if device.type == "cuda" else "fp32"
     trainer = Trainer(Settings(dtype=dtype).config, World(0, 1, device))  # type: ignore[arg-type]
     trainer.step()
@@ -69,7 +69,7 @@ def test_recorded_history(device: torch.device) -> None:
 
 
 def most_of(trace: list[Any]) -> int:
-    """The most bytes beyond those at the start, of entries of a memory history."""
+    """Return the most bytes beyond those at the start, of entries of a memory history."""
     now = most = 0
     for entry in trace:
         action, size = (entry["action"], entry["size"]) if isinstance(entry, dict) else entry
@@ -79,7 +79,7 @@ def most_of(trace: list[Any]) -> int:
 
 
 def run_of(name: str, device: torch.device, policy: CheckpointingPolicy) -> Config:
-    """A preset with few rows; on a CPU very short ones."""
+    """Return a preset with few rows; on a CPU very short ones."""
     base, cpu = preset(name), device.type == "cpu"
     few = replace(base.model, depth=2, vocab_size=512, dim=64) if cpu else base.model
     config = replace(
@@ -97,10 +97,10 @@ def run_of(name: str, device: torch.device, policy: CheckpointingPolicy) -> Conf
 @on_any_device
 @pytest.mark.parametrize("name", ["dense_110m", "moe_small", "hybrid_400m"])
 def test_estimate_beside_the_peak(device: torch.device, name: str) -> None:
-    """What the gate expects of a step: within 3 % of all that is in use, and never above `upper`.
+    """Compare the gate's estimate: within 3 % of the bytes in use, never above `upper`.
 
-    Context and libraries are constants of the estimate (some 0.7 GiB), so models of a few GiB say
-    something of them too. On a CPU nothing is measured; the two ways to the same estimate agree.
+    Context and libraries are constants of the estimate (some 0.7 GiB), so models of a few GiB test
+    these too. On a CPU nothing is measured; the two ways to the same estimate agree.
     """
     config = run_of(name, device, CheckpointingPolicy())
     fresh(device)

@@ -57,14 +57,14 @@ def test_bf16_beside_fp32(preset: str, device: torch.device) -> None:
 def loss_and_gradients(
     preset: str, device: torch.device, narrow: bool
 ) -> tuple[float, list[Tensor]]:
-    """Of packed rows, under autocast or in fp32."""
+    """Return loss and gradients of packed rows, under autocast or in fp32."""
     model = HybridLM(shrunk(preset))
     initialise(model, model.init_rules(), 0)
     model.to(device).train()
     g = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(50, (2, 16), generator=g).to(device)
     docs = Documents.from_ids((torch.arange(32).view(2, 16) // 5).to(device))
-    if model.config.looks_around:
+    if model.config.needs_full_row:
         docs = docs.with_tokens(ids_BT, ids_BT)
     with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
         loss = model(ids_BT, ids_BT, docs).loss_sum / ids_BT.numel()
@@ -75,7 +75,7 @@ def loss_and_gradients(
 
 @contextmanager
 def nobody_waits(device: torch.device) -> Iterator[None]:
-    """An error where the host waits for a GPU."""
+    """Raise an error where the host waits for a GPU."""
     if device.type != "cuda":
         yield
         return
@@ -145,7 +145,7 @@ def test_resumed_to_the_last_bit(device: torch.device, optimizer: str, tmp_path:
 
 @contextmanager
 def alone(device: torch.device, folder: Path, mesh: MeshConfig) -> Iterator[World]:
-    """A mesh of one rank over a process group of its own: NCCL on a GPU, gloo on a CPU."""
+    """Return a mesh of one rank with its own process group: NCCL on a GPU, gloo on a CPU."""
     cuda = device.type == "cuda"
     store = dist.FileStore(str(folder / "store"), 1)
     if cuda:
@@ -189,12 +189,12 @@ def test_fsdp_on_one_rank(device: torch.device, tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["AF", "AE", "AMERF"])
 def test_a_captured_step(device: torch.device, pattern: str) -> None:
     """Forward and backward as one CUDA graph (on a CPU the same body): the loss goes down."""
-    from bench.gpu.steps import CapturedSteps, graph_refusal
+    from bench.gpu.steps import CapturedSteps, graph_unsupported_reason
 
     dtype = "bf16" if device.type == "cuda" else "fp32"
     config = Settings(pattern=pattern, dtype=dtype).config  # type: ignore[arg-type]
     config = replace(config, train=replace(config.train, tokens_per_step=2 * T * ACCUM))
-    assert graph_refusal(config, device) is None
+    assert graph_unsupported_reason(config, device) is None
     steps = CapturedSteps(config, device)
     with steps.on_stream():
         before = [p.detach().clone() for p in steps.model.parameters()]

@@ -1,4 +1,4 @@
-"""A trainer of a small model on any device, one process or a mesh of one rank.
+"""Trainer of a small model on any device, one process or a mesh of one rank.
 
 Legend: B rows, T tokens.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
@@ -41,7 +41,7 @@ ROWS, T, ACCUM = 2, 16, 2
 
 @dataclass(frozen=True)
 class Settings:
-    """What differs between runs of the small model; its sizes are multiples of 16 bytes in bf16."""
+    """Settings of a run of the small model; sizes are multiples of 16 bytes in bf16."""
 
     pattern: str = "AEMRF"
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
@@ -80,11 +80,11 @@ class Source:
 
 
 class Trainer:
-    """The step of train.py, and its checkpoints in a folder."""
+    """Step of train.py, and its checkpoints in a folder."""
 
     def __init__(self, config: Config, world: World, folder: Path | None = None) -> None:
         self.config, self.world = config, world
-        self.keeper = Keeper(config, world.device)
+        self.keeper = ActivationCheckpointing(config, world.device)
         self.model = build_model(config, world, self.keeper)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
@@ -108,7 +108,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Run one step; return its loss."""
         sums, norm = self.forward_backward(list(self.loader.take(ACCUM)))
         verdict = self.boundary.judge(sums, norm)
         assert verdict.healthy, verdict

@@ -109,7 +109,7 @@ def test_the_code_of_a_launch() -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    """The words after `megacpp train` in each recipe."""
+    """Return the words after `megacpp train` in each recipe."""
     jobset = yaml.safe_load((RECIPES / "kubernetes-jobset.yaml").read_text())
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = job["template"]["spec"]["containers"][0]
@@ -133,7 +133,7 @@ def commands() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes", "skypilot"])
 def test_a_recipe_starts_what_the_loopback_launch_starts(name: str) -> None:
-    """The same options as the torchrun line of ssh.md, which runs for real in test_cluster.py."""
+    """Compare with the options of the torchrun line of ssh.md, which test_cluster.py runs."""
     ssh = (RECIPES / "ssh.md").read_text()
     line = ssh.split("torchrun ", 1)[1].split(" /opt/", 1)[0]
     expected = parse_args([*line.split(), "train.py"])

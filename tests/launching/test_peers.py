@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.errors import DataError, MegacppError
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.peers import Peers, Process, _handshake, this_process
+from megacpp.launch.rank_store import Process, RankStore, _handshake, this_process
 
 HERE = this_process()
 
@@ -24,16 +24,18 @@ def on_ranks(size: int, body: Callable[[int], Any]) -> list[Any]:
         return [f.result(60) for f in [pool.submit(body, rank) for rank in range(size)]]
 
 
-def peers_of(store: dist.Store, rank: int, size: int, nodes: int = 1, restarts: int = 0) -> Peers:
-    """A rank as `Peers()` makes it, without a launcher's environment."""
-    one = Peers.__new__(Peers)
+def peers_of(
+    store: dist.Store, rank: int, size: int, nodes: int = 1, restarts: int = 0
+) -> RankStore:
+    """Return a rank as `RankStore()` makes it, without a launcher's environment."""
+    one = RankStore.__new__(RankStore)
     one.rank, one.size, one.store = rank, size, store
     one.table = [Process(f"n{r % nodes}", f"h{r % nodes}", HERE.pid, restarts) for r in range(size)]
     return one
 
 
 def test_a_second_start_hears_nothing_of_the_first() -> None:
-    """The launcher's store is the same, with all keys of the first start."""
+    """Reuse the launcher's store with all keys of the first start."""
     store = dist.HashStore()
     starts = [on_ranks(3, lambda rank: _handshake(store, rank, 3)) for _ in range(2)]
     names = [{name for name, _ in start} for start in starts]
@@ -78,7 +80,7 @@ def test_what_one_rank_lacks_ends_all_with_its_code(
 
 
 def opened(folder: Path, print_of: Callable[[int], str], **given: Any) -> list[str]:
-    """What each of two ranks says about a run folder and corpora with these fingerprints."""
+    """Return the messages of two ranks about a run folder and corpora with these fingerprints."""
     store = dist.HashStore()
     config = replace_keys(parse_run(["tiny"], 2).config, {"run.dir": str(folder), **given})
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.operators import wraps
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.cli.trace import Trainee, microbatches
@@ -96,7 +96,7 @@ def _watched(config: Config, world: World, part: Callable[[Tensor], Slice]) -> i
 
 
 def _planned(config: Config, world: World) -> HybridLM:
-    model = planned_model(config, world, Keeper(config))
+    model = planned_model(config, world, ActivationCheckpointing(config))
     if config.mesh.ep == 1:
         _choose_evenly(model)
     return model
@@ -107,7 +107,7 @@ def _steps(model: HybridLM, config: Config, world: World, part: Callable[[Tensor
     model.to_empty(device=CPU)
     initialise(model, model.init_rules(), config.run.seed, part)
     model.train()
-    trainee = Trainee.of(model, world, config, AccumulationBoundary)
+    trainee = Trainee.build(model, world, config, AccumulationBoundary)
     trainee.first_step(config)
     with record_function(MARK):
         pass

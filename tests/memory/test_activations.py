@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.activations import Activations, activations, one_of_each, standing_for
 from checkpointing.tracing.meter import Meter
 from megacpp.blocks.dense.config import MLPConfig
@@ -75,7 +75,7 @@ def size_of(mesh: MeshConfig) -> int:
 def metered(config: Config, rank: int) -> Activations:
     """What the forward of a rank keeps."""
     with fake_world(config, size_of(config.mesh), rank) as world:
-        model = planned_model(config, world, Keeper(config))
+        model = planned_model(config, world, ActivationCheckpointing(config))
         with fake_tensors(memory=True):
             meter = forward(config, world, model)
     return activations(meter, standing_for(config.model, config.model))
@@ -305,7 +305,7 @@ def test_deep_presets_at_4k(name: str, world: int) -> None:
     config = of_preset(name, mesh=mesh)
     few = dataclasses.replace(config, model=one_of_each(config.model))
     with fake_world(few, world) as fake:
-        model = planned_model(few, fake, Keeper(few))
+        model = planned_model(few, fake, ActivationCheckpointing(few))
         with fake_tensors(memory=True):
             meter = forward(few, fake, model)
     found = activations(meter, standing_for(few.model, config.model))

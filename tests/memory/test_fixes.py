@@ -13,7 +13,7 @@ from megacpp.config.schema import Config
 from megacpp.launch.fit import difference
 from megacpp.memory.budget import fullest
 from megacpp.memory.estimate import MemoryEstimate, estimate
-from megacpp.memory.fixes import Fix, changed, cheapest_fixes, levers, refusal
+from megacpp.memory.fixes import Fix, changed, cheapest_fixes, levers, memory_error
 
 GIB = 1 << 30
 Need = Callable[[Config], float]
@@ -134,7 +134,7 @@ def test_every_fix_is_legal_and_its_flags_mean_it(flags: str, world: int) -> Non
 def test_the_line_of_a_refusal() -> None:
     config = parse_run(["nam56r_base", *BARE], 8).config
     price = pricing(need_of_all, 99.5)
-    line = str(refusal(config, 8, 0, price, price(config), "110 GiB given, 10% headroom"))
+    line = str(memory_error(config, 8, 0, price, price(config), "110 GiB given, 10% headroom"))
     assert line.startswith("memory.gate=on: rank 0 of 8 needs 100.0 GiB in backward (activations")
     assert "99.5 GiB may be used (110 GiB given, 10% headroom). Fix: " in line
     assert "--recompute.norms true (-1.00 GiB), or --recompute.mlp true (-1.00 GiB), or " in line

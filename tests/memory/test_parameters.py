@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megacpp.cli.dry_run import rooms
+from megacpp.cli.dry_run import dependencies
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PRESETS, preset
 from megacpp.config.schema import Config
@@ -52,10 +52,10 @@ CASES = {  # ranks, rank, flags
 def in_the_model(config: Config, size: int, rank: int) -> tuple[dict, dict, dict, int]:
     """Parameters, gradients and state by class, and buffers, of the trainer's own model."""
     with fake_world(config, size, rank) as world:
-        model = planned_model(config, world, rooms().prepare(config))
+        model = planned_model(config, world, dependencies().prepare(config))
         with fake_tensors():
             model.to_empty(device=world.device)
-            optimizer = rooms().optimizers(model, config, world.holders)
+            optimizer = dependencies().optimizers(model, config, world.holders)
         sums: tuple[dict, dict] = ({}, {})
         for name, p in model.named_parameters():
             kind = class_of(model, name, p)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megacpp.cli.dry_run import rooms
+from megacpp.cli.dry_run import dependencies
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.memory.traffic import traffic
@@ -96,7 +96,7 @@ def counted(config: Config, world: int, rank: int) -> tuple[dict[str, int], int]
     """Bytes by axis, and those of the optimizer; without what no model size changes."""
     found: Counter[str] = Counter()
     optimizer = 0
-    for (axis, kind, dtype), moved in dry_run(config, world, rank, rooms()).traffic.items():
+    for (axis, kind, dtype), moved in dry_run(config, world, rank, dependencies()).traffic.items():
         if dtype == torch.float64 or (dtype == torch.int64 and kind != "all_gather"):
             continue  # counts, sums of losses
         if kind == "all_reduce" and axis in SHARDS:

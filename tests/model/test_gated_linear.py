@@ -15,7 +15,7 @@ from megacpp.blocks.dense.module import MLP, is_plain
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels import gated_linear as kernel
 from megacpp.kernels.gated_linear import gated, gated_gradients, gated_linear, gated_product
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from tests.livebytes import LiveBytes
 
 BOTH = pytest.mark.parametrize("num", [2, 1], ids=["swiglu", "relu2"])
@@ -124,10 +124,10 @@ def test_two_walks_make_each_product_once(num: int, monkeypatch: pytest.MonkeyPa
     want, asked = torch.autograd.grad(plain(*inputs), inputs, dy), []
 
     def noted(ctx: Any) -> tuple[bool, ...]:
-        asked.append(wanted_gradients(ctx))
+        asked.append(needs_input_grad_now(ctx))
         return asked[-1]
 
-    monkeypatch.setattr(kernel, "wanted_gradients", noted)
+    monkeypatch.setattr(kernel, "needs_input_grad_now", noted)
     doubled = [2.0 * t for t in inputs[1:]]  # between leaf and node, as in a model
     y = gated_linear(inputs[0], *(0.5 * t for t in doubled))
     of_hidden = torch.autograd.grad(y, inputs[1:], dy, retain_graph=True)

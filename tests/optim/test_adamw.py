@@ -27,7 +27,7 @@ def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 class Stepper:
-    """What an optimizer does around `adamw_update`: holds state, counts steps."""
+    """Minimal optimizer around `adamw_update`: holds state, counts steps."""
 
     def __init__(self, params: list[nn.Parameter], **options: Any) -> None:
         self.group, self.params = {**OPTIONS, **options}, params

@@ -1,4 +1,4 @@
-"""The optimizer of a whole model: rates, state by name, and shards equal to one device."""
+"""Optimizer of a whole model: rates, state by name, and shards equal to one device."""
 
 from __future__ import annotations
 
@@ -210,10 +210,10 @@ def test_state_of_another_model_is_refused(key: str, value: Tensor | None, messa
 
 
 def test_a_sharded_model_equals_one_device() -> None:
-    """The real FSDP2 units of a hybrid on 2 ranks, state and all.
+    """Compare real FSDP2 units of a hybrid on 2 ranks with one device, state included.
 
-    Muon's half to the bit. AdamW's kernel computes the last elements of a shard one by one and the
-    others by vectors, which may round a fused multiply-add differently: 1e-15.
+    Muon's half is equal to the bit. AdamW's kernel computes the last elements of a shard one by one
+    and the others by vectors, which may round a fused multiply-add differently: 1e-15.
     """
 
     def body(rank: int, world: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from megacpp.model.init import initialise
 from optim.adamw import StateKind
 from optim.build import build_optimizer, describe, groups
 from optim.clip import clip_gradients
-from optim.compressed import Fold
+from optim.compressed import LowRankUpdate
 from optim.groups import TABLE, assign
 from optim.muon_adamw import MuonAdamW
 from tests.optim.test_groups import MLA, SMALL
@@ -31,14 +31,18 @@ CONFIG = Config(
 )
 
 
-def pair(rows: int = 10, width: int = 24, projected: int = 6, dtype: torch.dtype = F64) -> Fold:
+def pair(
+    rows: int = 10, width: int = 24, projected: int = 6, dtype: torch.dtype = F64
+) -> LowRankUpdate:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(rows, width, dtype=dtype), requires_grad=False)
     latent = nn.Parameter(torch.zeros(rows, projected, dtype=dtype))
-    return Fold(weight, latent, Projection("x", width, projected, seed=3))
+    return LowRankUpdate(weight, latent, Projection("x", width, projected, seed=3))
 
 
-def optimizer_of(fold: Fold, every: int = 0, kind: StateKind = "fp32", **more: Any) -> MuonAdamW:
+def optimizer_of(
+    fold: LowRankUpdate, every: int = 0, kind: StateKind = "fp32", **more: Any
+) -> MuonAdamW:
     group = {"params": [("x.latent", fold.latent)], "algorithm": "adamw", "folds": [fold]}
     return MuonAdamW([{**group, **HYPER, **more}], adamw_state=kind, redraw_every=every)
 

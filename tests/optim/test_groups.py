@@ -1,4 +1,4 @@
-"""The table of parameters: complete, without overlap, and with the matrices that it promises."""
+"""Parameter table: complete, without overlap, and with the promised matrices."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_every_row_is_used() -> None:
 
 
 def test_what_goes_where_by_hand() -> None:
-    """One layer of each letter: every name, and the matrices of every Muon parameter."""
+    """Check one layer of each letter: every name, and the matrices of every Muon parameter."""
     found = assignments(SMALL)
     muon = {name: str(a.view) for name, a in found.items() if a.algorithm == "muon"}
     assert muon == {

@@ -47,7 +47,7 @@ def fresh(parameter: Tensor, kind: Any) -> dict[str, Tensor]:
 
 
 def trained(kind: Any, num_steps: int = 8) -> tuple[Tensor, dict[str, Tensor]]:
-    """A weight and its state; gradients of very different sizes, some rows without any."""
+    """Return a weight and its state; gradients differ in magnitude, some rows have none."""
     weight = nn.Parameter(random(0, 64, 128))
     state = fresh(weight, kind)
     sizes = torch.logspace(-9, 2, 64)[:, None]
@@ -81,10 +81,10 @@ def test_an_update_is_the_wide_one_on_unpacked_moments(kind: Bits, cautious: boo
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize(("kind", "angle"), [("8bit", 0.03), ("4bit", 0.3)])
 def test_training_stays_near_wide_moments(kind: Bits, angle: float) -> None:
-    """The angle (radians) between the ways that 20 steps lead; gradients are half noise.
+    """Bound the angle (radians) between the updates of 20 steps; gradients are half noise.
 
-    Rounding has no closed form here. In 8 bits entries are off by half a percent of their size or
-    so, in 4 bits by a tenth, and most of that is gone in the mean of 20 steps.
+    Rounding has no closed form here. In 8 bits entries are off by about half a percent of their
+    size, in 4 bits by a tenth, and most of that averages out over 20 steps.
     """
     grads = [random(7, 64, 128) + random(i, 64, 128) for i in range(20)]
     ways = []
@@ -124,7 +124,7 @@ def test_saved_state_is_found_to_the_bit(kind: Bits) -> None:
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_of_wide_moments_can_be_taken_over(kind: Bits) -> None:
-    """What no block can have held is packed as at an update; saving that is stable again."""
+    """Pack values that no block can have held; saving the result is stable again."""
     _, wide = trained("fp32")
     _, state = trained(kind)
     for name in MOMENTS:
@@ -196,7 +196,7 @@ def test_without_torchao(kind: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("torchao")
 def test_shards_of_fsdp() -> None:
-    """A rank packs its own part as if it were a parameter; nothing is exchanged."""
+    """Pack a rank's own shard as if it were a parameter; nothing is exchanged."""
 
     def body(rank: int, world: int, kind: Bits) -> list[Tensor]:
         layer = nn.Linear(128, 129, bias=True)  # 65 and 64 rows: the first part fits no blocks

@@ -1,6 +1,6 @@
-"""The state of an optimizer with moments in 8 or 4 bits: saved, found again, moved to other ranks.
+"""State of an optimizer with 8- or 4-bit moments: saved, loaded, moved to other ranks.
 
-Saving what was just loaded gives the same tensors to the bit, so a run that stops often is the run
+Saving what was just loaded gives the same tensors to the bit, so a run that stops often equals one
 that never stopped.
 """
 

@@ -38,9 +38,9 @@ WHOLE, EXPERTS = MatrixView(), MatrixView(batched=True)
 
 @dataclass(frozen=True)
 class Case:
-    """A parameter: its shape, how Muon sees it (None: AdamW's), and the dims that are cut.
+    """Parameter: its shape, its view by Muon (None: AdamW's), and the sharded dims.
 
-    `dim` over tp, or over ep if it has three, then `fsdp_dim` by FSDP2.
+    `dim` over tp, or over ep if it has three dims, then `fsdp_dim` by FSDP2.
     """
 
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ def ranks_of(mesh: MeshConfig) -> int:
 
 
 def values(name: str, step: int) -> Tensor:
-    """Of a parameter (step -1) or its gradient, fp64."""
+    """Return the values of a parameter (step -1) or its gradient, fp64."""
     g = torch.Generator().manual_seed(100 * list(CASES).index(name) + step + 1)
     return torch.randn(CASES[name].shape, generator=g, dtype=torch.float64)
 
@@ -170,7 +170,7 @@ def shard(model: Model, world: World) -> None:
 
 
 def replica_group(config: MeshConfig) -> dist.ProcessGroup:
-    """The ranks that hold a stage of the model once: dp_shard x cp x tp."""
+    """Return the ranks that hold a pipeline stage once: dp_shard x cp x tp."""
     size, world = config.dp_shard * config.cp * config.tp, ranks_of(config)
     parts = [list(range(first, first + size)) for first in range(0, world, size)]
     group, _ = dist.new_subgroups_by_enumeration(parts)
@@ -187,7 +187,7 @@ def like(p: nn.Parameter, local: Tensor) -> Tensor:
 
 
 class Training:
-    """A model with known gradients; `cells` are the numbers of the cells that are here."""
+    """Model with known gradients; `cells` are the numbers of this rank's cells."""
 
     def __init__(
         self,
@@ -246,12 +246,12 @@ class Training:
 
 @dataclass
 class Trace:
-    """What one rank has to show after training, and after clipping the last step's gradients."""
+    """Result of one rank after training, and after clipping the last step's gradients."""
 
     cells: dict[str, Tensor]
     state: dict[str, Tensor]
     collectives: list[Collective]  # of all steps
-    waves: int
+    buckets: int
     norm: float
     gradients: dict[str, Tensor]
     clip_collectives: list[tuple[str, int]]  # kind and numbers
@@ -275,7 +275,7 @@ def trace(
         run.cells,
         state,
         stepping.calls,
-        sum(len(exchange.waves) for exchange in optimizer.plan().exchanges),
+        sum(len(exchange.buckets) for exchange in optimizer.plan().exchanges),
         norm.item(),
         run.gradients(),
         [(call.kind, call.numel) for call in clipping.calls],
@@ -365,11 +365,11 @@ def test_two_exchanges_per_wave_set_of_ranks_and_step(ran: Ran, setting: str) ->
     for one in (ranks[setting] for ranks in ran[1]):
         expected = "all_to_all", torch.bfloat16 if x.wire == "bf16" else x.dtype
         found = [(call.kind, call.dtype) for call in one.collectives]
-        assert found == [expected] * (2 * one.waves * STEPS)
+        assert found == [expected] * (2 * one.buckets * STEPS)
         if x.bucket_bytes == 1 << 20:
-            assert one.waves == MESHES[ran[0]][1]
+            assert one.buckets == MESHES[ran[0]][1]
         else:
-            assert one.waves >= 4
+            assert one.buckets >= 4
 
 
 def test_norm_and_clipping_equal_one_process(ran: Ran) -> None:

@@ -57,7 +57,7 @@ def test_three_steps_equal_the_written_out_update(
 def test_fp32_weights_equal_the_written_out_update(
     width: Width, coefficients: Coefficients
 ) -> None:
-    """The momentum, bf16 by default, to the bit: it is computed in fp32 and rounded once a step."""
+    """Compare momenta, bf16 by default, to the bit: computed in fp32 and rounded once a step."""
     p = parameter(24, 40, dtype=torch.float32)
     optimizer = muon([p], kept=width, lr=0.02, coefficients=coefficients)
     dtype = torch.float32 if width == "fp32" else torch.bfloat16
@@ -82,7 +82,7 @@ def test_the_iteration_is_as_wide_as_asked() -> None:
 
 
 def test_cautious_decay_shrinks_only_what_the_update_shrinks() -> None:
-    """Where update and weight have one sign; elsewhere it is as if there were no decay."""
+    """Decay applies where update and weight have one sign; elsewhere it has no effect."""
     start = parameter(12, 8).detach()
     after = {}
     for name, settings in {

@@ -1,4 +1,4 @@
-"""One optimizer of both kinds: groups, schedulers, hooks, and state in torch's standard form."""
+"""Optimizer with both algorithms: groups, schedulers, hooks, and state in torch's standard form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optim.ownership import MatrixView
 
 
 class Net(nn.Module):
-    """A matrix, a fused one, and a bias."""
+    """Model of a matrix, a fused one, and a bias."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_closure_and_hooks() -> None:
 
 
 def test_a_group_added_later_is_planned_and_moved() -> None:
-    """As if it had been there: the same three groups at once give the same bits."""
+    """Add a group later: three groups at once give the same bits."""
     late, early = Net(), Net()
     extra = [nn.Parameter(torch.ones(4, 5)) for _ in range(2)]
     optimizer, both = optimizer_of(late), optimizer_of(early)

@@ -1,4 +1,4 @@
-"""What Muon sends and computes on a rank, against closed forms of what others would.
+"""Muon's traffic and FLOPs on a rank, against closed forms of other implementations.
 
 Fake process groups. The same matrices, cut by rows over W ranks; bytes are those that leave a rank,
 the mean over ranks. P is the bytes of all matrices in bf16. Forms of others, from their sources:
@@ -36,7 +36,7 @@ ROWS_CUT = [name for name in SETS if name != "experts"]  # stacks lie whole on r
 
 
 def planned(shapes: Sequence[Shape], ranks: int, copies: int = 1, views: Any = None) -> MuonPlan:
-    """The plan of rank 0, of parameters without memory."""
+    """Return the plan of rank 0, for parameters without memory."""
     with fake_group(ranks * copies):
         mesh = init_device_mesh("cpu", (copies, ranks), mesh_dim_names=("replicate", "shard"))
         params = []
@@ -57,12 +57,12 @@ def planned(shapes: Sequence[Shape], ranks: int, copies: int = 1, views: Any = N
 
 
 def sent_bytes(plan: MuonPlan) -> float:
-    """Of all ranks, over their number: what others hold goes to the owner and back, in bf16."""
+    """Return the mean bytes sent per rank: cells go to the owner and back, in bf16."""
     (exchange,) = plan.exchanges
     others = sum(
-        item.box.size * (len(item.holders) - 1) / len(item.holders)  # rows divide
-        for item in exchange.items
-        if item.moves
+        job.region.size * (len(job.holders) - 1) / len(job.holders)  # rows divide
+        for job in exchange.jobs
+        if job.moves
     )
     return 2 * 2 * others / exchange.num_ranks
 
@@ -114,7 +114,7 @@ def test_torch_sends_fifteen_times_as_much(name: str) -> None:
 
 
 def _step(shapes: Sequence[Shape], ours: bool) -> StepLog:
-    """One optimizer step on this rank of a fake group."""
+    """Run one optimizer step on this rank of a fake group."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     g = torch.Generator().manual_seed(0)
 

@@ -42,7 +42,7 @@ KIB = 1 << 10
 
 
 class Done:
-    """A collective that is over."""
+    """Collective that has ended."""
 
     def wait(self) -> None:
         pass
@@ -112,13 +112,13 @@ def test_a_sharded_step_needs_what_the_closed_form_says(
         dist.all_to_all_single = no_exchange
         with LiveBytes() as live:
             optimizer.step()
-        waves = sum(len(e.waves) for e in optimizer.plan().exchanges)
-        return live.peak, optimizer.transient_bytes(), live.now, waves, len(shapes)
+        buckets = sum(len(e.buckets) for e in optimizer.plan().exchanges)
+        return live.peak, optimizer.transient_bytes(), live.now, buckets, len(shapes)
 
-    for peak, closed, now, waves, _ in run_ranks(body, math.prod(axes)):
+    for peak, closed, now, buckets, _ in run_ranks(body, math.prod(axes)):
         assert peak == closed
         assert now == 0
-        assert waves >= 4 if "waves" in case else waves == 1
+        assert buckets >= 4 if "waves" in case else buckets == 1
 
 
 def test_the_bucket_bounds_the_transients() -> None:
@@ -128,7 +128,7 @@ def test_the_bucket_bounds_the_transients() -> None:
     def body(rank: int, world: int) -> tuple[int, int]:
         mesh = init_device_mesh("cpu", (world,))
         optimizer = optimizer_of(shapes, mesh, [Shard(0)], muon_width="bf16", bucket_bytes=bucket)
-        assert len(optimizer.plan().exchanges[0].waves) == 64
+        assert len(optimizer.plan().exchanges[0].buckets) == 64
         whole = optimizer_of(shapes, mesh, [Shard(0)], muon_width="bf16")
         return optimizer.transient_bytes(), whole.transient_bytes()
 
@@ -190,11 +190,11 @@ def test_bytes_and_collectives_of_many_ranks(
         with CollectiveCounter() as seen:
             optimizer.step()
         assert all(call.dtype == torch.bfloat16 for call in seen.calls)
-        assert [call.kind for call in seen.calls] == ["all_to_all"] * (2 * len(exchange.waves))
-        assert len(exchange.waves) == 1 if each == 1 else 3 <= len(exchange.waves) <= 5
+        assert [call.kind for call in seen.calls] == ["all_to_all"] * (2 * len(exchange.buckets))
+        assert len(exchange.buckets) == 1 if each == 1 else 3 <= len(exchange.buckets) <= 5
         own = other = 0
-        for wave in exchange.waves:
-            for pieces in (wave.sent, wave.arriving):
+        for bucket in exchange.buckets:
+            for pieces in (bucket.sent, bucket.arriving):
                 there = pieces.splits
                 own += 2 * there[-1]
                 other += 2 * sum(there[:-1])
@@ -204,15 +204,15 @@ def test_bytes_and_collectives_of_many_ranks(
         assert other == out * (shards - 1) // shards + back * (world - 1) // world
         assert sum(call.bytes for call in seen.calls) == sum(
             2 * max(a.cells, b.cells)
-            for wave in exchange.waves
-            for a, b in ((wave.sent, wave.received), (wave.returned, wave.arriving))
+            for bucket in exchange.buckets
+            for a, b in ((bucket.sent, bucket.received), (bucket.returned, bucket.arriving))
         )
         work = count * newton_schulz_flops(rows, cols)
         assert sum(exchange.loads) == work and max(exchange.loads) == work // world
 
 
 def test_state_is_two_bytes_under_muon_and_eight_under_adamw() -> None:
-    """Of a model of every letter, in fp32: what is kept of each cell, but for counters of steps."""
+    """Count the state's bytes per cell of a model with every letter, in fp32."""
     config = Config(model=SMALL)
     with torch.device("meta"):
         model = HybridLM(config.model)
@@ -260,14 +260,14 @@ def test_the_estimate_without_a_plan_is_enough_and_not_far_off(case: str) -> Non
 
 def test_the_peak_of_a_step_by_hand() -> None:
     """Wave 1 is the largest: when wave 2 is sent it is whole, and wave 0 is on its way back."""
-    waves = [
+    buckets = [
         WaveBytes(10, 11, 12, 13, 1, 2),
         WaveBytes(20, 21, 22, 23, 3, 30),
         WaveBytes(5, 5, 5, 5),
     ]
     behind, ahead = 12 + 13, 5 + 5
-    assert step_peak_bytes(waves) == 21 + 22 + 30 + behind + ahead
-    assert step_peak_bytes(waves[:1]) == 12 + 13
-    assert step_peak_bytes(waves[:1], [WaveBytes(7, packing=9, solving=8)]) == 10 + 11 + 7 + 9
+    assert step_peak_bytes(buckets) == 21 + 22 + 30 + behind + ahead
+    assert step_peak_bytes(buckets[:1]) == 12 + 13
+    assert step_peak_bytes(buckets[:1], [WaveBytes(7, packing=9, solving=8)]) == 10 + 11 + 7 + 9
     assert step_peak_bytes([], [WaveBytes(7, packing=3, solving=8)], meanwhile=20) == 20
     assert step_peak_bytes([]) == 0

@@ -143,7 +143,7 @@ def test_replicas_and_replicated_parameters() -> None:
 
 
 def test_a_model_under_fully_shard() -> None:
-    """The parameters and gradients that FSDP2 itself makes, on uneven shards."""
+    """Use parameters and gradients that FSDP2 itself makes, on uneven shards."""
 
     def build() -> nn.Sequential:
         torch.manual_seed(3)

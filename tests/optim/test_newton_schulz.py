@@ -31,7 +31,7 @@ def matrices(count: int, rows: int, cols: int, dtype: torch.dtype = torch.float6
 
 
 def singular_values(values: Tensor, steps: int, name: Coefficients) -> Tensor:
-    """The recurrence on numbers."""
+    """Run the recurrence on numbers."""
     for a, b, c in coefficient_rows(name, steps):
         values = a * values + b * values**3 + c * values**5
     return values
@@ -51,7 +51,7 @@ def test_equals_the_definition(shape: tuple[int, int], name: Coefficients) -> No
 @pytest.mark.parametrize("steps", [1, 5, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_polynomial_of_singular_values(name: Coefficients, steps: int) -> None:
-    """An independent formula: U p(p(...p(s / ‖s‖))) Vᵀ."""
+    """Compare with an independent formula: U p(p(...p(s / ‖s‖))) Vᵀ."""
     g_RC = matrices(1, 12, 7)[0]
     u_RS, s_S, v_SC = torch.linalg.svd(g_RC, full_matrices=False)
     s_S = s_S / (s_S.norm() * (1.02 if name == "polar_express" else 1) + 1e-7)

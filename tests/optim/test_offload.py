@@ -26,7 +26,7 @@ def tensors(seed: int) -> list[Tensor]:
 
 
 def steps_on_the_host(params: list[Tensor], group: dict[str, Any], grads: list[list[Any]]) -> None:
-    """The reference: fused AdamW on the CPU, on plain copies of local parts, copied back."""
+    """Run the reference: fused AdamW on the CPU, on plain copies of local shards, copied back."""
     twins = [nn.Parameter(local_part(p.detach()).cpu().clone()) for p in params]
     states = [{"step": torch.zeros(()), **new_state(p, "fp32")} for p in twins]
     for some in grads:

@@ -1,4 +1,4 @@
-"""The plan of Muon's step by hand: boxes, matrices, owners, waves, and what travels. No ranks."""
+"""Plan of Muon's step by hand: regions, matrices, owners, buckets, and traffic. No ranks."""
 
 from __future__ import annotations
 
@@ -14,87 +14,91 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from optim.boxes import Box, Layout, cutting_order, shard_bounds
-from optim.exchange import Kind, Rank, Wave
+from optim.exchange import CommBucket
 from optim.newton_schulz import newton_schulz_flops
 from optim.ownership import (
-    Item,
+    Job,
     MatrixView,
+    buckets_of,
     choose_owners,
     fingerprint,
-    items_of,
+    jobs_of,
     loads,
-    waves_of,
 )
+from optim.packing import MatrixKind, RankContext
+from optim.shard_layout import ShardLayout, ShardRegion, cutting_order, shard_bounds
 
 
-def rows_on(bounds: Sequence[tuple[int, int]], cols: int) -> tuple[Box, ...]:
-    return tuple(Box((0, low, 0), (1, high, cols)) for low, high in bounds)
+def rows_on(bounds: Sequence[tuple[int, int]], cols: int) -> tuple[ShardRegion, ...]:
+    return tuple(ShardRegion((0, low, 0), (1, high, cols)) for low, high in bounds)
 
 
-def blocks(heights: tuple[int, ...], cols: int) -> list[Box]:
+def blocks(heights: tuple[int, ...], cols: int) -> list[ShardRegion]:
     return MatrixView(heights).matrices((sum(heights), cols))
 
 
 def test_items_by_hand() -> None:
     """Rows 0-9 on two ranks (5 each): blocks 2 2 | 4 (across) | 1 1."""
-    matrices, layout = blocks((2, 2, 4, 1, 1), 3), Layout(rows_on(((0, 5), (5, 10)), 3))
-    items = items_of(7, matrices, layout)
-    assert items == [
-        Item(7, Box((0, 0, 0), (1, 4, 3)), 2, 2, 3, holders=(0,), owner=0, moves=False),
-        Item(7, Box((0, 4, 0), (1, 8, 3)), 1, 4, 3, holders=(0, 1), owner=0, moves=True),
-        Item(7, Box((0, 8, 0), (1, 10, 3)), 2, 1, 3, holders=(1,), owner=1, moves=False),
+    matrices, layout = blocks((2, 2, 4, 1, 1), 3), ShardLayout(rows_on(((0, 5), (5, 10)), 3))
+    jobs = jobs_of(7, matrices, layout)
+    assert jobs == [
+        Job(7, ShardRegion((0, 0, 0), (1, 4, 3)), 2, 2, 3, holders=(0,), owner=0, moves=False),
+        Job(7, ShardRegion((0, 4, 0), (1, 8, 3)), 1, 4, 3, holders=(0, 1), owner=0, moves=True),
+        Job(7, ShardRegion((0, 8, 0), (1, 10, 3)), 2, 1, 3, holders=(1,), owner=1, moves=False),
     ]
-    assert items[0].cost == 2 * newton_schulz_flops(2, 3)
-    assert [item.count for item in items_of(7, matrices, layout, most_cells=3)] == [1] * 5
+    assert jobs[0].cost == 2 * newton_schulz_flops(2, 3)
+    assert [job.count for job in jobs_of(7, matrices, layout, most_cells=3)] == [1] * 5
 
 
 def test_replicas_hold_the_same_and_work_once_by_hand() -> None:
     """Two replicas of two ranks; 8 rows as 4 | 2 (across) | 2: one of four moves the middle."""
-    boxes = rows_on(((0, 5), (5, 8)), 3)
-    layout = Layout(boxes * 2, replicas=(0, 0, 1, 1))
-    items = choose_owners(items_of(0, blocks((4, 2, 2), 3), layout), 4)
-    assert [(item.holders, item.moves) for item in items] == [
+    regions = rows_on(((0, 5), (5, 8)), 3)
+    layout = ShardLayout(regions * 2, replicas=(0, 0, 1, 1))
+    jobs = choose_owners(jobs_of(0, blocks((4, 2, 2), 3), layout), 4)
+    assert [(job.holders, job.moves) for job in jobs] == [
         ((0, 2), False),
         ((0, 1, 2, 3), True),
         ((1, 3), False),
     ]
     four, two = newton_schulz_flops(4, 3), newton_schulz_flops(2, 3)
-    assert items[1].owner == 1
-    assert loads(items, 4) == [four, 2 * two, four, two]
-    waves = [Wave(items[1:2], Rank(r, 4, {0: layout}, {0: Kind(0, 5)}, 99, 99)) for r in range(4)]
-    assert [wave.sent.splits for wave in waves] == [[0, 3, 0, 0]] * 2 + [[0, 0, 0, 0]] * 2
-    assert [wave.arriving.splits for wave in waves] == [[0, 3, 0, 0]] * 4
-    assert [sum(block.cells for block in wave.aside) for wave in waves] == [0, 0, 3, 3]
-    assert waves[1].received.splits == [3, 3, 0, 0] and waves[1].returned.splits == [3] * 4
+    assert jobs[1].owner == 1
+    assert loads(jobs, 4) == [four, 2 * two, four, two]
+    buckets = [
+        CommBucket(jobs[1:2], RankContext(r, 4, {0: layout}, {0: MatrixKind(0, 5)}, 99, 99))
+        for r in range(4)
+    ]
+    assert [bucket.sent.splits for bucket in buckets] == [[0, 3, 0, 0]] * 2 + [[0, 0, 0, 0]] * 2
+    assert [bucket.arriving.splits for bucket in buckets] == [[0, 3, 0, 0]] * 4
+    assert [sum(block.cells for block in bucket.aside) for bucket in buckets] == [0, 0, 3, 3]
+    assert buckets[1].received.splits == [3, 3, 0, 0] and buckets[1].returned.splits == [3] * 4
 
 
 def test_experts_by_hand() -> None:
     """Five experts of 4 x 2, three and two apart, their rows on two ranks each: runs are shared."""
-    boxes = [
-        Box((first, low, 0), (past, low + 2, 2))
+    regions = [
+        ShardRegion((first, low, 0), (past, low + 2, 2))
         for low in (0, 2)
         for first, past in ((0, 3), (3, 5))
     ]
-    items = items_of(0, MatrixView(batched=True).matrices((5, 4, 2)), Layout(tuple(boxes)))
-    found = [(item.box.low[0], item.count, item.holders) for item in items]
+    jobs = jobs_of(0, MatrixView(batched=True).matrices((5, 4, 2)), ShardLayout(tuple(regions)))
+    found = [(job.region.low[0], job.count, job.holders) for job in jobs]
     assert found == [(0, 1, (0, 2)), (1, 1, (0, 2)), (2, 1, (0, 2)), (3, 1, (1, 3)), (4, 1, (1, 3))]
-    assert [item.owner for item in choose_owners(items, 4)] == [0, 2, 1, 3, 0]
+    assert [job.owner for job in choose_owners(jobs, 4)] == [0, 2, 1, 3, 0]
 
 
 def test_owners_by_hand() -> None:
     """Costs 100 (fixed on rank 0), then 60, 50, 30, 20 to move: ranks end at 130 and 130."""
 
-    def item(number: int, sides: int, holders: tuple[int, ...]) -> Item:
-        box = Box((0, 0, 0), (1, sides, 1))
+    def item(number: int, sides: int, holders: tuple[int, ...]) -> Job:
+        region = ShardRegion((0, 0, 0), (1, sides, 1))
         # cost: sides * flops(1, 1)
-        return Item(number, box, sides, 1, 1, holders, holders[0], moves=len(holders) > 1)
+        return Job(number, region, sides, 1, 1, holders, holders[0], moves=len(holders) > 1)
 
-    items = [item(0, 10, (0,))]
-    items += [item(i, n, (0, 1)) for i, n in enumerate((6, 3, 5, 2), start=1)]
-    owned = choose_owners(items, 2)
+    jobs = [item(0, 10, (0,))]
+    jobs += [item(i, n, (0, 1)) for i, n in enumerate((6, 3, 5, 2), start=1)]
+    owned = choose_owners(jobs, 2)
     assert [i.owner for i in owned] == [0, 1, 0, 1, 1]
-    assert [replace(i, owner=0) for i in owned] == [replace(i, owner=0) for i in items]
+    assert [replace(i, owner=0) for i in owned] == [replace(i, owner=0) for i in jobs]
     # Holders first, while their load stays within the mean; then whoever has the least.
     owned = choose_owners([item(i, 2, (0, 1)) for i in range(4)], 4)
     assert [i.owner for i in owned] == [0, 1, 2, 3]
@@ -107,23 +111,23 @@ MIXED += [(768, 768)] * 13 + [(1000, 640)] * 6
 
 def plan_by_hand(
     axes: tuple[int, ...], copies: int = 1
-) -> tuple[list[Item], dict[int, Layout], int]:
+) -> tuple[list[Job], dict[int, ShardLayout], int]:
     """Rows over the first axis, columns over the second, on so many replicas."""
     order = [(0, 0), (1, 1)][: len(axes)]
     coordinates = list(product(*map(range, axes)))
     layouts = {}
     for i, shape in enumerate(MIXED):
         bounds = [shard_bounds(shape, order, axes, at) for at in coordinates]
-        boxes = tuple(Box((0, *low), (1, *high)) for low, high in bounds)
-        replicas = tuple(r for r in range(copies) for _ in boxes)
-        layouts[i] = Layout(boxes * copies, replicas=replicas if copies > 1 else ())
-    items = [
-        item
+        regions = tuple(ShardRegion((0, *low), (1, *high)) for low, high in bounds)
+        replicas = tuple(r for r in range(copies) for _ in regions)
+        layouts[i] = ShardLayout(regions * copies, replicas=replicas if copies > 1 else ())
+    jobs = [
+        job
         for i, shape in enumerate(MIXED)
-        for item in items_of(i, MatrixView().matrices(shape), layouts[i])
+        for job in jobs_of(i, MatrixView().matrices(shape), layouts[i])
     ]
     ranks = len(coordinates) * copies
-    return choose_owners(items, ranks), layouts, ranks
+    return choose_owners(jobs, ranks), layouts, ranks
 
 
 @pytest.mark.parametrize(
@@ -133,8 +137,8 @@ def test_the_busiest_rank_has_little_more_than_its_share(
     axes: tuple[int, ...], copies: int
 ) -> None:
     """At most 5 % where there are eight matrices per rank; each is solved once, replicas or not."""
-    items, _, ranks = plan_by_hand(axes, copies)
-    load = loads(items, ranks)
+    jobs, _, ranks = plan_by_hand(axes, copies)
+    load = loads(jobs, ranks)
     assert sum(load) == sum(newton_schulz_flops(*shape) for shape in MIXED)
     assert max(load) <= 1.05 * sum(load) / ranks
 
@@ -143,66 +147,69 @@ def test_the_busiest_rank_has_little_more_than_its_share(
 def test_waves_give_owners_equal_work_and_stay_within_the_bucket(
     axes: tuple[int, ...], copies: int
 ) -> None:
-    items, layouts, ranks = plan_by_hand(axes, copies)
+    jobs, layouts, ranks = plan_by_hand(axes, copies)
     most = 6 << 20  # the largest matrix has 2.25 M cells
-    waves = waves_of(items, layouts, ranks, most)
-    assert sorted(i.parameter for wave in waves for i in wave) == list(range(len(MIXED)))
-    kinds = dict.fromkeys(layouts, Kind(0, 5))
-    of_rank = [Rank(r, ranks, layouts, kinds, 1, 1) for r in range(ranks)]
-    assert len(waves) >= 4
-    for wave in waves:
-        made = [Wave(wave, rank) for rank in of_rank]
+    buckets = buckets_of(jobs, layouts, ranks, most)
+    assert sorted(i.parameter for bucket in buckets for i in bucket) == list(range(len(MIXED)))
+    kinds = dict.fromkeys(layouts, MatrixKind(0, 5))
+    of_rank = [RankContext(r, ranks, layouts, kinds, 1, 1) for r in range(ranks)]
+    assert len(buckets) >= 4
+    for bucket in buckets:
+        made = [CommBucket(bucket, rank) for rank in of_rank]
         for one in made:
             ways = (one.sent, one.received, one.returned, one.arriving)
             assert max(way.cells for way in ways) <= most
             assert one.sent.cells <= one.arriving.cells
-        load = loads(wave, ranks)
-        most_work = max(item.cost for item in wave)
+        load = loads(bucket, ranks)
+        most_work = max(job.cost for job in bucket)
         assert max(load) - min(load) <= most_work, "no owner is more than a matrix behind"
 
 
 def test_matrices_larger_than_the_bucket() -> None:
     """If even a rank's part is, each is a wave; else each owner may have one in the same wave."""
-    items, layouts, ranks = plan_by_hand((2,))
-    waves = waves_of(items, layouts, ranks, 1000)
-    assert [len(wave) for wave in waves] == [1] * len(MIXED)
-    assert waves_of([], layouts, ranks, 1000) == []
-    items, layouts, ranks = plan_by_hand((8,))
-    waves = waves_of(items, layouts, ranks, 500_000)  # fewer than any matrix has cells
-    assert len(waves) < 2 * len(items) / 4
-    for wave in waves:
-        assert len({item.owner for item in wave}) == len(wave)
-        parts = [sum(i.box.size // 8 for i in wave) for _ in range(ranks)]
+    jobs, layouts, ranks = plan_by_hand((2,))
+    buckets = buckets_of(jobs, layouts, ranks, 1000)
+    assert [len(bucket) for bucket in buckets] == [1] * len(MIXED)
+    assert buckets_of([], layouts, ranks, 1000) == []
+    jobs, layouts, ranks = plan_by_hand((8,))
+    buckets = buckets_of(jobs, layouts, ranks, 500_000)  # fewer than any matrix has cells
+    assert len(buckets) < 2 * len(jobs) / 4
+    for bucket in buckets:
+        assert len({job.owner for job in bucket}) == len(bucket)
+        parts = [sum(i.region.size // 8 for i in bucket) for _ in range(ranks)]
         assert max(parts) <= 500_000
 
 
 def test_every_element_is_sent_to_one_owner_and_comes_back() -> None:
     """Sizes of both exchanges agree between any two ranks, for uneven bounds and replicas."""
-    boxes = rows_on(((0, 5), (5, 6), (6, 6), (6, 17)), 3)
-    layout = Layout(boxes * 2, replicas=(0,) * 4 + (1,) * 4)
-    items = choose_owners(items_of(0, blocks((4, 3, 9, 1), 3), layout), 8)
-    moving = [item for item in items if item.moves]
-    waves = [Wave(moving, Rank(r, 8, {0: layout}, {0: Kind(0, 5)}, 9, 9)) for r in range(8)]
+    regions = rows_on(((0, 5), (5, 6), (6, 6), (6, 17)), 3)
+    layout = ShardLayout(regions * 2, replicas=(0,) * 4 + (1,) * 4)
+    jobs = choose_owners(jobs_of(0, blocks((4, 3, 9, 1), 3), layout), 8)
+    moving = [job for job in jobs if job.moves]
+    buckets = [
+        CommBucket(moving, RankContext(r, 8, {0: layout}, {0: MatrixKind(0, 5)}, 9, 9))
+        for r in range(8)
+    ]
     for out, back in (("sent", "received"), ("returned", "arriving")):
-        found = [getattr(wave, out).splits for wave in waves]
+        found = [getattr(bucket, out).splits for bucket in buckets]
         assert found == [
-            [getattr(waves[to], back).splits[rank] for to in range(8)] for rank in range(8)
+            [getattr(buckets[to], back).splits[rank] for to in range(8)] for rank in range(8)
         ]
-    moved = sum(item.box.size for item in moving)
-    assert sum(wave.sent.cells for wave in waves) == moved
-    assert sum(wave.arriving.cells for wave in waves) == 2 * moved
-    for wave in waves:
-        mine = {id(p.item) for p in wave.received.pieces}
-        assert mine == {id(item) for batch in wave.batches for item in batch.items}
+    moved = sum(job.region.size for job in moving)
+    assert sum(bucket.sent.cells for bucket in buckets) == moved
+    assert sum(bucket.arriving.cells for bucket in buckets) == 2 * moved
+    for bucket in buckets:
+        mine = {id(p.job) for p in bucket.received.pieces}
+        assert mine == {id(job) for batch in bucket.batches for job in batch.jobs}
 
 
 def test_the_fingerprint_of_a_plan_is_that_of_its_content() -> None:
-    items, _, _ = plan_by_hand((2,))
+    jobs, _, _ = plan_by_hand((2,))
     again, _, _ = plan_by_hand((2,))
-    assert fingerprint(items) == fingerprint(again) < 2**62
-    assert fingerprint(items) != fingerprint(items[::-1])
-    other = replace(items[0], owner=1 - items[0].owner)
-    assert fingerprint(items) != fingerprint([other, *items[1:]])
+    assert fingerprint(jobs) == fingerprint(again) < 2**62
+    assert fingerprint(jobs) != fingerprint(jobs[::-1])
+    other = replace(jobs[0], owner=1 - jobs[0].owner)
+    assert fingerprint(jobs) != fingerprint([other, *jobs[1:]])
 
 
 @pytest.mark.parametrize(

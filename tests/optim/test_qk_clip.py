@@ -53,7 +53,7 @@ def mixers_of(model: HybridLM) -> dict[str, Attention]:
 def seen_by(
     model: HybridLM, step: Callable[[], object]
 ) -> dict[str, list[tuple[Tensor, Documents]]]:
-    """What each mixer was given while `step` ran."""
+    """Return the inputs of each mixer while `step` ran."""
     inputs: dict[str, list[tuple[Tensor, Documents]]] = {}
     names = {mixer: name for name, mixer in mixers_of(model).items()}
 
@@ -127,7 +127,7 @@ def true_logits(
 
 
 def clipped_by_hand(mixer: Attention, gamma_N: Tensor) -> dict[str, Tensor]:
-    """The weights that change, head by head, as the paper says."""
+    """Return the weights that change, head by head, after the paper."""
     config = mixer.config.attention
     new = {n: p.detach().clone() for n, p in mixer.named_parameters()}
     gammas = gamma_N.tolist()
@@ -160,7 +160,7 @@ def two_microbatches(model: HybridLM) -> Callable[[], None]:
 @pytest.mark.parametrize("statistic", ["bound", "max"])
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_clips_as_written_out(attention: str, statistic: Statistic) -> None:
-    """The same maxima, the same weights; afterwards no clipped head is above tau."""
+    """Compare maxima and weights; afterwards no clipped head is above tau."""
     model = model_of(attention)
     inputs = seen_by(model, two_microbatches(model))
     before = {name: true_logits(m, inputs[name], statistic) for name, m in mixers_of(model).items()}

@@ -140,7 +140,7 @@ def test_every_mesh_clips_like_one_process(size: int) -> None:
 
 
 def check(found: Clipped, want: Clipped) -> None:
-    """A rank's parts of the weights are those of one process; bit for bit where it clips none."""
+    """Compare a rank's shards with one process; bit for bit where it clips none."""
     for name, part in found.parameters.items():
         box = tuple(slice(a, a + n) for a, n in zip(part.offset, part.local.shape, strict=True))
         before, after = want.start[name].local[box], want.parameters[name].local[box]

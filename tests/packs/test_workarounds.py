@@ -4,10 +4,11 @@ A test here reproduces a defect by itself. When it fails, the workaround that it
 with the row. `LOOKED_AT` is the release that all of this was seen in: a newer torch fails at once,
 so that somebody runs the rest and looks at what was deprecated; an older one is skipped.
 
-Not here, because their tests need more of our code: shards that are uneven twice (optim/boxes.py,
-megacpp/state/catalogue.py; tests/optim/test_ownership.py), the bytes of a mesh in a compiled graph
-(checkpointing/compile.py; tests/checkpointing/test_compile_meshes.py), rows of a CPU product that
-round by place (megacpp/kernels/experts/grouped_mm.py; tests/model/test_moe.py).
+Not here, because their tests need more of our code: shards that are uneven twice
+(optim/shard_layout.py, megacpp/state/catalogue.py; tests/optim/test_ownership.py), the bytes of a
+mesh in a compiled graph (checkpointing/compile.py; tests/checkpointing/test_compile_meshes.py),
+rows of a CPU product that round by place (megacpp/kernels/experts/grouped_mm.py;
+tests/model/test_moe.py).
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ WORKAROUNDS = [
 ]
 # Tested elsewhere (see above); the file names its thread all the same.
 ELSEWHERE = {
-    "optim/boxes.py": "pytorch#161368",
+    "optim/shard_layout.py": "pytorch#161368",
     "megacpp/state/catalogue.py": "pytorch#161368",
     "checkpointing/compile.py": "pytorch#186008",
 }

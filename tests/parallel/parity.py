@@ -19,7 +19,7 @@ import torch._dynamo  # FSDP2 imports it: once here instead of once in every for
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.experts.module import Experts
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import (
@@ -182,7 +182,7 @@ def gradients(model: HybridLM) -> Slices:
 def train(rank: int, run: Run) -> Trace:
     """Three optimizer steps as `train.py` makes them."""
     trace, world, config = Trace(run), world_of(rank, run), config_of(run)
-    keeper = Keeper(config)
+    keeper = ActivationCheckpointing(config)
     with awake():
         model = build_model(config, world, keeper)
     boundary, optimizers = (

@@ -18,7 +18,7 @@ from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.mamba3.config import Mamba3Config
-from megacpp.cli.dry_run import rooms
+from megacpp.cli.dry_run import dependencies
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.schema import (
     Config,
@@ -68,7 +68,7 @@ def sent(size: int, n: int, mode: Mode, layers: int = L) -> Figures:
         precision=PrecisionConfig("bf16"),
     )
     check(config, size)
-    traffic = dry_run(resolve(config, size), size, 0, rooms()).traffic
+    traffic = dry_run(resolve(config, size), size, 0, dependencies()).traffic
     return {
         (key.axis, key.kind, str(key.dtype).removeprefix("torch.")): (value.count, value.bytes)
         for key, value in traffic.items()
@@ -194,7 +194,7 @@ def layers_sent(size: int, n: int, mesh: MeshConfig, model: ModelConfig, tokens:
         precision=PrecisionConfig("bf16"),
     )
     check(config, size)
-    traffic = dry_run(resolve(config, size), size, 0, rooms()).traffic
+    traffic = dry_run(resolve(config, size), size, 0, dependencies()).traffic
     return {
         (key.axis, key.kind, str(key.dtype).removeprefix("torch.")): (value.count, value.bytes)
         for key, value in traffic.items()

@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from megacpp.cli.dry_run import rooms
+from megacpp.cli.dry_run import dependencies
 from megacpp.cli.main import main
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import check, resolve
@@ -75,14 +75,14 @@ def _real_step(run: Run) -> dict[str, Any]:
     initialise(model, model.init_rules(), 0, shard_slice)
     model.train()
     boundary = AccumulationBoundary(model, world, config)
-    optimizers = rooms().optimizers(model, config, world.holders)
+    optimizers = dependencies().optimizers(model, config, world.holders)
     gradients: Bytes = {}
     log = CollectiveLog(world.meshes)
     for step in range(2):
         log = CollectiveLog(world.meshes)
         with log:
             sums = boundary.accumulate(batches_of(step, world, run))
-            rooms().clip(model, config, boundary.copies, sums.along)
+            dependencies().clip(model, config, boundary.copies, sums.along)
             optimizers.step()
             grads = {name: p.grad for name, p in model.named_parameters()}
             optimizers.zero_grad()
@@ -118,7 +118,7 @@ def test_a_dry_run_is_the_run(number: int) -> None:
     run = RUNS[number]
     for rank in (0, 3) if run.mesh.pp > 1 else (3,):
         real = real_steps()[rank][number]
-        found = dry_run(config_for(run), 4, rank, rooms())
+        found = dry_run(config_for(run), 4, rank, dependencies())
         sent: Counter[Any] = Counter()
         for axis, kind, dtype, size in real["traffic"].elements():
             sent[axis, kind, dtype, "count"] += 1
@@ -137,7 +137,7 @@ def test_a_dry_run_is_the_run(number: int) -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    found = dry_run(config_for(Run("plain", accum=2)), 1, 0, rooms())
+    found = dry_run(config_for(Run("plain", accum=2)), 1, 0, dependencies())
     assert not found.traffic and found.complete
     assert set(found.parameters) == {"dense", "experts"}
     assert sum(found.gradients.values()) == sum(found.parameters.values()) == found.model_bytes
@@ -218,13 +218,13 @@ def test_bytes_of_packed_moments(kind: Any, capsys: pytest.CaptureFixture[str]) 
     words = [*SMALL, "--optim.adamw-state", kind]
     config = parse_run(words, 1).config
     model = planned_model(config, World(0, 1, CPU)).to_empty(device=CPU)
-    optimizer = rooms().optimizers(model, config, [])
+    optimizer = dependencies().optimizers(model, config, [])
     kept = 0
     for t in (t for entries in optimizer.state.values() for t in entries.values()):
         packed: Any = t
         parts = [packed.codes, packed.scale, packed.qmap] if type(t) is not Tensor else [t]
         kept += sum(part.nbytes for part in parts)
-    found = dry_run(config, 1, 0, rooms())
+    found = dry_run(config, 1, 0, dependencies())
     assert sum(sum(of_class.values()) for of_class in found.state.values()) == kept
     code, out, err = command(capsys, "dry-run", *words, "--world", "8", "--json")
     assert code == 0 and not err

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from megacpp.cli.dry_run import rooms
+from megacpp.cli.dry_run import dependencies
 from megacpp.cli.main import main
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
@@ -91,7 +91,7 @@ def test_drawings_add_up_to_a_step(run: Run) -> None:
         again = gathers_again(planned_model(config, world), config)
     drawn = draw(config, run.world, 0, again)
     sent: Counter[tuple[str, str, str]] = Counter()
-    for key, value in dry_run(config, run.world, 0, rooms()).traffic.items():
+    for key, value in dry_run(config, run.world, 0, dependencies()).traffic.items():
         sent[key.axis, key.kind, "count"] += value.count
         sent[key.axis, key.kind, "bytes"] += value.bytes
     blocks: Counter[tuple[str, str, str]] = Counter()
@@ -225,7 +225,7 @@ def test_gathers_in_fp8_add_up_to_a_step() -> None:
         for move in (drawn if layer in (2, 3) else wide)[letter]:
             expected[move.axis, move.kind] += move.bytes
     found: Counter[tuple[str, str]] = Counter()
-    for key, value in dry_run(config, size, 0, rooms()).traffic.items():
+    for key, value in dry_run(config, size, 0, dependencies()).traffic.items():
         found[key.axis, key.kind] += value.bytes
     assert found["fsdp", "all_reduce"] == expected["fsdp", "all_reduce"] == 2 * 4 * (3 + 4)
     bf16 = 2 * 2 * config.model.vocab_size * config.model.dim  # embedding and head

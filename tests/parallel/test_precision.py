@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import Keeper
+from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.schema import Config, DataConfig, OptimConfig, RunConfig, TrainConfig
 from megacpp.data.batches import Batch
@@ -57,7 +57,7 @@ class Trained:
 def train(config: Config, steps: int) -> Trained:
     """As train.py does, on one process."""
     world = World(0, 1, CPU)
-    model = build_model(config, world, Keeper(config, CPU))
+    model = build_model(config, world, ActivationCheckpointing(config, CPU))
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config)
     found = Trained([], [], 0, {})

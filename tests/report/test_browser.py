@@ -1,4 +1,4 @@
-"""The pages in a real browser: nothing is wider than the window, no script fails."""
+"""Pages in a real browser: nothing is wider than the window, no script fails."""
 
 from __future__ import annotations
 

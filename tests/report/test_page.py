@@ -1,4 +1,4 @@
-"""The page of a run: all that its folder tells, nothing from elsewhere, and what is missing."""
+"""Page of a run: everything in its folder, no external resources, and what is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megacpp.memory.snapshot import Snapshot, as_text, file_name
 from megacpp.report.charts import (
     POINTS,
     Bar,
-    Line,
+    ChartLine,
     bars,
     lines,
     nice_ticks,
@@ -71,7 +71,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of two ranks with everything in it."""
+    """Return a run of two ranks with every record."""
     run = tmp_path / "run"
     (run / "memory").mkdir(parents=True)
     (run / "failures").mkdir()
@@ -318,18 +318,18 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 DAMAGE = [
     ("launch.json", lambda text: text[: len(text) // 2], r"launch\.json line \d+: "),
-    ("launch.json", lambda text: "[]", r"launch\.json line 1: is no object"),
-    ("launch.json", lambda text: '{"mesh": 3}', r"launch\.json line 1: mesh is no object"),
+    ("launch.json", lambda text: "[]", r"launch\.json line 1: is not an object"),
+    ("launch.json", lambda text: '{"mesh": 3}', r"launch\.json line 1: mesh is not an object"),
     ("launch.json", lambda text: '{"first_step": "0"}', r"line 1: first_step is '0'"),
-    ("metrics.jsonl", lambda text: "garbage\n" + text, r"metrics\.jsonl line 1: is no JSON"),
-    ("metrics.jsonl", lambda text: text + "\n[1]\n", r"metrics\.jsonl line 31: is no JSON"),
-    ("metrics.jsonl", lambda text: '{"loss": 1.0}\n', r"line 1: is no object with a step"),
+    ("metrics.jsonl", lambda text: "garbage\n" + text, r"metrics\.jsonl line 1: is not JSON"),
+    ("metrics.jsonl", lambda text: text + "\n[1]\n", r"metrics\.jsonl line 31: is not JSON"),
+    ("metrics.jsonl", lambda text: '{"loss": 1.0}\n', r"line 1: is not an object with a step"),
     ("metrics.jsonl", lambda text: '{"step": 0, "loss": "low"}\n', r'line 1: loss is "low"'),
     ("metrics.jsonl", lambda text: '{"step": 0, "tokens": 1.5}\n', "line 1: tokens is 1.5"),
     ("metrics.jsonl", lambda text: '{"step": true}\n', "line 1: step is true"),
     ("metrics.jsonl", lambda text: '{"step": -1}\n', "line 1: step is -1"),
     ("metrics.jsonl", lambda text: '{"step": 0, "lr_groups": {"a": "b"}}\n', "lr_groups is"),
-    ("metrics.jsonl", lambda text: "\udcff\n", "metrics.jsonl line 1: is no text"),
+    ("metrics.jsonl", lambda text: "\udcff\n", "metrics.jsonl line 1: is not text"),
     ("evaluations.jsonl", lambda text: '{"step": 1, "loss": []}\n', r"evaluations\.jsonl line 1"),
     ("memory/summary.json", lambda text: "{", r"summary\.json line 1"),
 ]
@@ -443,10 +443,10 @@ def test_ticks_are_round_and_span_what_is_asked() -> None:
 
 
 def test_drawings_of_little_or_nothing() -> None:
-    assert lines([Line("", [])], str) == "" and bars([Bar("a", [])], str) == ""
+    assert lines([ChartLine("", [])], str) == "" and bars([Bar("a", [])], str) == ""
     assert stacked([("a", 0.0, "")]) == ""
     holes = [(0.0, 1.0), (1.0, math.nan), (2.0, math.inf), (3.0, 1.0)]
-    assert len(svgs(lines([Line("", holes)], str))) == 1
+    assert len(svgs(lines([ChartLine("", holes)], str))) == 1
     many = [(float(n), 1.0) for n in range(10_000)]
     assert len(thinned(many)) <= POINTS and {y for _, y in thinned(many)} == {1.0}
     assert thinned(many[:5]) == many[:5]

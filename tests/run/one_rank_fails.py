@@ -1,4 +1,4 @@
-"""A run of which one rank raises while the others wait for it in a collective (test_failure.py)."""
+"""Run in which one rank raises while the others wait for it in a collective (test_failure.py)."""
 
 import sys
 from pathlib import Path
@@ -11,12 +11,12 @@ RESOLVED = parse_or_exit("one_rank_fails.py")
 
 import torch
 
-from megacpp.launch.peers import Peers
+from megacpp.launch.rank_store import RankStore
 from megacpp.run.failure import guarded
 from parallel.mesh import pick_device, start
 
 
-def main(resolved: Resolved, _: Peers) -> None:
+def main(resolved: Resolved, _: RankStore) -> None:
     world = start(resolved.config.mesh, pick_device("cpu"))
     for step in range(5):
         if step == 3 and world.rank == 1:

@@ -84,7 +84,7 @@ def test_raising_ends_every_rank(corpus: Path, four: Path, tmp_path: Path, ranks
 
 
 def test_more_microbatches_as_it_goes(corpus: Path, tmp_path: Path) -> None:
-    """A batch warmup, stopped and resumed on other ranks; then another batch altogether."""
+    """Stop and resume a batch warmup on other ranks; then use another batch altogether."""
     warmup = "--train.grad-accum 8 --train.batch-warmup-steps 4".split()
     whole = tmp_path / "whole"
     done = run(corpus, whole, 1, *warmup, "--run.steps", "6")

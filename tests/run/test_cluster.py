@@ -60,7 +60,7 @@ def agent(options: Sequence[str], flags: Sequence[str], cwd: Path) -> subprocess
 
 
 def ended(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What each printed; all are gone afterwards."""
+    """Return each process's output; all have ended afterwards."""
     try:
         return [one.communicate(timeout=LONG_S)[0] for one in agents]
     finally:
@@ -69,7 +69,7 @@ def ended(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
 
 
 def test_nodes_without_a_shared_run_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
-    """The same relative path in two folders: a disk of each node's own."""
+    """Use the same relative path in two folders: a disk of each node's own."""
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
         node.mkdir()
@@ -127,7 +127,7 @@ def test_a_run_goes_on_when_a_node_is_killed(corpus: Path, tmp_path: Path) -> No
 def test_megacpp_train_from_another_folder_names_the_rank_that_was_killed(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """Beside another project's `parallel`; paths are relative to that folder."""
+    """Start beside another project's `parallel`; paths are relative to that folder."""
     (tmp_path / "parallel").mkdir()
     (tmp_path / "parallel/__init__.py").write_text("raise ImportError('not this one')\n")
     (tmp_path / "corpus").symlink_to(corpus)

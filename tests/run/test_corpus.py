@@ -47,7 +47,7 @@ def test_a_folder_that_is_no_corpus(tmp_path: Path) -> None:
 
 
 class Ids:
-    """A corpus, as far as its vocabulary goes."""
+    """Corpus with a vocabulary only."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

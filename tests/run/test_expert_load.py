@@ -49,7 +49,7 @@ def test_one_line_and_then_quiet() -> None:
 
 
 def test_figures_by_layer_are_stored(tmp_path: Path) -> None:
-    """As an object in metrics.jsonl, and a curve of each layer in TensorBoard."""
+    """Store figures as an object in metrics.jsonl, and a curve per layer in TensorBoard."""
     log = MetricsLog(tmp_path, Config(run=RunConfig(steps=1)), 0, active=True)
     numbers = {
         name: 1.0 for name in ("loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_s", "step_s")

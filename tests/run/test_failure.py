@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megacpp.config.arguments import parse_run
-from megacpp.run.failure import guarded, lost_a_peer, report, what_is_saved
+from megacpp.run.failure import guarded, is_peer_failure, report, what_is_saved
 from megacpp.state.checkpoint import save_checkpoint
 from tests.launch import forked
 
@@ -46,7 +46,7 @@ def test_a_rank_that_lost_its_peer_stays_silent(
 ) -> None:
     monkeypatch.setattr("megacpp.run.failure.PATIENCE_S", 0.0)
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.0.0.1]")
-    assert lost_a_peer(lost) and not lost_a_peer(ValueError("bad shape"))
+    assert is_peer_failure(lost) and not is_peer_failure(ValueError("bad shape"))
     assert report(lost, tmp_path) == 6 and capsys.readouterr().err == ""
     late = RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete")
     assert report(late, tmp_path) == 6 and "waited in vain" in capsys.readouterr().err
@@ -87,7 +87,9 @@ def test_a_run_that_nobody_reads_ends_in_one_line(corpus: Path, tmp_path: Path) 
     flags = f"--data.path {corpus} --model.vocab-size 400 --run.dir {tmp_path / 'run'} {SMALL}"
     done = forked("tiny", *flags.split(), read=1)
     assert done.returncode == 141 and done.stdout.count("\n") == 1
-    assert done.stderr == "stopped, nobody reads: nothing was saved yet (--checkpoint.every)\n"
+    assert (
+        done.stderr == "stopped, the output is closed: nothing was saved yet (--checkpoint.every)\n"
+    )
     assert not (tmp_path / "run/failures").exists() and not (tmp_path / "run/final").exists()
 
 
@@ -104,7 +106,7 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(corpus: Path, tmp_path: Pat
 def test_a_full_disk_is_one_line_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """A traceback would go to the same disk, and its place is no news."""
+    """Check that there is no traceback: it would go to the same disk."""
     assert report(OSError(code, os.strerror(code)), tmp_path / "run") == 4
     err = capsys.readouterr().err
     assert err.startswith(f"error: rank 0: run.dir={tmp_path / 'run'}: ") and err.count("\n") == 1

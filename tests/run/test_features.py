@@ -1,4 +1,4 @@
-"""The header says which features a model has, in numbers of the configuration."""
+"""Header lines about a model's features, in numbers of the configuration."""
 
 from __future__ import annotations
 

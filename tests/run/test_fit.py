@@ -1,4 +1,4 @@
-"""The ladder of a fitted run: with injected outcomes, then on real ranks that run out of memory."""
+"""Ladder of a fitted run: with injected outcomes, then on real ranks that run out of memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
-from megacpp.launch import smoke
+from megacpp.launch import trial
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
-from megacpp.launch.settle import _Orders
-from megacpp.launch.smoke import SETTINGS, Order, Peers, arguments_of, order_of, out_of_memory
+from megacpp.launch.rank_store import RankStore
+from megacpp.launch.resolve import _Orders
+from megacpp.launch.trial import (
+    SETTINGS,
+    TrialCommand,
+    arguments_of,
+    out_of_memory,
+    trial_command,
+)
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.state.checkpoint import latest_checkpoint
 from parallel.boundary import AccumulationBoundary
@@ -43,7 +50,7 @@ class Rung:
 
 
 def rung(point: int, checkpointing: bool, rows: int = 8, **other: Any) -> Rung:
-    """A candidate that is predicted to need `point` bytes."""
+    """Return a candidate with a predicted need of `point` bytes."""
     keys = {
         "train.device_batch_size": rows,
         "recompute.ablock": "full" if checkpointing else "none",
@@ -84,7 +91,7 @@ PLAN = [
 
 
 def test_a_retry_preserves_gradient_checkpointing() -> None:
-    """The failure on record: 8 rows with recompute were traded for 4 rows without."""
+    """Reproduce a known failure: 8 rows with recompute were traded for 4 rows without."""
     candidates = [rung(90, True, 8), rung(80, False, 4), rung(60, True, 4)]
     assert walked(candidates, [OOM, OK])[0] == [0, 2]
     assert walked(PLAN, [OOM, OK])[0] == [0, 2], "nor is it switched on as long as rows can go"
@@ -104,7 +111,7 @@ def test_out_of_memory_at_each_rung_walks_the_ladder_in_order(failures: int) -> 
 
 
 def test_what_is_predicted_to_need_as_much_is_not_tried() -> None:
-    """The second one fits on paper, as the first one did."""
+    """Skip a second candidate that fits on paper, as the first one did."""
     candidates = [rung(90, False, 8), rung(89, False, 4), rung(88, False, 2)]
     assert walked(candidates, [OOM, OK])[0] == [0, 2], "89 is within 2 % of 90"
     assert walked([rung(101, False), rung(99, False)], [OK])[0] == [1], "beyond the budget"
@@ -242,7 +249,7 @@ def test_a_configuration_and_its_command_line(flags: str) -> None:
 
 def test_four_steps_of_a_candidate_and_nothing_else(tmp_path: Path) -> None:
     config = parse_run("nam56r_base --mesh.tp 2 --optim.warmup-steps 50".split(), 8).config
-    order = order_of(3, config, 8, tmp_path / "own")
+    order = trial_command(3, config, 8, tmp_path / "own")
     run = parse_run(order.arguments, 8).config
     assert run == replace_keys(config, {**SETTINGS, "run.dir": str(tmp_path / "own")})
     assert (run.run.steps, run.memory.fit, run.checkpoint.every) == (4, "smoke", 0)
@@ -269,15 +276,15 @@ def test_a_port_that_somebody_took_is_another_try(
 ) -> None:
     taken = Outcome("failed", "rank 0: torch.distributed.DistNetworkError: ... name: EADDRINUSE")
     ends = [taken, taken, OK]
-    given: list[Order] = []
+    given: list[TrialCommand] = []
 
-    def run_order(order: Order, _: Peers) -> Outcome:
+    def run_order(order: TrialCommand, _: RankStore) -> Outcome:
         given.append(order)
         return ends[len(given) - 1]
 
-    monkeypatch.setattr("megacpp.launch.settle.run_order", run_order)
+    monkeypatch.setattr("megacpp.launch.resolve.run_trial", run_order)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    orders, asked = _Orders(Peers(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
+    orders, asked = _Orders(RankStore(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
     assert orders.run(1, asked) is OK
     assert [order.number for order in given] == [1, 2, 3], "each is an order of its own"
     assert {order.folder for order in given} == {str(tmp_path / "attempt-1")}
@@ -292,7 +299,7 @@ GLOO, START = dist.ProcessGroupGloo.__init__, dist.init_process_group
 
 
 class Forked:
-    """A rank of a candidate, forked where `train.py` starts an interpreter."""
+    """Rank of a candidate, forked where `train.py` starts an interpreter."""
 
     def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
         self._process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
@@ -310,7 +317,7 @@ class Forked:
 
 
 def breaking(first: Callable[[], object]) -> Callable[..., Forked]:
-    """What starts children; in the first attempt rank 1 does `first` in the middle of a step."""
+    """Return what starts children; in the first attempt rank 1 runs `first` within a step."""
 
     def child(arguments: Sequence[str], port: str, folder: Path) -> None:
         dist.ProcessGroupGloo.__init__ = GLOO  # type: ignore[method-assign]
@@ -336,7 +343,7 @@ def fitted(
         probe.bind(("", 0))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
-    patch.setattr(smoke, "spawn", breaking(first))
+    patch.setattr(trial, "spawn", breaking(first))
     two = "--model.depth 2 --model.pattern AE --train.tokens-per-step 384 --run.eval-rows 2".split()
     few = ["--run.steps", "2", "--run.sample-tokens", "0", "--memory.device-gib", "1"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder / "run")]
@@ -348,7 +355,7 @@ def fitted(
 def test_a_run_that_finds_what_fits(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first candidate asks the allocator for what no machine has."""
+    """Make the first candidate ask the allocator for more than any machine has."""
     done = fitted(corpus, tmp_path, monkeypatch, lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert done.returncode == 0, done.stdout + done.stderr
     launch = json.loads((tmp_path / "run/launch.json").read_text())

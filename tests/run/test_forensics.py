@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class FakeWatch:
-    """A step of which each allocation is given."""
+    """Recorder of a step with given allocations."""
 
     def __init__(self, **bytes_by_component: int) -> None:
         self.sizes, self.entered = bytes_by_component, False

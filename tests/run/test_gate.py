@@ -1,4 +1,4 @@
-"""The launch gate: what a machine has, what is refused, what the records say; then real runs."""
+"""Launch gate: a machine's memory, rejections, calibration records; then real runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
-from megacpp.launch.gate import Assessor, room_of, set_allocator
+from megacpp.launch.gate import Estimator, memory_budget, set_allocator
 from megacpp.memory.budget import host_available_bytes, resident_bytes, words
 from megacpp.memory.calibration import Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def machine(root: Path, available_kib: int, groups: str, **files: str) -> Path:
-    """A made-up /proc and /sys."""
+    """Write an imitation of /proc and /sys."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
     (root / "proc/self/cgroup").write_text(groups)
@@ -50,7 +50,7 @@ def test_what_a_machine_has_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
-    """The tightest of a group and of those above it; cached files are free to go."""
+    """Use the tightest limit of a group and its parents; cached files count as free."""
     names = {
         1: ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("", "memory.max", "memory.current", "inactive_file"),
@@ -76,19 +76,19 @@ def config_of(*flags: str) -> Config:
 
 
 def test_the_room_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = room_of(config_of("--memory.device-gib", "10", "--memory.headroom", "0.2"), CPU)
+    given = memory_budget(config_of("--memory.device-gib", "10", "--memory.headroom", "0.2"), CPU)
     assert given.device_bytes == 10 * GIB and given.budget_bytes == 8 * GIB
     monkeypatch.setattr("megacpp.launch.gate.host_available_bytes", lambda: 8 * GIB)
-    assert room_of(config_of(), CPU).device_bytes == 8 * GIB
+    assert memory_budget(config_of(), CPU).device_bytes == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert room_of(config_of(), CPU).device_bytes == 2 * GIB
+    assert memory_budget(config_of(), CPU).device_bytes == 2 * GIB
     monkeypatch.setattr("megacpp.launch.gate.host_available_bytes", lambda: None)
-    unknown = room_of(config_of(), CPU)
+    unknown = memory_budget(config_of(), CPU)
     assert unknown.device_bytes is None and unknown.budget_bytes is None
 
 
 def flat(point: float, upper: float) -> Callable[..., MemoryEstimate]:
-    """An estimator that says the same of every configuration, in GiB."""
+    """Return an estimator with one result for every configuration, in GiB."""
 
     def estimate(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
         sizes = int(point * GIB), int(upper * GIB)
@@ -97,8 +97,8 @@ def flat(point: float, upper: float) -> Callable[..., MemoryEstimate]:
     return estimate
 
 
-def assessor(point: float, upper: float) -> Assessor:
-    return Assessor(config_of("--memory.device-gib", "10"), 2, CPU, flat(point, upper))
+def assessor(point: float, upper: float) -> Estimator:
+    return Estimator(config_of("--memory.device-gib", "10"), 2, CPU, flat(point, upper))
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ class Clock:
 
 
 class Simulated:
-    """A run of random spans over one clock, with what it really spent and where it was killed."""
+    """Run of random spans over one clock, with its true seconds and the time it was killed."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder, self.rng, self.clock = folder, rng, Clock()
         self.path = folder / FILE
 
     def start(self, first_step: int, steps: int, compiles: bool) -> dict[str, float]:
-        """One start from `first_step` on; its true seconds by class."""
+        """Simulate one start from `first_step` on; return its true seconds by class."""
         clock, rng = self.clock, self.rng
         truth = dict.fromkeys((*CLASSES, "startup"), 0.0)
         goodput = Goodput(self.folder, True, compiles, began=clock.at, now=clock, wall=clock)
@@ -102,7 +102,7 @@ def test_killed_at_any_byte_and_started_again_it_sums_to_the_wall(tmp_path: Path
 
 
 def _end(path: Path) -> int:
-    """The file without the line that says that the run ended on its own."""
+    """Remove the line that says that the run ended on its own."""
     whole = path.read_bytes()
     return whole.rindex(b'{"end"')
 

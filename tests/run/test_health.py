@@ -25,7 +25,7 @@ def steady(health: Health, steps: int, norm: float = 1.0) -> None:
     [(9.9, ""), (10.0, "warning"), (99.0, "warning"), (100.0, "CRITICAL"), (1e9, "CRITICAL")],
 )
 def test_a_norm_against_the_average_before_it(norm: float, word: str) -> None:
-    """An average that held the spike already would be 100.99 / 2 of it after one step."""
+    """Check the order: an average with the spike would be 100.99 / 2 of it after one step."""
     for steps in (1, 50):
         health = Health()
         steady(health, steps)

@@ -1,4 +1,4 @@
-"""What is measured of the first step: live tensors on a CPU, made-up figures of a GPU."""
+"""Measurement of the first step: live tensors on a CPU, invented figures of a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from checkpointing.tracing.watch import StepWatch
 from megacpp.config.arguments import parse_run
-from megacpp.launch.gate import Assessor, room_of
+from megacpp.launch.gate import Estimator, memory_budget
 from megacpp.memory.calibration import read_records
 from megacpp.run.forensics import Forensics
 from megacpp.run.measured import Calibrator
@@ -26,12 +26,12 @@ STATE = 2 * WEIGHTS + 2 * 4  # moments and two step counters
 
 
 class Rig:
-    """A model of one layer, its optimizer, what follows a step, and a calibrator."""
+    """Model of one layer with its optimizer, a recorder of steps, and a calibrator."""
 
     def __init__(self, folder: Path, to: str | None = None, rank: int = 0, factor: int = 1) -> None:
         to = str(folder / "calibration") if to is None else to
         self.config = parse_run(["tiny", f"--memory.calibration={to}"], 1).config
-        admission = Assessor(self.config, 1, CPU, flat(2, 2)).assess(self.config)
+        admission = Estimator(self.config, 1, CPU, flat(2, 2)).assess(self.config)
         self.model = nn.Linear(200, 300)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.model(torch.ones(1, 200)).sum().backward()
@@ -120,7 +120,7 @@ def test_the_largest_rank_and_the_parts_of_the_estimated_one(tmp_path: Path) -> 
 
 
 def test_what_waits_on_the_host_is_not_of_the_device() -> None:
-    """A model of another device (`meta`, in the place of a GPU), and a tensor of the host."""
+    """Use a model on another device (`meta` instead of a GPU), and a tensor on the host."""
     model = nn.Linear(200, 300, device="meta")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with (watch := StepWatch(model, optimizer)):
@@ -191,5 +191,5 @@ def test_the_smallest_gpu_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch) -
         lambda i: SimpleNamespace(total_memory=sizes[i] * GIB),
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    room = room_of(parse_run(["tiny"], 2).config, GPU)
+    room = memory_budget(parse_run(["tiny"], 2).config, GPU)
     assert room.device_bytes == 80 * GIB and str(room).startswith("80.0 GiB of NVIDIA H200")

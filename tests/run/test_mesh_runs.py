@@ -40,7 +40,7 @@ FULL = (
 def train(
     corpus: Path, folder: Path, ranks: int, rows: int, flags: str, preset: str = "tiny"
 ) -> str:
-    """A run that ends well; returns the screen."""
+    """Run to the end; return the screen."""
     batch = ["--train.device-batch-size", str(rows), "--train.grad-accum", "2"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
     flags_of_all = [*MODEL, *SHORT, *ADAMW, *batch, *paths]

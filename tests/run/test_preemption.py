@@ -1,4 +1,4 @@
-"""A SIGTERM: the run saves after the step that it came in, leaves, and goes on bit for bit."""
+"""Preemption by SIGTERM: the run saves after the current step, exits, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS += ["--optim.schedule", "constant", "--optim.warmup-steps", "1"]  # of any
 
 
 def test_told_twice_is_told_once() -> None:
-    """A scheduler that tells every process tells ranks, and torchrun tells them once more."""
+    """Signal every process, as schedulers do; torchrun then signals its ranks once more."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         stop = StopRequest()
@@ -40,7 +40,7 @@ def test_told_twice_is_told_once() -> None:
 def test_a_run_that_is_told_to_stop_saves(
     corpus: Path, tmp_path: Path, ranks: int, told: int
 ) -> None:
-    """The process itself; torchrun, which tells its two ranks; or only the second of them."""
+    """Signal the process; torchrun, which signals its two ranks; or only the second rank."""
     folder = tmp_path / "run"
     paths = ["--data.path", str(corpus), "--run.dir", str(folder)]
     batch = ["--train.device-batch-size", str(2 // ranks)]
@@ -81,6 +81,6 @@ def test_a_run_that_is_told_to_stop_saves(
 
 
 def children(parent: int) -> list[int]:
-    """The processes that a process started, in order."""
+    """Return the processes that a process started, in order."""
     found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     return [int(pid) for pid in found]

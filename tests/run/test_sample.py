@@ -149,7 +149,7 @@ def test_mistakes_are_one_line(prompt: list[int], settings: dict, message: str) 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with final weights and one checkpoint of other weights."""
+    """Return a finished run with final weights and one checkpoint of other weights."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     corpus = folder.parent / "corpus"
     corpus.mkdir()
@@ -218,7 +218,7 @@ def test_a_checkpoint_instead_of_the_final_weights(
     [
         (["nowhere"], 2, "run=nowhere: no such run folder. Fix: give the folder of a run."),
         ([], 2, "run=: is needed. Fix: write RUN."),
-        (["{run}", "{run}"], 2, "is no flag. Fix: "),
+        (["{run}", "{run}"], 2, "is not a flag. Fix: "),
         (["{run}", "--tempersture", "1"], 2, "--tempersture: no such setting. Fix: did you mean"),
         (["{run}", "--max-tokens", "many"], 2, "max_tokens=many: must be a whole number"),
         (["{run}", "--checkpoint", "7"], 2, "has no such weights. Fix: write --checkpoint 30."),

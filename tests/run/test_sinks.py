@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases are sent, read back; a trace of some steps."""
+"""Figures that TensorBoard and Weights & Biases receive, read back; a trace of some steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hybrid model of every block letter, small enough for a test."""
+"""Hybrid model of every block letter, small enough for a test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = ModelConfig(
 
 
 def build(config: ModelConfig, seed: int = 1, dtype: torch.dtype = torch.float32) -> HybridLM:
-    """An initialised model whose persistent buffers also hold something."""
+    """Return an initialised model whose persistent buffers aren't zero."""
     model = HybridLM(config).to(dtype)
     initialise(model, model.init_rules(), seed)
     for name, buffer in model.named_buffers():

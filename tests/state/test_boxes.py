@@ -1,7 +1,7 @@
-"""The boxes that ranks are said to hold are those that they hold, by value.
+"""Shards that placements describe are those that ranks hold, by value.
 
-FSDP2 cuts what an axis inside it has cut, which placements write as `_StridedShard`. Here tensors
-are cut by scattering them, so no offset was computed before they are saved.
+FSDP2 shards what an inner axis has sharded, which placements write as `_StridedShard`. Here tensors
+are sharded by scattering them, so no offset was computed before they are saved.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def whole_tensors() -> dict[str, tuple[Tensor, Shard | Replicate, int]]:
 
 
 def cut(world: World, axis: str, full: Tensor, inside: Shard | Replicate, dim: int) -> DTensor:
-    """A tensor scattered over `axis`, then sharded by FSDP2."""
+    """Return a tensor scattered over `axis`, then sharded by FSDP2."""
     module = nn.Module()
     cut_inside = distribute_tensor(full, world.meshes[axis], [inside])
     module.register_parameter("p", nn.Parameter(cut_inside))

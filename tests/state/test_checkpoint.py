@@ -27,7 +27,7 @@ EXTRA = {"step": 7, "loss": 0.1 + 0.2, "config": {"lr": 3e-3, "name": "tiny"}}
 
 
 def on_ranks(world: int, fn: Any, *args: Any) -> list[Any]:
-    """One rank means one process without a process group."""
+    """Run on ranks; one rank means one process without a process group."""
     return [fn(0, 1, *args)] if world == 1 else run_ranks(fn, world, *args)
 
 
@@ -36,7 +36,7 @@ def save(rank: int, world: int, folder: Path) -> None:
 
 
 def load(rank: int, world: int, path: Path) -> tuple[list[str], dict[str, Any], bool]:
-    """What differs after loading over other values; extra; whether storages stayed in place."""
+    """Load over other values; return differences, extra, and whether storages stayed in place."""
     state = toy_state(seed=2)
     before = {name: _pointer(t) for name, t in state.items()}
     extra = load_checkpoint(path, state)
@@ -50,7 +50,7 @@ def _pointer(t: Tensor) -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The same state saved by 1, 2 and 4 ranks."""
+    """Return the same state saved by 1, 2 and 4 ranks."""
     folders = {}
     for world in (1, 2, 4):
         folder = tmp_path_factory.mktemp(f"by-{world}")
@@ -278,7 +278,7 @@ def test_saving_and_loading_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_large_states_are_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DCP holds twice in host memory is one file, so files are bounded."""
+    """Bound the files: DCP holds one file twice in host memory."""
     monkeypatch.setattr("megacpp.state.checkpoint._FILE_BYTES", 200)
     path = save_checkpoint(tmp_path, 7, toy_state(seed=1), EXTRA, keep=0)
     total = sum(t.numel() * t.element_size() for t in toy_state(seed=1).values())

@@ -1,4 +1,4 @@
-"""A save that dies at any moment leaves a checkpoint that verifies and loads."""
+"""Crash during a save, at any moment: a checkpoint remains that verifies and loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(folder: Path, step: int, keep: int = 2) -> Path:
 
 
 def loaded_step(folder: Path) -> int:
-    """The step of the newest checkpoint, after it was verified, loaded and compared."""
+    """Return the step of the newest checkpoint, after it was verified, loaded and compared."""
     path = latest_checkpoint(folder)
     assert path is not None and verify(path) == []
     found = state(-1)
@@ -44,7 +44,7 @@ def loaded_step(folder: Path) -> int:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """A folder with the checkpoints 1 and 2."""
+    """Return a folder with the checkpoints 1 and 2."""
     folder = tmp_path / "checkpoints"
     save(folder, 1), save(folder, 2)
     return folder
@@ -150,7 +150,7 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(two: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["_write_tensors", "hash_file", "rng_state"])
 def test_a_rank_killed_while_it_saves(two: Path, moment: str) -> None:
-    """The other rank gets an error, not a hang; the checkpoints are as they were."""
+    """Kill one rank: the other gets an error, not a hang; the checkpoints are unchanged."""
 
     def body(rank: int, world: int) -> None:
         if rank == 1:

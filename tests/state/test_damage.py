@@ -47,7 +47,7 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """The message with which `path` is refused, after checking what every refusal must keep."""
+    """Return the message that rejects `path`, after checking every rejection's invariants."""
     tensors = toy_state(seed=5)
     before = local(tensors)
     with pytest.raises(CheckpointError) as error:
@@ -137,7 +137,7 @@ def test_a_stray_tensor_file_is_refused(folder: Path) -> None:
 
 
 def rewrite(path: Path, **changes: object) -> None:
-    """A manifest with other values and a digest that fits them."""
+    """Write a manifest with other values and a matching digest."""
     old = manifests.read_manifest(path, "checkpoint")
     manifests.write_manifest(path, dataclasses.replace(old, **changes))
 

@@ -51,7 +51,7 @@ def test_a_model_comes_back_whole(tmp_path: Path, tied: bool) -> None:
 
 
 def test_persistent_buffers_are_among_the_weights() -> None:
-    """The router's selection bias is learned; else the test above would miss it."""
+    """Check that the router's selection bias is learned; else the test above would miss it."""
     assert any("bias" in name for name in model_tensors(build(SMALL)).keys() - _parameters())
 
 

@@ -1,4 +1,4 @@
-"""What one mesh saves another one loads, bit for bit: tensor, expert, data and pipeline axes.
+"""Checkpoints between meshes, bit for bit: tensor, expert, data and pipeline axes.
 
 Forked gloo ranks. Parameters, optimizer state and router bias are compared as whole tensors.
 """
@@ -31,7 +31,7 @@ from tests.state.meshes import (
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the model on it."""
+    """Mesh and the model on it."""
 
     mesh: MeshConfig = MeshConfig(dp_shard=1)  # noqa: RUF009 - frozen
     experts: int = 4
@@ -105,7 +105,7 @@ def expected(layout: Layout, seed: int = SAVED) -> dict[str, str]:
 
 @dataclass
 class Loaded:
-    """What one rank found after loading over other values."""
+    """Result of one rank after loading over other values."""
 
     digests: dict[str, str]
     extra: dict[str, Any]
@@ -128,7 +128,7 @@ def save_and_load(
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
-    """Where every layout's checkpoint is, and that of its model on one process."""
+    """Return the path of every layout's checkpoint, and of its model on one process."""
     folder = tmp_path_factory.mktemp("saved")
     layouts = dict.fromkeys(x for a in LAYOUTS.values() for x in (a, a.alone))
     return {a: folder / str(i) / "step-000003" for i, a in enumerate(layouts)}
@@ -136,7 +136,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
 
 @pytest.fixture(scope="module")
 def loaded(paths: dict[Layout, Path]) -> dict[tuple[Layout, Layout], list[Loaded]]:
-    """Of every rank, by saver and loader."""
+    """Return the results of every rank, by saver and loader."""
     moves = [(LAYOUTS[a], LAYOUTS[b]) for a, b in MOVES]
     moves += [(layout.alone, layout) for layout in LAYOUTS.values()]
     back = [(layout, layout.alone) for layout in LAYOUTS.values()]
@@ -177,7 +177,7 @@ def agrees(results: list[Loaded], saver: Layout, loader: Layout) -> None:
 
 
 def test_ranks_of_a_pipeline_hold_different_tensors() -> None:
-    """A tied weight and nothing else is on two stages; each router's bias is on one."""
+    """Check that only a tied weight is on two stages; each router's bias is on one."""
     layout = Layout(MeshConfig(pp=2, dp_shard=1), tied=True)
     one, other = (
         set(names) for names in run_ranks(lambda rank, world: list(state(layout, SAVED)), 2)

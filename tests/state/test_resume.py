@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is the run that was never stopped, on the same mesh or another.
+"""Resumed runs equal runs that never stopped, on the same mesh or another.
 
 Forked gloo ranks, real steps in fp64: three, a checkpoint, three more. On the mesh that saved, the
 resumed steps are the same to the last bit. On another one, sums are made in another order, about
@@ -73,7 +73,7 @@ MOVES = [
 
 @dataclass
 class Trace:
-    """What a run was on one rank from the checkpoint on."""
+    """Run on one rank from the checkpoint on."""
 
     digests: dict[str, str] = field(default_factory=dict)  # of whole tensors, at the checkpoint
     losses: list[float] = field(default_factory=list)
@@ -158,7 +158,7 @@ def resumed(folder: Path, straight: dict[str, list[Trace]]) -> dict[tuple[str, s
 
 
 def on_ranks(jobs: Mapping[Any, tuple[Run, Path, Path | None]]) -> dict[Any, list[Trace]]:
-    """The traces of every rank of every job."""
+    """Return the traces of every rank of every job."""
     worlds = {key: run.world for key, (run, *_) in jobs.items()}
     return on_worlds(lambda rank, key: train(rank, *jobs[key]), worlds)
 

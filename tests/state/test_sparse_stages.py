@@ -1,4 +1,4 @@
-"""The warm-up of indexers and the training after it as one run: what may change on resume."""
+"""Warm-up of indexers and the training after it as one run: changes that a resume allows."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def export_twice(model: HybridLM, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for every mesh and one for each model on one process, with what ranks gathered."""
+    """Return a folder per mesh and per model on one process, with the gathered weights."""
     folder = tmp_path_factory.mktemp("exports")
     for tied in (False, True):
         export_twice(model_on(ONE, 1, tied), folder / f"one {tied}")
@@ -155,7 +155,7 @@ def full_disk(*_: Any, **__: Any) -> None:
 
 
 def one_line(lines: list[str]) -> str:
-    """The message, the same on every rank."""
+    """Return the message, the same on every rank."""
     assert len(set(lines)) == 1 and "\n" not in lines[0] and ". Fix: " in lines[0], lines
     return lines[0]
 

@@ -1,7 +1,6 @@
-"""What a checkpoint remembers besides tensors: the data position, streaks, counters of others.
+"""Contents of a checkpoint besides tensors: the data position, streaks, other counters.
 
-One process and a toy model: which numbers come out of a resumed run is the matter of
-test_resume.py.
+One process and a toy model; test_resume.py compares the numbers of a resumed run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SEQ_LEN = 12
 
 
 class NoTensors:
-    """An optimizer without a state."""
+    """Optimizer without a state."""
 
     def state_tensors(self) -> Mapping[str, Tensor]:
         return {}
@@ -60,7 +59,7 @@ class Rows:
 
 
 class Halving:
-    """A counter of another object."""
+    """Counter of another object."""
 
     def __init__(self, value: float = 65536.0) -> None:
         self.value = value
@@ -79,7 +78,7 @@ def config_of(device_batch: int = 2, accum: int = 4, **train: Any) -> Config:
 
 @dataclasses.dataclass
 class Made:
-    """A run as `train.py` puts it together, with nothing to train."""
+    """Run as `train.py` composes it, with nothing to train."""
 
     state: TrainingState
     rows: Rows

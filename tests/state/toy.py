@@ -1,4 +1,4 @@
-"""A training state with every dtype and shape that matters, on any number of ranks."""
+"""Training state with every dtype and shape that matters, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Toy(nn.Module):
 
 
 def toy_model(seed: int) -> Toy:
-    """The same values on any number of ranks, sharded with FSDP2 if there are several."""
+    """Return the same values on any number of ranks, sharded with FSDP2 if there are several."""
     torch.manual_seed(seed)
     model = Toy()
     model.get_buffer("counts").add_(seed)

@@ -254,10 +254,10 @@ def chosen_next(
     return SparseCache(state.tokens, *indexer.step(x_B1D, latent_B1L, state.keys_BSX))
 
 
-def handed_on(state: Any, chosen: Tensor | None) -> Any:
+def with_shared_selection(state: Any, chosen: Tensor | None) -> Any:
     """The state of any block before a step: of one that shares, with the last block's choice."""
     if type(state) is tuple:  # of an n-gram memory, and of the mixer behind it
-        return state[0], handed_on(state[1], chosen)
+        return state[0], with_shared_selection(state[1], chosen)
     shares = isinstance(state, SparseCache) and state.keys_BSX is None
     return replace(state, chosen=chosen) if shares else state
 

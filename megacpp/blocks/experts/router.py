@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megacpp.blocks.attention.choices import columns, first_null_score, null_copies, slots
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
@@ -293,7 +293,7 @@ class WideLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (grad_TE,), (x_TD, weight_ED) = grads, ctx.saved_tensors
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad_now(ctx)
         with torch.autocast(x_TD.device.type, enabled=False):
             grad_x = grad_TE.mm(weight_ED).to(x_TD.dtype) if wants_x else None
             grad_weight = grad_TE.T.mm(x_TD.to(weight_ED.dtype)) if wants_weight else None

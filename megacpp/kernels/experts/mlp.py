@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from megacpp.kernels.experts.fp8 import Fp8Products, outer_sums, rows_times
 from megacpp.kernels.experts.grouped_mm import CPU_ROWS, autocast
 from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 # Elements between products are worked on in blocks of rows: at most so many, none smaller than so
@@ -98,7 +98,7 @@ class _Into(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, *weights = ctx.saved_tensors
         groups, counts_E, fp8 = ctx.groups, ctx.groups.counts_E, ctx.fp8
-        wants_x, *wants_w = wanted_gradients(ctx)[:-2]
+        wants_x, *wants_w = needs_input_grad_now(ctx)[:-2]
         found: list[Tensor | None] = [None] * (1 + len(weights))
         if any(wants_w):
             rows_SD = rows_of_slots(x_RD, groups, x_RD.dtype)
@@ -119,7 +119,7 @@ class _OutOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w2_EDI: Tensor, *rest: Any) -> Tensor:
-        *units, num_hidden, groups, fp8 = rest  # tensors first: `wanted_gradients`
+        *units, num_hidden, groups, fp8 = rest  # tensors first: `needs_input_grad_now`
         ctx.save_for_backward(w2_EDI, *units)
         ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
         ctx.fp8 = fp8
@@ -131,7 +131,7 @@ class _OutOf(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         w2_EDI, *tensors = ctx.saved_tensors
         units, grad_SD, counts_E = _Units.of(tensors, ctx.num_hidden), grads[0], ctx.counts
-        wants_w2, *wants_units = wanted_gradients(ctx)[: 1 + len(tensors)]
+        wants_w2, *wants_units = needs_input_grad_now(ctx)[: 1 + len(tensors)]
         h_SI, grad_w2 = None, None
         grad_units: list[Tensor | None] = [None] * len(tensors)
         if any(wants_units):

@@ -32,7 +32,7 @@ from megacpp.kernels.hyper_connections.sinkhorn import (
     sinkhorn_gradient,
     sinkhorn_reference,
 )
-from megacpp.kernels.wanted import wanted_gradients
+from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 CHUNK = 1 << 24  # numbers of all streams that are in fp32 at once
@@ -163,7 +163,7 @@ class _Read(torch.autograd.Function):
         ctx: Any, du_SD: Tensor, dpost_Sn: Tensor, dres_Snn: Tensor
     ) -> tuple[Tensor | None, ...]:
         x, phi_KC, scale_3, bias_K, m_SK, r_S = ctx.saved_tensors
-        how, wanted = ctx.how, wanted_gradients(ctx)
+        how, wanted = ctx.how, needs_input_grad_now(ctx)
         dx = x.new_empty(x.shape) if wanted[0] else None
         x_SnD, dx_SnD = _rows(x, 2), None if dx is None else _rows(dx, 2)
         du_SD, dpost_Sn, dres_Snn = _rows(du_SD, 1), _rows(dpost_Sn, 1), _rows(dres_Snn, 2)

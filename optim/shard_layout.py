@@ -1,10 +1,11 @@
-"""Which box of a sharded matrix, or of a stack of them, every rank holds.
+"""Regions of a sharded matrix, or of a stack of matrices, that each rank holds.
 
-Placements on a mesh cut a parameter into boxes: tensor parallelism cuts rows or columns, expert
-parallelism sets experts apart, and FSDP2 cuts rows, or experts, of what these left. Everything
-here is derived from shapes and placements: all ranks know all boxes without asking each other.
+Placements on a mesh shard a parameter into rectangular regions: tensor parallelism shards rows or
+columns, expert parallelism shards the experts, and FSDP2 shards the rows, or the experts, of what
+is left. All regions are computed from shapes and placements, so each rank knows the regions of all
+ranks without communication.
 
-Legend: E matrices of a stack (1 for a single one), R rows, C columns.
+Legend: E matrices of a stack (1 for a single matrix), R rows, C columns.
 """
 
 from __future__ import annotations
@@ -26,77 +27,96 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-class Box(NamedTuple):
-    """Cells `[low, high)` of a parameter `[E, R, C]`."""
+class ShardRegion(NamedTuple):
+    """Cells `[low, high)` of a parameter viewed as `[E, R, C]`.
+
+    Attributes:
+        low: first cell per dim.
+        high: one past the last cell per dim.
+    """
 
     low: tuple[int, ...]
     high: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Number of cells per dim."""
         return tuple(b - a for a, b in zip(self.low, self.high, strict=True))
 
     @property
     def size(self) -> int:
+        """Total number of cells."""
         return math.prod(self.shape)
 
-    def meet(self, other: Box) -> Box | None:
-        """The cells of both; None if there are none."""
+    def intersection(self, other: ShardRegion) -> ShardRegion | None:
+        """Return the cells that both regions contain, or None if they are disjoint."""
         low = tuple(map(max, self.low, other.low))
         high = tuple(map(min, self.high, other.high))
-        return Box(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+        return (
+            ShardRegion(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
+        )
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where these cells are in a tensor that holds the cells of `outer`."""
+    def slices_in(self, outer: ShardRegion) -> tuple[slice, ...]:
+        """Return the slices that select this region in a tensor that holds the cells of `outer`."""
         edges = zip(self.low, self.high, outer.low, strict=True)
         return tuple(slice(a - first, b - first) for a, b, first in edges)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the cells of one parameter live among ranks that hold it once, or several times.
+class ShardLayout:
+    """Regions of one parameter on the ranks of a group that holds it once, or several times.
 
     Attributes:
-        boxes: per rank of `group`.
-        rank: this process in `group`.
-        group: None: all cells are here.
-        ranks: of `group`, in the process group of all; empty without one.
-        replicas: per rank of `group`, which copy of the parameter its box is a part of; empty: all
-            are parts of one.
+        regions: region per rank of `group`.
+        rank: index of this process in `group`.
+        group: None if this process holds all cells.
+        ranks: global ranks of `group`; empty without a group.
+        replicas: per rank of `group`, the index of the replica that its region belongs to; empty if
+            there is a single replica.
     """
 
-    boxes: tuple[Box, ...]
+    regions: tuple[ShardRegion, ...]
     rank: int = 0
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
 
     def replica(self, rank: int) -> int:
+        """Return the index of the replica that `rank` of the group belongs to."""
         return self.replicas[rank] if self.replicas else 0
 
     @property
     def num_replicas(self) -> int:
+        """Number of complete copies of the parameter in the group."""
         return max(self.replicas, default=0) + 1
 
 
 def stack_view(t: Tensor) -> Tensor:
-    """A matrix `[R, C]` or a stack of them as `[E, R, C]`, sharing memory."""
+    """View a matrix `[R, C]` or a stack `[E, R, C]` as `[E, R, C]`, sharing memory.
+
+    Args:
+        t: `[R, C]` or `[E, R, C]`.
+    """
     assert t.dim() in (2, 3), f"a matrix or a stack of them, not {tuple(t.shape)}"
     return t if t.dim() == 3 else t[None]
 
 
-def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = ()) -> Layout:
-    """The boxes of a plain tensor, or of a DTensor on any mesh.
+def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = ()) -> ShardLayout:
+    """Return the regions of a plain tensor, or of a DTensor on any mesh.
 
-    The group is that of the mesh axes that cut and, if any does, of those along which replicas hold
-    the same: together they do the work once.
+    The group spans the mesh axes that shard the parameter. If there are such axes, it also spans
+    the axes along which the parameter is replicated, so that the replicas share the work.
 
     Args:
-        process_groups: of several mesh axes, to choose from where several cut; all ranks always is
-            one. None is made here: NCCL would need ranks that don't hold the parameter to help.
+        parameter: `[R, C]` or `[E, R, C]`.
+        process_groups: groups that span several mesh axes, searched where the parameter's group
+            does; the group of all ranks is always searched. No group is created here: NCCL needs
+            ranks that don't hold the parameter to take part in the creation.
     """
     if not is_dtensor(parameter):
-        return Layout((_stack_box(parameter.shape, [0] * parameter.dim(), parameter.shape),))
+        return ShardLayout(
+            (_stack_region(parameter.shape, [0] * parameter.dim(), parameter.shape),)
+        )
     mesh = parameter.device_mesh
     order = cutting_order(parameter.placements, mesh.shape)
     cuts = {axis for axis, _ in order}
@@ -104,20 +124,20 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
     axes = sorted([*cuts, *copies])
     ranks, own = _ranks_along(mesh, axes), mesh.get_coordinate()
     assert own is not None, f"this rank is not in {mesh}"
-    boxes = {
-        rank: _stack_box(parameter.shape, *shard_bounds(parameter.shape, order, mesh.shape, at))
+    regions = {
+        rank: _stack_region(parameter.shape, *shard_bounds(parameter.shape, order, mesh.shape, at))
         for rank, at in ranks.items()
     }
-    here = boxes[int(mesh.mesh[tuple(own)])]
+    here = regions[int(mesh.mesh[tuple(own)])]
     num_copies = math.prod(mesh.shape[a] for a in copies)
-    _check_boxes(parameter, list(boxes.values()), here, num_copies)
+    _check_regions(parameter, list(regions.values()), here, num_copies)
     if not axes:
-        return Layout((here,))
+        return ShardLayout((here,))
     group = _group_of(mesh, axes, sorted(ranks), process_groups)
     members = tuple(dist.get_process_group_ranks(group))
     replicas = tuple(_number([(ranks[r][a], mesh.shape[a]) for a in copies]) for r in members)
-    return Layout(
-        tuple(boxes[r] for r in members),
+    return ShardLayout(
+        tuple(regions[r] for r in members),
         dist.get_rank(group),
         group,
         members,
@@ -128,10 +148,15 @@ def layout_of(parameter: Tensor, process_groups: Sequence[dist.ProcessGroup] = (
 def cutting_order(
     placements: Sequence[Placement], sizes: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Mesh axes of more than one rank that cut, as (mesh axis, tensor dim), first cut first.
+    """Return the mesh axes that shard, as (mesh axis, tensor dim), in the order of application.
 
-    From the outermost axis in, except that an axis which FSDP2 put before others but which cuts
-    what they left (`_StridedShard`) comes after them.
+    Axes of one rank are left out. The order is from the outermost axis in, except for an axis that
+    FSDP2 placed before others although it shards what they leave (`_StridedShard`): it comes after
+    them.
+
+    Args:
+        placements: one per mesh axis.
+        sizes: ranks per mesh axis.
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -156,12 +181,18 @@ def shard_bounds(
     sizes: Sequence[int],
     coordinate: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """First cell and one past the last, per dim, at a coordinate of a mesh of `sizes`.
+    """Return the first cell and one past the last cell, per dim, of the shard at a mesh coordinate.
 
-    Each cut is that of torch.chunk: equal parts, then one that is shorter, then empty ones.
-    torch's own `_compute_local_shape_and_global_offset` differs from the shards that FSDP2 makes
-    where both cuts of one dim are uneven (9 rows, tp 2, then 4 shards): it reads the axes from the
+    Each axis splits like torch.chunk: equal parts, then a shorter one, then empty ones. torch's own
+    `_compute_local_shape_and_global_offset` differs from the shards that FSDP2 makes where both
+    splits of one dim are uneven (9 rows, tp 2, then 4 shards), because it applies the axes from the
     outermost in (pytorch#161368, pytorch#168134).
+
+    Args:
+        shape: global shape of the parameter.
+        order: result of `cutting_order`.
+        sizes: ranks per mesh axis.
+        coordinate: position on each mesh axis.
     """
     low, high = [0] * len(shape), list(shape)
     for axis, dim in order:
@@ -171,15 +202,15 @@ def shard_bounds(
     return low, high
 
 
-def _stack_box(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> Box:
-    """Bounds of a parameter `[R, C]` or `[E, R, C]` as a box."""
+def _stack_region(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> ShardRegion:
+    """Convert bounds in `[R, C]` or `[E, R, C]` to a region of `[E, R, C]`."""
     assert len(shape) in (2, 3), f"a matrix or a stack of them, not {tuple(shape)}"
     lead = 3 - len(shape)
-    return Box((0,) * lead + tuple(low), (1,) * lead + tuple(high))
+    return ShardRegion((0,) * lead + tuple(low), (1,) * lead + tuple(high))
 
 
 def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, list[int]]:
-    """Ranks that share this rank's place on all axes but `axes`, with their coordinates."""
+    """Return the coordinates of all ranks that differ from this rank in `axes` only, by rank."""
     own = mesh.get_coordinate()
     assert own is not None, f"this rank is not in {mesh}"
     picked = tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))
@@ -189,7 +220,7 @@ def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _number(digits: Sequence[tuple[int, int]]) -> int:
-    """A coordinate, as (place, size) per axis, counted through: the last axis runs fastest."""
+    """Convert a coordinate, (place, size) per axis, to an index; the last axis varies fastest."""
     number = 0
     for place, size in digits:
         number = number * size + place
@@ -202,7 +233,7 @@ def _group_of(
     ranks: Sequence[int],
     process_groups: Sequence[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
-    """A group of exactly `ranks`: of the one mesh axis, or one that exists already."""
+    """Return an existing group of exactly `ranks`, of a mesh axis or among the candidates."""
     if len(axes) == 1:
         return mesh.get_group(axes[0])
     world = dist.group.WORLD
@@ -214,11 +245,15 @@ def _group_of(
     raise AssertionError(f"give the optimizer the process group of {names}: ranks {list(ranks)}")
 
 
-def _check_boxes(parameter: DTensor, boxes: Sequence[Box], here: Box, copies: int) -> None:
-    """The boxes hold every cell once a copy, and this rank's is as large as what it stores."""
+def _check_regions(
+    parameter: DTensor, regions: Sequence[ShardRegion], here: ShardRegion, copies: int
+) -> None:
+    """Assert that regions cover each cell once per copy and that this rank's fits its shard."""
     local = stack_view(parameter.to_local())
     where = f"{tuple(parameter.shape)} {parameter.placements} on {parameter.device_mesh}"
     assert tuple(local.shape) == here.shape or local.numel() == here.size == 0, (
         f"{where}: {tuple(local.shape)} here, not {here}"
     )
-    assert sum(box.size for box in boxes) == copies * parameter.numel(), f"{where}: {boxes}"
+    assert sum(region.size for region in regions) == copies * parameter.numel(), (
+        f"{where}: {regions}"
+    )

@@ -1,4 +1,4 @@
-"""What a piece of a forward depends on besides its arguments: autocast and random numbers."""
+"""State that a recomputed piece depends on besides its arguments: autocast and random numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 @dataclass
-class Surroundings:
-    """Autocast where a piece ran first, and the random state it started from if it drew.
+class RngAndAutocastState:
+    """Autocast state of a piece's first run, and the random state if the piece drew numbers.
 
     Attributes:
         autocast: (device type, enabled, dtype) of the CPU and of the arguments' device.
-        cache: whether autocast remembers casts of weights.
+        cache: whether autocast caches casts of weights.
         devices: accelerators whose random state counts.
-        random: states of the CPU and of `devices`; None: the piece draws nothing.
+        random: states of the CPU and of `devices`; None if the piece draws nothing.
     """
 
     autocast: list[tuple[str, bool, torch.dtype]]
@@ -27,7 +27,8 @@ class Surroundings:
     random: list[Tensor] | None = None
 
     @staticmethod
-    def now(args: Sequence[object]) -> Surroundings:
+    def now(args: Sequence[object]) -> RngAndAutocastState:
+        """Return the current autocast state for the devices of `args`."""
         found = dict.fromkeys(a.device for a in args if isinstance(a, Tensor))
         devices = [device for device in found if device.type not in ("cpu", "meta")]
         kinds = dict.fromkeys(["cpu", *(device.type for device in devices)])
@@ -35,11 +36,11 @@ class Surroundings:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        return Surroundings(autocast, torch.is_autocast_cache_enabled(), devices)
+        return RngAndAutocastState(autocast, torch.is_autocast_cache_enabled(), devices)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Remembers the random states if what runs inside draws from them."""
+        """Save the random states if the context draws from them."""
         before = self._states()
         yield
         if not all(map(torch.equal, before, self._states())):
@@ -47,7 +48,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The same autocast; the same random numbers, and the caller's afterwards."""
+        """Restore autocast and random numbers inside the context, and the caller's afterwards."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(

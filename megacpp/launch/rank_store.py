@@ -1,7 +1,7 @@
-"""Ranks that agree before their process group exists, through the store of their launcher.
+"""Agreement of ranks before their process group exists, through the store of their launcher.
 
-torchrun's store outlives a restart of the ranks, with every key of the earlier start. So a start
-begins with a handshake that no old key can answer, and all of its keys share a new prefix.
+torchrun's store outlives a restart of the ranks, with every key of the earlier start. A start
+therefore begins with a handshake that no old key can answer, and all its keys share a new prefix.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ import torch.distributed as dist
 from megacpp.errors import MegacppError
 
 POLL_S = 0.1
-TIMEOUT = timedelta(minutes=10)  # for the slowest rank to get as far
+TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank as the others know it.
+    """Process of a rank, for the other ranks.
 
     Attributes:
-        node: machine and process namespace: within one node a pid tells whether it is alive.
-        restarts: how often its launcher has started ranks again.
+        node: machine and process namespace; within one node a pid tells whether it is alive.
+        host: name of the machine.
+        pid: process id.
+        restarts: number of times that its launcher has restarted ranks.
     """
 
     node: str
@@ -41,7 +43,7 @@ class Process:
     restarts: int
 
     def alive(self) -> bool:
-        """Whether this process of this very node still runs (a zombie doesn't)."""
+        """Return whether this process, on this node, still runs (a zombie doesn't)."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -50,7 +52,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """This rank, for the table of all of them."""
+    """Return this rank's process, for the table of all ranks."""
     space = ""
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")
@@ -59,11 +61,13 @@ def this_process() -> Process:
     return Process(f"{host} {space}", host, os.getpid(), restarts)
 
 
-class Peers:
-    """All ranks of this start, before and beside their process group.
+class RankStore:
+    """Key-value store of all ranks of this start, before and beside their process group.
 
     Attributes:
-        store: for keys of this start alone; the process group meets there too.
+        rank: this rank.
+        size: number of ranks.
+        store: store for keys of this start alone; the process group uses it too.
         table: every rank's process, in rank order.
     """
 
@@ -81,40 +85,41 @@ class Peers:
 
     @property
     def restarted(self) -> bool:
-        """Whether a launcher has started ranks of this run before (torchrun --max-restarts)."""
+        """Whether a launcher has restarted ranks of this run (torchrun --max-restarts)."""
         return any(process.restarts for process in self.table)
 
     @property
     def nodes(self) -> int:
-        """Machines, as the launcher counts them."""
+        """Number of machines, as the launcher counts them."""
         return self.size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(self.size))))
 
     def tell(self, key: str, value: Any) -> None:
+        """Store a JSON value under a key."""
         self.store.set(key, json.dumps(value))
 
     def told(self, key: str) -> bool:
-        """Whether some rank has said it yet."""
+        """Return whether a rank has stored the key."""
         return self.store.check([key])
 
     def hear(self, key: str) -> Any:
-        """Message of a rank under that key; waits for as long as it takes."""
+        """Return the value of a key; wait until it is stored, without a timeout."""
         while not self.told(key):
             time.sleep(POLL_S)
         return json.loads(self.store.get(key))
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """Messages of all ranks, in rank order, on rank 0; an empty list elsewhere."""
+        """Return the values of all ranks, in rank order, on rank 0; an empty list elsewhere."""
         self.tell(f"{key}/{self.rank}", value)
         if self.rank:
             return []
         return [self.hear(f"{key}/{rank}") for rank in range(self.size)]
 
     def say(self) -> bool:
-        """Takes the word for all ranks; whether no rank had it before."""
+        """Claim the report of the run's end; return whether this rank is the first to claim it."""
         return self.store.add("said", 1) == 1
 
     def said(self) -> bool:
-        """Whether some rank has explained the end of this run."""
+        """Return whether a rank has claimed the report of the run's end."""
         return self.store.add("said", 0) > 0
 
     @contextlib.contextmanager
@@ -143,13 +148,13 @@ class Peers:
             raise error
 
     def _words(self, error: Exception) -> dict[str, Any]:
-        """An error for all ranks; with several nodes it names its own."""
+        """Return an error for all ranks; with several nodes it names its rank and host."""
         where = f"rank {self.rank} on {self.table[self.rank].host}: " if self.nodes > 1 else ""
         return {"said": f"{where}{error}", "code": getattr(error, "exit_code", 1)}
 
 
 def _handshake(store: dist.Store, rank: int, size: int) -> tuple[str, list[dict[str, Any]]]:
-    """A prefix that only ranks of this start know, and who they are.
+    """Return a prefix that only ranks of this start know, and the table of processes.
 
     Rank 0 offers a fresh name, every rank answers under it with a fresh word of its own, and rank 0
     confirms each word: an answer or a confirmation from an earlier start fits neither.

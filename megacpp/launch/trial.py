@@ -1,10 +1,11 @@
-"""Four steps of a candidate, in processes of their own, on the very ranks of the run.
+"""Trial of a candidate: four steps in new processes on the ranks of the run.
 
 Every rank starts `train.py` again beside itself, with the candidate's mesh and a rendezvous of its
-own. A fresh process, because nothing less undoes running out of memory: a failed rank may leave
-collectives half done, an allocator in pieces, or be killed. Not a fork, because neither a CUDA
-driver nor threads survive one. The ranks that wait speak through the launcher's store: rank 0 says
-what to run and hears how it ended; one failed child ends all of them.
+own. A new process is needed, because nothing less recovers from running out of memory: a failed
+rank may leave collectives unfinished and the allocator fragmented, or be killed. A fork isn't
+enough, because neither a CUDA driver nor threads survive one. The waiting ranks communicate through
+the launcher's store: rank 0 names the command and collects the results; one failed child ends all
+of them.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from megacpp.config.arguments import flatten, parse_run, replace_keys
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
 from megacpp.launch.fit import STEPS, Outcome, judged
-from megacpp.launch.peers import POLL_S, Peers
+from megacpp.launch.rank_store import POLL_S, RankStore
 from megacpp.run.failure import PEER_LOST
 from megacpp.run.oom import NO_MEMORY
 
 LINE = 400  # characters of a message
-GRACE_S = 10.0  # for children to notice by themselves that a peer is gone
-KILLED = -signal.SIGKILL  # how the kernel ends whoever took its last memory
+GRACE_S = 10.0  # time for children to detect a lost peer
+KILLED = -signal.SIGKILL  # exit code after the kernel's out-of-memory killer
 SAID = (*NO_MEMORY, "OutOfMemoryError:", "MemoryError:", "std::bad_alloc")
-# What a candidate's four steps have otherwise than its run: nothing is kept of them.
+# Settings in which a trial differs from the run: its results are discarded.
 SETTINGS: dict[str, Any] = {
     "run.steps": STEPS,
     "run.eval_every": 0,
@@ -56,21 +57,30 @@ SETTINGS: dict[str, Any] = {
 
 
 class Child(Protocol):
-    """A started process, as `subprocess.Popen` is one."""
+    """Started process, such as `subprocess.Popen`."""
 
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def wait(self) -> int: ...
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the process."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for the exit code."""
+        ...
 
 
 @dataclass(frozen=True)
-class Order:
-    """What all ranks start: `train.py` with these arguments.
+class TrialCommand:
+    """Command that all ranks start: `train.py` with these arguments.
 
     Attributes:
-        number: of the order; an attempt may take several.
-        folder: of the attempt, the same path on every machine.
-        address, port: where its rank 0 lets the others meet.
+        number: index of the command; an attempt may need several.
+        arguments: arguments of train.py.
+        folder: folder of the attempt, the same path on every machine.
+        address, port: rendezvous of the trial's process group.
     """
 
     number: int
@@ -80,22 +90,25 @@ class Order:
     port: int
 
 
-def order_of(number: int, config: Config, size: int, folder: Path) -> Order:
-    """Four steps of a resolved configuration, and nothing but that.
+def trial_command(number: int, config: Config, size: int, folder: Path) -> TrialCommand:
+    """Return the command for four steps of a resolved configuration.
 
-    The arguments are read back and compared: what runs is what was scored.
+    The arguments are parsed again and compared: the trial runs exactly the scored configuration.
 
     Args:
-        folder: of the attempt.
+        number: index of the command.
+        config: resolved configuration.
+        size: number of ranks.
+        folder: folder of the attempt.
     """
     smoke = replace_keys(config, {**SETTINGS, "run.dir": str(folder)})
     arguments = arguments_of(smoke)
     assert parse_run(arguments, size).config == smoke, "flags that don't say the configuration"
-    return Order(number, tuple(arguments), str(folder), *_meeting_point())
+    return TrialCommand(number, tuple(arguments), str(folder), *_meeting_point())
 
 
 def arguments_of(config: Config) -> list[str]:
-    """The command line that means a resolved configuration: its preset, and all that differs."""
+    """Return the command line of a resolved configuration: preset and differences."""
     base = flatten(preset(config.preset))
     return [
         config.preset,
@@ -107,8 +120,8 @@ def arguments_of(config: Config) -> list[str]:
     ]
 
 
-def run_order(order: Order, peers: Peers) -> Outcome | None:
-    """Runs it on all ranks together; the outcome on rank 0, nothing elsewhere."""
+def run_trial(order: TrialCommand, peers: RankStore) -> Outcome | None:
+    """Run a command on all ranks; return the outcome on rank 0, None elsewhere."""
     folder, began = Path(order.folder), time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"log-{peers.rank}.txt").open("w") as log:
@@ -129,13 +142,13 @@ def run_order(order: Order, peers: Peers) -> Outcome | None:
     return outcome
 
 
-def nobody_met(outcome: Outcome) -> bool:
-    """Whether somebody else took the port between the order and its start."""
+def port_conflict(outcome: Outcome) -> bool:
+    """Return whether another process took the port before the trial bound it."""
     return outcome.kind == "failed" and "EADDRINUSE" in outcome.detail
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> Child:
-    """A new interpreter with the script that runs here; it doesn't outlive this process."""
+    """Start the current script in a new interpreter that ends with this process."""
     return subprocess.Popen(
         [sys.executable, sys.argv[0], *arguments],
         env=dict(environment),
@@ -147,14 +160,14 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], log: IO[str]
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel for an end together with the parent: a launcher knows nothing of children."""
+    """Ask the kernel to kill this process with its parent: a launcher doesn't know of it."""
     pr_set_pdeathsig = 1  # <linux/prctl.h>
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _until_over(child: Child, failed: str, peers: Peers) -> tuple[int, bool]:
-    """The child's exit code, and whether it was ended from here because another rank's failed."""
+def _until_over(child: Child, failed: str, peers: RankStore) -> tuple[int, bool]:
+    """Return the child's exit code, and whether it was killed because another failed."""
     deadline: float | None = None
     while (code := child.poll()) is None:
         if deadline is None and peers.told(failed):
@@ -168,8 +181,8 @@ def _until_over(child: Child, failed: str, peers: Peers) -> tuple[int, bool]:
     return code, False
 
 
-def _environment(order: Order, peers: Peers) -> dict[str, str]:
-    """This rank's own, but for the place where the group meets."""
+def _environment(order: TrialCommand, peers: RankStore) -> dict[str, str]:
+    """Return this rank's environment with the rendezvous of the trial."""
     if peers.size == 1:
         return dict(os.environ)
     where = {"MASTER_ADDR": order.address, "MASTER_PORT": str(order.port)}
@@ -178,12 +191,12 @@ def _environment(order: Order, peers: Peers) -> dict[str, str]:
 
 
 def _outcome(ends: Sequence[Mapping[str, Any]], folder: Path) -> Outcome:
-    """What all ranks' ends come to: memory explains every other failure beside it."""
+    """Combine all ranks' results: out of memory explains every other failure."""
     for rank, end in enumerate(ends):
         if out_of_memory(end):
             return Outcome("oom", f"rank {rank}: {end['said'] or 'killed'}", code=end["code"])
     bad = [(rank, end) for rank, end in enumerate(ends) if end["code"] and not end["ended"]]
-    if bad:  # a rank that lost a peer has less to say than that peer
+    if bad:  # the failed peer's message is preferred to that of ranks that lost it
         rank, end = min(bad, key=lambda one: (one[1]["code"] == PEER_LOST, one[0]))
         said = f"rank {rank}: {end['said'] or 'no message'} ({folder}/log-{rank}.txt)"
         kind = "unsound" if end["code"] == 5 else "failed"
@@ -193,14 +206,14 @@ def _outcome(ends: Sequence[Mapping[str, Any]], folder: Path) -> Outcome:
 
 
 def out_of_memory(end: Mapping[str, Any]) -> bool:
-    """Whether a rank ended for lack of memory, by what it said or who killed it."""
+    """Return whether a rank ended for lack of memory, by its message or its signal."""
     if end["ended"] or not end["code"]:
         return False
     return end["code"] == KILLED or any(word in end["said"] for word in SAID)
 
 
 def _last_words(folder: Path, rank: int) -> str:
-    """The message of a rank that failed: of its exception, else the end of what it printed."""
+    """Return the message of a failed rank: its exception, else the end of its output."""
     own, log = folder / "failures" / f"rank-{rank}.txt", folder / f"log-{rank}.txt"
     with contextlib.suppress(OSError):
         lines = own.read_text(errors="replace").splitlines()
@@ -217,7 +230,7 @@ def _last_words(folder: Path, rank: int) -> str:
 
 
 def _meeting_point() -> tuple[str, int]:
-    """An address that all ranks know, with a port that is free on it now."""
+    """Return an address that all ranks know, with a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return os.environ.get("MASTER_ADDR", "localhost"), probe.getsockname()[1]

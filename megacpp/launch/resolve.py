@@ -1,4 +1,4 @@
-"""Whether a run may start, and with which configuration: the gate, or a fitted run's ladder."""
+"""Resolution of a launch: the memory gate, or the ladder of a fitted run."""
 
 from __future__ import annotations
 
@@ -15,75 +15,84 @@ from megacpp.config.schema import Config
 from megacpp.errors import MegacppError, config_error
 from megacpp.launch import fit
 from megacpp.launch.fit import Ladder, Outcome, climb, difference
-from megacpp.launch.gate import Admission, Assessor, admit
-from megacpp.launch.peers import Peers
-from megacpp.launch.smoke import Order, arguments_of, nobody_met, order_of, run_order
+from megacpp.launch.gate import Admission, Estimator, check_memory
+from megacpp.launch.rank_store import RankStore
+from megacpp.launch.trial import TrialCommand, arguments_of, port_conflict, run_trial, trial_command
 from megacpp.memory.planner import Candidate, Plan, plan
 
-PORTS = 3  # that may turn out to be taken
+PORTS = 3  # attempts to find a free port
 SHOWN = 10  # candidates in the launch record
 
 
-def settle(resolved: Resolved, peers: Peers, device: torch.device) -> tuple[Resolved, Admission]:
-    """The configuration that a run starts with, and what its memory was estimated to be.
+def resolve_launch(
+    resolved: Resolved, peers: RankStore, device: torch.device
+) -> tuple[Resolved, Admission]:
+    """Return the configuration that a run starts with, and its memory estimate.
 
-    That is the one given, unless `memory.fit` is `auto`. Called by every rank before any process
-    group exists.
+    That is the given configuration, unless `memory.fit` is `auto`. Every rank calls it, before any
+    process group exists.
+
+    Args:
+        resolved: given configuration.
+        peers: store of all ranks.
+        device: device of this rank.
 
     Raises:
-        ConfigError: it doesn't fit and the gate is on; or no candidate does.
+        ConfigError: it doesn't fit and the gate is on; or no candidate fits.
         MegacppError: an attempt failed for another reason than memory.
     """
     if resolved.config.memory.fit != "auto":
-        return resolved, admit(resolved, peers.size, device)
-    size, assessor = peers.size, Assessor(resolved.config, peers.size, device)
+        return resolved, check_memory(resolved, peers.size, device)
+    size, estimator = peers.size, Estimator(resolved.config, peers.size, device)
     try:
         if peers.rank:
             config, told = _follow(peers, size), {}
         else:
-            config, told = _lead(peers, assessor, resolved)
+            config, told = _lead(peers, estimator, resolved)
     except Exception:
         peers.gather("over", True)
         raise
-    peers.gather("over", True)  # the store may be rank 0's: it leaves last
-    found = replace(assessor.assess(config), **told)
+    peers.gather("over", True)  # rank 0 may serve the store: it exits last
+    found = replace(estimator.assess(config), **told)
     return _refit(resolved, config), found
 
 
-def planned(assessor: Assessor, resolved: Resolved) -> Plan:
-    """The plan of a run; what its command line says stays as it is."""
-    budget = assessor.room.budget_bytes
+def planned(estimator: Estimator, resolved: Resolved) -> Plan:
+    """Return the plan of a run; settings of its command line are fixed."""
+    budget = estimator.room.budget_bytes
     assert budget is not None
-    settled = assessor.settled(resolved.config)
-    found = plan(settled, assessor.size, budget, settled.train.tokens_per_step, resolved.given)
+    settled = estimator.settled(resolved.config)
+    found = plan(settled, estimator.size, budget, settled.train.tokens_per_step, resolved.given)
     return replace(
         found, candidates=tuple(_unsettled(c, resolved.config) for c in found.candidates)
     )
 
 
 def _unsettled(candidate: Candidate, asked: Config) -> Candidate:
-    """With `auto` where it was asked for: it was estimated as what that comes to here."""
+    """Restore `auto` in a candidate that was estimated with its resolved value."""
     train = replace(candidate.config.train, device=asked.train.device)
     return replace(
         candidate, config=replace(candidate.config, train=train, precision=asked.precision)
     )
 
 
-def _lead(peers: Peers, assessor: Assessor, resolved: Resolved) -> tuple[Config, dict[str, Any]]:
-    """Rank 0: plans, has all ranks try, and says which configuration it is."""
-    asked, room = resolved.config, assessor.room
+def _lead(
+    peers: RankStore, estimator: Estimator, resolved: Resolved
+) -> tuple[Config, dict[str, Any]]:
+    """Plan on rank 0, have all ranks try candidates, and return the configuration that works."""
+    asked, room = resolved.config, estimator.room
     folder = _own_folder(Path(resolved.config.run.dir))
-    orders = _Orders(peers, assessor.size, folder)
+    orders = _Orders(peers, estimator.size, folder)
     try:
         if room.device_bytes is None or room.budget_bytes is None:
             raise config_error("memory.fit", "auto", room.source, "give memory.device_gib")
-        found = planned(assessor, resolved)
+        found = planned(estimator, resolved)
         ladder = Ladder(
             found.candidates,
             asked,
             room.device_bytes,
             room.budget_bytes,
-            lambda c: assessor.assess(c.config).margin.extra_bytes,
+            lambda c: estimator.assess(c.config).margin.extra_bytes,
         )
         print(f"memory.fit=auto: {len(found.candidates)} candidates, the first that fits runs now")
         config = climb(ladder, orders.run).config
@@ -99,8 +108,8 @@ def _lead(peers: Peers, assessor: Assessor, resolved: Resolved) -> tuple[Config,
     return config, {"plan": summary(found, asked), "attempts": attempts}
 
 
-def _follow(peers: Peers, size: int) -> Config:
-    """Any other rank: does what rank 0 says until it says which configuration it is."""
+def _follow(peers: RankStore, size: int) -> Config:
+    """Run trials on another rank until rank 0 names the configuration."""
     number = 1
     while True:
         said = peers.hear(f"order/{number}")
@@ -110,16 +119,16 @@ def _follow(peers: Peers, size: int) -> Config:
             error = MegacppError(said["error"])
             error.exit_code = said["code"]
             raise error
-        order = Order(**{**said["run"], "arguments": tuple(said["run"]["arguments"])})
-        run_order(order, peers)
+        order = TrialCommand(**{**said["run"], "arguments": tuple(said["run"]["arguments"])})
+        run_trial(order, peers)
         number += 1
 
 
 @dataclass
 class _Orders:
-    """What rank 0 has told the others so far."""
+    """Messages of rank 0 to the other ranks."""
 
-    peers: Peers
+    peers: RankStore
     size: int
     folder: Path
     number: int = 0
@@ -128,14 +137,14 @@ class _Orders:
         self.number += 1
         self.peers.tell(f"order/{self.number}", what)
 
-    def run(self, number: int, candidate: fit.Candidate) -> Outcome:
+    def run(self, number: int, candidate: fit.ScoredCandidate) -> Outcome:
         for _ in range(PORTS):
             own = self.folder / f"attempt-{number}"
-            order = order_of(self.number + 1, candidate.config, self.size, own)
+            order = trial_command(self.number + 1, candidate.config, self.size, own)
             self.say({"run": asdict(order)})
-            outcome = run_order(order, self.peers)
+            outcome = run_trial(order, self.peers)
             assert outcome is not None
-            if not nobody_met(outcome):
+            if not port_conflict(outcome):
                 break
         took = f"{outcome.median_step_s:.3f} s a step" if outcome.median_step_s else outcome.detail
         print(f"attempt {number}: {outcome.kind}, {took}", flush=True)
@@ -143,7 +152,7 @@ class _Orders:
 
 
 def summary(found: Plan, asked: Config) -> dict[str, Any]:
-    """A plan for the launch record."""
+    """Return a plan for the launch record."""
     return {
         "world": found.world,
         "budget_bytes": found.budget_bytes,
@@ -165,7 +174,7 @@ def summary(found: Plan, asked: Config) -> dict[str, Any]:
 
 
 def _refit(resolved: Resolved, config: Config) -> Resolved:
-    """The command line with what was found out; each setting says where it is from."""
+    """Return the command line with the fitted settings, each marked with its origin."""
     changed = difference(resolved.config, config)
     notes = tuple(f"{key} = {value} (memory.fit=auto)" for key, value in sorted(changed.items()))
     provenance = {**resolved.provenance, **dict.fromkeys(changed, "fitted")}
@@ -173,5 +182,5 @@ def _refit(resolved: Resolved, config: Config) -> Resolved:
 
 
 def _own_folder(run: Path) -> Path:
-    """Beside the run's folder, one for each start: what failed can be read later."""
+    """Return a folder beside the run's, one for each start, for the logs of failed attempts."""
     return run.with_name(f"{run.name}.fit") / time.strftime("%Y%m%d-%H%M%S")

@@ -1,6 +1,6 @@
-"""Distinct documents kept on disk while a corpus is made, so that memory stays flat.
+"""Distinct documents, stored on disk while a corpus is made, so that memory stays constant.
 
-Only a hash and two numbers per document live in memory; texts are read back in any order.
+Memory holds a hash and two numbers per document; texts can be read back in any order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 
-class Spool:
-    """An append-only file of distinct documents; the file is gone once the block is left."""
+class DocumentStore:
+    """Append-only file of distinct documents; leaving the context deletes the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class Spool:
         self._seen: set[bytes] = set()
         self._flushed = 0
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> DocumentStore:
         return self
 
     def __exit__(
@@ -38,7 +38,7 @@ class Spool:
         self.path.unlink()
 
     def add(self, raw: bytes) -> bool:
-        """Appends a document; False if the same bytes are there already."""
+        """Append a document; return False if the same bytes are stored already."""
         digest = hashlib.sha256(raw).digest()
         if digest in self._seen:
             return False
@@ -51,7 +51,7 @@ class Spool:
         return True
 
     def read(self, i: int) -> bytes:
-        """The bytes of document `i`."""
+        """Return the bytes of document `i`."""
         if self._flushed < self.total_bytes:
             self.file.flush()
             self._flushed = self.total_bytes
