@@ -245,7 +245,7 @@ def _assignments(
 
 
 def _place(model: HybridLM, name: str) -> tuple[str, str]:
-    """Return the letter of the block whose mixer has a parameter (empty outside), and its name below."""
+    """Return the letter of the block that owns a parameter (empty: none), and its name below."""
     owner, inside, short = name.partition(".mixer.")
     if inside:
         block = model.get_submodule(owner)
