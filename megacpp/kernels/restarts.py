@@ -1,12 +1,12 @@
 """Where a recurrent state restarts in a batch of packed documents, forward and backward.
 
 Legend: B rows, T tokens of a row, N heads, K key, V value, S sequences: runs of tokens that share
-a state, one per document, in the order of the flattened batch. R: tokens that may start one.
+a state, one per document, in the order of the flattened batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,17 +38,6 @@ class Sequences:
             return h_NBKV.masked_fill(starts_B11, 0.0)
         begun_NBKV = initial_SNKV[self.index_BT[:, t]].transpose(0, 1)
         return torch.where(starts_B11, begun_NBKV, h_NBKV).contiguous()
-
-    def enter_all(
-        self, h_RNBKV: Tensor, initial_SNKV: Tensor | None, tokens: Sequence[int] | slice
-    ) -> Tensor:
-        """The states before R tokens, as `enter` gives each; never a view of `h`."""
-        starts_BR = self.starts_BT[:, tokens]
-        starts_R1B11 = starts_BR.T[:, None, :, None, None]
-        if initial_SNKV is None:
-            return h_RNBKV.masked_fill(starts_R1B11, 0.0)
-        begun_RNBKV = initial_SNKV[self.index_BT[:, tokens]].permute(1, 2, 0, 3, 4)
-        return torch.where(starts_R1B11, begun_RNBKV, h_RNBKV).contiguous()
 
     def leave(
         self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int

@@ -110,7 +110,7 @@ def estimate(
     found = step_bytes(config, size, rank)
     most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
     one_layer = found.one_layer
-    if uneven(config) or cut_by_documents(config) or restarts(config):
+    if uneven(config) or cut_by_documents(config):
         fullest = step_bytes(config, size, rank, most=True)
         most, one_layer = max(most, fullest.most), max(one_layer, fullest.one_layer)
     most += margin(config, most)
@@ -140,11 +140,6 @@ def cut_by_documents(config: Config) -> bool:
     """A scan keeps more of rows that hold more documents, whose number is data."""
     kernel = config.kernels.mamba3 in ("mamba_ssm", "tilelang")
     return "M" in config.model.pattern.upper() and kernel
-
-
-def restarts(config: Config) -> bool:
-    """M2RNN in torch, whose backward holds the states of tokens that start a document twice."""
-    return "R" in config.model.pattern.upper() and config.kernels.m2rnn != "triton"
 
 
 def margin(config: Config, tensors: int) -> int:

@@ -151,9 +151,10 @@ class ChunkAtOnce(m2rnn_chunks._Chunk):
     def __init__(self, plan: Plan, span: slice, *rest: Any) -> None:
         super().__init__(replace(plan, seqs=replace(plan.seqs, entries=())), span, *rest)
 
-    def _run(self, states_C1NBKV: Tensor) -> None:
+    def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
         before_CNBKV = states_C1NBKV[:-1]
         _by_head(self.z_CNBKV).baddbmm_(_by_head(before_CNBKV), self.w_NVV)
+        return {}
 
     def state_gradients(
         self,

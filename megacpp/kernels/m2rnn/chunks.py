@@ -132,40 +132,44 @@ class _Chunk:
         room: Room | None = None,
     ) -> None:
         self.plan, self.first, self.w_NVV = plan, span.start, w_NVV
-        self.initial_SNKV = initial_SNKV
-        entries = plan.seqs.entries
-        self.restarts = [c for c in range(span.stop - span.start) if span.start + c in entries]
         self.q_CNBK, self.k_CNBK, self.v_CNBV, f_CNB1 = (plan.take(x, span) for x in inputs)
         self.f_CNB11 = f_CNB1[..., None]
         room = Room.of(len(self.q_CNBK), h_NBKV) if room is None else room
         states, self.z_CNBKV = room.states_C1NBKV, room.z_CNBKV
-        if not room.filled:
+        if room.filled:
+            restarted = {c: self._before(c, states[c], initial_SNKV) for c in self._restarts()}
+        else:
             torch.mul(self.k_CNBK[..., :, None], self.v_CNBV[..., None, :], out=self.z_CNBKV)
             states[0] = h_NBKV
-            self._run(states)
-        self.before_CNBKV, self.after_CNBKV = states[:-1], states[1:]
+            restarted = self._run(initial_SNKV, states)
+        self.after_CNBKV = states[1:]
+        self.before_CNBKV = states[:-1].clone() if restarted else states[:-1]
+        for c, before_NBKV in restarted.items():
+            self.before_CNBKV[c] = before_NBKV
 
-    def _restarted(self) -> tuple[list[int] | slice, Tensor]:
-        """Places where a row may start a sequence, and the states `[R, N, B, K, V]` seen there."""
-        first, last = self.restarts[0], self.restarts[-1] + 1
-        contiguous = last - first == len(self.restarts)  # a list would have to reach a device
-        places = slice(first, last) if contiguous else self.restarts
-        tokens = [self.first + c for c in self.restarts]
-        at = slice(tokens[0], tokens[-1] + 1) if contiguous else tokens
-        h_RNBKV = self.before_CNBKV[places]
-        return places, self.plan.seqs.enter_all(h_RNBKV, self.initial_SNKV, at)
+    def _restarts(self) -> list[int]:
+        """Places in the chunk where a row may start a sequence."""
+        return [c for c in range(len(self.q_CNBK)) if self.first + c in self.plan.seqs.entries]
 
-    def _run(self, states_C1NBKV: Tensor) -> None:
-        """From the state in front, and k v^T in the place of z, all states and z."""
-        restarts = set(self.restarts)
+    def _before(self, c: int, h_NBKV: Tensor, initial_SNKV: Tensor | None) -> Tensor:
+        """What the token at such a place sees instead of `h`."""
+        return self.plan.seqs.enter(h_NBKV, initial_SNKV, self.first + c)
+
+    def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
+        """From the state in front, and k v^T in the place of z, all states and z.
+
+        Returns by place what restarted tokens see in front of them.
+        """
+        restarted = dict.fromkeys(self._restarts(), states_C1NBKV)
         h, z, f = states_C1NBKV.unbind(0), self.z_CNBKV.unbind(0), self.f_CNB11.unbind(0)
         z_rows = _rows(self.z_CNBKV).unbind(0)
         for c in range(len(z)):
             before_NBKV = h[c]
-            if c in restarts:
-                before_NBKV = self.plan.seqs.enter(h[c], self.initial_SNKV, self.first + c)
+            if c in restarted:
+                before_NBKV = restarted[c] = self._before(c, before_NBKV, initial_SNKV)
             z_rows[c].baddbmm_(_rows(before_NBKV), self.w_NVV).tanh_()
             torch.lerp(z[c], before_NBKV, f[c], out=h[c + 1])  # z + f (h - z)
+        return restarted
 
     def outputs(self) -> Tensor:
         """y of every token, `[C, N, B, V]`."""
@@ -211,19 +215,12 @@ class _Chunk:
         dk_CNBK = (dx_CNBKV @ self.v_CNBV[..., None])[..., 0]
         dv_CNBV = (self.k_CNBK[..., None, :] @ dx_CNBKV)[..., 0, :]
         gap_CNBKV = torch.sub(self.before_CNBKV, self.z_CNBKV, out=dx_CNBKV)
-        if self.restarts:
-            places, seen_RNBKV = self._restarted()
-            gap_CNBKV[places] = seen_RNBKV.sub_(self.z_CNBKV[places])
         df_CNB1 = gap_CNBKV.mul_(dafter_CNBKV).flatten(3).sum(-1, keepdim=True)
         return dq_CNBK, dk_CNBK, dv_CNBV, df_CNB1
 
     def weight_gradient(self, dx_CNBKV: Tensor) -> Tensor:
         """sum_t h_{t-1}^T dL/dx_t, `[N, V, V]`."""
-        products_CNVV = _rows(self.before_CNBKV).transpose(-1, -2) @ _rows(dx_CNBKV)
-        if self.restarts:
-            places, seen_RNBKV = self._restarted()
-            products_CNVV[places] = _rows(seen_RNBKV).transpose(-1, -2) @ _rows(dx_CNBKV[places])
-        return products_CNVV.sum(0)
+        return (_rows(self.before_CNBKV).transpose(-1, -2) @ _rows(dx_CNBKV)).sum(0)
 
 
 class Chunked(torch.autograd.Function):

@@ -13,7 +13,6 @@ when their number divides N; neighbouring heads then share one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -175,11 +174,6 @@ class _RowStates(Sequences):
 
     def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
         return super().enter(h_NBKV, initial_SNKV if t == 0 else None, t)
-
-    def enter_all(
-        self, h_RNBKV: Tensor, initial_SNKV: Tensor | None, tokens: Sequence[int] | slice
-    ) -> Tensor:
-        return super().enter_all(h_RNBKV, None, tokens)  # a start within a row, at t > 0
 
     def leave(
         self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int

@@ -27,8 +27,7 @@ class Share:
         parallel: FSDP2 shards the model (else one process computes under autocast).
         compute: bytes of a number in matrix products.
         wide: the same of what is never narrower than fp32.
-        most: dropless experts get as many rows as they can, instead of an even share, and every
-            token of an M2RNN chunk may start a document.
+        most: dropless experts get as many rows as they can, instead of an even share.
         fp8: letters of blocks in which something computes in FP8.
     """
 

@@ -1,7 +1,7 @@
 """What R blocks have alive while they run, in forward and backward: moments inside the mixer.
 
 It follows megacpp/blocks/m2rnn/module.py and megacpp/kernels/m2rnn/chunks.py as a trace sees them:
-no document starts within a row. States that restarted tokens see are in the upper bound alone.
+of packed rows a GPU has the states of one chunk twice more, as each token may start a document.
 
 Legend: as megacpp/memory/forms/activation_m2rnn.py.
 """
@@ -189,7 +189,6 @@ def _recurrence_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
     # Beside a chunk's inputs the gradients that the one behind it left.
     inputs = k.taken(4, 3) if k.tokens > k.chunk else k.taken(2, 2)
     square = k.chunk * k.heads * V * V * w
-    seen = 2 * k.chunk * state if k.own.most else 0  # by restarted tokens: gathered, and cleared
     for _ in range(parts):
         made = n * (k.Y * k.c + k.N * w) + k.X * k.c
         desk.put(dinputs=made // parts)
@@ -201,8 +200,7 @@ def _recurrence_back(k: _Walk, desk: Desk) -> Iterator[Moment]:
             desk.put(states=-(_states(k) // parts))
             continue
         yield desk.moment("recurrence", room, 3 * k.chunk * state, 2 * state, inputs)
-        states = 2 * (k.chunk + 1) * state + seen
-        yield desk.moment("state weight", room, states, inputs, square)
+        yield desk.moment("state weight", room, 2 * k.chunk * state, 2 * state, inputs, square)
         desk.put(states=-(_states(k) // parts))
     desk.drop("dy")
 
