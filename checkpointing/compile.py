@@ -230,7 +230,7 @@ class Compiler:
             raise  # no errors: requests of the compiler to Dynamo
         except Exception as error:
             # Raised when the graph is run, a moment later. An error that goes through Dynamo itself
-            # leaves its hook in the interpreter (no issue known): from then on a function's
+            # leaves its hook in the interpreter (no thread known): from then on a function's
             # arguments live until it returns, even if it deletes them earlier.
             return functools.partial(_fail, error)
 

@@ -105,7 +105,7 @@ def write(entry: Tensor, value: Tensor) -> None:
 
     torchao's scale of a block is its largest magnitude, which packing may already have rounded: the
     table's ends are 1 and, for example, -0.9930. Therefore the few scales that the block can have
-    come from are tried, and one that reproduces the whole block is used (no upstream issue known).
+    come from are tried, and one that reproduces the whole block is used (no thread known).
 
     Args:
         entry: any shape; written in place.

@@ -231,7 +231,7 @@ def _packed(t: Tensor) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence DCP's warning about a missing process group, printed even with `no_dist`."""
+    """Silence DCP's warning about a missing process group (no thread known)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -260,6 +260,6 @@ def test_doctor_tries_what_is_installed_in_parts(
         (finding,) = (f for f in _optional() if f.name == "transformer_engine")
         return finding
 
-    assert found().ok and "precision.fp8=te" in found().detail
+    assert found().ok and "--precision.fp8 te" in found().detail
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     assert found().ok is None and "installed, but" in found().detail

@@ -182,7 +182,7 @@ def test_the_header_says_which_weights_have_latents() -> None:
     assert folded.split()[4] == "3" and "lr 0.003" in folded
     (muon,) = [line for line in lines if line.startswith("muon ") and "A: wq.weight wk" in line]
     assert muon.split()[4] == "1"  # the output projection
-    assert any(line.endswith("AF: *.latent") for line in lines)
+    assert any(line.endswith("A: *.latent") for line in lines)
 
 
 def test_saved_state_goes_on_to_the_bit_across_redraws() -> None:

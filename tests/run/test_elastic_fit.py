@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megacpp.launch import smoke
+from megacpp.launch import trial
 from megacpp.run import failure
 from tests.launch import ROOT
 from tests.ranks import LONG_S
@@ -44,7 +44,7 @@ def rank(flags: Sequence[str], log: Path) -> None:
     torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.argv = ["train.py", *flags]
-    smoke.spawn, failure._leave = candidate, leave
+    trial.spawn, failure._leave = candidate, leave
     try:
         runpy.run_path("train.py", run_name="__main__")
     except SystemExit as end:
