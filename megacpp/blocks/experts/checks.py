@@ -78,7 +78,7 @@ def null_rules(moe: MoEConfig) -> Iterator[ConfigError]:
 
 
 def straddling_groups(moe: MoEConfig, mesh: MeshConfig) -> str:
-    """What is wrong with groups of experts that lie on ranks as these do; empty if nothing."""
+    """Return the rule that groups of experts break on the ranks of `ep`; empty if none."""
     groups = moe.num_groups
     if groups == 1 or moe.top_k_groups == groups or not (groups % mesh.ep and mesh.ep % groups):
         return ""

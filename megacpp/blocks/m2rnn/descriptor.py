@@ -56,12 +56,12 @@ def own_k(model: ModelConfig) -> bool:
 
 
 def shared_q(model: ModelConfig) -> bool:
-    """One query head serves all heads, so it is whole on every rank."""
+    """Whether a single query head serves all heads, so that every rank has it whole."""
     return not own_q(model)
 
 
 def shared_k(model: ModelConfig) -> bool:
-    """One key head serves all heads, so it is whole on every rank."""
+    """Whether a single key head serves all heads, so that every rank has it whole."""
     return not own_k(model)
 
 

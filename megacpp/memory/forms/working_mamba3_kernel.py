@@ -98,7 +98,7 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 
 def _summary_again(k: Walk, desk: Desk) -> Moment:
-    """What a chunk tells of itself is made once more (megacpp/kernels/mamba3/segments.py).
+    """Return the moment in which chunk summaries are recomputed (kernels/mamba3/segments.py).
 
     K of each head, turned, and its gradient; V widened, weighed, and its gradient; turns and
     angles, their cosines and sines; weights of tokens, one of them in fp64.

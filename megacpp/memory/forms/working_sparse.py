@@ -150,7 +150,7 @@ class _Index:
 
 
 def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
-    """Of an indexer (megacpp/kernels/sparse_attention/indexer.py)."""
+    """Return how many heads an indexer scores at once (kernels/sparse_attention/indexer.py)."""
     return min(heads, max(1, AT_ONCE.get(device, 0) // (numbers * width)))
 
 
