@@ -71,7 +71,7 @@ def four_steps(arguments: Sequence[str], environment: dict[str, str], log: str) 
 
 def node(is_host: bool, port: int, flags: Sequence[str], log: Path) -> BaseProcess:
     """A started launcher."""
-    times = {"join_timeout": 600, "last_call_timeout": 5, "is_host": is_host}
+    times = {"join_timeout": 600, "last_call_timeout": 15, "is_host": is_host}
     times |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}
     config = LaunchConfig(
         min_nodes=1,
@@ -116,8 +116,6 @@ def test_the_fit_runs_again_on_the_ranks_that_are_left(corpus: Path, tmp_path: P
     out = log.read_text()
     assert nodes[0].exitcode == 0, out
     first = json.loads((folder / "launch.json").read_text())
-    if first["world_size"] == 1:
-        pytest.skip("the second launcher came too late to be waited for")
     (again,) = (json.loads(path.read_text()) for path in folder.glob("launch-0*.json"))
     assert (first["world_size"], again["world_size"]) == (2, 1), out
     for launch in (first, again):  # planned and tried for the ranks of its own start
