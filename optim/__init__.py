@@ -1,1 +1,5 @@
-"""Parameter groups, Muon, AdamW, schedules and clipping."""
+"""Parameter groups, Muon, AdamW, schedules, clipping.
+
+May import: megacpp/ and optim/.
+Start reading: groups.py, then muon_adamw.py.
+"""

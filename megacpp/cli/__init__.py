@@ -1,1 +1,5 @@
-"""Command `megacpp`; imports are inside each subcommand, so that --help is instant."""
+"""Command `megacpp`: its subcommands, which import inside functions, so that --help is instant.
+
+May import: everything.
+Start reading: main.py.
+"""

@@ -1,1 +1,5 @@
-"""Corpus, tokenizer, packing and batches."""
+"""Corpora: sources, tokenizer, packing, shards, batches.
+
+May import: megacpp/ below cli/.
+Start reading: prepare.py, then shards.py.
+"""

@@ -1,1 +1,5 @@
-"""Bytes of a training step in closed form, without torch."""
+"""Bytes of a training step before it runs: estimate, planner, calibration, snapshots.
+
+May import: megacpp/ without torch.
+Start reading: estimate.py, then compose.py.
+"""

@@ -1,1 +1,5 @@
-"""Saving, verifying, resuming and exporting the training state."""
+"""Training state: saving, verifying, resuming, exporting.
+
+May import: megacpp/ below cli/.
+Start reading: checkpoint.py.
+"""
