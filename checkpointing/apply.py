@@ -16,7 +16,7 @@ from torch import nn
 
 from checkpointing.rebuild import BlockSeam, Check, Handover, Replays, Store, stay
 from megacpp.blocks.hyper_connections.groups import InGroup, places_in_groups
-from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.hybrid import HybridLM
@@ -152,7 +152,7 @@ def set_seams(
             seam = BlockSeam(chosen, replays, store, everything, check, before, after)
             give(block, seam)
         for module in block.modules():
-            if isinstance(module, M2RNN):
+            if isinstance(module, M2RNNScan):
                 module.keep_states = policy.rblock == "none"
     if policy.mtp and hasattr(model, "mtp"):
         model.mtp.seam = depth_seam(policy, replays)

@@ -27,12 +27,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.gqa import GroupedQueryAttention
+from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import rotary_table
 from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.blocks.experts.module import MixtureOfExperts, SharedExpert
 from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.kernels.attention.reference import VARLEN, remember
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.causal_conv import reach
@@ -41,6 +42,7 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.seam import PLAIN
+from megacpp.model.short_conv import Convolve
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 ROUTED = "sizes of what is routed depend on values"
@@ -167,12 +169,11 @@ def why_eager(block: Block) -> str | None:
     if isinstance(mixer, SparseAttention):
         return CHOSEN
     if isinstance(mixer, Attention):
-        replaced = "attend" in vars(mixer) or "forward" in vars(mixer.inner)
-        return CONTEXT if replaced else None
+        return None if type(mixer.inner) is CoreAttention else CONTEXT
     if isinstance(mixer, Mamba3):
-        if vars(mixer).keys() & {"scan", "convolve"}:
+        if not (isinstance(mixer.scan, Mamba3Scan) and isinstance(mixer.convolve, Convolve)):
             return CUT
-        return None if mixer.kernels.mamba3 == "torch" else BY_HAND
+        return None if mixer.scan.kernels.mamba3 == "torch" else BY_HAND
     return None if block.letter == "F" else BY_TOKEN
 
 

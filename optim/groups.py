@@ -35,7 +35,7 @@ View = Callable[[ModelConfig], MatrixView]
 
 
 @dataclass(frozen=True)
-class Row:
+class OptimizerRow:
     """Line of the parameter table.
 
     Attributes:
@@ -85,7 +85,7 @@ def stacked(rows: Callable[[ModelConfig], tuple[int, ...]]) -> View:
     return lambda model: MatrixView(rows(model))
 
 
-def mixer_rows(kind: BlockKind) -> Iterator[Row]:
+def mixer_rows(kind: BlockKind) -> Iterator[OptimizerRow]:
     """Yield the rows of a block kind; parameters that are moved alike share one."""
 
     def alike(row: Parameter) -> tuple[object, ...]:
@@ -102,7 +102,7 @@ def mixer_rows(kind: BlockKind) -> Iterator[Row]:
         if first.group == "muon":
             view = each_expert if len(first.letters) == 3 else whole
             view = stacked(first.rows) if first.rows else view
-        yield Row(kind.letter, names, first.group, first.decay, view)
+        yield OptimizerRow(kind.letter, names, first.group, first.decay, view)
 
 
 def has_latents(kind: BlockKind) -> bool:
@@ -120,17 +120,19 @@ def memory_factor(model: ModelConfig) -> float:
     return model.engram.lr_factor
 
 
-def vectors(letters: str, *names: str) -> Row:
+def vectors(letters: str, *names: str) -> OptimizerRow:
     """Return a row for norms, biases, and numbers per head or channel."""
-    return Row(letters, names, "adamw", False, rate="vector_lr")
+    return OptimizerRow(letters, names, "adamw", False, rate="vector_lr")
 
 
 TABLE = (
-    Row("", ("embed.weight",), "adamw", True, rate="embed_lr"),
-    Row("", ("head.weight", "top.unembed.weight"), "adamw", True, rate="head_lr"),
+    OptimizerRow("", ("embed.weight",), "adamw", True, rate="embed_lr"),
+    OptimizerRow("", ("head.weight", "top.unembed.weight"), "adamw", True, rate="head_lr"),
     # Most rows of a table are rarely read: large steps, and no decay between two of them.
-    Row("", ("ngram.tables.weight",), "adamw", False, rate="embed_lr", factor=ngram_factor),
-    Row(
+    OptimizerRow(
+        "", ("ngram.tables.weight",), "adamw", False, rate="embed_lr", factor=ngram_factor
+    ),
+    OptimizerRow(
         "",
         ("blocks.*.engram.tables.weight",),
         "adamw",
@@ -138,16 +140,20 @@ TABLE = (
         rate="embed_lr",
         factor=memory_factor,
     ),
-    Row("", ("ngram.proj.weight", "mtp.blocks.*.projection.weight"), "muon", True),
-    Row("", ("blocks.*.engram.wk.weight",), "muon", True, stream_rows),
-    Row("", ("blocks.*.engram.wv.weight",), "muon", True),
-    Row("", ("blocks.*.engram.conv.weight",), "adamw", False),
+    OptimizerRow("", ("ngram.proj.weight", "mtp.blocks.*.projection.weight"), "muon", True),
+    OptimizerRow("", ("blocks.*.engram.wk.weight",), "muon", True, stream_rows),
+    OptimizerRow("", ("blocks.*.engram.wv.weight",), "muon", True),
+    OptimizerRow("", ("blocks.*.engram.conv.weight",), "adamw", False),
     vectors("", "blocks.*.engram.w[kv].bias", "blocks.*.engram.*_norm.weight"),
     vectors("", "norm.weight", "blocks.*.norm.weight", "mtp.blocks.*norm.weight"),
-    Row("", ("blocks.*.connection.phi",), "adamw", True),  # to a few numbers of a token
+    OptimizerRow("", ("blocks.*.connection.phi",), "adamw", True),  # to a few numbers of a token
     vectors("", "blocks.*.connection.scale", "blocks.*.connection.bias"),
     *(row for kind in KINDS.values() for row in mixer_rows(kind)),
-    *(Row(k.letter, ("*.latent",), "adamw", True) for k in KINDS.values() if has_latents(k)),
+    *(
+        OptimizerRow(k.letter, ("*.latent",), "adamw", True)
+        for k in KINDS.values()
+        if has_latents(k)
+    ),
 )
 
 
@@ -163,7 +169,7 @@ class Assignment:
 
     name: str
     parameter: nn.Parameter
-    row: Row
+    row: OptimizerRow
     algorithm: Algorithm
     view: MatrixView
     fold: LowRankUpdate | None = None
@@ -183,7 +189,9 @@ class Assignment:
 
 
 def assign(
-    model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...] = TABLE
+    model: HybridLM,
+    algorithm: Literal["muon_adamw", "adamw"],
+    table: tuple[OptimizerRow, ...] = TABLE,
 ) -> list[Assignment]:
     """Return the row of every parameter; with `adamw` alone, Muon's rows use AdamW too.
 
@@ -218,7 +226,7 @@ def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]
 
 
 def _assignments(
-    model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[Row, ...]
+    model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[OptimizerRow, ...]
 ) -> Iterator[Assignment]:
     for name, parameter in model.named_parameters():
         letter, short = _place(model, name)

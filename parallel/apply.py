@@ -14,11 +14,9 @@ from collections.abc import Callable
 
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from megacpp.blocks.attention.sparse import SparseAttention
 from megacpp.blocks.engram.module import DilatedConv
 from megacpp.blocks.experts.module import MixtureOfExperts
-from megacpp.blocks.m2rnn.module import M2RNN
-from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.stages import stage_parts
@@ -26,16 +24,14 @@ from megacpp.run.precision import compute_dtype
 from parallel.context.attention import ContextAttention
 from parallel.context.convolution import ContextConv
 from parallel.context.layout import ContextLayout
-from parallel.context.m2rnn import ContextM2RNN, m2rnn_kind
-from parallel.context.mamba3 import ContextMamba3
+from parallel.context.scan import ContextScan, heads_if_divisible
 from parallel.expert.parallel import ExpertParallel
 from parallel.expert.routing import SpreadRouter
 from parallel.fsdp import shard_model
 from parallel.mesh import World
 from parallel.plans import row_of
-from parallel.sparse import ContextSparse
 from parallel.stages import Stage, keep_parts, make_stages
-from parallel.tensor import Cut, cut_model
+from parallel.tensor import ShardModule, shard_heads_and_rows
 
 
 def parallelize(
@@ -55,20 +51,13 @@ def parallelize(
     Returns:
         This rank's pipeline stages; none without a pipeline, when the model itself is run.
     """
-    mesh, degree = config.mesh, world.degree
-    parts = stage_parts(config.model, mesh, world.coordinate("pp")) if degree("pp") > 1 else []
+    mesh = config.mesh
+    parts = (
+        stage_parts(config.model, mesh, world.coordinate("pp")) if world.degree("pp") > 1 else []
+    )
     if parts:
         keep_parts(model, parts)
-    if degree("cp") > 1:
-        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), degree("cp"))
-        parallelize_module(model, world.meshes["cp"], context_plan(model, mesh, layout))
-    if degree("tp") > 1:
-        cut_model(model, world.meshes["tp"])
-    if degree("stage") > 1:
-        routers = {f"{name}.router": SpreadRouter(world.meshes["row"]) for name in _moe(model)}
-        parallelize_module(model, world.meshes["stage"], routers)  # type: ignore[arg-type]
-    if degree("ep") > 1 or balanced:
-        parallelize_module(model, world.meshes["ep"], expert_plan(model, mesh, balanced))
+    cut_blocks(model, config, world, balanced)
     if prepare is not None:
         prepare(model)
     stages = make_stages(model, parts)
@@ -80,20 +69,39 @@ def parallelize(
     return stages
 
 
+def cut_blocks(model: HybridLM, config: Config, world: World, balanced: bool = False) -> None:
+    """Apply the axes that cut tokens, heads and experts, in place; weights aren't sharded yet.
+
+    Args:
+        model: on the meta device.
+        config: resolved for the world.
+        world: of the rank; one process has nothing to cut.
+        balanced: see `parallelize`.
+    """
+    mesh, degree = config.mesh, world.degree
+    if degree("cp") > 1:
+        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), degree("cp"))
+        parallelize_module(model, world.meshes["cp"], context_plan(model, mesh, layout))
+    if degree("tp") > 1:
+        shard_heads_and_rows(model, world.meshes["tp"])
+    if degree("stage") > 1:
+        routers = {f"{name}.router": SpreadRouter(world.meshes["row"]) for name in _moe(model)}
+        parallelize_module(model, world.meshes["stage"], routers)  # type: ignore[arg-type]
+    if degree("ep") > 1 or balanced:
+        parallelize_module(model, world.meshes["ep"], expert_plan(model, mesh, balanced))
+
+
 def context_plan(
     model: HybridLM, mesh: MeshConfig, layout: ContextLayout
 ) -> dict[str, ParallelStyle]:
     """Mixer to style: what it exchanges with the ranks that hold other tokens of its rows."""
     plan: dict[str, ParallelStyle] = {}
-    for name, (_, mixer) in model.mixers().items():
-        if isinstance(mixer, Mamba3):
-            plan[name] = ContextMamba3(mesh.cp_mamba3, layout)
-        elif isinstance(mixer, M2RNN):
-            heads = mixer.num_heads // mesh.tp
-            kind = m2rnn_kind(mesh.cp_m2rnn, heads, layout.degree)
-            plan[name] = ContextM2RNN(kind, layout)
-        elif isinstance(mixer, SparseAttention):
-            plan[name] = ContextSparse(layout)
+    for name, (letter, mixer) in model.mixers().items():
+        exchange = KINDS[letter].context
+        if exchange is not None and hasattr(mixer, "scan"):
+            heads = exchange.heads(model.config)[1] // mesh.tp
+            wanted = getattr(mesh, exchange.setting)
+            plan[name] = ContextScan(heads_if_divisible(wanted, heads, layout.degree), layout)
         elif hasattr(mixer, "wo"):
             plan[name] = ContextAttention(mesh.cp_attention, layout)
     for name, module in model.named_modules():
@@ -112,7 +120,7 @@ def expert_plan(
             leaf: row_of(model, f"{name}.experts.{leaf}")
             for leaf, _ in mixer.experts.named_parameters()
         }
-        plan[f"{name}.experts"] = Cut(arrays)
+        plan[f"{name}.experts"] = ShardModule(arrays)
         plan[name] = ExpertParallel(mesh.ep_dispatch, balanced)
     return plan
 

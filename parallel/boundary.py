@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacpp.blocks.experts.router import Router
-from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.blocks.mtp.module import MultiTokenPrediction
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
@@ -38,7 +38,7 @@ from parallel.expert.load import LoadTable
 from parallel.guard import NonFiniteGuard
 from parallel.loss_scale import LossScale
 from parallel.mesh import World
-from parallel.step_sums import StepSums, Totals
+from parallel.step_sums import StepReduction, StepSums, Totals
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -92,7 +92,7 @@ class AccumulationBoundary:
         self.ahead = [m for m in self.sources if isinstance(m, MultiTokenPrediction)]
         self.routers = [m for m in self.sources if isinstance(m, Router)]
         self.loads = LoadTable(model, config.model, world.degree("stage"))
-        self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNN) and m.clip]
+        self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNNScan) and m.clip]
 
     @region("accumulate")
     def accumulate(self, microbatches: Iterable[Batch], step: int = 0) -> StepSums:
@@ -148,12 +148,11 @@ class AccumulationBoundary:
         totals = sums.totals
         counts = torch.stack([totals.valid.sum(), totals.target_bytes]).double()
         numbers = torch.cat([norm.double().view(1), sums.nll_sum.view(1), counts, sums.along])
-        grad_norm, nll_sum, valid, target_bytes, *rest = numbers.tolist()
-        nonfinite, losses, leaving, *rest = rest
-        rest, loads = rest[: len(TERMS) + 2], rest[len(TERMS) + 2 :]
-        main, own = (math.sqrt(square) if square >= 0 else math.nan for square in rest[-2:])
+        grad_norm, nll_sum, valid, target_bytes, *along = numbers.tolist()
+        reduced = StepReduction.unpack(along)
+        main, own = (math.sqrt(s) if s >= 0 else math.nan for s in reduced.router_squares)
         on = {term for source in self.sources for term in source.auxiliary}
-        finite = math.isfinite(grad_norm) and not losses
+        finite = math.isfinite(grad_norm) and not reduced.bad_losses
         sanitizes = self.train.nonfinite == "sanitize"
         verdict = Verdict(
             grad_norm=grad_norm,
@@ -161,17 +160,17 @@ class AccumulationBoundary:
             nll_sum=nll_sum,
             valid_tokens=int(valid),
             target_bytes=int(target_bytes),
-            nonfinite=int(nonfinite),
+            nonfinite=int(reduced.nonfinite),
             finite=finite,
-            healthy=bool(valid) and finite and (sanitizes or not nonfinite),
+            healthy=bool(valid) and finite and (sanitizes or not reduced.nonfinite),
             auxiliary={
                 term: value / totals.tokens
-                for term, value in zip(TERMS, rest[:-2], strict=True)
+                for term, value in zip(TERMS, reduced.auxiliary, strict=True)
                 if value or term in on
             },
             auxiliary_ratio=own / main if main > 0 and own > 0 else None,
-            loads=self.loads.read(loads),
-            leaving=int(leaving),
+            loads=self.loads.read(reduced.loads),
+            leaving=int(reduced.leaving),
             loss_scale=self.loss_scale.value if self.loss_scale.dynamic else None,
         )
         if not verdict.clean and self.train.nonfinite == "raise":
@@ -320,16 +319,22 @@ class AccumulationBoundary:
 
     @torch.no_grad()
     def _numbers_along(self, sums: Tensor) -> Tensor:
-        """What is summed over all ranks with the norm."""
-        numbers = torch.zeros(3 + len(TERMS) + 2, dtype=torch.float64, device=self.world.device)
-        numbers[0] = self.guard.total
-        numbers[1] = (~sums.isfinite()).sum()  # ranks of tp may differ in what they see
-        numbers[2] = self.leaves()
+        """What is summed over all ranks with the norm, `StepReduction` packed."""
+        device = self.world.device
+        auxiliary = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
         for source in self.sources:
-            numbers[3:-2] += source.loss_sums * source.record_share
+            auxiliary += source.loss_sums * source.record_share
+        squares = torch.zeros(2, dtype=torch.float64, device=device)
         for router in self.routers:
-            numbers[-2:] += router.gradient_squares
-        return torch.cat([numbers, self.loads.numbers(self.world.device)])
+            squares += router.gradient_squares
+        return StepReduction.pack(
+            self.guard.total,
+            (~sums.isfinite()).sum(),
+            self.leaves(),
+            auxiliary,
+            squares,
+            self.loads.numbers(device),
+        )
 
 
 def shortened(parts: Sequence[str], between: str = ", ", most: int = 3) -> str:

@@ -13,7 +13,8 @@ experts lie along `ep`, so only the `efsdp` ranks share the storage of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,44 +58,24 @@ def shard_model(
     fully_shard(root, mesh=mesh, mp_policy=wide, ignored_params=others)
     contract = {p for _, p in contract_parameters(root)}  # sharding made new objects of them
 
-    def unit(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+    for unit in units_of(root, apart=world.degree("ep") > 1 or world.degree("tp") > 1):
+        over = world.meshes["expert_shard"] if unit.experts else mesh
         fully_shard(
-            modules,
-            mesh=mesh,
+            unit.modules if len(unit.modules) > 1 else unit.modules[0],
+            mesh=over,
             mp_policy=narrow,
-            ignored_params=contract,
-            reshard_after_forward=reshard_after_forward,
+            ignored_params=None if unit.experts else contract,
+            shard_placement_fn=_expert_dim(over.shape[-1]) if unit.experts else None,
+            reshard_after_forward=again and unit.reshard,
         )
-
-    embed, head = getattr(root, "embed", None), getattr(root, "head", None)
-    if embed is not None and head is not None and _weight(embed) is _weight(head):
-        # One parameter in two modules is one unit, whole from the embedding to the loss.
-        unit([embed, head], False)
-    else:
-        if embed is not None:
-            unit(embed, again)
-        if head is not None:
-            unit(head, False)
-        if isinstance(embed, FSDPModule) and again:
-            embed.set_unshard_in_backward(False)
-    if (ngram := getattr(root, "ngram", None)) is not None:
-        unit(ngram.tables, again)
-        unit(ngram, False)  # its projection, which is small, and which the backward reads
-        if again:
-            ngram.tables.set_unshard_in_backward(False)
-    for name in ("mtp", "top"):
-        if (module := getattr(root, name, None)) is not None:
-            unit(module, again)
-            if name == "top" and again:  # whose gradients are made in the forward
-                module.set_unshard_in_backward(False)
-    blocks = root.blocks
-    assert isinstance(blocks, nn.ModuleDict)
-    for block in blocks.values():
-        apart = world.degree("ep") > 1 or world.degree("tp") > 1
-        experts = _shard_experts(block, world, narrow, again) if apart else []
-        unit(block, again)
-        if experts:  # their weights travel while the block's router works
+        if again and not unit.in_backward:
+            (module,) = unit.modules
+            assert isinstance(module, FSDPModule)
+            module.set_unshard_in_backward(False)
+    for block in _blocks(root):
+        if experts := [unit for m in _experts(block) for unit in fsdp_units(m)]:
             assert isinstance(block, FSDPModule)
+            # Their weights travel while the block's router works.
             block.set_modules_to_forward_prefetch(experts)
     in_fp8 = any(hasattr(_local(p), "fsdp_pre_all_gather") for p in root.parameters())
     for module in fsdp_units(root):
@@ -102,6 +83,52 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)
         if in_fp8:
             module.set_custom_all_gather(_as_bytes())
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Modules whose parameters are gathered together.
+
+    Attributes:
+        reshard: shards again after the forward, where blocks are.
+        in_backward: the backward reads their weights, so it gathers them again.
+        experts: routed experts, sharded over `efsdp`.
+    """
+
+    modules: list[nn.Module]
+    reshard: bool = True
+    in_backward: bool = True
+    experts: bool = False
+
+
+def units_of(root: nn.Module, apart: bool) -> list[FsdpUnit]:
+    """FSDP units of a model or a pipeline stage, in the order in which they are made.
+
+    Args:
+        apart: the ranks that share an expert's storage are others than those of its block.
+    """
+    embed, head, ngram, mtp, top = (
+        getattr(root, name, None) for name in ("embed", "head", "ngram", "mtp", "top")
+    )
+    found: list[FsdpUnit] = []
+    if embed is not None and head is not None and _weight(embed) is _weight(head):
+        # One parameter in two modules is one unit, whole from the embedding to the loss.
+        found += [FsdpUnit([embed, head], reshard=False)]
+    else:
+        # The backward of a table needs no weights; that of the head comes at once.
+        found += [FsdpUnit([embed], in_backward=False)] if embed is not None else []
+        found += [FsdpUnit([head], reshard=False)] if head is not None else []
+    if ngram is not None:
+        found += [FsdpUnit([ngram.get_submodule("tables")], in_backward=False)]
+        # its projection, which is small, and which the backward reads
+        found += [FsdpUnit([ngram], reshard=False)]
+    found += [FsdpUnit([mtp])] if mtp is not None else []
+    # Gradients of `top` are made in the forward.
+    found += [FsdpUnit([top], in_backward=False)] if top is not None else []
+    for block in _blocks(root):
+        found += [FsdpUnit([m], experts=True) for m in _experts(block)] if apart else []
+        found += [FsdpUnit([block])]
+    return found
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -115,23 +142,6 @@ def shard_slice(t: Tensor) -> Slice:
         return whole(t)
     _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     return Slice(t.to_local(), tuple(t.shape), tuple(offset))
-
-
-def _shard_experts(
-    block: nn.Module, world: World, policy: MixedPrecisionPolicy, again: bool
-) -> list[FSDPModule]:
-    """The routed experts of a block, if it has any, as a unit over `efsdp`."""
-    found = [module for module in block.modules() if isinstance(module, Experts)]
-    return [
-        fully_shard(
-            experts,
-            mesh=world.meshes["expert_shard"],
-            mp_policy=policy,
-            shard_placement_fn=_expert_dim(world.meshes["expert_shard"].shape[-1]),
-            reshard_after_forward=again,
-        )
-        for experts in found
-    ]
 
 
 def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -179,6 +189,14 @@ def _as_bytes() -> Any:
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
     return AsBytes()
+
+
+def _blocks(root: nn.Module) -> Iterable[nn.Module]:
+    return root.get_submodule("blocks").children()
+
+
+def _experts(block: nn.Module) -> list[Experts]:
+    return [module for module in block.modules() if isinstance(module, Experts)]
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from parallel.collectives import exchange, gather, scatter_sum
+
+Kind = Literal["gather", "scatter_sum", "exchange"]
 
 _ARRAY = re.compile(r"^(\w*)\[([^\]]*)\](?:\{(\w+)\})?$")
 
@@ -74,57 +77,44 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Move:
-    """One activation from one layout to another: at most one collective, over one axis."""
+class Redistribute:
+    """One activation from one layout to another, by one collective over one mesh axis.
+
+    Attributes:
+        kind: `gather`, `scatter_sum` or `exchange`.
+        axis: the mesh axis of the collective.
+        dim: the dim that is joined, or cut by a sum.
+        split: the dim that an exchange cuts, else None.
+    """
 
     before: Array
     after: Array
+    kind: Kind
+    axis: str
+    dim: int
+    split: int | None = None
 
     @staticmethod
-    def parse(text: str) -> Move:
+    def parse(text: str) -> Redistribute:
         """Of `x[B, T_tp, D] -> x[B, T, D]`.
 
         Raises:
             ValueError: the change is none that a single collective makes.
         """
         left, arrow, right = text.partition("->")
-        move = Move(Array.parse(left), Array.parse(right))
-        if not arrow or move.before.dims != move.after.dims:
+        before, after = Array.parse(left), Array.parse(right)
+        if not arrow or before.dims != after.dims:
             raise ValueError(f"{text!r} does not move one tensor")
-        if move.kind == "other":
-            raise ValueError(f"{text!r} is neither a gather nor a sum that is cut nor an exchange")
-        return move
-
-    @property
-    def kind(self) -> str:
-        """`gather`, `scatter_sum`, `exchange`, or `other`: what no single one of these does."""
-        before, after, axis = self.before, self.after, self.axis
-        if axis is None or after.partial:
-            return "other"
-        if before.partial and after.axes.count(axis) == 1:
-            whole = tuple(None if a == axis else a for a in after.axes)
-            return "scatter_sum" if whole == before.axes else "other"
-        whole = tuple(None if a == axis else a for a in before.axes)
-        if whole == after.axes:
-            return "gather"
-        cut = tuple(None if a == axis else a for a in after.axes)
-        return "exchange" if axis in after.axes and whole == cut and before != after else "other"
-
-    @property
-    def axis(self) -> str | None:
-        """The mesh axis of the collective."""
-        if self.before.partial:
-            return self.before.partial
-        pairs = zip(self.before.axes, self.after.axes, strict=True)
-        return next((a for a, b in pairs if a and a != b), None)
-
-    @property
-    def dim(self) -> int:
-        """The dim that is joined, or cut by a sum."""
-        assert self.axis is not None
-        dim = (self.after if self.kind == "scatter_sum" else self.before).dim_on(self.axis)
-        assert dim is not None
-        return dim
+        axis = before.partial or _leaving_axis(before, after)
+        if axis is not None and not after.partial:
+            cut, now = before.dim_on(axis), after.dim_on(axis)
+            others_stay = _without(before, axis) == _without(after, axis)
+            if others_stay and before.partial and now is not None:
+                return Redistribute(before, after, "scatter_sum", axis, now)
+            if others_stay and not before.partial and cut is not None:
+                kind: Kind = "gather" if now is None else "exchange"
+                return Redistribute(before, after, kind, axis, cut, now)
+        raise ValueError(f"{text!r} is neither a gather nor a sum that is cut nor an exchange")
 
     @property
     def names(self) -> tuple[str, str]:
@@ -135,13 +125,22 @@ class Move:
         return both if self.kind == "gather" else (both[1], both[0])
 
     def __call__(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The move of this rank's tensor over the ranks of its axis, with its gradient."""
-        if self.kind == "exchange":
-            split = self.after.dim_on(self.axis or "")
-            assert split is not None
-            return exchange(x, split, self.dim, group)
+        """This rank's tensor in the new layout, with its gradient."""
+        if self.split is not None:
+            return exchange(x, self.split, self.dim, group)
         collective = gather if self.kind == "gather" else scatter_sum
         return collective(x, self.dim, group)
 
     def __str__(self) -> str:
         return f"{self.before} -> {self.after}"
+
+
+def _leaving_axis(before: Array, after: Array) -> str | None:
+    """The mesh axis that no longer cuts a dim that it cut."""
+    pairs = zip(before.axes, after.axes, strict=True)
+    return next((a for a, b in pairs if a and a != b), None)
+
+
+def _without(array: Array, axis: str) -> tuple[str | None, ...]:
+    """The axes of all dims but for one axis."""
+    return tuple(None if a == axis else a for a in array.axes)

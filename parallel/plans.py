@@ -23,7 +23,7 @@ from megacpp.blocks.descriptor import BlockKind
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import ModelConfig
 from megacpp.model.hybrid import HybridLM
-from parallel.notation import Array, Move
+from parallel.notation import Array, Redistribute
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,9 @@ def place(name: str, letters: list[str] | str) -> tuple[str, str]:
     return BEHIND[key] if key in BEHIND else letters[int(key)], short
 
 
-def doors_of(model: HybridLM) -> Iterator[tuple[str, nn.Module, Move | None, Move | None]]:
+def doors_of(
+    model: HybridLM,
+) -> Iterator[tuple[str, nn.Module, Redistribute | None, Redistribute | None]]:
     """Every door of a model: module name, module, and the moves into and out of it."""
     modules = dict(model.named_modules())
     for door in DOORS:
@@ -167,5 +169,5 @@ def _owners(model: HybridLM, door: Door) -> list[str]:
     return [f"{name}{below}" for name, (letter, _) in mixers if letter in door.letters]
 
 
-def _move(text: str | None) -> Move | None:
-    return None if text is None else Move.parse(text)
+def _move(text: str | None) -> Redistribute | None:
+    return None if text is None else Redistribute.parse(text)

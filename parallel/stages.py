@@ -32,6 +32,7 @@ class Stage(nn.Module):
 
     Attributes:
         part: which layers it has, and whether it is the first or the last stage.
+        remembers: layers of the model have an n-gram memory.
         coming: this rank's tokens of the microbatches to come, in the order of the schedule: every
             schedule of torch brings those of one stage forward in the order of the batch.
         hands_on: shape and dtype of what the next stage expects, once they are known.
@@ -42,7 +43,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: HybridLM, part: StagePart) -> None:
         super().__init__()
-        self.part = part
+        self.part, self.remembers = part, bool(model.config.engram.layers)
         modules = dict(model.named_children())
         for name in (*ENTRANCE, *EXIT):
             looked_up = name == "embed" and part.last and "mtp" in modules
@@ -73,7 +74,8 @@ class Stage(nn.Module):
         """
         batch = self.coming.popleft()
         docs = batch.docs
-        look_ahead(self.blocks.values(), docs)
+        if self.remembers:
+            look_ahead(self.blocks.values(), docs)
         choice = self._take(docs)
         if self.part.first:
             x = begin(self, x, docs)

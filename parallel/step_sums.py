@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from megacpp.model.auxiliary import TERMS
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,60 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class StepReduction:
+    """Numbers of a step that ranks sum together with the gradient norm, on the host.
+
+    Attributes:
+        nonfinite: gradient values that weren't finite.
+        bad_losses: sums of losses that weren't (ranks of tp may differ in what they see).
+        leaving: ranks that were told to stop.
+        auxiliary: by term of `TERMS`, coefficient * loss * tokens.
+        router_squares: squared norms of the gradients of all routers' logits, by what comes after
+            them and by the auxiliary losses.
+        loads: choices of experts (`LoadTable`).
+    """
+
+    nonfinite: float
+    bad_losses: float
+    leaving: float
+    auxiliary: tuple[float, ...]
+    router_squares: tuple[float, float]
+    loads: tuple[float, ...]
+
+    @staticmethod
+    def pack(
+        nonfinite: Tensor,
+        bad_losses: Tensor,
+        leaving: bool,
+        auxiliary: Tensor,
+        router_squares: Tensor,
+        loads: Tensor,
+    ) -> Tensor:
+        """This rank's numbers, fp64 `(X,)`, as `unpack` reads their sum; nothing waits.
+
+        Args:
+            nonfinite, bad_losses: of one element.
+            leaving: this rank was told to stop.
+            auxiliary: `(len(TERMS),)`.
+            router_squares: `(2,)`.
+            loads: fp64 `(N,)`.
+        """
+        told = loads.new_full((1,), float(leaving))
+        parts = [nonfinite.view(1), bad_losses.view(1), told, auxiliary, router_squares, loads]
+        return torch.cat([part.double() for part in parts])
+
+    @staticmethod
+    def unpack(numbers: Sequence[float]) -> StepReduction:
+        """The sum over all ranks of what each has packed."""
+        nonfinite, bad_losses, leaving, *rest = numbers
+        auxiliary, rest = rest[: len(TERMS)], rest[len(TERMS) :]
+        after, own, *loads = rest
+        return StepReduction(
+            nonfinite, bad_losses, leaving, tuple(auxiliary), (after, own), tuple(loads)
+        )
+
+
+@dataclass(frozen=True)
 class StepSums:
     """Sums of one step over all ranks and microbatches; still tensors, so nothing waits.
 
@@ -46,9 +104,7 @@ class StepSums:
         loss_sum: what was differentiated: cross entropy and z-loss.
         nll_sum: cross entropy alone, nats.
         totals: see there.
-        along: fp64 numbers of this rank that wait to be summed over all ranks together with the
-            gradient norm: values that weren't finite, losses that weren't, whether it was
-            told to stop, auxiliary losses, gradients of routers, loads of experts.
+        along: this rank's `StepReduction`, packed; it waits for the gradient norm.
     """
 
     loss_sum: Tensor

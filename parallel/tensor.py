@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,18 +31,21 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     VocabularyShard,
     merge_statistics,
 )
+from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
+from megacpp.kernels.sparse_attention.indexer_loss import HeadShard
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.norm import RMSNorm
-from parallel.collectives import all_sum, gather_plain
-from parallel.notation import Array, Move
+from megacpp.model.lookup import Table
+from megacpp.model.norm import NormOverHeads
+from megacpp.model.scan import SequenceScan
+from parallel.collectives import all_sum, all_sum_plain, gather_plain
+from parallel.notation import Array, Redistribute
 from parallel.plans import doors_of, row_of
-from parallel.sparse import spread_heads
 
 
-class Cut(ParallelStyle):
+class ShardModule(ParallelStyle):
     """Parameters of a module as its plan rows say, and the moves at its door.
 
     Args:
@@ -51,14 +55,14 @@ class Cut(ParallelStyle):
     def __init__(
         self,
         arrays: Mapping[str, Array],
-        enter: Move | None = None,
-        leave: Move | None = None,
+        enter: Redistribute | None = None,
+        leave: Redistribute | None = None,
     ) -> None:
         self.arrays, self.enter, self.leave = arrays, enter, leave
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for leaf, array in self.arrays.items():
-            cut_parameter(module, leaf, array, device_mesh)
+            shard_parameter(module, leaf, array, device_mesh)
         group, enter, leave = device_mesh.get_group(), self.enter, self.leave
         if enter is not None:
 
@@ -75,16 +79,31 @@ class Cut(ParallelStyle):
         return module
 
 
-class CutEmbedding(Cut):
+class ShardTable(ShardModule):
     """A table in parts: each rank looks up the rows that it holds, zeros for the others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        module.forward = partial(_look_up, module, device_mesh.get_local_rank())  # type: ignore[method-assign]
+        assert isinstance(module, Table)
+        module.lookup = LookupOfRank(device_mesh.get_local_rank())
         return super()._apply(module, device_mesh)
 
 
-class CutHead(Cut):
+class LookupOfRank(nn.Module):
+    """This rank's part of what is looked up; the sum over ranks is all of it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, ids: Tensor, weight_vD: Tensor) -> Tensor:
+        """`[..., D]` of ids `[...]`, from the rows that rank r has: r v to (r + 1) v."""
+        local = ids - self.rank * len(weight_vD)
+        here = (local >= 0) & (local < len(weight_vD))
+        x_D = F.embedding(torch.where(here, local, 0), weight_vD)
+        return torch.where(here[..., None], x_D, 0)
+
+
+class ShardHead(ShardModule):
     """A vocabulary in parts: each rank makes the logits of its words, never those of others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -102,7 +121,7 @@ class CutHead(Cut):
         return module
 
 
-class CutTop(Cut):
+class ShardTop(ShardModule):
     """The same of token order prediction; every rank finds the loss of all words, and notes it."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -115,36 +134,57 @@ class CutTop(Cut):
         return module
 
 
-class CutHeads(Cut):
+class ShardMixer(ShardModule):
     """A mixer of heads, with what heads on several ranks share beyond the door."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         if isinstance(module, Mamba3) and module.mamba.ngroups > 1:
-            _choose_groups(module, device_mesh)
+            module.scan = GroupsOfRank(module.scan, module.mamba.ngroups, device_mesh)
         if isinstance(module, SparseAttention):
-            spread_heads(module, device_mesh.get_group())
+            _spread_heads(module, device_mesh.get_group())
         return module
 
 
-class CutNorm(Cut):
+class GroupsOfRank(nn.Module):
+    """A Mamba-3 scan with the groups of B and C that the rank's heads read; all are computed."""
+
+    def __init__(self, scan: SequenceScan, groups: int, mesh: DeviceMesh) -> None:
+        super().__init__()
+        rank, size = mesh.get_local_rank(), mesh.size()
+        self.scan, self.first, self.count = scan, rank * groups // size, max(1, groups // size)
+
+    def forward(self, inputs: ScanInputs, weights: HeadWeights, docs: Documents) -> Tensor:
+        own = slice(self.first, self.first + self.count)
+        inputs = replace(inputs, Q=inputs.Q[:, :, :, own], K=inputs.K[:, :, :, own])
+        return self.scan(inputs, weights, docs)
+
+
+class ShardNorm(ShardModule):
     """An RMSNorm over all heads: each rank has some of its width and the others' squares."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, RMSNorm)
+        assert isinstance(module, NormOverHeads)
         super()._apply(module, device_mesh)
-        group = device_mesh.get_group()
-
-        def forward(x: Tensor) -> Tensor:
-            x_wide = wide(x)
-            square = all_sum(x_wide.square().sum(-1, keepdim=True), group) / module.dim
-            return (x_wide * torch.rsqrt(square + module.eps) * module.weight).to(x.dtype)
-
-        module.forward = forward  # type: ignore[method-assign]
+        module.normalise = NormaliseOverRanks(module.dim, device_mesh.get_group())
         return module
 
 
-class CutExperts(Cut):
+class NormaliseOverRanks(nn.Module):
+    """RMSNorm over a last dim of which each rank of a group has a part."""
+
+    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.dim, self.group = dim, group
+
+    def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """This rank's part of `(..., dim)`."""
+        x_wide = wide(x)
+        square = all_sum(x_wide.square().sum(-1, keepdim=True), self.group) / self.dim
+        return (x_wide * torch.rsqrt(square + eps) * weight).to(x.dtype)
+
+
+class ShardExpertMixer(ShardModule):
     """An E mixer: router and routed experts get the documents of the rank's own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -159,7 +199,7 @@ class CutExperts(Cut):
         return module
 
 
-def cut_model(model: HybridLM, tp: DeviceMesh) -> None:
+def shard_heads_and_rows(model: HybridLM, tp: DeviceMesh) -> None:
     """Applies the plan over the axis `tp`, in place; the model may be on the meta device."""
     parallelize_module(model, tp, tensor_plan(model))  # type: ignore[arg-type]
     if hasattr(model, "mtp"):
@@ -181,7 +221,7 @@ def tensor_plan(model: HybridLM) -> dict[str, ParallelStyle]:
     }
 
 
-def cut_parameter(module: nn.Module, leaf: str, array: Array, mesh: DeviceMesh) -> None:
+def shard_parameter(module: nn.Module, leaf: str, array: Array, mesh: DeviceMesh) -> None:
     """Makes a parameter a DTensor on the one axis of `mesh`, and its module read the local part.
 
     The gradient of a local part is taken as it comes: of a parameter that every rank has whole it
@@ -227,18 +267,18 @@ def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def _style(name: str, model: HybridLM) -> type[Cut]:
+def _style(name: str, model: HybridLM) -> type[ShardModule]:
     last = name.rpartition(".")[2]
     if last == "mixer":
-        return CutExperts if hasattr(model.get_submodule(name), "experts") else CutHeads
-    styles: dict[str, type[Cut]] = {
-        "embed": CutEmbedding,
-        "tables": CutEmbedding,
-        "top": CutTop,
-        "head": CutHead,
-        "g_norm": CutNorm,
+        return ShardExpertMixer if hasattr(model.get_submodule(name), "experts") else ShardMixer
+    styles: dict[str, type[ShardModule]] = {
+        "embed": ShardTable,
+        "tables": ShardTable,
+        "top": ShardTop,
+        "head": ShardHead,
+        "g_norm": ShardNorm,
     }
-    return styles.get(last, Cut)
+    return styles.get(last, ShardModule)
 
 
 def _words(owner: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
@@ -253,29 +293,20 @@ def _words(owner: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
     return VocabularyShard(mesh.get_local_rank() * words, merge)
 
 
-def _look_up(embedding: nn.Embedding, rank: int, ids_BT: Tensor) -> Tensor:
-    """This rank's part of the embeddings `[B, T, D]`; the sum over ranks is all of them."""
-    weight_vD = embedding.weight
-    local_BT = ids_BT - rank * len(weight_vD)
-    here_BT = (local_BT >= 0) & (local_BT < len(weight_vD))
-    x_BTD = F.embedding(torch.where(here_BT, local_BT, 0), weight_vD)
-    return torch.where(here_BT[..., None], x_BTD, 0)
-
-
 def _tokens(docs: Documents, rank: int, size: int) -> Documents:
     """Documents of the tokens that a rank of `tp` holds between blocks."""
     t = docs.ids_BT.shape[1] // size
     return docs.take(torch.arange(rank * t, (rank + 1) * t, device=docs.ids_BT.device))
 
 
-def _choose_groups(mixer: Mamba3, mesh: DeviceMesh) -> None:
-    """Gives the scan the groups of B and C that the rank's heads read; all are computed."""
-    G, rank, size = mixer.mamba.ngroups, mesh.get_local_rank(), mesh.size()
-    first, count, scan = rank * G // size, max(1, G // size), mixer.scan
+def _spread_heads(mixer: SparseAttention, group: dist.ProcessGroup) -> None:
+    """Gives a sparse mixer with some of the heads what it needs of the others, in place.
 
-    def chosen(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = slice(first, first + count)
-        inputs = replace(inputs, Q=inputs.Q[:, :, :, groups], K=inputs.K[:, :, :, groups])
-        return scan(inputs, *args, **kwargs)
-
-    mixer.scan = chosen  # type: ignore[method-assign]
+    Every rank has all of the indexer and all tokens, so all make the same choice and the same
+    gradient, of which each gives its share. What the scores are to resemble, a sum over heads, is
+    added up block by block.
+    """
+    heads = mixer.config.attention.num_heads
+    mixer.inner.heads = HeadShard(heads, partial(all_sum_plain, group=group))
+    if mixer.indexer is not None:
+        mixer.indexer.gradient_share = mixer.indexer.record_share = 1 / group.size()

@@ -32,6 +32,12 @@ def _young_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Block traces of this session alone: none of the user's, and none left to the user."""
+    os.environ["MEGACPP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return some sixty headers of the installed torch, 400 ids."""

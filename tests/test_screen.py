@@ -212,6 +212,9 @@ def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["presets", "show nam56r", "validate nam52_deep --world 8"])
 def test_answers_without_torch(words: str) -> None:
+    """Once the blocks of the model have been traced."""
+    command = [sys.executable, "-m", "megacpp", *words.split()]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     code = (
         "import sys; from megacpp.cli.main import main; "
         f"code = main({words.split()!r}); "

@@ -197,7 +197,7 @@ def table() -> str:
 
 
 # Class names that two files share today, and the rooms with a method `of`.
-SHARED: set[str] = set("Ahead Block HeadWeights Held Plan Row Walk _Gather _Spread".split())
+SHARED: set[str] = set("Ahead Block HeadWeights Held Plan Walk _Gather _Spread".split())
 CALLED_OF = ("parallel/", "megacpp/kernels/", "megacpp/memory/")
 
 

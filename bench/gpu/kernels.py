@@ -31,7 +31,7 @@ from megacpp.model.init import initialise
 from megacpp.run.kernel_check import agreement
 from megacpp.run.precision import compute_dtype
 
-LETTERS = {"attention": "A", "mamba3": "M", "m2rnn": "R", "experts": "E"}
+LETTERS = {"attention": "A", "mamba3": "M", "m2rnn": "R", "gated_delta_rule": "G", "experts": "E"}
 SHORT, LONG = (1, 256), (2, 4096)  # rows and tokens
 TINY = (1, 24), (1, 32)
 

@@ -83,6 +83,7 @@ class Meter(TorchDispatchMode):
 
     Args:
         host: what lies in the host's memory when the forward has ended.
+        flops: count them, too; what counts imports Triton where it is installed.
 
     Attributes:
         lives: every storage, in the order of birth.
@@ -92,12 +93,19 @@ class Meter(TorchDispatchMode):
         forward_ended: operators of the forward.
     """
 
-    def __init__(self, model: nn.Module, host: Callable[[], Iterable[Tensor]] = tuple) -> None:
-        from checkpointing.tracing.flops import formula_of  # imports Triton where it is installed
-
+    def __init__(
+        self,
+        model: nn.Module,
+        host: Callable[[], Iterable[Tensor]] = tuple,
+        flops: bool = True,
+    ) -> None:
         super().__init__()
         self.model, self.host = model, host
-        self._formula_of = formula_of
+        self._formula_of: Callable[[Any], Callable[..., int] | None] = lambda _: None
+        if flops:
+            from checkpointing.tracing.flops import formula_of
+
+            self._formula_of = formula_of
         self.lives: list[Life] = []
         self.kept: list[Life] = []
         self.flops: Counter[tuple[str, Phase]] = Counter()

@@ -134,6 +134,7 @@ class BlockKind:
         recurrent: a state runs along the row, in a scan that is no module.
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
+        interleaved: fused tensors that repeat this order for each group of heads, and the groups.
     """
 
     letter: str
@@ -154,6 +155,7 @@ class BlockKind:
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
 
     def shapes(
         self, model: ModelConfig, kind: str = ""

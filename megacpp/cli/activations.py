@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config.arguments import flatten, parse_run
 from megacpp.config.checks.every import check
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
+from megacpp.model.pattern import LETTERS
 from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ POLICIES = {
         eblock="expert_gemm_only",
         mblock="conv_bc_only",
         rblock="recurrence",
+        gblock="conv_gate",
         norms=True,
         mlp=True,
     ),
@@ -37,15 +40,14 @@ POLICIES = {
         eblock="full",
         mblock="conv_bc_only",
         rblock="full_plus_norms",
+        gblock="full",
         fblock="full",
         norms=True,
     ),
 }
 NAMES = {
-    "A": "attention",
-    "M": "Mamba-3",
+    **LETTERS,
     "E": "experts",
-    "R": "M2RNN",
     "F": "dense",
     "embed": "embedding",
     "ngram": "n-gram embedding",
@@ -142,7 +144,7 @@ def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
     def under(policy: CheckpointingPolicy) -> Activations:
         return measure(dataclasses.replace(config, recompute=policy), size, rank)
 
-    chosen = levers_of(config.recompute)
+    chosen = levers_of(config)
     runs = 1 + bool(chosen) + len(chosen) * levers
     with following("activations", runs * one_of_each(config.model).depth * (1 + (size > 1))):
         return Report(
@@ -154,13 +156,15 @@ def _report(config: Config, size: int, rank: int, levers: bool) -> Report:
         )
 
 
-def levers_of(policy: CheckpointingPolicy) -> dict[str, CheckpointingPolicy]:
-    """Return each effective setting of a policy, alone in a policy."""
-    values, nothing = flatten(policy), flatten(NOTHING)
+def levers_of(config: Config) -> dict[str, CheckpointingPolicy]:
+    """Return each effective setting of a policy, alone in a policy; of absent kinds none."""
+    values, nothing = flatten(config.recompute), flatten(NOTHING)
+    present = config.model.pattern
+    absent = {kind.whole for letter, kind in KINDS.items() if letter not in present}
     return {
         name if value is True else f"{name}={value}": dataclasses.replace(NOTHING, **{name: value})
         for name, value in values.items()
-        if value != nothing[name] and name not in ("mtp", "mhc_group_size")
+        if value != nothing[name] and name not in {"mtp", "mhc_group_size", *absent}
     }
 
 
@@ -191,7 +195,7 @@ def _content(config: Config, size: int, rank: int, report: Report) -> dict[str, 
 
 def _lines(config: Config, size: int, rank: int, report: Report, every: bool) -> list[str]:
     """Return the report as text."""
-    words = [name for name in levers_of(config.recompute)] or ["nothing is recomputed"]
+    words = [name for name in levers_of(config)] or ["nothing is recomputed"]
     return [
         *mesh_lines(config, size, rank, report.coordinates),
         *wrapped("policy: " + ", ".join(words)),
@@ -224,7 +228,7 @@ def _kinds(report: Report) -> list[str]:
     rows.append(
         [
             "sum",
-            str(sum(part.layers for part in found.parts if part.name[0] in "AMERF")),
+            str(sum(part.layers for part in found.parts if part.name[0] in LETTERS)),
             readable(found.bytes),
             readable(plain.bytes) if report.nothing else "",
             flops(found.flops("forward")),

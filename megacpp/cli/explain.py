@@ -10,7 +10,7 @@ from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.pattern import LETTERS, layer_kinds
 from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from parallel.simulate.explain import Explanation
 
 KINDS = {
-    "A": "attention",
+    **LETTERS,
     "A.index": "attention to keys that it chooses",
     "A.share": "attention to keys that a block before it chose",
-    "M": "Mamba-3",
-    "E": "mixture of experts",
-    "R": "M2RNN",
     "F": "dense",
 }
 

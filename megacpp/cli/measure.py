@@ -21,6 +21,7 @@ from checkpointing.tracing.activations import (
 from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import Meter, local_part, part_of
 from megacpp.blocks.hyper_connections.groups import places_in_groups, stream_groups
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
@@ -129,7 +130,8 @@ def run(config: Config, world: World, model: HybridLM, keeper: ActivationCheckpo
 def short(config: Config) -> Config:
     """Return the configuration with the shortest rows that every rank and convolution accepts."""
     model, mesh = config.model, config.mesh
-    each = max(16, model.mamba3.conv_kernel, model.m2rnn.conv_kernel)
+    taps = (kind.context.taps(model) for kind in KINDS.values() if kind.context)
+    each = max(16, *taps)
     tokens = min(config.data.seq_len, 2 * mesh.cp * mesh.tp * each)
     return replace(config, data=replace(config.data, seq_len=tokens))
 

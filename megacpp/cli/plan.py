@@ -19,7 +19,9 @@ from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.command import node_lines, quoted, torchrun_words
 from megacpp.launch.environment import MOST_RANKS
+from megacpp.memory.budget import BRIEF
 from megacpp.memory.components import COMPONENTS
+from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
@@ -107,7 +109,6 @@ def command(args: PlanArgs, words: list[str]) -> int:
 
     The order of criteria: it fits, a larger device batch, no recomputation, fewer microbatches,
     less repeated work, more headroom, smaller tp, smaller ep.
-
     Given settings of mesh, device batch and recompute stay as they are; all others are chosen. No
     rank is started: memory, bytes sent and FLOPs are computed analytically.
 
@@ -118,6 +119,7 @@ def command(args: PlanArgs, words: list[str]) -> int:
     asked = _asked(args, words)
     found = plan(
         *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
+        estimator=BRIEF,
         watch=lambda meshes: counted(meshes, "plan", len(meshes)),
     )
     shown = found.candidates[: args.top]
@@ -212,6 +214,7 @@ def _content(asked: Asked, found: Plan, shown: Sequence[Candidate]) -> dict[str,
 
 def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
     sent = traffic(candidate.config, asked.world, candidate.rank)
+    detail = detail_of(candidate.config, asked.world, candidate.rank)
     plain, again = _flops(asked, candidate)
     return {
         "knobs": candidate.knobs(),
@@ -220,7 +223,7 @@ def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
         "device_tokens": candidate.device_tokens,
         "score": candidate.score._asdict(),
         "rank": candidate.rank,
-        "estimate": candidate.estimate.as_dict(),
+        "estimate": candidate.estimate.as_dict() | {"detail": detail},
         "traffic_bytes": sent.as_dict(),
         "flops": {"step": plain, "repeated": again},
         "command": quoted(launch_words(asked, candidate)),

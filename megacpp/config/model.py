@@ -8,6 +8,7 @@ from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.mamba3.config import Mamba3Config
@@ -19,14 +20,14 @@ from megacpp.config.settings import WIDEST, setting
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A hybrid: `pattern` letters (A M E R F) tiled to `depth`; `|` marks pipeline cuts."""
+    """A hybrid: `pattern` letters (A M E R G F) tiled to `depth`; `|` marks pipeline cuts."""
 
     dim: int = setting(256, "Width of the model.", "dims", at_least=1, at_most=1 << 20)
     depth: int = setting(
         12, "Number of layers, one block each.", "layers", at_least=1, at_most=1024
     )
     pattern: str = setting(
-        "AEMEAEMEAEMR", "Block letters A M E R F, tiled to the depth; | cuts pipeline stages."
+        "AEMEAEMEAEMR", "Block letters A M E R G F, tiled to the depth; | cuts pipeline stages."
     )
     vocab_size: int = setting(
         4096, "Rows of the embedding and of the head.", "ids", at_least=2, at_most=WIDEST
@@ -41,6 +42,7 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mamba3: Mamba3Config = field(default_factory=Mamba3Config)
     m2rnn: M2RNNConfig = field(default_factory=M2RNNConfig)
+    gated_deltanet: GatedDeltaNetConfig = field(default_factory=GatedDeltaNetConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     mlp: MLPConfig = field(default_factory=MLPConfig)
     mtp: MTPConfig = field(default_factory=MTPConfig)

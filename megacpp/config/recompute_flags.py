@@ -18,10 +18,11 @@ FULL: Meaning = {
     "recompute.eblock": "full",
     "recompute.mblock": "conv_bc_only",
     "recompute.rblock": "full_plus_norms",
+    "recompute.gblock": "full",
     "recompute.fblock": "full",
 }
 NONE: Meaning = {
-    **{f"recompute.{kind}": "none" for kind in ("ablock", "eblock", "mblock", "fblock")},
+    **{f"recompute.{kind}": "none" for kind in ("ablock", "eblock", "mblock", "gblock", "fblock")},
     "recompute.rblock": "recurrence",
     **{f"recompute.{piece}": "false" for piece in ("norms", "core_attn", "mlp")},
 }

@@ -133,6 +133,9 @@ class MeshConfig:
     cp_m2rnn: Literal["auto", "heads", "serial"] = setting(
         "auto", "Exchange of M2RNN over cp (auto: heads where cp divides them)."
     )
+    cp_gated_deltanet: Literal["state", "heads"] = setting(
+        "state", "Exchange of Gated DeltaNet over cp: hand states on, or swap heads."
+    )
     ep_dispatch: Literal["per_rank", "per_expert"] = setting(
         "per_rank", "Copies of a token sent: one to each rank, or one to each chosen expert."
     )
@@ -256,6 +259,9 @@ class KernelsConfig:
     m2rnn: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto", "Backend of M2RNN's recurrence (auto: the first that can run here)."
     )
+    gated_delta_rule: Literal["auto", "fla", "torch", "reference"] = setting(
+        "auto", "Backend of Gated DeltaNet's scan (auto: the first that can run here)."
+    )
     experts: Literal["auto", "triton", "torch", "reference"] = setting(
         "auto", "Backend of the experts' products (auto: the first that can run here)."
     )
@@ -285,6 +291,9 @@ class CheckpointingPolicy:
     )
     rblock: Literal["none", "recurrence", "full_plus_norms"] = setting(
         "recurrence", "R blocks; recurrence: from the states where chunks start."
+    )
+    gblock: Literal["none", "conv_gate", "full"] = setting(
+        "none", "G blocks; conv_gate: convolution, norm and gate, never the scan."
     )
     fblock: Literal["none", "full"] = setting("none", "F blocks: nothing, or all of the block.")
     norms: bool = setting(False, "Norms of every block.")

@@ -18,6 +18,7 @@ class Kernels:
     attention: str = "torch"
     mamba3: str = "torch"
     m2rnn: str = "torch"
+    gated_delta_rule: str = "torch"
     experts: str = "torch"
     cross_entropy: str = "torch"
 

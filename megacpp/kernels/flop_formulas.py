@@ -6,6 +6,7 @@ doesn't, because `torch.utils.flop_counter` imports Triton where it is installed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ def _expert_products(x_SD: torch.Size, weight_EDF: torch.Size, *_: Any, **__: An
 @register_flop_formula(torch.ops.megacpp.expert_outer_products)
 def _expert_outer_products(left_SF: torch.Size, right_SD: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * left_SF[0] * left_SF[1] * right_SD[1]
+
+
+@register_flop_formula(torch.ops.aten.linalg_solve_triangular)
+def _triangular(a_CC: torch.Size, b_CV: torch.Size, *_: Any, **__: Any) -> int:
+    """FLOPs of a triangular solve: half a product of the sizes."""
+    return math.prod(a_CC) * b_CV[-1]
 
 
 def _m2rnn_products(k: torch.Size, v: torch.Size, num_heads: int) -> int:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 # Optional packages that backends are written with, by the name that they are installed under.
-PACKAGES = ("torch", "triton", "tilelang", "mamba-ssm", "einops", "torchao", "transformer-engine")
+PACKAGES = (
+    *("torch", "triton", "tilelang", "mamba-ssm", "flash-linear-attention", "einops", "torchao"),
+    "transformer-engine",
+)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.attention.support import flex, varlen, varlen_padded
+from megacpp.kernels.gated_delta_rule.support import fla
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.m2rnn.support import m2rnn_triton
 from megacpp.kernels.mamba3.support import mamba3_mimo, mamba3_siso
@@ -123,6 +124,15 @@ OPERATIONS: dict[str, Operation] = {
             Backend("triton", "a program per row and head, its state in registers", m2rnn_triton),
             Backend("torch", "chunk by chunk, one token after another inside", always),
             _definition("one token after another under autograd", whole_rows),
+        ),
+    ),
+    "gated_delta_rule": Operation(
+        "the gated delta rule",
+        "G",
+        (
+            Backend("fla", "the Triton kernels of flash-linear-attention", fla),
+            Backend("torch", "matrix products and a triangular solve, chunk by chunk", always),
+            _definition("one token after another under autograd"),
         ),
     ),
     "experts": Operation(

@@ -5,9 +5,11 @@
     found.components                    # what they are; they sum to the point
     found.upper                         # no less than that, whatever routers choose
 
-Pure Python in about a millisecond a configuration: megacpp/memory/forms/step.py over the closed
-forms of parameters, activations and working sets. bench/estimate.py holds it against traces of the
-trainer's own model; `estimate_memory` takes plain numbers instead of a configuration.
+Pure Python in milliseconds: megacpp/memory/forms/step.py over the closed forms of parameters,
+activations and working sets. Kinds of blocks without a form (megacpp/memory/forms/traced.py) are
+traced when they are first met, which needs torch and a fraction of a second each. bench/estimate.py
+holds it against traces of the trainer's own model; `estimate_memory` takes plain numbers instead of
+a configuration.
 """
 
 from __future__ import annotations

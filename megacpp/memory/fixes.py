@@ -22,8 +22,14 @@ LIGHT = {
     "eblock": ("expert_gemm_only",),
     "mblock": ("conv_bc_only",),
     "rblock": ("recurrence", "full_plus_norms"),
+    "gblock": ("conv_gate",),
 }
-HEAVY = {"ablock": ("selective", "full"), "fblock": ("full",), "eblock": ("full",)}
+HEAVY = {
+    "ablock": ("selective", "full"),
+    "fblock": ("full",),
+    "gblock": ("full",),
+    "eblock": ("full",),
+}
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead, LossSum
 from megacpp.model.init import Normal, Rule
+from megacpp.model.lookup import Table
 from megacpp.model.norm import RMSNorm
 from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds
 
 
 class HybridLM(nn.Module):
-    """Decoder over a pattern of A, M, E, R and F blocks.
+    """Decoder over a pattern of blocks (megacpp/blocks/kinds.py).
 
     The same code is the single-device reference: it knows nothing of ranks. Blocks are keyed by
     their layer index, so that a process that keeps some of them (`keep`) keeps their names.
@@ -45,10 +46,7 @@ class HybridLM(nn.Module):
         self.config, self.begins = config, True
         self.kinds = layer_kinds(config)
         self.letters = "".join(kind[0] for kind in self.kinds)
-        # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo
-        # (no thread known).
-        table_VD = torch.empty(config.vocab_size, config.dim)
-        self.embed = nn.Embedding(config.vocab_size, config.dim, _weight=table_VD)
+        self.embed = Table(config.vocab_size, config.dim)
         if config.ngram.heads:
             self.ngram = NgramEmbedding(config)
         self.blocks = nn.ModuleDict(
@@ -73,7 +71,8 @@ class HybridLM(nn.Module):
         in `docs`; where there are none, those that it is given are whole rows.
         """
         docs = self._documents(ids_BT, labels_BT, docs)
-        look_ahead(self.blocks.values(), docs)
+        if self.config.engram.layers:
+            look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)
@@ -82,7 +81,8 @@ class HybridLM(nn.Module):
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
         """Final hidden states `[B, T, D]`, after the last norm."""
         docs = self._documents(ids_BT, ids_BT, docs)
-        look_ahead(self.blocks.values(), docs)
+        if self.config.engram.layers:
+            look_ahead(self.blocks.values(), docs)
         x_BTD = begin(self, ids_BT, docs)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, docs)

@@ -29,6 +29,25 @@ class RMSNorm(Fp32Contract):
         return {"weight": Constant(1.0)}
 
 
+class Normalise(nn.Module):
+    """RMSNorm over a last dim that is all here."""
+
+    def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`(..., dim)` to `(..., dim)`."""
+        return rms_norm(x, weight, eps)
+
+
+class NormOverHeads(RMSNorm):
+    """RMSNorm over all heads at once; ranks that hold some heads swap `normalise`."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+        self.normalise: nn.Module = Normalise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalise(x, self.weight, self.eps)
+
+
 class LayerNorm(Fp32Contract):
     """(x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
 

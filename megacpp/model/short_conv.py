@@ -1,4 +1,4 @@
-"""The weight of a depthwise causal convolution: a few taps for every channel."""
+"""Short depthwise causal convolutions: the weight, and the submodule that convolves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
+from megacpp.kernels.causal_conv import causal_conv
+from megacpp.model.documents import Documents
 from megacpp.model.init import Rule, Uniform
+from megacpp.model.pieces import Piece
+from megacpp.model.seam import PLAIN, Seam
 
 
 class ShortConv(nn.Module):
     """Weight `[channels, 1, taps]`, as `nn.Conv1d` with as many groups stores it.
 
-    The mixer that owns it convolves (megacpp/kernels/causal_conv.py), some channels at a time.
+    The mixer that owns it convolves by `Convolve`, some channels at a time.
     """
 
     def __init__(self, num_channels: int, num_taps: int) -> None:
@@ -30,3 +34,23 @@ class ShortConv(nn.Module):
 def stacked(*convs: ShortConv) -> Tensor:
     """One weight for the channels of all of them: a few numbers each, cheaper than more calls."""
     return torch.cat([conv.weight for conv in convs])
+
+
+class Convolve(nn.Module):
+    """Short convolution and SiLU of some channels; it looks (taps - 1) * dilation tokens back.
+
+    Args:
+        region: what checkpointing calls it, as it may run again in backward.
+        dilation: tokens from tap to tap.
+    """
+
+    seam: Seam = PLAIN
+
+    def __init__(self, region: Piece = "conv_bc", dilation: int = 1) -> None:
+        super().__init__()
+        self.region: Piece = region
+        self.dilation = dilation
+
+    def forward(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
+        """`[B, T, C]` to `[B, T, C]`, within documents."""
+        return self.seam(self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation)

@@ -4,7 +4,7 @@ Upstream keeps all that reads the input of a block in one matrix, and all channe
 convolution in one more. Here every part is a module of its own, so that tensor parallelism can
 shard each by its heads. Same rows, same order: splitting and joining are exact, for gradients as
 well. `BlockKind.upstream` says which parts a fused tensor has: state-spaces mamba for Mamba-3,
-lm-engine for M2RNN.
+lm-engine for M2RNN, Qwen3-Next for Gated DeltaNet, which repeats the order per key head.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from megacpp.config.schema import ModelConfig
 def from_upstream(
     kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors (views) of a mixer of the authors; names that aren't fused stay.
+    """Our tensors of a mixer of the authors; names that aren't fused stay.
 
     Raises:
         AssertionError: a fused tensor hasn't the rows of `model`.
     """
-    fused, sizes = dict(kind.upstream), kind.rows(model)
+    fused, sizes, groups = dict(kind.upstream), kind.rows(model), kind.interleaved(model)
     ours = {name: t for name, t in state.items() if name not in fused}
     for name in state.keys() & fused.keys():
-        rows = [sizes[part] for part in fused[name]]
-        assert sum(rows) == len(state[name]), f"{name}: {len(state[name])} rows, not {sum(rows)}"
-        ours |= zip(fused[name], state[name].split(rows), strict=True)
+        rows = [sizes[part] // groups.get(name, 1) for part in fused[name]]
+        whole = sum(rows) * groups.get(name, 1)
+        assert whole == len(state[name]), f"{name}: {len(state[name])} rows, not {whole}"
+        parts = state[name].unflatten(0, (-1, sum(rows))).split(rows, 1)
+        ours |= {part: t.flatten(0, 1) for part, t in zip(fused[name], parts, strict=True)}
     return ours
 
 
-def to_upstream(kind: BlockKind, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_upstream(
+    kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
+) -> dict[str, Tensor]:
     """Tensors, or gradients, under the authors' names: the inverse of `from_upstream`."""
     parts = {part for _, names in kind.upstream for part in names}
     theirs = {name: t for name, t in state.items() if name not in parts}
     for name, names in kind.upstream:
         if names[0] in state:
-            theirs[name] = torch.cat([state[part] for part in names])
+            heads = (kind.interleaved(model).get(name, 1), -1)
+            theirs[name] = torch.cat([state[p].unflatten(0, heads) for p in names], 1).flatten(0, 1)
     return theirs

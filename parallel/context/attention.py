@@ -12,7 +12,6 @@ them, K key/value heads, G = N / K, H query/key head dim, V value head dim, C la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -21,10 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention
-from megacpp.blocks.attention.mla import MultiHeadLatentAttention
+from megacpp.blocks.attention.gqa import CoreAttention, LatentKeys
+from megacpp.blocks.attention.sparse import SparseCore
 from megacpp.kernels.attention.parts import Scores
-from megacpp.kernels.attention.reference import attention_between, causal_attention
 from megacpp.model.documents import Documents
 from parallel.collectives import gather
 from parallel.context.heads import from_heads, own_heads, to_heads, to_rows
@@ -36,11 +34,12 @@ Kind = Literal["all_gather", "ring", "heads"]
 
 
 class ContextAttention(ParallelStyle):
-    """Replaces the attention of an A mixer (`inner`, of MLA `attend`) on the 1-D context mesh.
+    """Swaps the core attention of an A mixer for that of the 1-D context mesh.
 
     Its documents must then be a part of whole rows (`Documents.take`) in the layout's order.
     `heads` needs the query heads and the key/value heads that this process holds to divide by the
-    number of context ranks; the others take any.
+    number of context ranks; the others take any. Of a sparse mixer, whose queries choose among all
+    keys, the keys are gathered whatever the kind.
     """
 
     def __init__(self, kind: Kind, layout: ContextLayout) -> None:
@@ -49,170 +48,134 @@ class ContextAttention(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout, group = self.layout, device_mesh.get_group()
+        layout, group, core = self.layout, device_mesh.get_group(), module.inner
         assert layout.degree == group.size() and layout.rank == group.rank()
-        if isinstance(module, MultiHeadLatentAttention):
-            latent = {
-                "all_gather": latent_gathered,
-                "ring": latent_in_ring,
-                "heads": latent_by_heads,
-            }[self.kind]
-            module.attend = partial(latent, module, layout, group)  # type: ignore[method-assign]
-        else:
-            assert isinstance(module, GroupedQueryAttention)
-            inner = module.inner
-            grouped = {
-                "all_gather": grouped_gathered,
-                "ring": grouped_in_ring,
-                "heads": grouped_by_heads,
-            }[self.kind]
-            inner.forward = partial(grouped, inner, layout, group)  # type: ignore[method-assign]
+        assert isinstance(core, CoreAttention)
+        if isinstance(core, SparseCore):
+            core.gather = KeysOfRows(layout, group)
+            return module
+        kinds = {"all_gather": GatheredAttention, "ring": RingAttention, "heads": AttentionByHeads}
+        module.inner = kinds[self.kind](core, layout, group)
         return module
 
 
-def grouped_gathered(
-    inner: CoreAttention,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    q_BtNH: Tensor,
-    k_BtKH: Tensor,
-    v_BtKV: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """Own queries on all keys: one all-gather of T K (H + V) numbers a row, back one
-    reduce-scatter of as many."""
-    k_BTKH, v_BTKV = of_all_ranks((k_BtKH, v_BtKV), group)
-    return _attend_gathered(inner, layout, q_BtNH, k_BTKH, v_BTKV, docs)
+class ContextCore(CoreAttention):
+    """Core attention of some tokens of whole rows; it takes what `CoreAttention.forward` takes."""
+
+    def __init__(
+        self, plain: CoreAttention, layout: ContextLayout, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(plain.scale, plain.softcap)
+        self.kernels, self.layout, self.group = plain.kernels, layout, group
 
 
-def grouped_in_ring(
-    inner: CoreAttention,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    q_BtNH: Tensor,
-    k_BtKH: Tensor,
-    v_BtKV: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """Own queries on the keys that come by, blocks of t K (H + V) numbers a row."""
-    num_heads, dims = k_BtKH.shape[2], (k_BtKH.shape[-1], v_BtKV.shape[-1])
+class GatheredAttention(ContextCore):
+    """Own queries on all keys: one all-gather, back one reduce-scatter of as many numbers.
 
-    def expand(block_BSX: Tensor) -> tuple[Tensor, Tensor]:
-        k_BSKH, v_BSKV = block_BSX.unflatten(-1, (num_heads, -1)).split(dims, -1)
-        return k_BSKH, v_BSKV
+    A row's keys and values are T K (H + V) numbers, its latents T (C + R).
+    """
 
-    ring = Ring(layout, group, docs, expand, Scores(inner.scale, inner.softcap), inner.observe)
-    return ring_attention(q_BtNH, torch.cat((k_BtKH, v_BtKV), -1).flatten(2), ring)
-
-
-def grouped_by_heads(
-    inner: CoreAttention,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    q_BtNH: Tensor,
-    k_BtKH: Tensor,
-    v_BtKV: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """Whole rows of the rank's heads: one all-to-all there and one back, in backward again."""
-    row, num_heads = row_of(docs, layout), k_BtKH.shape[2]
-    q_BtKX = q_BtNH.unflatten(2, (num_heads, -1)).flatten(3)  # query heads behind their key head
-    q, k, v = to_heads((q_BtKX, k_BtKH, v_BtKV), layout, group)
-    q_BTnH = q.unflatten(3, (-1, q_BtNH.shape[-1])).flatten(2, 3)
-    return from_heads(_attend_own_heads(inner, layout, q_BTnH, k, v, row), layout, group)
+    def forward(
+        self,
+        q_BtNH: Tensor,
+        k_BtKH: Tensor,
+        v_BtKV: Tensor,
+        docs: Documents,
+        latents: LatentKeys | None = None,
+    ) -> Tensor:
+        k_BTKH, v_BTKV = of_all_ranks((k_BtKH, v_BtKV), self.group)
+        if latents is not None:
+            k_BTKH, v_BTKV = latents.keys_values(k_BTKH, v_BTKV)
+        keys = chunk_documents(docs, self.layout, self.layout.gathered_chunks())
+        return self.attend(q_BtNH, k_BTKH, v_BTKV, docs, keys)
 
 
-def latent_gathered(
-    mixer: MultiHeadLatentAttention,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    q_BtNH: Tensor,
-    c_BtC: Tensor,
-    k_pe_BtR: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """Own queries on all latents: one all-gather of T (C + R) numbers a row, back one
-    reduce-scatter of as many."""
-    latents = of_all_ranks((c_BtC, k_pe_BtR), group)
-    k_BTNH, v_BTNV = mixer.seam("mla_kv", mixer.expand_kv, *latents)
-    return _attend_gathered(mixer.inner, layout, q_BtNH, k_BTNH, v_BTNV, docs)
+class RingAttention(ContextCore):
+    """Own queries on the keys that come by, blocks of t K (H + V) numbers a row.
+
+    Latents come by as t (C + R) numbers a row and are expanded at every stop, in backward again.
+    """
+
+    def forward(
+        self,
+        q_BtNH: Tensor,
+        k_BtKH: Tensor,
+        v_BtKV: Tensor,
+        docs: Documents,
+        latents: LatentKeys | None = None,
+    ) -> Tensor:
+        heads, dims = k_BtKH.shape[2:-1], (k_BtKH.shape[-1], v_BtKV.shape[-1])
+
+        def expand(block_BSX: Tensor, *weight_XC: Tensor) -> tuple[Tensor, Tensor]:
+            if latents is None:
+                k_BSKH, v_BSKV = block_BSX.unflatten(-1, (*heads, -1)).split(dims, -1)
+                return k_BSKH, v_BSKV
+            c_BSC, k_pe_BSR = block_BSX.to(weight_XC[0].dtype).split(dims, -1)
+            return latents.expand_kv(c_BSC, k_pe_BSR, *weight_XC)
+
+        scores = Scores(self.scale, self.softcap)
+        ring = Ring(self.layout, self.group, docs, expand, scores, self.observe)
+        block_BtX = torch.cat((k_BtKH, v_BtKV), -1).flatten(2)
+        weight_XC = () if latents is None else (latents.expansion,)
+        return ring_attention(q_BtNH, block_BtX, ring, weight_XC)
 
 
-def latent_in_ring(
-    mixer: MultiHeadLatentAttention,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    q_BtNH: Tensor,
-    c_BtC: Tensor,
-    k_pe_BtR: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """Own queries on the latents that come by, blocks of t (C + R) numbers a row; they are
-    expanded at every stop, in backward again."""
-    dims = (mixer.latent_dim, mixer.rope_dim)
+class AttentionByHeads(ContextCore):
+    """Whole rows of the rank's heads: one all-to-all there and one back, in backward again.
 
-    def expand(block_BSL: Tensor, w_XC: Tensor) -> tuple[Tensor, Tensor]:
-        c_BSC, k_pe_BSR = block_BSL.to(w_XC.dtype).split(dims, -1)
-        return mixer.expand_kv(c_BSC, k_pe_BSR, w_XC)
+    Latents, which heads share, are gathered and expanded for the rank's heads alone.
+    """
 
-    inner = mixer.inner
-    ring = Ring(layout, group, docs, expand, Scores(inner.scale, inner.softcap), inner.observe)
-    latent_BtL = torch.cat((c_BtC, k_pe_BtR), -1)
-    return ring_attention(q_BtNH, latent_BtL, ring, (mixer.wkv_b.weight,))
-
-
-def latent_by_heads(
-    mixer: MultiHeadLatentAttention,
-    layout: ContextLayout,
-    group: dist.ProcessGroup,
-    q_BtNH: Tensor,
-    c_BtC: Tensor,
-    k_pe_BtR: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """Whole rows of the rank's heads: an all-to-all of queries there and of outputs back; the
-    latents, which heads share, are gathered and expanded for the rank's heads alone."""
-    row, num_heads = row_of(docs, layout), q_BtNH.shape[2]
-    (q_BTnH,) = to_heads((q_BtNH,), layout, group)
-    latent_BTC, k_pe_BTR = to_rows((c_BtC, k_pe_BtR), layout, group)
-
-    def expand_own(c_BTC: Tensor, k_pe_BTR: Tensor) -> tuple[Tensor, Tensor]:
-        w_NXC = mixer.wkv_b.weight.unflatten(0, (num_heads, -1))
-        w_XC = w_NXC[own_heads(num_heads, layout)].flatten(0, 1)
-        return mixer.expand_kv(c_BTC, k_pe_BTR, w_XC)
-
-    k_BTnH, v_BTnV = mixer.seam("mla_kv", expand_own, latent_BTC, k_pe_BTR)
-    o_BTnV = _attend_own_heads(mixer.inner, layout, q_BTnH, k_BTnH, v_BTnV, row)
-    return from_heads(o_BTnV, layout, group)
+    def forward(
+        self,
+        q_BtNH: Tensor,
+        k_BtKH: Tensor,
+        v_BtKV: Tensor,
+        docs: Documents,
+        latents: LatentKeys | None = None,
+    ) -> Tensor:
+        layout, group, row = self.layout, self.group, row_of(docs, self.layout)
+        if latents is not None:
+            (q,) = to_heads((q_BtNH,), layout, group)
+            c_BTC, k_pe_BTR = to_rows((k_BtKH, v_BtKV), layout, group)
+            k, v = latents.keys_values(c_BTC, k_pe_BTR, own_heads(q_BtNH.shape[2], layout))
+        else:
+            # query heads behind their key head
+            q_BtKX = q_BtNH.unflatten(2, (k_BtKH.shape[2], -1)).flatten(3)
+            q, k, v = to_heads((q_BtKX, k_BtKH, v_BtKV), layout, group)
+            q = q.unflatten(3, (-1, q_BtNH.shape[-1])).flatten(2, 3)
+        o_BTnV = self.attend(q, k, v, row, share=(layout.rank, layout.degree))
+        return from_heads(o_BTnV, layout, group)
 
 
-def _attend_gathered(
-    inner: CoreAttention,
-    layout: ContextLayout,
-    q_BtNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKV: Tensor,
-    docs: Documents,
-) -> Tensor:
-    """This rank's queries on the keys of all ranks in rank order, which their documents know."""
-    keys = chunk_documents(docs, layout, layout.gathered_chunks())
-    inner.observe(q_BtNH, k_BTKH, docs, keys)
-    settings = (docs, keys, inner.scale, inner.softcap, inner.kernels.attention)
-    return inner.seam("core_attn", attention_between, q_BtNH, k_BTKH, v_BTKV, *settings)
+class KeysOfRows(nn.Module):
+    """Keys of all ranks for a sparse mixer, in the order of the row: one all-gather.
+
+    Not in the order of the ranks: which of two keys of equal score is chosen depends on it, and a
+    relu makes many of them. Their gradient comes back in the reduce-scatter.
+    """
+
+    def __init__(self, layout: ContextLayout, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.layout, self.group = layout, group
+
+    def forward(
+        self, parts: Sequence[Tensor], docs: Documents
+    ) -> tuple[tuple[Tensor, ...], Documents]:
+        """Each `[B, t, ...]` as `[B, T, ...]`, and their documents."""
+        gathered = of_all_ranks([x.flatten(2) for x in parts], self.group)
+        in_row = [in_order_of_row(x, self.layout) for x in gathered]
+        whole = (x.unflatten(2, y.shape[2:]) for x, y in zip(in_row, parts, strict=True))
+        return tuple(whole), row_of(docs, self.layout)
 
 
-def _attend_own_heads(
-    inner: CoreAttention,
-    layout: ContextLayout,
-    q_BTnH: Tensor,
-    k_BTkH: Tensor,
-    v_BTkV: Tensor,
-    row: Documents,
-) -> Tensor:
-    """Whole rows of this rank's share of the heads, `[B, T, n, V]`."""
-    inner.observe(q_BTnH, k_BTkH, row, row, share=(layout.rank, layout.degree))
-    settings = (row, inner.scale, inner.softcap, inner.kernels.attention)
-    return inner.seam("core_attn", causal_attention, q_BTnH, k_BTkH, v_BTkV, *settings)
+def in_order_of_row(x_BTX: Tensor, layout: ContextLayout) -> Tensor:
+    """Reorder what an all-gather returned: chunk after chunk of the row."""
+    order = layout.gathered_chunks()
+    if order == sorted(order):
+        return x_BTX
+    chunks = x_BTX.chunk(layout.num_chunks, dim=1)
+    return torch.cat([chunks[order.index(c)] for c in range(layout.num_chunks)], dim=1)
 
 
 def of_all_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:

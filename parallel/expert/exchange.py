@@ -6,8 +6,8 @@
     slots    every expert takes a fixed number of rows of every rank: equal splits, nothing counted
 
 A choice of a null expert (id E) goes nowhere. Every `send_*` returns what the experts of this rank
-want (the rows that came, and the slots that hold copies of them) and the trip, whose `back` returns
-the tokens' outputs. Rows travel in the
+want (the rows that came, and the slots that hold copies of them) and the counts of rows by rank,
+whose `back` returns the tokens' outputs. Rows travel in the
 dtype of the tokens, gate weights in fp32 (or fp64). Against one process in bf16, `tokens` rounds
 once more: each rank's partial sum of a token, and each rank's part of its gradient, to 2^-9 of that
 part; the others round nothing more.
@@ -75,7 +75,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class Copies:
-    """The trip of one row per chosen expert."""
+    """Counts by rank when one row per chosen expert is sent."""
 
     owners: Owners
     leaving: list[int]  # rows to each rank
@@ -92,7 +92,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The trip of one row per rank that holds a chosen expert."""
+    """Counts by rank when one row per rank that holds a chosen expert is sent."""
 
     owners: Owners
     leaving: list[int]
@@ -109,7 +109,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Slots:
-    """The trip of a fixed number of rows for every expert."""
+    """Counts when a fixed number of rows is sent for every expert."""
 
     owners: Owners
     at_source: Groups
@@ -123,7 +123,7 @@ class Slots:
         return gather_rows(rows_SD, weights_TK, self.at_source)
 
 
-Trip = Copies | Tokens | Slots
+DispatchCounts = Copies | Tokens | Slots
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def send_copies(
     expert_R = expert_R.repeat_interleave(sizes_R, output_size=len(rows_RD))
     at_experts = group_rows_of_sizes(expert_R[:, None], _columns(from_We), multiple)
     at_experts = at_experts.by(owners.backend)
-    trip = Copies(owners, leaving, arriving, at_source, at_experts)
-    return Arrived(rows_RD, at_experts), trip
+    counts = Copies(owners, leaving, arriving, at_source, at_experts)
+    return Arrived(rows_RD, at_experts), counts
 
 
 def send_tokens(
@@ -241,8 +241,8 @@ def send_tokens(
     expert_RL = expert_RL.detach().to(torch.int64)
     at_experts = group_rows_of_sizes(expert_RL, _columns(from_Wn)[1:], multiple)
     at_experts = at_experts.by(owners.backend)
-    trip = Tokens(owners, leaving, arriving, at_source, at_experts)
-    return Arrived(rows_RD, at_experts, weights_RL), trip
+    counts = Tokens(owners, leaving, arriving, at_source, at_experts)
+    return Arrived(rows_RD, at_experts, weights_RL), counts
 
 
 def send_slots(

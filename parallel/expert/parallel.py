@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of `ep` holds some experts, and every token goes where its are.
 
-An E mixer routes the tokens of its own rank. `ExpertParallel` replaces its `dispatch` and
-`combine`; between them the mixer's own `experts` work on the rows of all ranks that want them, so
+An E mixer routes the tokens of its own rank. `ExpertParallel` swaps its `dispatch` and `combine`;
+ between them the mixer's own `experts` work on the rows of all ranks that want them, so
 that recomputing `experts` alone sends nothing again. It does not touch parameters: whoever cuts
 them gives each rank the experts [r * E / ep, (r + 1) * E / ep) in order.
 
@@ -13,16 +13,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived, MixtureOfExperts, expert_capacity
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.grouped_mm import row_multiple
 from parallel.expert.exchange import (
+    DispatchCounts,
     EvenRouting,
     Owners,
-    Trip,
     send_copies,
     send_slots,
     send_tokens,
@@ -32,7 +35,7 @@ Kind = Literal["per_rank", "per_expert"]
 
 
 class ExpertParallel(ParallelStyle):
-    """An E mixer whose experts lie on the ranks of a mesh axis.
+    """Swaps `dispatch` and `combine` of an E mixer whose experts lie on the ranks of a mesh axis.
 
     Args:
         kind: what travels when nothing is dropped: one row per rank that holds a chosen expert
@@ -43,32 +46,53 @@ class ExpertParallel(ParallelStyle):
     """
 
     def __init__(self, kind: Kind = "per_rank", balanced: bool = False) -> None:
-        self.kind, self.balanced = kind, balanced
+        self.kind: Kind = kind
+        self.balanced = balanced
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MixtureOfExperts)
-        moe = module.moe
-        all_owners = Owners(moe.num_experts, device_mesh.get_group())
-        assert all_owners.each * all_owners.ranks == moe.num_experts
-        even = EvenRouting.of(moe) if self.balanced else None
-
-        def dispatch(
-            x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
-        ) -> tuple[Arrived, Trip]:
-            owners = replace(all_owners, backend=module.kernels.experts)  # told after it was cut
-            if even is not None:
-                indices_TK = even.indices(len(x_TD), x_TD.device)
-            if moe.capacity_factor is not None and not decoding:
-                slots = expert_capacity(len(x_TD), moe)
-                return send_slots(x_TD, indices_TK, owners, slots)
-            multiple = 1 if decoding else row_multiple(x_TD.device)
-            if self.kind == "per_expert":
-                return send_copies(x_TD, indices_TK, owners, multiple, even)
-            return send_tokens(x_TD, indices_TK, weights_TK, owners, multiple, even)
-
-        def combine(rows_SD: Tensor, weights_TK: Tensor, trip: Trip) -> Tensor:
-            return trip.back(rows_SD, weights_TK)
-
-        module.dispatch = dispatch  # type: ignore[method-assign]
-        module.combine = combine  # type: ignore[method-assign]
+        group, kernels = device_mesh.get_group(), module.experts.kernels
+        module.dispatch = ExpertDispatch(module.moe, group, self.kind, self.balanced, kernels)
+        module.combine = ExpertCombine()
         return module
+
+
+class ExpertDispatch(nn.Module):
+    """Sends tokens to the ranks of their experts; takes what `Dispatch.forward` takes."""
+
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(
+        self,
+        moe: MoEConfig,
+        group: dist.ProcessGroup,
+        kind: Kind,
+        balanced: bool,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        self.moe, self.kind, self.kernels = moe, kind, kernels
+        self.owners = Owners(moe.num_experts, group)
+        assert self.owners.each * self.owners.ranks == moe.num_experts
+        self.even = EvenRouting.of(moe) if balanced else None
+
+    def forward(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
+    ) -> tuple[Arrived, DispatchCounts]:
+        owners = replace(self.owners, backend=self.kernels.experts)
+        if self.even is not None:
+            indices_TK = self.even.indices(len(x_TD), x_TD.device)
+        if self.moe.capacity_factor is not None and not decoding:
+            return send_slots(x_TD, indices_TK, owners, expert_capacity(len(x_TD), self.moe))
+        multiple = 1 if decoding else row_multiple(x_TD.device)
+        if self.kind == "per_expert":
+            return send_copies(x_TD, indices_TK, owners, multiple, self.even)
+        return send_tokens(x_TD, indices_TK, weights_TK, owners, multiple, self.even)
+
+
+class ExpertCombine(nn.Module):
+    """Sends what the experts made back to the tokens' ranks, and adds it up there."""
+
+    def forward(self, rows_SD: Tensor, weights_TK: Tensor, counts: DispatchCounts) -> Tensor:
+        """Sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
+        return counts.back(rows_SD, weights_TK)

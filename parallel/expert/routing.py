@@ -37,54 +37,53 @@ class SpreadRouter(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Router)
-        router, stage, row = module, device_mesh.get_group(), self.row.get_group()
-
-        def batch_load(chosen_tK: Tensor) -> Tensor:
-            return load_of_all(chosen_tK, router.moe.num_experts, router.weight.dtype, stage)
-
-        def document_load(chosen_tK: Tensor, docs: Documents) -> Tensor:
-            experts, dtype = router.moe.num_experts, router.weight.dtype
-            return load_of_documents(chosen_tK, docs, experts, dtype, row)
-
+        stage, row, experts = device_mesh.get_group(), self.row.get_group(), module.moe.num_experts
         if stage.size() > 1:
-            router.batch_load = batch_load  # type: ignore[method-assign]
+            module.batch_load = BatchLoadOfRanks(experts, stage)
         if row.size() > 1:
-            router.document_load = document_load  # type: ignore[method-assign]
-        return router
+            module.document_load = DocumentLoadOfRanks(experts, row)
+        return module
 
 
-def load_of_all(
-    chosen_tK: Tensor, num_experts: int, dtype: torch.dtype, group: dist.ProcessGroup
-) -> Tensor:
-    """`(E,)`: the part of all ranks' tokens that chose each expert; one small all-reduce."""
-    chosen = chosen_tK.flatten()
-    counts_E = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    counts_E = all_sum_plain(counts_E, group)
-    tokens = counts_E.sum() // chosen_tK.shape[1]
-    return counts_E.to(dtype) / tokens.to(dtype)
+class BatchLoadOfRanks(nn.Module):
+    """Loads of the experts, of a microbatch whose tokens lie on all ranks of a group."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.num_experts, self.group = num_experts, group
+
+    def forward(self, chosen_tK: Tensor, dtype: torch.dtype) -> Tensor:
+        """`(E,)`: the part of all ranks' tokens that chose each expert; one small all-reduce."""
+        chosen = chosen_tK.flatten()
+        counts_E = chosen.new_zeros(self.num_experts)
+        counts_E = counts_E.scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts_E = all_sum_plain(counts_E, self.group)
+        tokens = counts_E.sum() // chosen_tK.shape[1]
+        return counts_E.to(dtype) / tokens.to(dtype)
 
 
-def load_of_documents(
-    chosen_tK: Tensor,
-    docs: Documents,
-    num_experts: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """`[t, E]`: the part of each token's document, on whatever ranks, that chose each expert.
+class DocumentLoadOfRanks(nn.Module):
+    """Loads of the experts by document, of documents whose tokens lie on the ranks of a group.
 
     The number of documents is nowhere on the host and nothing waits for it: every rank gets the
     choices of all tokens of its rows (2 bytes each) and counts those of its own documents.
     """
-    spread = docs.memo(("documents of ranks", group.group_name), lambda: _spread(docs, group))
-    assert num_experts <= torch.iinfo(torch.int16).max
-    bytes_tK = chosen_tK.to(torch.int16).view(torch.uint8)  # not every backend sends int16
-    chosen_nK = gather_plain(bytes_tK, 0, group).view(torch.int16).to(torch.int64)
-    place_N = (spread.slot_n[:, None] * num_experts + chosen_nK).flatten()
-    ones_N = torch.ones_like(place_N, dtype=dtype)
-    counts = ones_N.new_zeros((len(chosen_tK) + 1) * num_experts).index_add_(0, place_N, ones_N)
-    counts_SE = counts.view(-1, num_experts)
-    return counts_SE.index_select(0, spread.slot_t) / spread.length_t[:, None]
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        assert num_experts <= torch.iinfo(torch.int16).max
+        self.num_experts, self.group = num_experts, group
+
+    def forward(self, chosen_tK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
+        """`[t, E]`: the part of each token's document that chose each expert."""
+        group, E = self.group, self.num_experts
+        spread = docs.memo(("documents of ranks", group.group_name), lambda: _spread(docs, group))
+        bytes_tK = chosen_tK.to(torch.int16).view(torch.uint8)  # not every backend sends int16
+        chosen_nK = gather_plain(bytes_tK, 0, group).view(torch.int16).to(torch.int64)
+        place_N = (spread.slot_n[:, None] * E + chosen_nK).flatten()
+        ones_N = torch.ones_like(place_N, dtype=dtype)
+        counts = ones_N.new_zeros((len(chosen_tK) + 1) * E).index_add_(0, place_N, ones_N)
+        return counts.view(-1, E).index_select(0, spread.slot_t) / spread.length_t[:, None]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from parallel.build import stages_of
 from parallel.fsdp import RESHARD_ABOVE_BYTES
 from parallel.local_shapes import cuts_of, local_shape
 from parallel.mesh import World
-from parallel.notation import Array, Move
+from parallel.notation import Array, Redistribute
 from parallel.plans import doors_of
 from parallel.simulate.collective_log import MODEL_AXES, Collective, CollectiveLog
 from parallel.simulate.fake import (
@@ -255,7 +255,7 @@ def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
         if not name.startswith(f"blocks.{i}."):
             continue
         for move in (enter, leave):
-            if move is not None and move.axis is not None:
+            if move is not None:
                 numel = B * T * door_width(name, config.model)
                 if move.kind == "exchange":  # there and back are as many numbers
                     picture = _text(move.before, move.after, config).replace("->", "<->")
@@ -278,7 +278,7 @@ def door_width(name: str, model: ModelConfig) -> int:
     return model.dim * (model.mhc.streams if name.endswith("engram.conv") else 1)
 
 
-def _adjoint(move: Move) -> tuple[Array, Array]:
+def _adjoint(move: Redistribute) -> tuple[Array, Array]:
     """What the gradient does on its way back through a door."""
     before, after, axis = move.before, move.after, move.axis
     name = f"d{before.name}"

@@ -77,6 +77,36 @@ def fake_tensors(
 
 
 @contextmanager
+def meta_tensors(peers: bool, gpu: bool = False) -> Iterator[None]:
+    """Run on the meta device as `fake_tensors` does, at a third of the time.
+
+    The meta device has no autocast.
+
+    Args:
+        peers: the mesh has more than one rank; the others take what is sent, and send memory.
+        gpu: allocate as on a GPU (parallel/simulate/gpu_stand_ins.py).
+    """
+    others, device = _NoPeers() if peers else nullcontext(), on_gpu() if gpu else nullcontext()
+    with others, _no_autocast_on_meta(), memory_stand_ins(every_chunk=False), device:
+        yield
+
+
+@contextmanager
+def _no_autocast_on_meta() -> Iterator[None]:
+    """Let kernels turn autocast off on a device that has none, which torch refuses."""
+    original = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
+
+
+@contextmanager
 def _real_offsets() -> Iterator[None]:
     """Lets a DTensor read where its strided shards lie, from tensors that would be fake as well.
 
@@ -141,6 +171,21 @@ class FakeBoundary(AccumulationBoundary):
         super().__init__(model, world, config)
         if self.pipeline is not None:
             self.pipeline.dry = True
+
+
+class _NoPeers(TorchDispatchMode):
+    """Collectives of tensors on the meta device, which return at once."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        if func.namespace == "c10d":  # point to point: memory is the caller's
+            from torch._C._distributed_c10d import FakeWork
+
+            return FakeWork().boxed()
+        return func(*args, **(kwargs or {}))
 
 
 class _RealStaysReal(TorchDispatchMode):

@@ -61,6 +61,7 @@ def on_gpu() -> Iterator[None]:
 
     for kind in (FakeTensor, nn.Parameter, DTensor):
         put(kind, "is_cuda", property(lambda _: True))
+    put(Tensor, "is_cuda", property(lambda t: t.is_meta))  # a plain one has values, or no memory
     put(grouped_mm, "CPU_ROWS", grouped_mm.GPU_ROWS)
     put(Documents, "_cu_seqlens", _boundaries)
     if importlib.util.find_spec("triton") is not None:

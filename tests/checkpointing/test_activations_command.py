@@ -12,7 +12,7 @@ from megacpp.cli.activations import POLICIES, flops, levers_of
 from megacpp.cli.main import main
 from megacpp.cli.measure import coordinates, measure, microbatches_in_flight
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
 from megacpp.model.flops import block_flops
 from parallel.simulate.fake import fake_world
 
@@ -142,9 +142,14 @@ def test_coordinates_are_those_of_the_mesh() -> None:
 
 
 def test_levers_are_what_a_policy_does() -> None:
-    assert levers_of(POLICIES["none"]) == {}
-    assert list(levers_of(CheckpointingPolicy())) == ["rblock=recurrence"]
-    assert list(levers_of(CheckpointingPolicy(rblock="none", norms=True))) == ["norms"]
+    def found(policy: CheckpointingPolicy, pattern: str = "AR") -> list[str]:
+        model = ModelConfig(pattern=pattern)
+        return list(levers_of(Config(model=model, recompute=policy)))
+
+    assert found(POLICIES["none"]) == []
+    assert found(CheckpointingPolicy()) == ["rblock=recurrence"]
+    assert found(CheckpointingPolicy(), "AF") == []  # of kinds that are there
+    assert found(CheckpointingPolicy(rblock="none", norms=True)) == ["norms"]
 
 
 def test_flops_are_readable() -> None:

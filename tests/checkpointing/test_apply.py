@@ -15,9 +15,10 @@ from torch import Tensor
 
 from checkpointing.apply import ActivationCheckpointing, depth_seam, set_seams
 from checkpointing.rebuild import BlockSeam, Replays
+from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
-from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.block import Block
@@ -88,7 +89,7 @@ def test_every_policy_gives_the_same_bits(name: str) -> None:
 
 def test_states_kept_or_rebuilt_give_the_same_bits() -> None:
     model, _ = build(CheckpointingPolicy(rblock="none"))
-    assert all(m.keep_states for m in model.modules() if isinstance(m, M2RNN))
+    assert all(m.keep_states for m in model.modules() if isinstance(m, M2RNNScan))
     expected = train(build(CheckpointingPolicy(rblock="recurrence"))[0])
     assert all(map(torch.equal, train(model), expected))
 
@@ -145,12 +146,12 @@ def test_experts_run_again_without_router_permutation_or_scan() -> None:
     with (
         counted(moe, "group_rows"),
         counted(Router, "choose"),
-        counted(moe.MixtureOfExperts, "dispatch"),
+        counted(moe.Dispatch, "forward"),
         counted(chunks, "chunk_scan"),
         counted(chunks, "bias_and_rotate"),
     ):
         train(model)
-    assert calls["group_rows"] == calls["dispatch"] == 2
+    assert calls["group_rows"] == calls["forward"] == 2
     assert calls["chunk_scan"] == 1 and calls["bias_and_rotate"] == 2
     assert calls["choose"] == 2
 
@@ -159,18 +160,19 @@ def test_keys_and_values_are_rebuilt_from_the_latent() -> None:
     """Compute the latent once; its expansion and that of the queries are recomputed."""
     calls: Counter[str] = Counter()
 
-    def counted(name: str) -> mock._patch[object]:
-        original = getattr(MultiHeadLatentAttention, name)
+    def counted(name: str, kind: type = MultiHeadLatentAttention) -> mock._patch[object]:
+        original = getattr(kind, name)
 
         def call(*args: object, **kwargs: object) -> object:
             calls[name] += 1
             return original(*args, **kwargs)
 
-        return mock.patch.object(MultiHeadLatentAttention, name, call)
+        return mock.patch.object(kind, name, call)
 
     latent = replace(hybrid("mla"), pattern="AF", depth=2)
     model, _ = build(CheckpointingPolicy(mla_kv=True, mla_q_upproj=True), latent)
-    with counted("expand_kv"), counted("latent"), counted("queries"), counted("attend"):
+    core = counted("attend", CoreAttention)
+    with counted("expand_kv"), counted("latent"), counted("queries"), core:
         train(model)
     assert calls == {"latent": 1, "attend": 1, "expand_kv": 2, "queries": 2}
 

@@ -45,13 +45,15 @@ from megacpp.config.schema import (
     TrainConfig,
 )
 from megacpp.data.batches import Batch
-from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pieces import BLOCK
 from megacpp.model.seam import PLAIN
 from parallel.build import build_model
+from parallel.context.layout import ContextLayout
+from parallel.context.scan import ScanByHeads
 from parallel.mesh import World
 from parallel.simulate.fake import fake_world, planned_model
 from tests.model.small import small, variants
@@ -181,10 +183,11 @@ def test_a_scan_that_is_cut_or_done_by_a_kernel_stays_eager() -> None:
     block = HybridLM(small("M")).blocks["0"]
     assert isinstance(block, Block) and isinstance(block.mixer, Mamba3)
     assert why_eager(block) is None
-    block.mixer.kernels = Kernels(mamba3="of a library")
+    set_kernels(block, Kernels(mamba3="of a library"))
     assert why_eager(block) == BY_HAND
-    block.mixer.kernels = PLAIN_KERNELS
-    block.mixer.scan = block.mixer.scan  # type: ignore[method-assign]
+    set_kernels(block, PLAIN_KERNELS)
+    layout = ContextLayout.of("contiguous", 0, 2)
+    block.mixer.scan = ScanByHeads(block.mixer.scan, layout, None)  # type: ignore[arg-type]
     assert why_eager(block) == CUT
 
 

@@ -6,7 +6,7 @@ The distributed scans run on forked gloo ranks; what crosses each boundary is co
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.mamba3.inputs import (
     HeadWeights,
@@ -29,7 +30,7 @@ from megacpp.kernels.mamba3.library import mimo_scan, siso_scan
 from megacpp.kernels.mamba3.segments import fold, summarize
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout, Order
-from parallel.context.mamba3 import ContextMamba3
+from parallel.context.scan import ContextScan
 from parallel.context.segments import carries
 from tests.golden.check_mamba3 import arguments, documents
 from tests.golden.harness import GoldenFile
@@ -87,29 +88,28 @@ def on_rank(
         inputs, weights, _ = arguments(mine, mimo)
         mixer = mixer_of(inputs)
         if case.library:
-            mixer.scan = library_mimo if mimo else library_siso  # type: ignore[method-assign]
-        parallelize_module(mixer, mesh, ContextMamba3(case.kind, layout))
-        out, _ = mixer.scan(inputs, weights, docs.take(index_T))
+            mixer.scan = LibraryScan("half" if mimo else "interleaved", 8)
+        parallelize_module(mixer, mesh, ContextScan(case.kind, layout))
+        out = mixer.scan(inputs, weights, docs.take(index_T))
         out.backward(d_out[:, index_T])
         found.append({"out": out.detach()} | {n: x.grad for n, x in mine.items()})
     return found  # type: ignore[return-value]
 
 
-def library_siso(*given: Any) -> tuple[Tensor, None]:
-    return siso_scan(mamba3_siso_combined, *with_chunk(*given)), None
+class LibraryScan(Mamba3Scan):
+    """Scan by a library kernel's stand-in."""
 
-
-def library_mimo(*given: Any) -> tuple[Tensor, None]:
-    return mimo_scan(mamba3_mimo, *with_chunk(*given)), None
-
-
-def with_chunk(
-    inputs: ScanInputs,
-    weights: HeadWeights,
-    docs: Documents,
-    initial: Mamba3State | None = None,
-) -> tuple[Any, ...]:
-    return inputs, weights, docs, 8, initial
+    def forward(
+        self,
+        inputs: ScanInputs,
+        weights: HeadWeights,
+        docs: Documents,
+        entering: Mamba3State | None = None,
+    ) -> Tensor:
+        given = (inputs, weights, docs, self.chunk_size, entering)
+        if self.pairing == "half":
+            return mimo_scan(mamba3_mimo, *given)
+        return siso_scan(mamba3_siso_combined, *given)
 
 
 def mixer_of(inputs: ScanInputs) -> Mamba3:

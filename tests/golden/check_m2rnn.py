@@ -13,7 +13,7 @@ from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.backend import Kernels
+from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_sequential
 from megacpp.model.documents import Documents
 from megacpp.model.upstream import from_upstream, to_upstream
@@ -84,7 +84,7 @@ def check_layer(
     for chunk_size in chunk_sizes:
         config = model_config(golden.config, chunk_size)
         layer = M2RNN(config).to(golden.dtype)
-        layer.kernels = Kernels(m2rnn=backend)
+        set_kernels(layer, Kernels(m2rnn=backend))
         stored = {n.removeprefix("param."): golden.input(n) for n in golden.names("param.")}
         layer.load_state_dict(from_upstream(M2RNN_KIND, stored, config))
         x = golden.input("x", grad=True)
@@ -93,7 +93,7 @@ def check_layer(
         golden.expect("y", y)
         golden.expect("grad.x", x.grad)
         grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        for name, grad in to_upstream(M2RNN_KIND, grads).items():
+        for name, grad in to_upstream(M2RNN_KIND, grads, config).items():
             golden.expect(f"grad.{name}", grad)
 
 

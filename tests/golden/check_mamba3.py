@@ -13,7 +13,7 @@ from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.backend import Kernels
+from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential, scan_documents
 from megacpp.model.documents import Documents
@@ -131,13 +131,13 @@ def check_layer(
     for backend in backends:
         u_BTD = golden.input("u", grad=True)
         layer = build_layer(golden, chunk or uneven_chunk(u_BTD.shape[1]))
-        layer.kernels = Kernels(mamba3=backend)
+        set_kernels(layer, Kernels(mamba3=backend))
         y_BTD = layer(u_BTD, documents(golden, *u_BTD.shape[:2]))
         golden.expect("y", y_BTD)
         (y_BTD * golden.input("d_out")).sum().backward()
         golden.expect("grad.u", u_BTD.grad)
         grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        for name, grad in to_upstream(MAMBA3, grads).items():
+        for name, grad in to_upstream(MAMBA3, grads, layer.config).items():
             golden.expect(f"grad.{name}", grad)
 
 

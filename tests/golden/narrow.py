@@ -29,13 +29,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.blocks.attention.gqa import CoreAttention
+from megacpp.kernels.gated_delta_rule import library as delta_library
+from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
 from megacpp.kernels.m2rnn.reference import m2rnn_chunked
 from megacpp.kernels.mamba3 import library as mamba3_library
 from megacpp.kernels.mamba3.reference import mamba3_scan
 from megacpp.kernels.selection import OPERATIONS
-from tests.golden import check_linear_ce, check_m2rnn, check_mamba3, check_mla, check_moe
+from tests.golden import (
+    check_gated_delta,
+    check_linear_ce,
+    check_m2rnn,
+    check_mamba3,
+    check_mla,
+    check_moe,
+)
 from tests.golden.harness import GoldenFile
 from tests.model.attention_cases import flex_on_a_cpu, varlen_on_a_cpu
+from tests.model.gated_delta_library import chunk_gated_delta_rule
 from tests.model.mamba3_interpreted import CHUNK, in_wider_heads, on_a_cpu
 from tests.model.mamba3_upstream import mamba3_mimo
 
@@ -44,11 +54,12 @@ FILES = {
     "attention": "mla_*",
     "mamba3": "mamba3_*",
     "m2rnn": "m2rnn_*",
+    "gated_delta_rule": "gdn_[rs]*",
     "experts": "moe_layer",
     "cross_entropy": "linear_ce*",
 }
 ONLY = {"mamba_ssm": "siso", "tilelang": "mimo"}
-NEEDS = {"triton": "triton", "mamba_ssm": "mamba_ssm", "tilelang": "tilelang"}
+NEEDS = {"fla": "fla", "triton": "triton", "mamba_ssm": "mamba_ssm", "tilelang": "tilelang"}
 # Inputs that a model has in bf16; a parameter is rounded where its module stores it.
 NARROW = {"q", "k", "v", "d_y", "x", "weight", "u", "Q", "K", "V", "Z", "Trap", "Angles"}
 OUTPUTS, GRADIENTS = 1e-2, 3e-2
@@ -157,10 +168,15 @@ def m2rnn(golden: GoldenFile, backend: str) -> None:
         check_m2rnn.check_clips(golden, partial(m2rnn_chunked, chunk_size=5, backend=backend))
 
 
+def gated_delta(golden: GoldenFile, backend: str) -> None:
+    check_gated_delta.check_rule(golden, partial(gated_delta_rule, chunk_size=16, backend=backend))
+
+
 CHECKS: dict[str, Callable[[GoldenFile, str], None]] = {
     "attention": attention,
     "mamba3": mamba3,
     "m2rnn": m2rnn,
+    "gated_delta_rule": gated_delta,
     "experts": check_moe.check_layer,
     "cross_entropy": check_linear_ce.check,
 }
@@ -185,6 +201,8 @@ def kernels(backend: str, device: torch.device) -> AbstractContextManager[Any]:
     if backend == "tilelang":
         wider = in_wider_heads(mamba3_mimo if cpu else mamba3_library.mimo_kernel(), 64)
         return mock.patch.object(mamba3_library, "mimo_kernel", lambda: wider)
+    if backend == "fla" and cpu:
+        return mock.patch.object(delta_library, "kernel", lambda: chunk_gated_delta_rule)
     if backend == "flex":
         return attention_in_wider_heads(flex_on_a_cpu() if cpu else nullcontext())
     if backend in ("varlen", "varlen_padded"):
@@ -208,9 +226,9 @@ def attention_in_wider_heads(instead: AbstractContextManager[Any]) -> Iterator[N
     """Queries, keys and values with zeros up to 16 numbers a head, which flex takes at least."""
     forward = CoreAttention.forward
 
-    def wider(self: CoreAttention, q: Tensor, k: Tensor, v: Tensor, docs: Any) -> Tensor:
+    def wider(self: CoreAttention, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         qkv = (F.pad(x, (0, 16 - x.shape[-1])) for x in (q, k, v))
-        return forward(self, *qkv, docs)[..., : v.shape[-1]]
+        return forward(self, *qkv, *others)[..., : v.shape[-1]]
 
     with instead, mock.patch.object(CoreAttention, "forward", wider):
         yield

@@ -16,7 +16,7 @@ from tests.golden.harness import GoldenFile
 # What must be checked when it is there: a file matching one of these and no family is a failure.
 REQUIRED = (
     *("mamba3_*", "m2rnn_*", "mla_*", "moe_*", "linear_ce*", "muon*", "compact*"),
-    *("dsa_*", "mtp*", "top*", "engram*", "mhc_*"),
+    *("dsa_*", "mtp*", "top*", "engram*", "mhc_*", "gdn_*"),
 )
 FAMILIES: list[ModuleType] = [
     importlib.import_module(f"tests.golden.{path.stem}")

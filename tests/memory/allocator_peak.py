@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,18 +118,18 @@ def _choose_evenly(model: HybridLM) -> None:
     """In the place of what routers chose."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            choice = EvenRouting.of(module.moe)
+            module.dispatch = EvenDispatch(module.dispatch, EvenRouting.of(module.moe))
 
-            def even(
-                x_TD: Tensor,
-                indices_TK: Tensor,
-                *rest: Any,
-                choice: EvenRouting = choice,
-                dispatch: Any = module.dispatch,
-            ) -> Any:
-                return dispatch(x_TD, choice.indices(len(x_TD), x_TD.device), *rest)
 
-            module.dispatch = even  # type: ignore[method-assign]
+class EvenDispatch(nn.Module):
+    """`Dispatch` of choices that are even."""
+
+    def __init__(self, dispatch: nn.Module, choice: EvenRouting) -> None:
+        super().__init__()
+        self.dispatch, self.choice = dispatch, choice
+
+    def forward(self, x_TD: Tensor, indices_TK: Tensor, *rest: Any) -> Any:
+        return self.dispatch(x_TD, self.choice.indices(len(x_TD), x_TD.device), *rest)
 
 
 def _peak(profiler: profile) -> int:

@@ -8,6 +8,7 @@ from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConf
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.engram.config import EngramConfig
 from megacpp.blocks.experts.config import MoEConfig
+from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.ngram.config import NgramConfig
@@ -27,6 +28,13 @@ SMALL_ATTENTION = {
 }
 SMALL_MAMBA3 = {"d_state": 8, "headdim": 8, "chunk_size": 4}
 SMALL_M2RNN = {"key_dim": 6, "value_dim": 4, "chunk_size": 4}
+SMALL_DELTA = {
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "key_dim": 6,
+    "value_dim": 4,
+    "chunk_size": 4,
+}
 SMALL_ENGRAM = EngramConfig(layers="all", heads=2, table_size=20, dim=8, conv_kernel=2)
 SMALL_MOE = {"num_experts": 4, "top_k": 2, "hidden_dim": 12, "shared_hidden_dim": 20}
 SPARSE = SparseAttentionConfig(layers="all", top_k=3, num_heads=3, head_dim=6)
@@ -42,6 +50,7 @@ def small(pattern: str = "AMERF", **changes: object) -> ModelConfig:
         attention=AttentionConfig(**SMALL_ATTENTION, qk_norm=True),  # type: ignore[arg-type]
         mamba3=Mamba3Config(**SMALL_MAMBA3),  # type: ignore[arg-type]
         m2rnn=M2RNNConfig(**SMALL_M2RNN),  # type: ignore[arg-type]
+        gated_deltanet=GatedDeltaNetConfig(**SMALL_DELTA),  # type: ignore[arg-type]
         moe=MoEConfig(**SMALL_MOE),  # type: ignore[arg-type]
         mlp=MLPConfig(hidden_dim=24),
     )
@@ -83,6 +92,10 @@ def variants() -> dict[str, ModelConfig]:
         ),
         "engram": small("AEA", engram=SMALL_ENGRAM),
         "moe_nulls": replace(base, moe=replace(base.moe, null_rho=0.5)),
+        "gated_deltanet": small("GAGE"),
+        "gated_deltanet_ungated": small(
+            "GE", gated_deltanet=replace(base.gated_deltanet, gate=False, allow_neg_eigval=True)
+        ),
         "mlp_relu2": replace(base, mlp=MLPConfig(hidden_dim=24, activation="relu2")),
         "top_ngram": replace(
             base, top=TOPConfig(0.3, window=5), ngram=NgramConfig(heads=2, table_size=20, dim=3)
@@ -105,6 +118,7 @@ def shrunk(preset: str) -> ModelConfig:
         attention=replace(model.attention, **SMALL_ATTENTION, sparse=sparse),  # type: ignore[arg-type]
         mamba3=replace(model.mamba3, **{**SMALL_MAMBA3, "ngroups": 2}),  # type: ignore[arg-type]
         m2rnn=replace(model.m2rnn, **SMALL_M2RNN),  # type: ignore[arg-type]
+        gated_deltanet=replace(model.gated_deltanet, **SMALL_DELTA),  # type: ignore[arg-type]
         moe=replace(model.moe, **SMALL_MOE),  # type: ignore[arg-type]
         mlp=replace(model.mlp, hidden_dim=24),
         mtp=replace(model.mtp, hidden_dim=24),

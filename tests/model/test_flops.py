@@ -14,6 +14,7 @@ import megacpp.kernels.flop_formulas
 from megacpp.blocks.attention.config import AttentionConfig, SparseAttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.engram.config import EngramConfig
+from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.hyper_connections.module import HyperConnection
 from megacpp.blocks.mtp.config import MTPConfig
@@ -72,6 +73,11 @@ def variants() -> dict[str, tuple[str, ModelConfig]]:
         "gqa index": ("A.index", chosen(base)),
         "mla index": ("A.index", chosen(replace(base, attention=mla))),
         "siso": ("M", base),
+        "gated deltanet": ("G", base),
+        "ungated deltanet": (
+            "G",
+            replace(base, gated_deltanet=GatedDeltaNetConfig(3, 6, 24, 40, gate=False)),
+        ),
         "mimo": ("M", replace(base, mamba3=replace(base.mamba3, mimo_rank=4, chunk_size=16))),
         "swiglu_moe": ("E", base),
         "relu2_moe": (

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, PrecisionConfig
 from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.model.fp32 import Fp32Contract, contract_parameters
@@ -50,6 +51,7 @@ EXPECTED = {
         "norm.weight", "mixer.D", "mixer.state_weight", "mixer.g_norm.weight",
         "mixer.decay_gate.A_log", "mixer.decay_gate.dt_bias",
     },
+    "G": {"norm.weight", "mixer.A_log", "mixer.dt_bias", "mixer.norm.weight"},
     "F": {"norm.weight"},
 }  # fmt: skip
 MLA_NORMS = {"norm.weight", "mixer.kv_norm.weight"}
@@ -183,9 +185,9 @@ def copied(group: Group) -> Group:
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[Seen]:
     """Records scans, and dtype and address of each contract parameter when its owner runs."""
-    seen, scan = Seen([], {}, {}, set()), Mamba3.scan
+    seen, scan = Seen([], {}, {}, set()), Mamba3Scan.forward
 
-    def spy(self: Mamba3, inputs: ScanInputs, weights: HeadWeights, *rest: Any) -> Any:
+    def spy(self: Mamba3Scan, inputs: ScanInputs, weights: HeadWeights, *rest: Any) -> Any:
         seen.scans.append((copied(inputs), copied(weights)))
         return scan(self, inputs, weights, *rest)
 
@@ -205,11 +207,11 @@ def watching(model: nn.Module) -> Iterator[Seen]:
         for prefix, module in model.named_modules()
         if isinstance(module, Fp32Contract)
     ]
-    Mamba3.scan = spy  # type: ignore[method-assign]
+    Mamba3Scan.forward = spy  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Mamba3.scan = scan  # type: ignore[method-assign]
+        Mamba3Scan.forward = scan  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 

@@ -186,6 +186,7 @@ CHANGED_PART: dict[str, str | tuple[str, ...]] = {
     "m2rnn": "blocks.3",
     "mlp": "blocks.4",
     "engram": "blocks.0.engram",
+    "gated": "blocks.0",
 }
 
 

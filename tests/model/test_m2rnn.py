@@ -262,8 +262,8 @@ def test_some_of_the_heads_give_their_share_of_the_output() -> None:
 def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the convolution and the recurrence out, no token's output depends on another token."""
     mixer = layer()
-    monkeypatch.setattr(mixer, "convolve", lambda x, weight, docs: x * weight[:, 0, -1])
-    monkeypatch.setattr(mixer, "scan", lambda q, k, v, f, w, docs: v * f[..., None])
+    monkeypatch.setattr(mixer.convolve, "forward", lambda x, weight, docs: x * weight[:, 0, -1])
+    monkeypatch.setattr(mixer.scan, "forward", lambda i, *_: i.v_BTNV * i.f_BTN[..., None])
     x = torch.randn(2, 9, 20, dtype=torch.double, requires_grad=True)
     (dx,) = torch.autograd.grad(mixer(x)[:, 4].square().sum(), x)
     assert dx[:, 4].abs().min() > 0

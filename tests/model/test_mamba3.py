@@ -13,8 +13,9 @@ from torch.func import functional_call
 from checkpointing.compile import Compiler
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
+from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
+from megacpp.kernels.mamba3.inputs import HeadWeights, ScanInputs
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise
@@ -111,8 +112,8 @@ def test_some_of_the_heads_give_their_share_of_the_output(variant: str) -> None:
 def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the convolution and the scan taken out, no token's output depends on another token."""
     layer, x_BTD = random_layer("mimo_groups_conv_outnorm"), random_input(9)
-    monkeypatch.setattr(layer, "convolve", lambda x, weight, docs: x * weight[:, 0, -1])
-    monkeypatch.setattr(layer, "scan", lambda inputs, *_: (inputs.V * inputs.Z, None))
+    monkeypatch.setattr(layer.convolve, "forward", lambda x, weight, docs: x * weight[:, 0, -1])
+    monkeypatch.setattr(layer.scan, "forward", lambda inputs, *_: inputs.V * inputs.Z)
     (dx_BTD,) = torch.autograd.grad(layer(x_BTD)[:, 4].square().sum(), x_BTD)
     assert dx_BTD[:, 4].abs().min() > 0
     dx_BTD[:, 4] = 0
@@ -122,17 +123,15 @@ def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPa
 def spy_on_scan(layer: Mamba3, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.dtype]:
     """dtypes that reach the scan, filled by the next forward."""
     seen: dict[str, torch.dtype] = {}
-    scan = layer.scan
+    scan = Mamba3Scan.forward
 
-    def spy(
-        inputs: ScanInputs, weights: HeadWeights, docs: Documents
-    ) -> tuple[Tensor, Mamba3State]:
+    def spy(inputs: ScanInputs, weights: HeadWeights, docs: Documents) -> Tensor:
         for name, x in {**vars(inputs), **vars(weights)}.items():
             if isinstance(x, Tensor):
                 seen[name] = x.dtype
-        return scan(inputs, weights, docs)
+        return scan(layer.scan, inputs, weights, docs)
 
-    monkeypatch.setattr(layer, "scan", spy)
+    monkeypatch.setattr(layer.scan, "forward", spy)
     return seen
 
 

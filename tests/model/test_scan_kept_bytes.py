@@ -58,7 +58,7 @@ def m2rnn(dtype: torch.dtype, keep_states: bool = False) -> M2RNN:
     config = M2RNNConfig(num_heads=4, num_q_heads=2, key_dim=6, value_dim=3, chunk_size=C)
     layer = M2RNN(ModelConfig(dim=D, m2rnn=config))
     fill(layer)
-    layer.keep_states = keep_states
+    layer.scan.keep_states = keep_states
     return layer.to(dtype)
 
 
@@ -154,7 +154,7 @@ def expected_of_m2rnn(layer: M2RNN, dtype: torch.dtype, again: bool) -> float:
     X, Y = N * V, layer.in_q.out_features + layer.in_k.out_features
     projections = e * (Y + N + X + X)  # q, k and forget in one product, v, gate
     forget = FP32 * 3 * N  # what softplus is taken of, what it gives, the value
-    states = 2 * FP32 * N * K * V if layer.keep_states else FP32 * N * K * V / C
+    states = 2 * FP32 * N * K * V if layer.scan.keep_states else FP32 * N * K * V / C
     out = e * X + FP32 + e * X + e * D  # y, 1 / rms, normed, output
     between = 0 if again else e * (Y + X) + FP32 * X  # behind the convolution, in front of the norm
     return projections + forget + states + out + between

@@ -23,7 +23,7 @@ from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from optim.build import groups
-from optim.groups import TABLE, Assignment, Row, _place, assign, table_lines
+from optim.groups import TABLE, Assignment, OptimizerRow, _place, assign, table_lines
 from optim.ownership import MatrixView
 from tests.model.small import variants
 
@@ -111,9 +111,21 @@ def test_every_row_is_used() -> None:
     ahead = meta(replace(SMALL, mtp=MTPConfig(depths=1)))
     streams = meta(replace(SMALL, mhc=HyperConnectionConfig(streams=2)))
     sparse, around = meta(variants()["mla_sparse"]), (meta(AROUND), meta(ENGRAM))
+    around += (meta(variants()["gated_deltanet"]),)
     models = meta(SMALL), meta(MLA), *around, ahead, streams, sparse, compressed
     used = {id(a.row) for model in models for a in assign(model, "muon_adamw")}
     assert [row.names for row in TABLE if id(row) not in used] == []
+
+
+def test_parts_of_a_gated_deltanet_are_matrices_of_their_own() -> None:
+    """Upstream's fused stack holds q, k, v and z of each key head; here none is fused."""
+    found = assignments(variants()["gated_deltanet"])
+    of_layer = {n.removeprefix("blocks.0.mixer."): a for n, a in found.items() if ".0.mixer" in n}
+    muon = {name: str(a.view) for name, a in of_layer.items() if a.algorithm == "muon"}
+    parts = *(f"in_{part}.weight" for part in "qkvz"), "out_proj.weight"
+    assert muon == dict.fromkeys(parts, "whole")
+    decayed = {name for name, a in of_layer.items() if a.decay(OptimConfig(muon_weight_decay=1))}
+    assert decayed == {*parts, "in_a.weight", "in_b.weight"}
 
 
 def test_what_goes_where_by_hand() -> None:
@@ -193,7 +205,7 @@ def test_an_unknown_parameter_is_named() -> None:
 
 
 def test_a_parameter_in_two_rows_is_named() -> None:
-    table = (*TABLE, Row("A", ("w?.weight",), "adamw", True))
+    table = (*TABLE, OptimizerRow("A", ("w?.weight",), "adamw", True))
     with pytest.raises(ConfigError, match=r"blocks\.0\.mixer\.wq\.weight: .* and \('w\?\.weight"):
         assign(meta(SMALL), "muon_adamw", table)
 

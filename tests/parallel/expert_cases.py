@@ -26,7 +26,7 @@ from parallel.expert.routing import SpreadRouter
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
 from parallel.notation import Array
-from parallel.tensor import cut_parameter
+from parallel.tensor import shard_parameter
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> Mixtur
 def spread_over(mixer: MixtureOfExperts, world: World, style: ExpertParallel) -> None:
     """Experts over `ep` (and `efsdp`), its seams replaced."""
     for leaf in dict(mixer.experts.named_parameters()):
-        cut_parameter(mixer.experts, leaf, Array.parse("[E_ep, I, D]"), world.meshes["ep"])
+        shard_parameter(mixer.experts, leaf, Array.parse("[E_ep, I, D]"), world.meshes["ep"])
     parallelize_module(mixer, world.meshes["ep"], style)
     parallelize_module(mixer.router, world.meshes["stage"], SpreadRouter(world.meshes["row"]))
     if world.degree("stage") > world.degree("ep"):

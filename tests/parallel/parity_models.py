@@ -77,6 +77,12 @@ def models() -> dict[str, ModelConfig]:
             pattern="AAE",
             attention=replace(plain.attention, sparse=replace(SPARSE, layers="all", share=2)),
         ),
+        "delta": replace(
+            plain,
+            pattern="GAGE",
+            depth=4,
+            gated_deltanet=replace(plain.gated_deltanet, num_key_heads=4, num_value_heads=8),
+        ),
         "around": replace(
             plain,
             pattern="AEFA",

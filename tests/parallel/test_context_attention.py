@@ -32,7 +32,7 @@ from parallel.context.layout import ContextLayout, Order
 from parallel.context.ring import Ring, ring_attention, seen_chunks
 from parallel.notation import Array
 from parallel.plans import PARAMETERS
-from parallel.tensor import cut_parameter
+from parallel.tensor import shard_parameter
 from tests.collectives import Collective, CollectiveCounter
 from tests.livebytes import LiveBytes
 from tests.model.attention_cases import noise, packed
@@ -258,7 +258,7 @@ def test_heads_of_a_tensor_parallel_rank() -> None:
             rows = (r for r in PARAMETERS if "A" in r.letters and name in r.names)
             (row,) = (r for r in rows if r.when(config))
             owner = mixer.get_submodule(name.rpartition(".")[0])
-            cut_parameter(owner, "weight", Array.parse(row.array), tp)
+            shard_parameter(owner, "weight", Array.parse(row.array), tp)
         layout = ContextLayout.of(case.order, mesh["cp"].get_local_rank(), 2)
         applied(mixer, case.kind, layout, mesh["cp"])
         index_T = layout.index(T)

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
+from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_carried, m2rnn_sequential
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout, Order
-from parallel.context.m2rnn import ContextM2RNN, Kind, m2rnn_kind
+from parallel.context.scan import ContextScan, heads_if_divisible
 from tests.collectives import Collective
 from tests.parallel.context_cases import (
     ORDERS,
@@ -40,7 +41,7 @@ from tests.ranks import run_ranks
 DIM = 12
 FP64, FP32 = 1e-12, 1e-5  # rounding: of max |reference|
 BOUND = 0.05  # of the state gradient: most entries are above it
-KINDS: tuple[Kind, ...] = ("heads", "serial")
+KINDS: tuple[Literal["heads", "serial"], ...] = ("heads", "serial")
 HEADS = {"one_qk": (4, 1, 1), "shared_q": (4, 2, 4), "three": (3, 1, 3)}
 CLIPS: dict[str, tuple[float | None, Literal["total", "carried"]]] = {
     "unclipped": (None, "total"),
@@ -52,7 +53,7 @@ CLIPS: dict[str, tuple[float | None, Literal["total", "carried"]]] = {
 class Case(NamedTuple):
     heads: str
     clip: str
-    kind: Kind
+    kind: Literal["heads", "serial"]
     order: Order
     docs: str
 
@@ -85,7 +86,7 @@ def on_rank(rank: int, world: int, cases: list[Case]) -> list[Pass]:
     passes = []
     for case in cases:
         layout = ContextLayout.of(case.order, rank, world)
-        layer, style = LAYERS[case.heads, case.clip], ContextM2RNN(case.kind, layout)
+        layer, style = LAYERS[case.heads, case.clip], ContextScan(case.kind, layout)
         passes.append(run_part(layer, style, layout, *DATA, DOCS[case.docs])[0])
     return passes
 
@@ -141,7 +142,7 @@ def widths_on_rank(rank: int, world: int, dtype: torch.dtype) -> list[Pass]:
     layer, layout = narrow(dtype), ContextLayout.of("head_tail", rank, world)
     x_BTD, dy_BTD = (x.to(dtype) for x in DATA)
     return [
-        run_part(layer, ContextM2RNN(kind, layout), layout, x_BTD, dy_BTD, DOCS["packed"])[0]
+        run_part(layer, ContextScan(kind, layout), layout, x_BTD, dy_BTD, DOCS["packed"])[0]
         for kind in KINDS
     ]
 
@@ -164,7 +165,7 @@ def isolation_on_rank(rank: int, world: int) -> list[list[float]]:
     for kind, order in product(KINDS, ORDERS):
         layout = ContextLayout.of(order, rank, world)
         layer = layer_of("one_qk", "carried")
-        parallelize_module(layer, mesh, ContextM2RNN(kind, layout))
+        parallelize_module(layer, mesh, ContextScan(kind, layout))
         found.append(outside(layer, layout, *DATA, DOCS["packed"]))
     return found
 
@@ -183,7 +184,7 @@ def recompute_on_rank(rank: int, world: int) -> list[float]:
     x_BtD, dy_BtD = (x[:, index_T] for x in DATA)
     for kind in KINDS:
         layer = layer_of("one_qk", "carried")
-        parallelize_module(layer, mesh, ContextM2RNN(kind, layout))
+        parallelize_module(layer, mesh, ContextScan(kind, layout))
         x_BtD = x_BtD.detach().requires_grad_()
         again = checkpoint(layer, x_BtD, part, use_reentrant=False)
         grads = [torch.autograd.grad(y, x_BtD, dy_BtD)[0] for y in (layer(x_BtD, part), again)]
@@ -201,9 +202,10 @@ def kept_states_on_rank(rank: int, world: int) -> list[bool]:
     mesh, found = init_device_mesh("cpu", (world,)), []
     for kind, order in product(KINDS, ORDERS):
         layout, layer = ContextLayout.of(order, rank, world), layer_of("one_qk", "carried")
-        parallelize_module(layer, mesh, ContextM2RNN(kind, layout))
+        parallelize_module(layer, mesh, ContextScan(kind, layout))
         index_T, runs = layout.index(TOKENS), []
-        for layer.keep_states in (False, True):
+        (scan,) = (m for m in layer.modules() if isinstance(m, M2RNNScan))
+        for scan.keep_states in (False, True):
             x_BtD, kept = DATA[0][:, index_T].requires_grad_(), set()
             with saved_tensors_hooks(lambda t, kept=kept: kept.add(t.shape) or t, lambda t: t):
                 y_BtD = layer(x_BtD, DOCS["packed"].take(index_T))
@@ -239,7 +241,7 @@ def sent_on_rank(rank: int, world: int) -> dict[str, Any]:
     layer = LAYERS["one_qk", "carried"]
     for kind in KINDS:
         with Messages() as messages:
-            _, *calls = run_part(layer, ContextM2RNN(kind, layout), layout, *DATA, DOCS["packed"])
+            _, *calls = run_part(layer, ContextScan(kind, layout), layout, *DATA, DOCS["packed"])
         found[kind] = [*calls, messages.calls]
     return found
 
@@ -282,5 +284,10 @@ def test_what_is_sent() -> None:
 
 
 def test_auto_takes_heads_where_they_divide() -> None:
-    assert m2rnn_kind("auto", 132, 4) == "heads" and m2rnn_kind("auto", 132, 8) == "serial"
-    assert m2rnn_kind("serial", 132, 4) == "serial" and m2rnn_kind("heads", 132, 8) == "heads"
+    for wanted, degree, kind in (
+        ("auto", 4, "heads"),
+        ("auto", 8, "serial"),
+        ("serial", 4, "serial"),
+        ("heads", 8, "heads"),
+    ):
+        assert heads_if_divisible(wanted, 132, degree) == kind

@@ -19,10 +19,11 @@ from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.pieces import Piece
-from parallel.context.convolution import convolve_with_halo
+from megacpp.model.short_conv import Convolve
+from parallel.context.convolution import ContextConvolve
 from parallel.context.heads import for_own_heads, own_heads
 from parallel.context.layout import ContextLayout, Order
-from parallel.context.mamba3 import ContextMamba3
+from parallel.context.scan import ContextScan
 from tests.collectives import Collective, CollectiveCounter
 from tests.model.mamba3_cases import VARIANTS
 from tests.parallel.context_cases import (
@@ -94,7 +95,7 @@ def on_rank(rank: int, world: int, cases: list[Case]) -> list[Pass]:
     passes = []
     for case in cases:
         layout = ContextLayout.of(case.order, rank, world)
-        style = ContextMamba3(case.kind, layout)
+        style = ContextScan(case.kind, layout)
         passes.append(run_part(LAYERS[case.layer], style, layout, *data(case.docs))[0])
     return passes
 
@@ -122,7 +123,7 @@ def widths_on_rank(rank: int, world: int, dtype: torch.dtype) -> list[Pass]:
         ContextLayout.of("head_tail", rank, world),
     )
     arguments = (layout, *data("packed", dtype))
-    return [run_part(layer, ContextMamba3(kind, layout), *arguments)[0] for kind in KINDS]
+    return [run_part(layer, ContextScan(kind, layout), *arguments)[0] for kind in KINDS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +144,7 @@ def isolation_on_rank(rank: int, world: int, cases: list[Case]) -> list[list[flo
     for case in cases:
         layout = ContextLayout.of(case.order, rank, world)
         layer = layer_of(case.layer)
-        parallelize_module(layer, mesh, ContextMamba3(case.kind, layout))
+        parallelize_module(layer, mesh, ContextScan(case.kind, layout))
         found.append(outside(layer, layout, *data("packed")))
     return found
 
@@ -158,7 +159,7 @@ def sent_on_rank(rank: int, world: int) -> dict[str, list[list[Collective]]]:
     layout, found = ContextLayout.of("head_tail", rank, world), {}
     for kind in KINDS:
         for name, dtype in (("siso_conv_softplus", torch.float32), ("siso", torch.bfloat16)):
-            style, layer = ContextMamba3(kind, layout), narrow(name, dtype)
+            style, layer = ContextScan(kind, layout), narrow(name, dtype)
             _, *calls = run_part(layer, style, layout, *data("packed", dtype))
             found[f"{kind} {name}"] = calls
     return found
@@ -210,7 +211,7 @@ def recompute_on_rank(rank: int, world: int) -> list[bool]:
     x_BTD, dy_BTD, docs = data("packed")
     for kind, order in product(KINDS, ORDERS):
         layout, layer = ContextLayout.of(order, rank, world), layer_of("mimo_groups_conv_outnorm")
-        parallelize_module(layer, mesh, ContextMamba3(kind, layout))
+        parallelize_module(layer, mesh, ContextScan(kind, layout))
         index_T, runs = layout.index(TOKENS), []
         for pieces in PIECES:
             seam = BlockSeam(pieces, replays := Replays())
@@ -248,8 +249,9 @@ def test_refused() -> None:
     with pytest.raises(AssertionError, match="6 heads over 4 context ranks"):
         own_heads(6, layout)
     part = docs.take(layout.index(TOKENS))
+    convolve = ContextConvolve(Convolve(), layout, None)  # type: ignore[arg-type]
     x_BtX, weight_X1K = torch.zeros(ROWS, TOKENS // 4, 3), torch.zeros(3, 1, 6)
     with pytest.raises(AssertionError, match="5 past tokens from chunks of 4"):
-        convolve_with_halo(None, None, layout, None, x_BtX, weight_X1K, part)  # type: ignore[arg-type]
+        convolve(x_BtX, weight_X1K, part)
     with pytest.raises(AssertionError, match="documents are a part"):
-        convolve_with_halo(None, None, layout, None, x_BtX, weight_X1K[..., :4], docs)  # type: ignore[arg-type]
+        convolve(x_BtX, weight_X1K[..., :4], docs)

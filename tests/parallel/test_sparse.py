@@ -25,13 +25,13 @@ from megacpp.model.pattern import layer_kinds
 from megacpp.model.stages import choice_bytes, stage_parts
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
+from parallel.context.attention import in_order_of_row
 from parallel.context.layout import ContextLayout
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
 from parallel.simulate.collective_log import POINT_TO_POINT, Collective, CollectiveLog
 from parallel.simulate.drawing import Drawn, draw
 from parallel.simulate.fake import as_trained
-from parallel.sparse import in_order_of_row
 from tests.parallel.parity import (
     Run,
     Trace,
@@ -250,5 +250,7 @@ def test_a_model_is_the_same_on_every_pipeline() -> None:
 
 
 def test_explain_has_words_for_every_kind() -> None:
-    kinds = {kind for name in ("sparse_stages", "plain") for kind in layer_kinds(models()[name])}
+    kinds = {
+        kind for name in ("sparse_stages", "plain", "delta") for kind in layer_kinds(models()[name])
+    }
     assert {"A", "A.index", "A.share"} <= kinds == set(KINDS)

@@ -15,7 +15,7 @@ from megacpp.config.schema import MeshConfig
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from parallel.notation import Array, Move
+from parallel.notation import Array, Redistribute
 from parallel.plans import DOORS, PARAMETERS, Row, row_of
 from tests.model.small import variants
 from tests.parallel.parity import (
@@ -105,12 +105,12 @@ def test_an_axis_is_used_once(text: str) -> None:
 
 
 def test_moves_read_as_they_are_written() -> None:
-    gathered = Move.parse("x[B, T_tp, D] -> x[B, T, D]")
-    summed = Move.parse("y[B, T, D]{tp} -> y[B, T_tp, D]")
+    gathered = Redistribute.parse("x[B, T_tp, D] -> x[B, T, D]")
+    summed = Redistribute.parse("y[B, T, D]{tp} -> y[B, T_tp, D]")
     assert (gathered.kind, gathered.axis, gathered.dim) == ("gather", "tp", 1)
     assert (summed.kind, summed.axis, summed.dim) == ("scatter_sum", "tp", 1)
     assert str(summed) == "y[B, T, D]{tp} -> y[B, T_tp, D]"
-    turned = Move.parse("v[B, T_tp, C] -> v[B, T, C_tp]")
+    turned = Redistribute.parse("v[B, T_tp, C] -> v[B, T, C_tp]")
     assert (turned.kind, turned.axis, turned.dim) == ("exchange", "tp", 1)
     for wrong in (
         "x[B] -> x[B]",
@@ -120,7 +120,7 @@ def test_moves_read_as_they_are_written() -> None:
         "x(B)",
     ):
         with pytest.raises(ValueError, match=r"neither|does not move|not written"):
-            Move.parse(wrong)
+            Redistribute.parse(wrong)
 
 
 def test_rows_of_one_kind_stand_together() -> None:
@@ -133,7 +133,7 @@ def test_rows_of_one_kind_stand_together() -> None:
 def test_what_leaves_a_door_as_a_part_was_summed_over_a_cut_dim() -> None:
     """A partial sum needs a matrix whose last dim, over which it sums, is cut; and only one."""
     for door in DOORS:
-        if door.leave is None or Move.parse(door.leave).before.partial is None:
+        if door.leave is None or Redistribute.parse(door.leave).before.partial is None:
             continue
         for letter in door.letters or [""]:
             names = [

@@ -7,6 +7,7 @@ V value head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
 from megacpp.errors import config_error
-from megacpp.kernels.attention.reference import attend, causal_attention
+from megacpp.kernels.attention.reference import attend, attention_between, causal_attention
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.sparse_attention.reference import chosen_mask
 from megacpp.model.documents import Documents, documents_of
@@ -26,8 +27,31 @@ from megacpp.model.norm import RMSNorm
 from megacpp.model.seam import PLAIN, Seam, recomputing
 
 
+class LatentKeys(Protocol):
+    """Mixer that keeps latents of a token, and makes keys and values of them."""
+
+    @property
+    def expansion(self) -> Tensor:
+        """Weight `[X, C]` of the expansion, with as many rows for each head."""
+        ...
+
+    def expand_kv(
+        self, c_BSC: Tensor, k_pe_BSR: Tensor, w_XC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, by `w_XC` in place of the weight."""
+        ...
+
+    def keys_values(
+        self, c_BSC: Tensor, k_pe_BSR: Tensor, heads: slice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads or of some, as a recompute region."""
+        ...
+
+
 class CoreAttention(nn.Module):
-    """softmax(cap(scale q k^T)) v within documents: the part that context parallelism wraps.
+    """softmax(cap(scale q k^T)) v within documents: where all tokens of a document meet.
+
+    A submodule without parameters, which context parallelism swaps.
 
     Attributes:
         recorder: keeps how large the logits of training forwards get; None: nobody asks.
@@ -36,21 +60,50 @@ class CoreAttention(nn.Module):
     seam: Seam = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
-    def __init__(self, head_dim: int, config: AttentionConfig) -> None:
+    def __init__(self, scale: float, softcap: float | None) -> None:
         super().__init__()
-        if config.softcap is not None and config.softcap <= 0:
-            raise config_error(
-                "model.attention.softcap", config.softcap, "must be above 0", "use None for no cap"
-            )
-        self.scale = softmax_scale(head_dim, config)
-        self.softcap = config.softcap
+        self.scale, self.softcap = scale, softcap
         self.recorder: LogitRecorder | None = None
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents) -> Tensor:
-        """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K)."""
-        self.observe(q_BTNH, k_BTKH, docs, docs)
-        settings = (docs, self.scale, self.softcap, self.kernels.attention)
-        return self.seam("core_attn", causal_attention, q_BTNH, k_BTKH, v_BTKV, *settings)
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKV: Tensor,
+        docs: Documents,
+        latents: LatentKeys | None = None,
+    ) -> Tensor:
+        """Output `[B, T, N, V]`; query head n reads key/value head n // (N / K).
+
+        Args:
+            latents: makes keys and values of what is then given in their place: latents
+                `[B, T, C]` and shared rotated keys `[B, T, R]`.
+        """
+        if latents is not None:
+            k_BTKH, v_BTKV = latents.keys_values(k_BTKH, v_BTKV)
+        return self.attend(q_BTNH, k_BTKH, v_BTKV, docs)
+
+    def attend(
+        self,
+        q_BTNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKV: Tensor,
+        docs: Documents,
+        keys: Documents | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> Tensor:
+        """Output `[B, T, N, V]` of queries on given keys, as a recompute region.
+
+        Args:
+            keys: documents of the S key tokens (None: those of the queries).
+            share: which of how many equal shares of the heads these are.
+        """
+        self.observe(q_BTNH, k_BSKH, docs, docs if keys is None else keys, share)
+        parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
+        backend = self.kernels.attention
+        if keys is None:
+            return self.seam("core_attn", causal_attention, *parts, docs, *settings, backend)
+        return self.seam("core_attn", attention_between, *parts, docs, keys, *settings, backend)
 
     def observe(
         self,
@@ -111,7 +164,7 @@ class GroupedQueryAttention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(query_dim, config.dim, bias=False)
-        self.inner = CoreAttention(attention.head_dim, attention)
+        self.inner = CoreAttention(softmax_scale(attention.head_dim, attention), attention.softcap)
         if attention.qk_norm:
             self.q_norm = RMSNorm(attention.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(attention.head_dim, config.norm_eps)
@@ -169,8 +222,12 @@ class GroupedQueryAttention(nn.Module):
 
 
 def check_heads(config: AttentionConfig) -> None:
-    """Raises ConfigError for head counts or dims that can't be split or rotated in pairs."""
+    """Raises ConfigError for a soft cap, head counts or dims that attention can't work with."""
     key = "model.attention"
+    if config.softcap is not None and config.softcap <= 0:
+        raise config_error(
+            f"{key}.softcap", config.softcap, "must be above 0", "use None for no cap"
+        )
     if config.kind == "gqa" and config.num_heads % config.num_kv_heads:
         raise config_error(
             f"{key}.num_kv_heads",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.gqa import CoreAttention, check_heads
-from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate
+from megacpp.blocks.attention.rope import rotary_table, rotary_table_at, rotate, softmax_scale
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
@@ -63,7 +63,7 @@ class MultiHeadLatentAttention(nn.Module):
         expanded = num_heads * (self.nope_dim + self.value_dim)
         self.wkv_b = nn.Linear(self.latent_dim, expanded, bias=False)
         self.wo = nn.Linear(num_heads * self.value_dim, config.dim, bias=False)
-        self.inner = CoreAttention(self.query_dim, attention)
+        self.inner = CoreAttention(softmax_scale(self.query_dim, attention), attention.softcap)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
@@ -71,12 +71,8 @@ class MultiHeadLatentAttention(nn.Module):
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         latent = self.query_latent(x_BTD)
         q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
-        o_BTNV = self.attend(q_BTNH, *self.latent(x_BTD, table_BTP2), docs)
+        o_BTNV = self.inner(q_BTNH, *self.latent(x_BTD, table_BTP2), docs, self)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
-
-    def attend(self, q_BTNH: Tensor, c_BTC: Tensor, k_pe_BTR: Tensor, docs: Documents) -> Tensor:
-        """Output `[B, T, N, V]` of queries on latents: the part that context parallelism wraps."""
-        return self.inner(q_BTNH, *self.seam("mla_kv", self.expand_kv, c_BTC, k_pe_BTR), docs)
 
     def query_latent(self, x_BTD: Tensor) -> Tensor:
         """What queries are made of: a latent before its norm, or x where there is none."""
@@ -111,6 +107,24 @@ class MultiHeadLatentAttention(nn.Module):
         k_pe_BTNR = k_pe_BTR[:, :, None].expand(-1, -1, kv.shape[2], -1)
         # Values of their own: as a view they would keep the keys of both products alive.
         return torch.cat((k_nope, k_pe_BTNR), dim=-1), v_BTNV.contiguous()
+
+    @property
+    def expansion(self) -> Tensor:
+        """Weight of the expansion, `[N (H - R + V), C]`."""
+        return self.wkv_b.weight
+
+    def keys_values(
+        self, c_BTC: Tensor, k_pe_BTR: Tensor, heads: slice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`expand_kv` as a recompute region, for all heads or a slice of them."""
+        if heads is None:
+            return self.seam("mla_kv", self.expand_kv, c_BTC, k_pe_BTR)
+
+        def of_heads(c_BTC: Tensor, k_pe_BTR: Tensor) -> tuple[Tensor, Tensor]:
+            w_NXC = self.expansion.unflatten(0, (-1, self.nope_dim + self.value_dim))
+            return self.expand_kv(c_BTC, k_pe_BTR, w_NXC[heads].flatten(0, 1))
+
+        return self.seam("mla_kv", of_heads, c_BTC, k_pe_BTR)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
         """A cache of no tokens."""

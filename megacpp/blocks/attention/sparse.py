@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.config import AttentionConfig
-from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, KVCache
+from megacpp.blocks.attention.config import SparseAttentionConfig
+from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, KVCache, LatentKeys
 from megacpp.blocks.attention.indexer import Index, Indexer
 from megacpp.blocks.attention.mla import LatentCache, MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import rotary_table
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.attention.reference import attention_between, causal_attention
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.indexer_loss import HeadShard, Target
 from megacpp.kernels.sparse_attention.reference import sparse_attention
@@ -47,32 +46,39 @@ class SparseCore(CoreAttention):
         heads: of the model, where this process has some of them.
     """
 
-    def __init__(self, head_dim: int, config: AttentionConfig, source: int) -> None:
-        super().__init__(head_dim, config)
-        self.sparse, self.source = config.sparse, source
-        self.gather: Gather = all_here
+    def __init__(self, dense: CoreAttention, config: SparseAttentionConfig, source: int) -> None:
+        super().__init__(dense.scale, dense.softcap)
+        self.sparse, self.source = config, source
+        self.gather: Gather = KeysHere()
         self.heads: HeadShard | None = None
 
     def forward(
         self,
         q_BTNH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKV: Tensor,
+        k_BTKH: Tensor,
+        v_BTKV: Tensor,
         docs: Documents,
-        keys: Documents | None = None,
+        latents: LatentKeys | None = None,
         indexer: Indexer | None = None,
         index: Index | None = None,
     ) -> Tensor:
         """Output `[B, T, N, V]`.
 
         Args:
-            keys: documents of the S key tokens (None: `docs`).
+            latents: as `CoreAttention.forward`.
             indexer: of this layer, and what it made of the tokens; else the choice is another's.
         """
-        keys = docs if keys is None else keys
-        self.observe(q_BTNH, k_BSKH, docs, keys)
-        chosen = None if self.sparse.stage == "dense" else self.choice(index, docs, keys)
-        o_BTNV = self._attend(q_BTNH, k_BSKH, v_BSKV, chosen, docs, keys)
+        (k_BSKH, v_BSKV), index, keys = self._of_rows((k_BTKH, v_BTKV), index, docs)
+        if latents is not None:
+            k_BSKH, v_BSKV = latents.keys_values(k_BSKH, v_BSKV)
+        parts, chosen = (q_BTNH, k_BSKH, v_BSKV), None
+        if self.sparse.stage == "dense":
+            o_BTNV = self.attend(*parts, docs, None if keys is docs else keys)
+        else:
+            self.observe(q_BTNH, k_BSKH, docs, keys)
+            chosen = self.choice(index, docs, keys)
+            given = (*parts, chosen, docs, keys, self.scale, self.softcap)
+            o_BTNV = self.seam("core_attn", sparse_attention, *given)
         if indexer is None or index is None or not indexer.learns:
             return o_BTNV
         seen = q_BTNH.detach(), k_BSKH.detach(), self.scale, self.softcap
@@ -90,22 +96,15 @@ class SparseCore(CoreAttention):
         note_choice(queries, self.source, chosen)
         return chosen
 
-    def _attend(
-        self,
-        q_BTNH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKV: Tensor,
-        chosen: Tensor | None,
-        docs: Documents,
-        keys: Documents,
-    ) -> Tensor:
-        parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
-        if chosen is not None:
-            return self.seam("core_attn", sparse_attention, *parts, chosen, docs, keys, *settings)
-        backend = self.kernels.attention
-        if keys is docs:
-            return self.seam("core_attn", causal_attention, *parts, docs, *settings, backend)
-        return self.seam("core_attn", attention_between, *parts, docs, keys, *settings, backend)
+    def _of_rows(
+        self, parts: Sequence[Tensor], index: Index | None, docs: Documents
+    ) -> tuple[tuple[Tensor, ...], Index | None, Documents]:
+        """What keys are made of, the index and the documents of keys: of whole rows."""
+        if index is None:
+            of_rows, keys = self.gather(parts, docs)
+            return of_rows, None, keys
+        (*of_rows, k_BSX), keys = self.gather((*parts, index.k_BSX), docs)
+        return tuple(of_rows), index._replace(k_BSX=k_BSX), keys
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         super().__init__(config)
         a = config.attention
         source = choosing_layer(layer_kinds(config), layer)
-        self.inner = SparseCore(self.query_dim, a, source)
+        self.inner = SparseCore(self.inner, a.sparse, source)
         self.indexer = Indexer(config, a.q_lora_rank or config.dim) if chooses(kind) else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
@@ -144,9 +143,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
         index = self.indexer(x_BTD, self._normed(latent), docs) if self.indexer else None
         here = self.latent(x_BTD, table_BTP2)
-        (c_BSC, k_pe_BSR), index, keys = gathered(self.inner, here, index, docs)
-        k_BSNH, v_BSNV = self.seam("mla_kv", self.expand_kv, c_BSC, k_pe_BSR)
-        o_BTNV = self.inner(q_BTNH, k_BSNH, v_BSNV, docs, keys, self.indexer, index)
+        o_BTNV = self.inner(q_BTNH, *here, docs, self, self.indexer, index)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
@@ -181,7 +178,7 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
     def __init__(self, config: ModelConfig, kind: str, layer: int) -> None:
         super().__init__(config)
         source = choosing_layer(layer_kinds(config), layer)
-        self.inner = SparseCore(self.head_dim, config.attention, source)
+        self.inner = SparseCore(self.inner, config.attention.sparse, source)
         self.indexer = Indexer(config, config.dim) if chooses(kind) else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
@@ -190,8 +187,7 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         q_BTNH, k_BTKH, v_BTKV = self._qkv(x_BTD, table_BTP2)
         index = self.indexer(x_BTD, x_BTD, docs) if self.indexer else None
-        (k_BSKH, v_BSKV), index, keys = gathered(self.inner, (k_BTKH, v_BTKV), index, docs)
-        o_BTNV = self.inner(q_BTNH, k_BSKH, v_BSKV, docs, keys, self.indexer, index)
+        o_BTNV = self.inner(q_BTNH, k_BTKH, v_BTKV, docs, None, self.indexer, index)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
@@ -230,20 +226,14 @@ def noted_choice(docs: Documents, layer: int) -> Tensor:
     return docs.noted(("choice", layer))
 
 
-def all_here(parts: Sequence[Tensor], docs: Documents) -> tuple[tuple[Tensor, ...], Documents]:
-    """A process that has whole rows has all keys."""
-    return tuple(parts), docs
+class KeysHere(nn.Module):
+    """Keys of whole rows, for a process that has them; context parallelism swaps it."""
 
-
-def gathered(
-    inner: SparseCore, parts: Sequence[Tensor], index: Index | None, docs: Documents
-) -> tuple[tuple[Tensor, ...], Index | None, Documents]:
-    """What keys are made of, the index and the documents of keys: of whole rows."""
-    if index is None:
-        of_rows, keys = inner.gather(parts, docs)
-        return of_rows, None, keys
-    (*of_rows, k_BSX), keys = inner.gather((*parts, index.k_BSX), docs)
-    return tuple(of_rows), index._replace(k_BSX=k_BSX), keys
+    def forward(
+        self, parts: Sequence[Tensor], docs: Documents
+    ) -> tuple[tuple[Tensor, ...], Documents]:
+        """Each of `parts`, and the documents of its tokens."""
+        return tuple(parts), docs
 
 
 def chosen_next(

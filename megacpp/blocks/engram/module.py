@@ -29,15 +29,16 @@ from megacpp.blocks.engram.sizes import engram_primes, memory_width, table_rows
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
+from megacpp.kernels.causal_conv import causal_conv_step
 from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.rms_norm import rms_norm
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Normal, Rule
 from megacpp.model.linear_init import input_rule
+from megacpp.model.lookup import Table
 from megacpp.model.seam import PLAIN, Seam
-from megacpp.model.short_conv import ShortConv
+from megacpp.model.short_conv import Convolve, ShortConv
 from megacpp.model.transfer import listed
 
 NORM_EPS = 1e-5  # in front of the convolution, as in the source
@@ -105,18 +106,13 @@ class StreamNorm(Fp32Contract):
 class DilatedConv(ShortConv):
     """A ShortConv whose taps are `dilation` tokens apart, with its SiLU."""
 
-    seam: Seam = PLAIN
-
     def __init__(self, num_channels: int, num_taps: int, dilation: int) -> None:
         super().__init__(num_channels, num_taps)
         self.dilation = dilation
+        self.convolve = Convolve("engram", dilation)
 
     def forward(self, x_BTC: Tensor, docs: Documents | None) -> Tensor:
         return self.convolve(x_BTC, self.weight, docs)
-
-    def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
-        """It looks (taps - 1) * dilation tokens back."""
-        return self.seam("engram", causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation)
 
 
 class Engram(nn.Module):
@@ -136,9 +132,7 @@ class Engram(nn.Module):
         self.lookup_V: Tensor | None = None
         self.pad = PAD
         width, channels = memory_width(config), streams * config.dim
-        # A given weight skips nn.Embedding's own init, as for the model's embedding.
-        table = torch.empty(table_rows(config), e.dim // e.heads)
-        self.tables = nn.Embedding(len(table), table.shape[1], _weight=table)
+        self.tables = Table(table_rows(config), e.dim // e.heads)
         self.wk = nn.Linear(width, channels)
         self.wv = nn.Linear(width, config.dim)
         self.key_norm = StreamNorm(streams, config.dim)

@@ -7,11 +7,12 @@ token, I hidden of an expert, S slots (copies of tokens in expert order).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megacpp.blocks.attention.choices import null_copies
 from megacpp.blocks.dense.module import MLP
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.router import Router
@@ -106,6 +107,47 @@ class SharedExpert(MLP):
         return super().init_rules() | gate
 
 
+class Dispatch(nn.Module):
+    """Groups tokens by their experts, all of which are here."""
+
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(self, moe: MoEConfig) -> None:
+        super().__init__()
+        self.moe = moe
+        self.expected = moe.top_k if null_copies(moe) else None
+
+    def forward(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
+    ) -> tuple[Arrived, Groups]:
+        """What the experts are to do, and what `Combine` needs to bring the rows back.
+
+        When decoding nothing is dropped and nothing is padded.
+        """
+        num_experts = self.moe.num_experts
+        if decoding:
+            groups = group_rows(indices_TK, num_experts, expected=self.expected)
+        elif self.moe.capacity_factor is None:
+            multiple = row_multiple(x_TD.device)
+            groups = group_rows(indices_TK, num_experts, multiple, self.expected)
+        else:
+            slots = expert_capacity(len(x_TD), self.moe)
+            groups = group_rows_to_capacity(indices_TK, num_experts, slots)
+        groups = groups.by(self.kernels.experts)
+        return Arrived(x_TD, groups, weights_TK), groups
+
+
+class Combine(nn.Module):
+    """Adds up what the experts made of each token."""
+
+    def forward(self, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
+        """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
+
+        `weights_TK` are for rows that come back from other ranks without their weights.
+        """
+        return sum_rows(rows_SD, groups)
+
+
 class MixtureOfExperts(nn.Module):
     """sum_k weight_k expert_k(x) + shared(x), each token for itself (DeepSeekMoE, 2401.06066).
 
@@ -114,48 +156,23 @@ class MixtureOfExperts(nn.Module):
     but whether a token is dropped depends on the tokens before it, of any document. Choices of null
     experts (`Router`) have no slot and are never sent.
 
-    Expert parallelism replaces `dispatch` and `combine`. Nothing between the two but `experts`
-    touches a row, so recomputing `experts` alone repeats neither.
+    Expert parallelism swaps `dispatch` and `combine`. Nothing between the two but `experts` touches
+    a row, so recomputing `experts` alone repeats neither.
     """
-
-    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.moe = config.moe
         self.router = Router(config)
         self.experts = Experts(config)
+        self.dispatch: nn.Module = Dispatch(config.moe)
+        self.combine: nn.Module = Combine()
         self.shared = SharedExpert(config) if config.moe.num_shared else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; documents matter to the sequence loss only."""
         weights_TK, indices_TK = self.router(x_BTD, docs)
         return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
-
-    def dispatch(
-        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
-    ) -> tuple[Arrived, Any]:
-        """What the experts are to do, and what `combine` needs to bring the rows back.
-
-        When decoding nothing is dropped and nothing is padded.
-        """
-        num_experts, real = self.moe.num_experts, self.moe.top_k if self.router.nulls else None
-        if decoding:
-            groups = group_rows(indices_TK, num_experts, expected=real)
-        elif self.moe.capacity_factor is None:
-            groups = group_rows(indices_TK, num_experts, row_multiple(x_TD.device), real)
-        else:
-            slots = expert_capacity(len(x_TD), self.moe)
-            groups = group_rows_to_capacity(indices_TK, num_experts, slots)
-        groups = groups.by(self.kernels.experts)
-        return Arrived(x_TD, groups, weights_TK), groups
-
-    def combine(self, rows_SD: Tensor, weights_TK: Tensor, trip: Any) -> Tensor:
-        """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
-
-        `weights_TK` are for a trip whose rows come back without their weights.
-        """
-        return sum_rows(rows_SD, trip)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
         """Nothing to remember."""
@@ -179,8 +196,8 @@ class MixtureOfExperts(nn.Module):
     def _mix(
         self, x_TD: Tensor, weights_TK: Tensor, indices_TK: Tensor, decoding: bool = False
     ) -> Tensor:
-        arrived, trip = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
-        y_TD = self.combine(self.experts(*arrived), weights_TK, trip)
+        arrived, counts = self.dispatch(x_TD, indices_TK, weights_TK, decoding)
+        y_TD = self.combine(self.experts(*arrived), weights_TK, counts)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.to(x_TD.dtype)

@@ -82,6 +82,8 @@ class Router(AuxiliarySource):
         num_experts = config.moe.num_experts
         self.top_k, self.nulls = columns(config.moe), null_copies(config.moe)
         self.weight = nn.Parameter(torch.empty(num_experts, config.dim))
+        self.batch_load: nn.Module = BatchLoad(num_experts)
+        self.document_load: nn.Module = DocumentLoad(num_experts)
         self.register_buffer("expert_bias", torch.empty(num_experts))
         if self.nulls:
             self.register_buffer("null_score", torch.empty(()))
@@ -217,23 +219,13 @@ class Router(AuxiliarySource):
             # What plain top-k would choose, without bias and groups (Megatron-LM).
             plain_TK = self.seam.keep(self._plain, p_TE.detach())
             if moe.balance_loss:
-                load_E = self.seam.keep(self.batch_load, plain_TK)  # small, and sums over ranks
+                # Kept: it is small, and may be a sum over ranks.
+                load_E = self.seam.keep(self.batch_load, plain_TK, self.weight.dtype)
                 losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
             if moe.sequence_loss:
-                load_TE = self.document_load(plain_TK, docs)
+                load_TE = self.document_load(plain_TK, docs, self.weight.dtype)
                 losses["sequence"] = moe.sequence_loss * switch_loss(p_TE, load_TE, moe.top_k)
         return losses
-
-    def batch_load(self, chosen_TK: Tensor) -> Tensor:
-        """`(E,)`: the part of the microbatch's tokens that chose each expert.
-
-        Replaced where the tokens of a microbatch lie on several ranks, as is `document_load`.
-        """
-        return self._one_hot(chosen_TK).mean(0)
-
-    def document_load(self, chosen_TK: Tensor, docs: Documents) -> Tensor:
-        """`[T, E]`: the part of each token's document that chose each expert."""
-        return document_load(self._one_hot(chosen_TK), docs)
 
     def init_rules(self) -> dict[str, Rule]:
         zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
@@ -242,12 +234,6 @@ class Router(AuxiliarySource):
             rules["null_score"] = Constant(first_null_score(self.config))
             rules["null_bias"] = Constant(0.0)
         return rules
-
-    def _one_hot(self, chosen_TK: Tensor) -> Tensor:
-        """Choices as ones in `[T, E]`, in the dtype of the scores."""
-        shape = len(chosen_TK), self.moe.num_experts
-        zeros_TE = torch.zeros(shape, dtype=self.weight.dtype, device=chosen_TK.device)
-        return zeros_TE.scatter_(1, chosen_TK, 1.0)
 
     def _plain(self, p_TE: Tensor) -> Tensor:
         """The K most probable experts."""
@@ -276,6 +262,36 @@ class Router(AuxiliarySource):
             closed_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, open_groups, False)
             selection_TE = by_group_TGE.masked_fill(closed_TG[..., None], -torch.inf).flatten(1)
         return selection_TE
+
+
+class BatchLoad(nn.Module):
+    """Loads of the experts, of a microbatch whose tokens are all here."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, chosen_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """`(E,)`: the part of the microbatch's tokens that chose each expert."""
+        return one_hot(chosen_TK, self.num_experts, dtype).mean(0)
+
+
+class DocumentLoad(nn.Module):
+    """Loads of the experts by document, of documents whose tokens are all here."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, chosen_TK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
+        """`[T, E]`: the part of each token's document that chose each expert."""
+        return document_load(one_hot(chosen_TK, self.num_experts, dtype), docs)
+
+
+def one_hot(chosen_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """Choices as ones in `[T, E]`."""
+    zeros_TE = torch.zeros(len(chosen_TK), num_experts, dtype=dtype, device=chosen_TK.device)
+    return zeros_TE.scatter_(1, chosen_TK, 1.0)
 
 
 class WideLinear(torch.autograd.Function):

@@ -18,18 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
+from megacpp.blocks.m2rnn.scan import M2RNNInputs, M2RNNScan, M2RNNWeights
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
-from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked, m2rnn_step
+from megacpp.kernels.causal_conv import causal_conv_step
+from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_step
 from megacpp.kernels.recurrent_gates import gated_residual
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
-from megacpp.model.norm import RMSNorm
+from megacpp.model.norm import NormOverHeads
+from megacpp.model.scan import SequenceScan
 from megacpp.model.seam import PLAIN, Seam
-from megacpp.model.short_conv import ShortConv, stacked
+from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,9 @@ class M2RNN(Fp32Contract):
 
     out = output_projection(norm((y + v D) * silu(g))), with y from the recurrence over q, k, v and
     the forget values, and the norm over all heads at once.
-
-    Attributes:
-        keep_states: for backward, of every token; else it runs the recurrence again, chunk by
-            chunk (`m2rnn_chunked`).
     """
 
     seam: Seam = PLAIN
-    kernels: Kernels = PLAIN_KERNELS
-    keep_states: bool = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -76,10 +71,9 @@ class M2RNN(Fp32Contract):
         rows = M2RNN_KIND.rows(config)
         N = rows["in_forget.weight"]  # of the whole layer; forward goes by what its weights hold
         self.num_heads, self.key_dim, self.value_dim = N, r.key_dim, r.value_dim
-        self.chunk_size = r.chunk_size
-        self.clip = None
-        if r.gradient_clip is not None:
-            self.clip = StateClip(r.gradient_clip, r.clip_mode)
+        clip = None if r.gradient_clip is None else StateClip(r.gradient_clip, r.clip_mode)
+        self.scan: SequenceScan = M2RNNScan(r.chunk_size, clip)
+        self.convolve = Convolve()
         self.in_q = nn.Linear(config.dim, rows["in_q.weight"], bias=False)
         self.in_k = nn.Linear(config.dim, rows["in_k.weight"], bias=False)
         self.in_v = nn.Linear(config.dim, rows["in_v.weight"], bias=False)
@@ -91,7 +85,7 @@ class M2RNN(Fp32Contract):
         self.decay_gate = DecayGate(N)
         self.state_weight = nn.Parameter(torch.empty(N, r.value_dim, r.value_dim))
         self.D = nn.Parameter(torch.empty(N, r.value_dim))
-        self.g_norm = RMSNorm(N * r.value_dim, config.norm_eps)
+        self.g_norm = NormOverHeads(N * r.value_dim, config.norm_eps)
         self.output_projection = nn.Linear(N * r.value_dim, config.dim, bias=False)
         self._linear_rules = {
             **{name: input_rule(config) for name in rows if name.startswith("in_")},
@@ -104,37 +98,9 @@ class M2RNN(Fp32Contract):
         v_BTX = self.convolve(v_BTX, self.conv_v.weight, docs)
         q_BTNK, k_BTNK, v_BTNV = self._heads(qk_BTY, v_BTX, q_rows)
         f_BTN = self.decay_gate(f_BTN)
-        y_BTNV = self.scan(q_BTNK, k_BTNK, v_BTNV, f_BTN, self.state_weight, docs)
+        inputs = M2RNNInputs(q_BTNK, k_BTNK, v_BTNV, f_BTN)
+        y_BTNV = self.scan(inputs, M2RNNWeights(self.state_weight), docs)
         return self._output(y_BTNV, v_BTNV, g_BTX).to(x_BTD.dtype)
-
-    def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
-        """Short convolution and SiLU of some channels; it looks a few tokens back."""
-        return self.seam("conv_bc", causal_conv, x_BTC, weight_C1K, docs)
-
-    def scan(
-        self,
-        q_BTNK: Tensor,
-        k_BTNK: Tensor,
-        v_BTNV: Tensor,
-        f_BTN: Tensor,
-        w_NVV: Tensor,
-        docs: Documents | None,
-    ) -> Tensor:
-        """The recurrence `[B, T, N, V]`: where all tokens of a document meet."""
-        y_BTNV, _ = m2rnn_chunked(
-            q_BTNK,
-            k_BTNK,
-            v_BTNV,
-            f_BTN,
-            w_NVV,
-            docs,
-            clip=self.clip,
-            chunk_size=self.chunk_size,
-            final_states=False,
-            keep_states=self.keep_states,
-            backend=self.kernels.m2rnn,
-        )
-        return y_BTNV
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> M2RNNState:
         """The state of `batch_size` empty documents."""

@@ -19,18 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacpp.blocks.mamba3.descriptor import MAMBA3
+from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
-from megacpp.kernels.causal_conv import causal_conv, causal_conv_step
+from megacpp.kernels.causal_conv import causal_conv_step
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
-from megacpp.kernels.mamba3.reference import mamba3_scan, mamba3_step
+from megacpp.kernels.mamba3.reference import mamba3_step
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
+from megacpp.model.scan import SequenceScan
 from megacpp.model.seam import PLAIN, Seam
-from megacpp.model.short_conv import ShortConv, stacked
+from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,6 @@ class Mamba3(Fp32Contract):
     """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
 
     seam: Seam = PLAIN
-    kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -56,6 +56,8 @@ class Mamba3(Fp32Contract):
         self.num_heads, self.num_angles = rows["in_dt.weight"], rows["in_angles.weight"]
         # The authors' kernels pair (2i, 2i + 1) in SISO and (i, i + N/2) in MIMO.
         self.pairing: Pairing = "half" if m.mimo_rank > 1 else "interleaved"
+        self.scan: SequenceScan = Mamba3Scan(self.pairing, m.chunk_size)
+        self.convolve = Convolve()
         H, R, N, P = self.num_heads, m.mimo_rank, m.d_state, m.headdim
         self.in_z = nn.Linear(config.dim, rows["in_z.weight"], bias=False)
         self.in_x = nn.Linear(config.dim, rows["in_x.weight"], bias=False)
@@ -90,26 +92,8 @@ class Mamba3(Fp32Contract):
             v_BTW = self.convolve(v_BTW, self.conv_x.weight, docs)
             bc_BTS = self.convolve(bc_BTS, stacked(self.conv_B, self.conv_C), docs)
         inputs = self._inputs(z_BTW, v_BTW, bc_BTS, rest)
-        y_BTHP, _ = self.scan(inputs, self.head_weights(), docs)
+        y_BTHP = self.scan(inputs, self.head_weights(), docs)
         return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype)
-
-    def convolve(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents) -> Tensor:
-        """Short convolution and SiLU of some channels; it looks a few tokens back."""
-        return self.seam("conv_bc", causal_conv, x_BTC, weight_C1K, docs)
-
-    def scan(
-        self,
-        inputs: ScanInputs,
-        weights: HeadWeights,
-        docs: Documents,
-        initial: Mamba3State | None = None,
-    ) -> tuple[Tensor, Mamba3State | None]:
-        """Where all tokens of a document meet: outputs `[B, T, H, P]`, last state per row.
-
-        The state is None where the backend has none to give: nobody asks for it in training.
-        """
-        given = (inputs, weights, docs, self.pairing, self.mamba.chunk_size, initial)
-        return mamba3_scan(*given, seam=self.seam, backend=self.kernels.mamba3)
 
     def head_weights(self) -> HeadWeights:
         """The scan's parameters, all under the fp32 contract."""

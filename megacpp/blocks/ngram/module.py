@@ -19,6 +19,7 @@ from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, Rule
+from megacpp.model.lookup import Table
 from megacpp.model.sizes import ngram_primes, ngram_rows
 from megacpp.model.transfer import listed
 
@@ -39,8 +40,7 @@ class NgramEmbedding(nn.Module):
         self.primes = [flat[i : i + heads] for i in range(0, len(flat), heads)]  # by order
         self.first = [0, *accumulate(flat)][:-1]  # rows of the tables above
         self.multipliers = odd_multipliers(SEED, 0, config.vocab_size, self.order)
-        shape = ngram_rows(config.ngram), width
-        self.tables = nn.Embedding(*shape, _weight=torch.empty(shape))
+        self.tables = Table(ngram_rows(config.ngram), width)
         self.proj = nn.Linear(len(flat) * width, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:

@@ -7,21 +7,23 @@ upstream's kernels name them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.fp32 import wide
+from megacpp.model.scan import HeadTensors, RowTensors, ScanDims, TokenTensors
 
 # Which elements of the N axis rotate together: (2i, 2i + 1), or (i, i + N/2).
 Pairing = Literal["interleaved", "half"]
 
 
 @dataclass(frozen=True, eq=False)
-class ScanInputs:
+class ScanInputs(TokenTensors):
     """Everything that has a token axis.
 
     Attributes:
@@ -32,6 +34,11 @@ class ScanInputs:
         Trap: logits of lambda, `[B, H, T]`.
         Angles: before tanh, `[B, T, H, A]`, or `[B, T, 1, A]` when all heads share them.
     """
+
+    DIMS: ClassVar[Mapping[str, ScanDims]] = {
+        **dict.fromkeys(("Q", "K"), ScanDims(tokens=1, heads=3)),
+        **dict.fromkeys(("ADT", "DT", "Trap"), ScanDims(tokens=2, heads=1)),
+    }
 
     Q: Tensor
     K: Tensor
@@ -44,17 +51,15 @@ class ScanInputs:
 
     def part(self, rows: slice, tokens: slice) -> ScanInputs:
         """Some rows and tokens of them (views)."""
-        time_last = ("ADT", "DT", "Trap")
-        chosen = {
-            name: x[rows, :, tokens] if name in time_last else x[rows, tokens]
-            for name, x in vars(self).items()
-            if x is not None
-        }
-        return replace(self, **chosen)
+
+        def chosen(x: Tensor, dims: ScanDims) -> Tensor:
+            return x[(rows, *[slice(None)] * (dims.tokens - 1), tokens)]
+
+        return self.map_dims(chosen)
 
 
 @dataclass(frozen=True, eq=False)
-class HeadWeights:
+class HeadWeights(HeadTensors):
     """Parameters of the scan, at least fp32; the three mimo_* are given together or not at all.
 
     Attributes:
@@ -73,11 +78,6 @@ class HeadWeights:
     mimo_o: Tensor | None = None
     norm: Tensor | None = None
     norm_eps: float = 1e-5
-
-    def heads(self, chosen: slice) -> HeadWeights:
-        """The same for some of the heads (views: gradients land in the whole parameter)."""
-        sliced = {name: x[chosen] for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **sliced)
 
     def merged(self, y_BTHRP: Tensor, inputs: ScanInputs) -> Tensor:
         """Norm, gate, then the sum over ranks: `[B, T, H, P]` in the dtype of V."""
@@ -98,7 +98,7 @@ class HeadWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class Mamba3State:
+class Mamba3State(RowTensors):
     """What one token leaves to the next of its document.
 
     Attributes:
@@ -124,26 +124,8 @@ class Mamba3State:
             torch.zeros_like(v),
         )
 
-    def kept(self, keep_B: Tensor) -> Mamba3State:
-        """This state in some rows, zeros in the others."""
-        return Mamba3State(*(_kept(x, keep_B) for x in vars(self).values()))
 
-    def rows(self, chosen: slice) -> Mamba3State:
-        """Some of the rows."""
-        return Mamba3State(*(x[chosen] for x in vars(self).values()))
-
-    @staticmethod
-    def stack(states: list[Mamba3State]) -> Mamba3State:
-        """One batch of all rows of `states`."""
-        return Mamba3State(*(torch.cat([getattr(s, f.name) for s in states]) for f in _FIELDS))
-
-
-_FIELDS = fields(Mamba3State)
 _WEIGHTS = tuple(f.name for f in fields(HeadWeights))
-
-
-def _kept(x: Tensor, keep_B: Tensor) -> Tensor:
-    return torch.where(keep_B.view(-1, *[1] * (x.ndim - 1)), x, 0.0)
 
 
 def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:

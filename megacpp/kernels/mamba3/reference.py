@@ -134,7 +134,7 @@ def scan_documents(
         y, final = scan(part, whole, initial and initial.rows(slice(i, i + 1)))
         ys.append(y)
         finals.append(final)
-    return torch.cat(ys, 1).view(inputs.V.shape), Mamba3State.stack(finals)
+    return torch.cat(ys, 1).view(inputs.V.shape), Mamba3State.joined(finals, torch.cat)
 
 
 def _per_head(x_B1RGN: Tensor, bias_HRN: Tensor) -> Tensor:

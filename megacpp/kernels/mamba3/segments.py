@@ -36,10 +36,11 @@ from megacpp.kernels.mamba3.inputs import (
 )
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+from megacpp.model.scan import RowTensors
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentSummary:
+class SegmentSummary(RowTensors):
     """What a neighbour has to know of a segment, at least fp32.
 
     Attributes:
@@ -58,16 +59,6 @@ class SegmentSummary:
     beta: Tensor
     k: Tensor
     v: Tensor
-
-    def packed(self) -> Tensor:
-        """All of it as `[S, numbers]`, one message."""
-        return torch.cat([x.flatten(1) for x in vars(self).values()], 1)
-
-    def unpacked(self, flat_SX: Tensor) -> SegmentSummary:
-        """Other segments of the same sizes, from what `packed` made of them (views)."""
-        shapes = [x.shape[1:] for x in vars(self).values()]
-        parts = flat_SX.split([shape.numel() for shape in shapes], 1)
-        return SegmentSummary(*(p.unflatten(1, s) for p, s in zip(parts, shapes, strict=True)))
 
 
 def summarize(

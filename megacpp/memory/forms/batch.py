@@ -51,6 +51,8 @@ def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
         found += rows * row * 16
         if own.tp > 1 or mesh.cp > 1:
             found += rows * row * 8 + own.stream * 48
+    if "G" in letters:
+        found += rows * row * (model.gated_deltanet.chunk_size + 1)
     if "R" in letters:
         found += rows * row * 9
     if any("+engram" in kind for kind in kinds):

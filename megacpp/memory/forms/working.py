@@ -21,7 +21,6 @@ from megacpp.memory.forms import (
     working_experts,
     working_head,
     working_latent,
-    working_m2rnn,
     working_mamba3,
     working_mamba3_kernel,
     working_mtp,
@@ -31,6 +30,7 @@ from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.fp8 import with_copies
 from megacpp.memory.forms.moment import Moment, one_at_a_time
 from megacpp.memory.forms.streams import Layered, connected_backward, connected_forward
+from megacpp.memory.forms.traced import TRACED, traced_moments
 from megacpp.memory.forms.weights import COPY
 from megacpp.memory.forms.working_frame import (
     framed_backward,
@@ -53,7 +53,6 @@ MIXERS: dict[str, tuple[Inside, Inside]] = {
     "E": (working_experts.experts, working_experts.experts_back),
     "F": (working_blocks.feed_forward, working_blocks.feed_forward_back),
     "M": (working_mamba3.forward, working_mamba3.backward),
-    "R": (working_m2rnn.forward, working_m2rnn.backward),
 }
 ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
     "embed": (working_head.embed, working_head.embed_back),
@@ -76,7 +75,10 @@ def forward(own: Share, name: str) -> tuple[Moment, ...]:
     if kind in ENDS:
         return tuple(ENDS[kind][0](own))
     pieces = _pieces(own, layer)
-    found = framed_forward(own, _what(kind), pieces, _mixer(own, kind)[0])
+    if kind[0] in TRACED:
+        found = iter(traced_moments(own, kind[0], pieces, backward=False))
+    else:
+        found = framed_forward(own, _what(kind), pieces, _mixer(own, kind)[0])
     found = with_copies(own, kind[0], found)
     if own.config.model.mhc.streams > 1:
         found = connected_forward(own, layer, found)
@@ -92,7 +94,10 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
     if kind in ENDS:
         return tuple(ENDS[kind][1](own))
     pieces = _pieces(own, layer)
-    found = framed_backward(own, _what(kind), pieces, *_mixer(own, kind))
+    if kind[0] in TRACED:
+        found = iter(traced_moments(own, kind[0], pieces, backward=True))
+    else:
+        found = framed_backward(own, _what(kind), pieces, *_mixer(own, kind))
     found = with_copies(own, kind[0], found)
     if not own.parallel:
         found = one_at_a_time(found, largest_gradient(own, _what(kind)))

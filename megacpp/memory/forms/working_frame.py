@@ -19,6 +19,7 @@ from megacpp.memory.forms.activation_blocks import normed
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.activations import MIXERS as KEPT
 from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.traced import TRACED, traced_kept
 from megacpp.memory.forms.weights import Weight, weights
 from megacpp.model.pieces import BLOCK, NOTHING
 
@@ -153,6 +154,9 @@ def kept_bytes(own: Share, letter: str, pieces: Pieces) -> int:
 
 def kept_of_block(own: Share, letter: str, pieces: Pieces) -> int:
     """The same with what its norm keeps."""
+    if letter in TRACED:
+        parts = traced_kept(own, letter, pieces)
+        return sum(count * each for group, count, each in parts if group != "weights")
     norm = () if pieces >= BLOCK else normed(own, letter, pieces)
     return kept_bytes(own, letter, pieces) + sum(count * each for _, count, each in norm)
 

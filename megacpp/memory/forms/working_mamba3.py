@@ -125,7 +125,7 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     desk.put(output=k.W * c)
     desk.drop("qk", "operands")
     if z.by_heads:  # in the order of ranks, to send, received, by token
-        yield desk.moment("exchange", (2 + own.chunks) * k.W * c)
+        yield desk.moment("exchange", (1 + own.chunks) * k.W * c)
     yield desk.moment("output", own.tokens * own.config.model.dim * c)
     yield from returned(own, mamba3(own, pieces))
 

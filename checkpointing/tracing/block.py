@@ -1,0 +1,166 @@
+"""One block's forward and backward, recorded for megacpp/memory/block_trace.py.
+
+    with BlockMeter(model) as meter:
+        meter.run(block, x_BTD, docs)
+    meter.trace()
+
+(Activation memory.) The gradient that arrives from behind is made when the backward begins, and the
+gradient of the input is handed to nobody: both as in a step, where other blocks make and take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from checkpointing.tracing.meter import Life, Meter, _replaced, local_part
+from megacpp.memory.block_trace import BlockTrace, Role
+from megacpp.model.documents import Documents
+
+
+class BlockMeter(Meter):
+    """Meters one block of a model, from its input's arrival to its input's gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, flops=False)
+        self._events_of_forward = 0
+        self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
+        self._gradients: set[int] = set()
+        self._of_batch: set[int] = set()  # and the number that the backward starts from
+        self._result: Life | None = None
+        self._remembering = 0
+
+    def __enter__(self) -> BlockMeter:
+        super().__enter__()
+        self._undo.append(_replaced(Documents, "memo", self._remembered))
+        for p in self.model.parameters():
+            if p.requires_grad:
+                self._undo.append(p.register_post_accumulate_grad_hook(self._sum).remove)
+        return self
+
+    def run(
+        self,
+        block: nn.Module,
+        x_BTD: Tensor,
+        docs: Documents,
+        autocast: AbstractContextManager[object],
+    ) -> None:
+        """Run forward and backward of a block.
+
+        Args:
+            block: of the model.
+            x_BTD: `[B, T, D]`, a leaf that requires a gradient.
+            docs: of the rows.
+            autocast: under which the forward runs.
+        """
+        with autocast:
+            out_BTD = block(_Begin.apply(x_BTD), docs)
+        self._result = self._alive.get(id(out_BTD.untyped_storage()))
+        end = _End.apply(out_BTD)
+        self._of_batch.add(id(self.lives[-1]))
+        self._end_forward()
+        self._events_of_forward = len(self._events)
+        del out_BTD  # the next block's, as far as this one doesn't keep it
+        end.backward()
+
+    def trace(self) -> BlockTrace:
+        """Allocations and frees so far, without those of the batch."""
+        numbers: dict[int, int] = {}
+        lives: list[Life] = []
+        events: list[int] = []
+        places = [0]
+        for _, change, life, _ in self._events:
+            if not (life.batch or id(life) in self._of_batch):
+                if change > 0:
+                    numbers[id(life)] = len(lives)
+                    lives.append(life)
+                if id(life) in numbers:
+                    events.append((numbers[id(life)] + 1) * (1 if change > 0 else -1))
+            places.append(len(events))
+        forward = places[self._events_of_forward]
+        return BlockTrace(
+            tuple(life.bytes for life in lives),
+            tuple(f"{life.path or 'block'}: {life.operator}" for life in lives),
+            "".join(map(self._role, lives)),
+            (*_in_order(events[:forward]), *_in_order(events[forward:])),
+            forward,
+            {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
+        )
+
+    def _role(self, life: Life) -> Role:
+        if id(life) in self._gradients:
+            return "g"
+        if life is self._result:
+            return "o"
+        return "w" if life.weight else "t"
+
+    def _sum(self, p: nn.Parameter) -> None:
+        assert p.grad is not None
+        life = self._alive.get(id(local_part(p.grad).untyped_storage()))
+        if life is not None:
+            self._gradients.add(id(life))
+            self._added[id(life)] = len(self._events)
+
+    def _bear(self, *args: Any) -> None:
+        super()._bear(*args)
+        if self._remembering:
+            self._of_batch.add(id(self.lives[-1]))
+
+    def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave out what documents remember: the first layer makes it for all."""
+
+        def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
+            def made() -> Any:
+                self._remembering += 1
+                try:
+                    return make()
+                finally:
+                    self._remembering -= 1
+
+            return memo(docs, key, made)
+
+        return watched
+
+
+def _in_order(events: list[int]) -> Iterator[int]:
+    """Yield events with those that free one after the other in a fixed order.
+
+    What autocast remembers is freed in the order of its addresses, another one in every run.
+    """
+    for frees, run in groupby(events, key=lambda event: event < 0):
+        found = list(run)
+        yield from sorted(found) if frees else found
+
+
+class _Begin(torch.autograd.Function):
+    """The block in front: it takes the gradient, which is then free."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
+        return x_BTD.view_as(x_BTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+class _End(torch.autograd.Function):
+    """The block behind: it makes the gradient when its own backward is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
+        ctx.like = x_BTD.shape, x_BTD.dtype, x_BTD.device
+        return x_BTD.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.empty(shape, dtype=dtype, device=device)

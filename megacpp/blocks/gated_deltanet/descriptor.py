@@ -1,0 +1,145 @@
+"""Gated DeltaNet (G) as other rooms read it; no torch import here.
+
+Letters: Q key heads * key, W value heads * value, N value heads, V value, J taps. Heads are sharded
+by key head, each with its value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.gated_deltanet.traffic import context_traffic
+from megacpp.errors import ConfigError, config_error
+from megacpp.model.primes import nearest_divisor
+
+if TYPE_CHECKING:
+    from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
+    from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+    from megacpp.model.pieces import Piece
+
+
+def build(kind: str, model: ModelConfig, layer: int) -> GatedDeltaNet:
+    """The mixer."""
+    from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
+
+    return GatedDeltaNet(model)
+
+
+def dims(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the letters above."""
+    g = model.gated_deltanet
+    return {
+        "Q": g.num_key_heads * g.key_dim,
+        "W": g.num_value_heads * g.value_dim,
+        "N": g.num_value_heads,
+        "V": g.value_dim,
+        "J": g.conv_kernel,
+    }
+
+
+def gated(model: ModelConfig) -> bool:
+    """The normed output has a gate."""
+    return model.gated_deltanet.gate
+
+
+PARAMETERS = (
+    Parameter(("A_log", "dt_bias"), "[N_tp]", "vector", fp32=True),
+    Parameter(("in_q.weight", "in_k.weight"), "[Q_tp, D]", "muon", fp8=True),
+    Parameter(("in_v.weight",), "[W_tp, D]", "muon", fp8=True),
+    Parameter(("in_z.weight",), "[W_tp, D]", "muon", fp8=True, when=gated),
+    Parameter(("in_b.weight", "in_a.weight"), "[N_tp, D]", "adamw"),
+    Parameter(("conv_q.weight", "conv_k.weight"), "[Q_tp, O, J]", "adamw", decay=False),
+    Parameter(("conv_v.weight",), "[W_tp, O, J]", "adamw", decay=False),
+    Parameter(("norm.weight",), "[V]", "vector", fp32=True),
+    Parameter(("out_proj.weight",), "[D, W_tp]", "muon", fp8=True),
+)
+
+
+def checks(config: Config) -> Iterator[ConfigError]:
+    """Key heads that value heads don't divide into."""
+    g = config.model.gated_deltanet
+    if g.num_value_heads % g.num_key_heads:
+        near = nearest_divisor(g.num_value_heads, g.num_key_heads)
+        yield config_error(
+            "model.gated_deltanet.num_key_heads",
+            g.num_key_heads,
+            f"must divide num_value_heads ({g.num_value_heads})",
+            f"use model.gated_deltanet.num_key_heads={near}",
+        )
+
+
+def multiply_adds(model: ModelConfig, seq_len: int) -> float:
+    """Projections and the products of a chunk: k.k, k.state, solve, q.k, q.state, weights.u, k.u.
+
+    The triangular solve counts half of a product of its sizes.
+    """
+    g, d, size = model.gated_deltanet, model.dim, dims(model)
+    inputs = 2 * size["Q"] + (1 + g.gate) * size["W"] + 2 * size["N"]
+    chunk = min(g.chunk_size, seq_len)
+    scan = 3 * g.num_value_heads * g.key_dim * g.value_dim + chunk * (
+        2 * size["Q"] + 1.5 * size["W"]
+    )
+    return d * (inputs + size["W"]) + scan
+
+
+def replayed(config: Config) -> float:
+    """States of all chunks, then each chunk once more: the scan keeps its inputs alone."""
+    g, size = config.model.gated_deltanet, dims(config.model)
+    chunk = min(g.chunk_size, config.data.seq_len)
+    state = 5 * g.num_value_heads * g.key_dim * g.value_dim
+    return state + 3 * chunk * size["Q"] + 2 * chunk * size["W"]
+
+
+def last_product(model: ModelConfig) -> float:
+    """The output projection."""
+    return float(model.dim * dims(model)["W"])
+
+
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+    """Short convolution, and norm and gate behind the scan."""
+    return {"conv_bc"} if policy.gblock == "conv_gate" else set()
+
+
+def value_heads(model: ModelConfig) -> tuple[str, int]:
+    """Heads that are exchanged for tokens; a key head goes wherever its value heads go."""
+    return "model.gated_deltanet.num_value_heads", model.gated_deltanet.num_value_heads
+
+
+GATED_DELTANET = BlockKind(
+    letter="G",
+    name="Gated DeltaNet",
+    build=build,
+    parameters=PARAMETERS,
+    dims=dims,
+    checks=checks,
+    tensor_dims=lambda model: {
+        "model.gated_deltanet.num_key_heads": model.gated_deltanet.num_key_heads
+    },
+    layouts=(ALL_TOKENS,),
+    multiply_adds=multiply_adds,
+    regions=regions,
+    whole="gblock",
+    last_product=last_product,
+    replayed=replayed,
+    recurrent=True,
+    context=ContextExchange(
+        "cp_gated_deltanet",
+        value_heads,
+        "state",
+        context_traffic,
+        taps=lambda model: model.gated_deltanet.conv_kernel,
+    ),
+    upstream=(  # Qwen3-Next
+        (
+            "in_proj_qkvz.weight",
+            ("in_q.weight", "in_k.weight", "in_v.weight", "in_z.weight"),
+        ),
+        ("in_proj_ba.weight", ("in_b.weight", "in_a.weight")),
+        ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
+    ),
+    interleaved=lambda model: dict.fromkeys(
+        ("in_proj_qkvz.weight", "in_proj_ba.weight"), model.gated_deltanet.num_key_heads
+    ),
+)

@@ -1,0 +1,69 @@
+"""Scan of Gated DeltaNet over whole rows, and over segments whose entering states are folded.
+
+Legend: B rows, T tokens of a row, H key heads, N value heads, K key, V value, S segments, L of them
+in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
+from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
+from megacpp.kernels.gated_delta_rule.segments import DeltaRuleSummary, DeltaState, fold, summarize
+from megacpp.model.documents import Documents
+from megacpp.model.scan import HeadTensors, TokenTensors
+
+NO_WEIGHTS = HeadTensors()
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaInputs(TokenTensors):
+    """Tensors with a token axis: q and k before normalisation, log decay, write strength."""
+
+    q_BTHK: Tensor
+    k_BTHK: Tensor
+    v_BTNV: Tensor
+    g_BTN: Tensor
+    beta_BTN: Tensor
+
+    def in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All of them in the order of the kernels' arguments."""
+        return self.q_BTHK, self.k_BTHK, self.v_BTNV, self.g_BTN, self.beta_BTN
+
+
+class GatedDeltaScan(nn.Module):
+    """The recurrence `[B, T, N, V]`: the one place where tokens of a document meet."""
+
+    kernels: Kernels = PLAIN_KERNELS
+
+    def __init__(self, chunk_size: int) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+
+    def forward(
+        self,
+        inputs: DeltaInputs,
+        weights: HeadTensors,
+        docs: Documents | None,
+        entering: DeltaState | None = None,
+    ) -> Tensor:
+        initial_BNKV = None if entering is None else entering.S_BNKV
+        given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
+        return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]
+
+    def summarize(
+        self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents
+    ) -> DeltaRuleSummary:
+        """Numbers of each row that the segments on its right need, at least fp32."""
+        given = *inputs.in_order()[1:], docs, self.chunk_size
+        return summarize(*given, backend=self.kernels.gated_delta_rule)
+
+    def fold(
+        self, summaries: Sequence[DeltaRuleSummary], carries_LS: Tensor, weights: HeadTensors
+    ) -> list[DeltaState]:
+        """State that enters each segment of a row, and the one behind the last."""
+        return fold(summaries, carries_LS)

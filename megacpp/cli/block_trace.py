@@ -1,0 +1,93 @@
+"""Traces of blocks, made by running them on the trainer's own model without values.
+
+    trace_blocks([request])     # megacpp/memory/block_trace.py
+
+The block is built, cut over tp and cp and given its recompute policy by the functions that build
+every run. FSDP2 is left out: its gathered weights are weights of the compute dtype. Tensors are on
+the meta device, where an operator takes microseconds; where autocast is to cast they are fake ones
+of a CPU, since the meta device has no autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.apply import ActivationCheckpointing
+from checkpointing.tracing.block import BlockMeter
+from megacpp.kernels.backend import set_kernels
+from megacpp.memory.block_trace import BlockRequest, BlockTrace
+from megacpp.model.documents import Documents
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.pieces import NOTHING
+from megacpp.run.precision import compute_dtype
+from parallel.context.layout import ContextLayout
+from parallel.mesh import World
+from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, meta_tensors
+from parallel.simulate.gpu_stand_ins import traced_kernels
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def trace_blocks(requests: Sequence[BlockRequest]) -> list[BlockTrace]:
+    """Run every block that is asked for, in order.
+
+    A rank of a run has a process group, and can't be a rank of another mesh: a process of its own
+    runs the blocks there.
+    """
+    if dist.is_available() and dist.is_initialized():
+        with get_context("spawn").Pool(1) as pool:
+            return pool.map(_trace_block, requests)
+    return list(map(_trace_block, requests))
+
+
+def _trace_block(request: BlockRequest) -> BlockTrace:
+    mesh = request.config.mesh
+    with fake_world(request.config, mesh.tp * mesh.cp, request.context * mesh.tp) as world:
+        return _traced(request, world)
+
+
+def _traced(request: BlockRequest, world: World) -> BlockTrace:
+    config, mesh = request.config, request.config.mesh
+    dtype = compute_dtype(config.precision, CPU)
+    casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
+    with META:
+        model = HybridLM(config.model).to(torch.float32 if casts else dtype)
+    if world.parallel:
+        from parallel.apply import cut_blocks  # imports FSDP2
+
+        cut_blocks(model, config, world)
+    set_kernels(model, traced_kernels(config))
+    ActivationCheckpointing(config, pieces=[request.pieces, NOTHING])(model)
+    device, gpu = CPU if casts else META, config.train.device == "cuda"
+    values = meta_tensors(world.parallel, gpu)
+    if casts:
+        values = fake_tensors(memory=True, every_chunk=False, gpu=gpu)
+    with values:
+        if casts:
+            model.to_empty(device=device)
+        with device:
+            docs = _documents(request, world)
+        B, T = docs.ids_BT.shape
+        stream = torch.float32 if casts else dtype
+        x_BTD = torch.empty(
+            (B, T // mesh.tp, config.model.dim), dtype=stream, device=device, requires_grad=True
+        )
+        with BlockMeter(model.train()) as meter:
+            cast = torch.autocast("cpu", dtype) if casts else nullcontext()
+            meter.run(model.blocks["0"], x_BTD, docs, cast)
+        return meter.trace()
+
+
+def _documents(request: BlockRequest, world: World) -> Documents:
+    """Return the documents of a rank's tokens: rows are packed."""
+    config, mesh = request.config, request.config.mesh
+    batch = fake_batch(config)
+    if mesh.cp == 1:
+        return batch.docs
+    layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), mesh.cp)
+    return batch.take(layout.index(config.data.seq_len), layout.per_rank).docs

@@ -1,0 +1,40 @@
+"""Reasons why flash-linear-attention can't do the gated delta rule; no torch import here."""
+
+from __future__ import annotations
+
+from megacpp.config.schema import Config
+from megacpp.kernels.host import Host
+from megacpp.kernels.support import dotted, old_gpu, version
+
+PACKAGE = "flash-linear-attention"
+OLDEST = (0, 6)  # the release that megacpp/kernels/gated_delta_rule/library.py was written for
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+WRONG_ON_HOPPER = (3, 4), (3, 7)  # of triton: fla-org/flash-linear-attention#640
+MOST_KEY_DIM = 256
+CHUNKS = (16, 32, 64)
+
+
+def fla(config: Config, host: Host) -> str | None:
+    """First reason against the Triton kernels of `chunk_gated_delta_rule`, or None."""
+    g, against = config.model.gated_deltanet, old_gpu(host)
+    if against:
+        return against
+    found = host.packages.get(PACKAGE)
+    if found is None or version(found) < OLDEST:
+        return f"needs {PACKAGE} {dotted(OLDEST)} (installed: {found or 'none'})"
+    if host.dtype not in ("bf16", "fp16"):
+        return f"computes in bf16 or fp16 (precision.dtype={host.dtype})"
+    triton = host.packages.get("triton", "0.0")
+    first, last = WRONG_ON_HOPPER
+    if host.capability == HOPPER and first <= version(triton) <= last:
+        return (
+            f"returns wrong gradients of g and beta with triton {triton} on compute capability 9.0"
+        )
+    if host.capability is not None and host.capability >= BLACKWELL:
+        there = dotted(host.capability)
+        return f"reads out of bounds on compute capability {there} (flash-linear-attention#913)"
+    if g.key_dim > MOST_KEY_DIM:
+        return f"takes keys of up to {MOST_KEY_DIM} dims (key_dim={g.key_dim})"
+    if g.chunk_size not in CHUNKS:
+        return f"takes chunks of 16, 32 or 64 tokens (chunk_size={g.chunk_size})"
+    return None

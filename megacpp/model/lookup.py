@@ -1,0 +1,31 @@
+"""Tables of embeddings whose rows are looked up by a submodule, which vocabulary parallelism swaps.
+
+Legend: V rows of a table, D numbers of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Lookup(nn.Module):
+    """Rows of a table that is all here."""
+
+    def forward(self, ids: Tensor, weight_VD: Tensor) -> Tensor:
+        """`[..., D]` of ids `[...]`."""
+        return F.embedding(ids, weight_VD)
+
+
+class Table(nn.Embedding):
+    """Embeddings by id. It starts without values: nobody's initialisation but the model's."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo
+        # (no thread known).
+        super().__init__(rows, dim, _weight=torch.empty(rows, dim))
+        self.lookup: nn.Module = Lookup()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.lookup(input, self.weight)
