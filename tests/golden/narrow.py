@@ -224,13 +224,13 @@ def siso_untuned() -> Iterator[None]:
 @contextmanager
 def attention_in_wider_heads(instead: AbstractContextManager[Any]) -> Iterator[None]:
     """Queries, keys and values with zeros up to 16 numbers a head, which flex takes at least."""
-    forward = CoreAttention.forward
+    attend = CoreAttention.attend
 
     def wider(self: CoreAttention, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         qkv = (F.pad(x, (0, 16 - x.shape[-1])) for x in (q, k, v))
-        return forward(self, *qkv, *others)[..., : v.shape[-1]]
+        return attend(self, *qkv, *others)[..., : v.shape[-1]]
 
-    with instead, mock.patch.object(CoreAttention, "forward", wider):
+    with instead, mock.patch.object(CoreAttention, "attend", wider):
         yield
 
 
