@@ -32,7 +32,8 @@ class BlockMeter(Meter):
         self._events_of_forward = 0
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
         self._gradients: set[int] = set()
-        self._of_batch: set[int] = set()  # and the number that the backward starts from
+        self._shared: set[int] = set()  # made for all layers of the batch
+        self._start = 0  # the number that the backward starts from
         self._result: Life | None = None
         self._remembering = 0
 
@@ -63,20 +64,20 @@ class BlockMeter(Meter):
             out_BTD = block(_Begin.apply(x_BTD), docs)
         self._result = self._alive.get(id(out_BTD.untyped_storage()))
         end = _End.apply(out_BTD)
-        self._of_batch.add(id(self.lives[-1]))
+        self._start = id(self.lives[-1])
         self._end_forward()
         self._events_of_forward = len(self._events)
         del out_BTD  # the next block's, as far as this one doesn't keep it
         end.backward()
 
     def trace(self) -> BlockTrace:
-        """Allocations and frees so far, without those of the batch."""
+        """Return the allocations and frees so far."""
         numbers: dict[int, int] = {}
         lives: list[Life] = []
         events: list[int] = []
         places = [0]
         for _, change, life, _ in self._events:
-            if not (life.batch or id(life) in self._of_batch):
+            if id(life) != self._start:
                 if change > 0:
                     numbers[id(life)] = len(lives)
                     lives.append(life)
@@ -98,6 +99,8 @@ class BlockMeter(Meter):
             return "g"
         if life is self._result:
             return "o"
+        if life.batch or id(life) in self._shared:
+            return "b"
         return "w" if life.weight else "t"
 
     def _sum(self, p: nn.Parameter) -> None:
@@ -110,10 +113,10 @@ class BlockMeter(Meter):
     def _bear(self, *args: Any) -> None:
         super()._bear(*args)
         if self._remembering:
-            self._of_batch.add(id(self.lives[-1]))
+            self._shared.add(id(self.lives[-1]))
 
     def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave out what documents remember: the first layer makes it for all."""
+        """Tell apart what documents remember: the first layer makes it for all."""
 
         def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
             def made() -> Any:

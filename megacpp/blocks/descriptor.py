@@ -111,6 +111,33 @@ class ContextExchange:
 
 
 @dataclass(frozen=True)
+class AllocationSettings:
+    """Settings that the allocations of a block depend on, by section of the configuration.
+
+    The rest is left at its default where a block is traced (megacpp/memory/block_trace.py), so that
+    presets and meshes share traces. Model width, `tp`, `cp`, the dtype, the regions that are
+    recomputed and the setting of the context exchange always count.
+
+    Attributes:
+        model: section of `ModelConfig`.
+        kernel: field of `KernelsConfig`; empty: torch alone.
+        mesh, policy: fields of `MeshConfig` and `CheckpointingPolicy`.
+        counts: numbers that values of the batch decide, by name: bytes are affine in them and in
+            the rows of a microbatch, as long as the layer runs the same operators (`same`).
+        same: what decides about operators beside settings.
+        document: tokens of the shortest document that weighs; 0: their number doesn't weigh.
+    """
+
+    model: str
+    kernel: str = ""
+    mesh: tuple[str, ...] = ()
+    policy: tuple[str, ...] = ()
+    counts: Callable[[Share], Mapping[str, int]] = lambda own: {}
+    same: Callable[[Share], tuple[bool, ...]] = lambda own: ()
+    document: Callable[[Config], int] = lambda config: 0
+
+
+@dataclass(frozen=True)
 class BlockKind:
     """A kind of block.
 
@@ -124,6 +151,7 @@ class BlockKind:
         tensor_dims: sizes that `tp` must divide, by the setting that makes them.
         layouts: activations that are redistributed over `tp`.
         multiply_adds: (model, row length) -> multiply-adds a token in the forward's products.
+        allocations: settings that the bytes of its forward and backward depend on.
         regions: (policy, model) -> recompute regions that the policy selects, `norm` apart.
         whole: field of `CheckpointingPolicy` that recomputes the whole block if it is `full`;
             empty: no field does.
@@ -135,6 +163,7 @@ class BlockKind:
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
         interleaved: fused tensors that repeat this order for each group of heads, and the groups.
+        before: kind of layer -> the layers that one needs in front of it.
     """
 
     letter: str
@@ -146,6 +175,7 @@ class BlockKind:
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]]
     layouts: tuple[ActivationLayout, ...]
     multiply_adds: Callable[[ModelConfig, int], float]
+    allocations: AllocationSettings
     regions: Callable[[CheckpointingPolicy, ModelConfig], set[Piece]]
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
@@ -156,6 +186,7 @@ class BlockKind:
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    before: Callable[[str], tuple[str, ...]] = lambda kind: ()
 
     def shapes(
         self, model: ModelConfig, kind: str = ""

@@ -23,12 +23,14 @@ from megacpp.kernels.backend import set_kernels
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.pattern import layer_kinds
 from megacpp.model.pieces import NOTHING
 from megacpp.run.precision import compute_dtype
 from parallel.context.layout import ContextLayout
 from parallel.mesh import World
 from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, meta_tensors
 from parallel.simulate.gpu_stand_ins import traced_kernels
+from parallel.simulate.stand_ins import given_batch
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -47,7 +49,8 @@ def trace_blocks(requests: Sequence[BlockRequest]) -> list[BlockTrace]:
 
 def _trace_block(request: BlockRequest) -> BlockTrace:
     mesh = request.config.mesh
-    with fake_world(request.config, mesh.tp * mesh.cp, request.context * mesh.tp) as world:
+    size = mesh.tp * mesh.cp * mesh.dp_shard
+    with fake_world(request.config, size, request.context * mesh.tp) as world:
         return _traced(request, world)
 
 
@@ -55,20 +58,24 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     config, mesh = request.config, request.config.mesh
     dtype = compute_dtype(config.precision, CPU)
     casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
+    # SDPA on the meta device is another one, of plain products.
+    faked = casts or (request.kind[0] == "A" and config.kernels.attention == "torch")
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
     if world.parallel:
         from parallel.apply import cut_blocks  # imports FSDP2
 
-        cut_blocks(model, config, world)
+        cut_blocks(model, config, world, balanced=mesh.ep > 1)
     set_kernels(model, traced_kernels(config))
-    ActivationCheckpointing(config, pieces=[request.pieces, NOTHING])(model)
-    device, gpu = CPU if casts else META, config.train.device == "cuda"
+    layer = layer_kinds(config.model).index(request.kind)
+    again = [request.pieces if i == layer else NOTHING for i in range(config.model.depth)]
+    ActivationCheckpointing(config, pieces=again)(model)
+    device, gpu = CPU if faked else META, config.train.device == "cuda"
     values = meta_tensors(world.parallel, gpu)
-    if casts:
+    if faked:
         values = fake_tensors(memory=True, every_chunk=False, gpu=gpu)
-    with values:
-        if casts:
+    with values, given_batch(model, dict(request.counts), request.document):
+        if faked:
             model.to_empty(device=device)
         with device:
             docs = _documents(request, world)
@@ -77,9 +84,12 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         x_BTD = torch.empty(
             (B, T // mesh.tp, config.model.dim), dtype=stream, device=device, requires_grad=True
         )
+        cast = torch.autocast("cpu", dtype) if casts else nullcontext()
+        with torch.no_grad(), cast:
+            for i in range(layer):  # whose choice of keys the block shares
+                model.blocks[str(i)](x_BTD, docs)
         with BlockMeter(model.train()) as meter:
-            cast = torch.autocast("cpu", dtype) if casts else nullcontext()
-            meter.run(model.blocks["0"], x_BTD, docs, cast)
+            meter.run(model.blocks[str(layer)], x_BTD, docs, cast)
         return meter.trace()
 
 

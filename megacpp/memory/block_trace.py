@@ -4,25 +4,27 @@
     max(m.bytes for m in moments(trace, True)) # bytes alive at the fullest moment of its backward
 
 A tracer runs a block of a rank's own sizes without values (megacpp/cli/block_trace.py). The bytes
-of each allocation are affine in the rows of a microbatch, so two traces tell of any number of rows
-(`between`). Pure data; no torch import here.
+of each allocation are affine in the rows of a microbatch, and in the numbers of rows that experts
+get, so a few traces tell of all others (`combined`). Pure data; no torch import here.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
-from megacpp.config.schema import Config
+from megacpp.config.schema import Config, DataConfig
 from megacpp.memory.forms.moment import Moment
 from megacpp.model.pieces import Piece
 
 # t: a tensor of tokens; g: the gradient of a weight; w: made of weights alone; o: what the block
-# returns, which the next one keeps.
-Role = Literal["t", "g", "w", "o"]
+# returns, which the next one keeps; b: made once for all layers of the batch (masks, angles).
+Role = Literal["t", "g", "w", "o", "b"]
+DOCUMENT = 1024  # tokens of one, where only data could say
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,14 @@ class BlockRequest:
 
     Attributes:
         config: of one layer of the kind, with all that doesn't concern it left at its default.
-        kind: a letter.
+        kind: of `layer_kinds`.
         pieces: what the block runs again.
         context: coordinate on the axis cp.
         sharded: FSDP2 casts weights; else one process computes under autocast.
+        counts: numbers that values of the batch decide (`AllocationSettings.counts`), in order.
+        same: what else decides about operators.
+        document: tokens of one; every row has as many as fit.
+        apart: tokens don't meet: only their number counts, in one row or in two.
     """
 
     config: Config
@@ -42,16 +48,33 @@ class BlockRequest:
     pieces: frozenset[Piece]
     context: int
     sharded: bool
+    counts: tuple[tuple[str, int], ...] = ()
+    same: tuple[bool, ...] = ()
+    document: int = DOCUMENT
+    apart: bool = False
 
     def key(self) -> str:
         """Canonical text of the request."""
         content = asdict(self) | {"pieces": sorted(self.pieces)}
         return json.dumps(content, sort_keys=True, default=str)
 
-    def of_rows(self, rows: int) -> BlockRequest:
-        """Return the request for a microbatch of so many rows."""
-        train = replace(self.config.train, device_batch_size=rows)
-        return replace(self, config=replace(self.config, train=train))
+    @property
+    def rows(self) -> int:
+        """Rows of the microbatch."""
+        return self.config.train.device_batch_size
+
+    @property
+    def point(self) -> tuple[int, ...]:
+        """Numbers that bytes are affine in among requests of a `group`."""
+        tokens = self.config.data.seq_len if self.apart else self.rows
+        return tokens, *(count for _, count in self.counts)
+
+    @property
+    def group(self) -> BlockRequest:
+        """The request without its point; one row needs no copy where several are gathered."""
+        train = replace(self.config.train, device_batch_size=min(self.rows, 2))
+        data = DataConfig(seq_len=1) if self.apart else self.config.data
+        return replace(self, config=replace(self.config, train=train, data=data), counts=())
 
 
 @dataclass(frozen=True)
@@ -90,21 +113,46 @@ class BlockTrace:
         return replace(self, bytes=()) == replace(other, bytes=())
 
 
-def between(first: BlockTrace, second: BlockTrace, at: tuple[int, int], rows: int) -> BlockTrace:
-    """Trace of `rows` rows from traces of two other numbers of rows, by a straight line.
+def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> BlockTrace | None:
+    """Return the trace whose bytes are a weighted sum of others'; None: bytes aren't whole numbers.
 
     Args:
-        first: of `at[0]` rows.
-        second: of `at[1]` rows; with the events of the first.
-        at: their numbers of rows.
-        rows: wanted.
+        traces: with the same events.
+        weights: one for each, 1 in all.
     """
-    assert first.like(second)
-    step, rest = at[1] - at[0], rows - at[0]
-    sizes = tuple(
-        a + (b - a) * rest // step for a, b in zip(first.bytes, second.bytes, strict=True)
-    )
-    return replace(first, bytes=sizes)
+    sizes = [
+        sum((w * n for w, n in zip(weights, each, strict=True)), Fraction())
+        for each in zip(*(trace.bytes for trace in traces), strict=True)
+    ]
+    if any(size.denominator != 1 or size < 0 for size in sizes):
+        return None
+    return replace(traces[0], bytes=tuple(map(int, sizes)))
+
+
+def affine_weights(
+    points: Sequence[Sequence[int]], wanted: Sequence[int]
+) -> tuple[Fraction, ...] | None:
+    """Return weights, 1 in all, that make `wanted` of points; None: it isn't in their span.
+
+    Args:
+        points: affinely independent.
+        wanted: of as many dims.
+    """
+    table = [
+        [*(Fraction(x) for x in column), Fraction(goal)]
+        for *column, goal in zip(*((1, *point) for point in (*points, wanted)), strict=True)
+    ]
+    for n in range(len(points)):
+        pivot = next((row for row in table[n:] if row[n]), None)
+        if pivot is None:
+            return None
+        table.remove(pivot)
+        pivot = [x / pivot[n] for x in pivot]
+        table = [[x - row[n] * y for x, y in zip(row, pivot, strict=True)] for row in table]
+        table.insert(n, pivot)
+    if any(row[-1] for row in table[len(points) :]):
+        return None
+    return tuple(row[-1] for row in table[: len(points)])
 
 
 def kept(trace: BlockTrace) -> Counter[str]:
@@ -119,21 +167,26 @@ def kept(trace: BlockTrace) -> Counter[str]:
     found: Counter[str] = Counter()
     for number in alive:
         role = trace.roles[number]
-        if role != "o":
+        if role not in "ob":
             path = trace.names[number].partition(":")[0]
             found["weights" if role == "w" else path] += trace.bytes[number]
     return found
 
 
-def moments(trace: BlockTrace, backward: bool, weights: bool) -> Iterator[Moment]:
+def moments(
+    trace: BlockTrace, backward: bool, weights: bool, first: bool = False
+) -> Iterator[Moment]:
     """Yield moments of the forward or of the backward at which bytes stop growing.
 
     Args:
         backward: of it; else of the forward.
         weights: count what is made of weights alone, other than their casts by autocast.
+        first: of the layer that makes what all layers of a batch share; what stays of it is the
+            batch's and isn't counted.
     """
-    skipped = "" if weights else "w"
-    tensors = gradients = 0
+    skipped = ("" if weights else "w") + ("" if first else "b")
+    gradients = 0
+    tensors = -sum(trace.bytes[n] for n in _stays(trace)) if first else 0
     fresh: dict[int, int] = {}  # gradients that aren't in a sum yet
     grew: Moment | None = None
     for index, event in enumerate(trace.events):
@@ -159,3 +212,9 @@ def moments(trace: BlockTrace, backward: bool, weights: bool) -> Iterator[Moment
             grew = None
     if grew is not None:
         yield grew
+
+
+def _stays(trace: BlockTrace) -> set[int]:
+    """Return the allocations for the batch that the block doesn't free."""
+    made = {n for n, role in enumerate(trace.roles) if role == "b"}
+    return made - {-event - 1 for event in trace.events if event < 0}

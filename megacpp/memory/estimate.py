@@ -27,8 +27,8 @@ from megacpp.config.schema import (
     TrainConfig,
 )
 from megacpp.errors import config_error
+from megacpp.memory.block_trace import DOCUMENT
 from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
-from megacpp.memory.forms.activation_mamba3 import DOCUMENT
 from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes

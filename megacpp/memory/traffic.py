@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from megacpp.blocks.attention.choices import columns
 from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
-from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
 from megacpp.memory.forms.weights import COPY, Weight, weights
@@ -220,7 +220,7 @@ def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) ->
     again = sum(x for kind, x in zip(kinds, run_again, strict=True) if kind == "E")
     walks = micro * (2 * layers + again)  # forwards and backwards
     if config.mesh.ep > 1 and layers:
-        trip = trip_of(own)
+        trip = expert_rows(own)
         rows = max(trip.leaving, trip.arriving)
         yield "ep", "rows", walks * 2 * rows * config.model.dim * own.compute
         if moe.capacity_factor is None and config.mesh.ep_dispatch == "per_rank":

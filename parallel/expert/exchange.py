@@ -124,6 +124,7 @@ class Slots:
 
 
 DispatchCounts = Copies | Tokens | Slots
+Exchanged = tuple[list[list[int]], list[list[int]]]  # to each rank, from each rank
 
 
 @dataclass(frozen=True)
@@ -161,24 +162,39 @@ class EvenRouting:
         nulls = max(0, self.columns - self.top_k)
         return F.pad(chosen_TK, (0, nulls), value=self.num_experts) if nulls else chosen_TK
 
-    def copies(self, tokens: int) -> list[int]:
-        """Copies that the tokens of a rank send to each expert."""
+    def copies(self, tokens: int, ranks: int, rank: int) -> Exchanged:
+        """Copies that a rank sends to each expert of each rank, and that each rank sends here.
+
+        Args:
+            tokens: of every rank.
+            ranks: of the group.
+            rank: this one.
+        """
         rounds, rest = divmod(tokens * self.top_k, self.num_experts)
         counts = [rounds] * self.num_experts
         for expert in self.circle[:rest]:
             counts[expert] += 1
-        return counts
+        to_We = _split(counts, ranks)
+        return to_We, [to_We[rank]] * ranks
 
-    def rows(self, tokens: int, each: int) -> list[int]:
-        """Rows that the tokens of a rank send to each rank of `each` experts."""
-        E, K = self.num_experts, self.top_k
+    def rows(self, tokens: int, ranks: int, rank: int) -> Exchanged:
+        """Rows that a rank sends to each rank, and its copies there; and what each sends here.
+
+        Args:
+            tokens: of every rank.
+            ranks: of the group.
+            rank: this one.
+        """
+        E, K, each = self.num_experts, self.top_k, self.num_experts // ranks
         period = E // math.gcd(E, K)
-        counts = [0] * (E // each)
+        counts = [0] * ranks
         for t in range(min(period, tokens)):
             times = (tokens - t - 1) // period + 1
-            for rank in {self.circle[(t * K + k) % E] // each for k in range(K)}:
-                counts[rank] += times
-        return counts
+            for owner in {self.circle[(t * K + k) % E] // each for k in range(K)}:
+                counts[owner] += times
+        copies_We, _ = self.copies(tokens, ranks, rank)
+        to_Wn = [[n, *c] for n, c in zip(counts, copies_We, strict=True)]
+        return to_Wn, [to_Wn[rank]] * ranks
 
 
 def send_copies(
@@ -191,8 +207,7 @@ def send_copies(
         to_We, from_We = _agree(counts_We, owners)
     else:
         _announce(counts_We, owners)
-        to_We = _split(even.copies(len(x_TD)), W)
-        from_We = [to_We[owners.group.rank()]] * W
+        to_We, from_We = even.copies(len(x_TD), W, owners.group.rank())
     leaving, arriving = [sum(n) for n in to_We], [sum(n) for n in from_We]
     at_source = group_rows_of_sizes(indices_TK, [n for of_rank in to_We for n in of_rank])
     at_source = at_source.by(owners.backend)
@@ -230,9 +245,7 @@ def send_tokens(
         to_Wn, from_Wn = _agree(counts_Wn, owners)
     else:
         _announce(counts_Wn, owners)
-        copies_We = _split(even.copies(len(x_TD)), W)
-        to_Wn = [[n, *c] for n, c in zip(even.rows(len(x_TD), e), copies_We, strict=True)]
-        from_Wn = [to_Wn[owners.group.rank()]] * W
+        to_Wn, from_Wn = even.rows(len(x_TD), W, owners.group.rank())
     leaving, arriving = [n[0] for n in to_Wn], [n[0] for n in from_Wn]
     at_source = group_rows_of_sizes(to_TK, leaving).by(owners.backend)
     labels = _label(expert_TK, weights_TK, at_source, e)

@@ -4,9 +4,9 @@ The Python around a kernel makes its results and its scratch. Run as it is, but 
 tensors without values it allocates what it allocates on a GPU. Beside that, what asks `is_cuda`
 goes the way of a GPU, and groups of experts are padded as there.
 
-What is inside of a library (mamba-ssm, compiled FlexAttention) has no stand-in: torch's form is
-traced in its place, and who traces says so (`traced_kernels`). torch's flash kernels for packed
-rows are operators whose results and scratch torch itself tells.
+Kernels of mamba-ssm and compiled FlexAttention have stand-ins (library_stand_ins.py). torch's flash
+kernels for packed rows are operators whose results and scratch torch itself tells. Of what has
+neither, torch's form is traced, and who traces says so (`traced_kernels`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from megacpp.config.schema import Config
+from megacpp.kernels.attention import flex as attention_flex
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts import grouped_mm
+from megacpp.kernels.mamba3 import library
+from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
+from parallel.simulate.library_stand_ins import flex, mimo, siso
 
 # Of each operation, backends whose allocations a trace has, beside torch's.
 TRACED = {
-    "attention": ("varlen", "varlen_padded"),
-    "mamba3": ("mamba_ssm",),
+    "attention": ("varlen", "varlen_padded", "flex"),
+    "mamba3": ("mamba_ssm", "tilelang"),
     "m2rnn": ("triton",),
     "experts": ("triton",),
     "cross_entropy": ("triton",),
 }
+document_tokens = DOCUMENT
 
 
 def traced_kernels(config: Config) -> Kernels:
@@ -42,11 +47,7 @@ def traced_kernels(config: Config) -> Kernels:
         return PLAIN_KERNELS
     triton = importlib.util.find_spec("triton") is not None
     wanted = {name: getattr(config.kernels, name) for name in TRACED}
-    counted = {
-        n: b
-        for n, b in wanted.items()
-        if b in TRACED[n] and (triton or b not in ("triton", "mamba_ssm"))
-    }
+    counted = {n: b for n, b in wanted.items() if b in TRACED[n] and (triton or b != "triton")}
     return Kernels(**counted)
 
 
@@ -64,6 +65,9 @@ def on_gpu() -> Iterator[None]:
     put(Tensor, "is_cuda", property(lambda t: t.is_meta))  # a plain one has values, or no memory
     put(grouped_mm, "CPU_ROWS", grouped_mm.GPU_ROWS)
     put(Documents, "_cu_seqlens", _boundaries)
+    put(attention_flex, "fused", lambda: flex)
+    put(library, "siso_kernel", lambda: siso)
+    put(library, "mimo_kernel", lambda: mimo)
     if importlib.util.find_spec("triton") is not None:
         from triton.runtime.jit import KernelInterface
 
@@ -87,5 +91,6 @@ def on_gpu() -> Iterator[None]:
 
 
 def _boundaries(docs: Documents) -> Tensor:
-    """In place of the boundaries of documents, whose number is a value: of rows."""
-    return docs.ids_BT.new_zeros(len(docs.ids_BT) + 1, dtype=torch.int32)
+    """In place of the boundaries of documents, whose number is a value."""
+    rows, tokens = docs.ids_BT.shape
+    return docs.ids_BT.new_zeros(rows * -(-tokens // document_tokens) + 1, dtype=torch.int32)

@@ -15,23 +15,30 @@ by byte.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacpp.blocks.experts.rows import ExpertRows
+from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows, most_slots
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.chunks import Chunked, Plan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.sparse_attention.indexer import query_blocks
+from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
+from megacpp.model.hybrid import HybridLM
 from megacpp.model.seam import PLAIN, Seam
+from parallel.expert.exchange import EvenRouting, Exchanged
+from parallel.expert.parallel import ExpertDispatch
+from parallel.simulate import gpu_stand_ins
 
 Shape = tuple[Sequence[int], torch.dtype]
 
@@ -58,6 +65,27 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
     few = () if every_chunk else ((Plan, FewChunks), (query_blocks, ends_of_queries))
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
         yield
+
+
+@contextmanager
+def given_batch(model: HybridLM, counts: Mapping[str, int], document: int) -> Iterator[None]:
+    """Take a batch of given numbers, inside of the other stand-ins.
+
+    Args:
+        model: whose exchanges of rows are those of even choices.
+        counts: of an E block, as `ExpertRows.counts`.
+        document: tokens of one.
+    """
+    rows = GivenRows(**counts, whole=(True, True)) if counts else None
+    for module in model.modules():
+        if isinstance(module, ExpertDispatch) and module.even is not None and rows:
+            module.even = GivenRouting(**vars(module.even), given=rows)
+    gpu_stand_ins.document_tokens = document
+    try:
+        with _instead(*((balanced_rows, rows.grouped),) if rows else ()):
+            yield
+    finally:
+        gpu_stand_ins.document_tokens = DOCUMENT
 
 
 @contextmanager
@@ -139,6 +167,52 @@ def balanced_rows(
         return Groups(new(K, T), new(slots), new(num_experts))
     kept_KT = new(K, T, dtype=torch.bool)
     return Groups(new(K, T), new(slots + 1)[:-1], new(num_experts + 1), kept_KT)
+
+
+@dataclass(frozen=True)
+class GivenRows(ExpertRows):
+    """Rows of a rank, whatever its routers choose."""
+
+    def grouped(
+        self, expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+    ) -> Groups:
+        """Return groups of as many slots, in place of `group_rows`."""
+        found = balanced_rows(expert_TK, num_experts, multiple, expected)
+        return replace(
+            found, token_S=expert_TK.new_zeros(self.slots + (expected is not None))[: self.slots]
+        )
+
+    def sizes(self, experts: int, multiple: int) -> list[int]:
+        """Return copies of each expert of a rank: as many in all, with as much padding."""
+        full, rest = divmod(self.slots - self.copies, multiple - 1)
+        found = [1] * full + ([multiple - rest] if rest else [])
+        found = (found or [0])[:experts]
+        found[0] += self.copies - sum(found)
+        return found + [0] * (experts - len(found))
+
+
+@dataclass(frozen=True)
+class GivenRouting(EvenRouting):
+    """Choices of all ranks that make as many rows of this one."""
+
+    given: GivenRows = field(default_factory=lambda: GivenRows(0, 0, 0, 0))
+
+    def copies(self, tokens: int, ranks: int, rank: int) -> Exchanged:
+        """Return copies that leave and that arrive, all of them to and from one rank."""
+        each = self.num_experts // ranks
+        none = [[0] * each for _ in range(ranks - 1)]
+        away = [self.given.leaving, *[0] * (each - 1)]
+        return [away, *none], [self._here(each), *none]
+
+    def rows(self, tokens: int, ranks: int, rank: int) -> Exchanged:
+        """Return rows that leave and that arrive, with their copies."""
+        each = self.num_experts // ranks
+        none = [[0] * (each + 1) for _ in range(ranks - 1)]
+        away = [self.given.leaving, self.given.leaving, *[0] * (each - 1)]
+        return [away, *none], [[self.given.arriving, *self._here(each)], *none]
+
+    def _here(self, each: int) -> list[int]:
+        return self.given.sizes(each, grouped_mm.CPU_ROWS)
 
 
 class ChunkAtOnce(m2rnn_chunks._Chunk):

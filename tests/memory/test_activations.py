@@ -18,6 +18,7 @@ from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.activations import Activations, activations, one_of_each, standing_for
 from checkpointing.tracing.meter import Meter
 from megacpp.blocks.dense.config import MLPConfig
+from megacpp.blocks.experts.rows import expert_rows
 from megacpp.cli.activations import POLICIES
 from megacpp.cli.measure import measure
 from megacpp.config.checks.every import check
@@ -31,7 +32,6 @@ from megacpp.config.schema import (
     TrainConfig,
 )
 from megacpp.launch.start import kept_by_a_microbatch
-from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import ActivationBytes, activation_bytes
 from megacpp.model.hybrid import HybridLM
@@ -385,10 +385,11 @@ def test_even_choices_are_those_of_runs_without_values(experts: int) -> None:
         mesh = MeshConfig(dp_shard=4, ep=4)
         moe = {"num_experts": experts, "top_k": 3}
         config = config_of("EE", mesh=mesh, rows=1, tokens=tokens, moe=moe)
-        trip, each = trip_of(Share.of(config, 4, rank)), experts // 4
-        rows, copies = even.rows(tokens, each), even.copies(tokens)
-        assert trip.leaving == sum(rows) and trip.arriving == 4 * rows[rank]
-        assert trip.copies == 4 * sum(copies[rank * each : (rank + 1) * each])
+        trip = expert_rows(Share.of(config, 4, rank))
+        to_Wn, from_Wn = even.rows(tokens, 4, rank)
+        assert trip.leaving == sum(n for n, *_ in to_Wn)
+        assert trip.arriving == sum(n for n, *_ in from_Wn)
+        assert trip.copies == sum(sum(copies) for _, *copies in from_Wn)
 
 
 @pytest.mark.parametrize("dispatch", ["per_rank", "per_expert"])
@@ -401,7 +402,7 @@ def test_no_choice_needs_more_than_the_bound(
     mesh = MeshConfig(dp_shard=4, ep=4, ep_dispatch=dispatch)
     moe = {"num_experts": experts, "top_k": top_k}
     config = config_of("EE", mesh=mesh, rows=1, tokens=tokens, moe=moe)
-    most = trip_of(Share.of(config, 4, 0, most=True))
+    most = expert_rows(Share.of(config, 4, 0, most=True))
     chosen = []
     for _ in range(4 * tokens):
         score = [draw.random() - skew * expert for expert in range(experts)]

@@ -1,4 +1,4 @@
-"""Closed forms of attention by its backends: who has a mask, who expands, who pads."""
+"""Estimates of attention by its backends: who has a mask, who expands, who pads."""
 
 from dataclasses import replace
 
@@ -7,9 +7,10 @@ import pytest
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig
-from megacpp.memory.forms.activation_blocks import attention
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
+from megacpp.memory.forms.traced import traced_kept
+from megacpp.model.pieces import NOTHING
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64)
 MLA = AttentionConfig(
@@ -32,7 +33,7 @@ def share(config: AttentionConfig, backend: str, device: str = "cuda") -> Share:
 
 
 def kept(own: Share) -> int:
-    return sum(numbers * size for _, numbers, size in attention(own, frozenset()))
+    return sum(numbers * size for _, numbers, size in traced_kept(own, "A", NOTHING))
 
 
 def test_only_torch_has_a_mask() -> None:

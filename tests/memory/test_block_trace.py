@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megacpp.blocks.kinds import KINDS as TRACED
 from megacpp.cli import block_trace
 from megacpp.cli.block_trace import trace_blocks
 from megacpp.config.arguments import parse_run
@@ -22,7 +23,7 @@ from megacpp.memory.block_trace import BlockRequest, BlockTrace, between, kept, 
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms import traced
 from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.traced import ANCHORS, TRACED, request_of
+from megacpp.memory.forms.traced import ANCHORS, request_of
 from megacpp.model.pieces import NOTHING, pieces_of
 from parallel.simulate.fake import fake_world
 from tests.memory.working_cases import misses

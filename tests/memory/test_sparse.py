@@ -11,10 +11,7 @@ from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
-from megacpp.kernels.attention import softcap as softcap_attention
 from megacpp.kernels.sparse_attention import indexer as lightning_indexer
-from megacpp.kernels.sparse_attention import reference as sparse_attention
-from megacpp.memory.forms import working_sparse
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.memory.traffic import traffic
@@ -96,16 +93,6 @@ def test_working_sets_are_those_of_a_trace(size: int, flags: str) -> None:
     assert set(found) > {"forward A.index", "backward A.share", "backward A.index last"}
     for name, off in found.items():
         assert -1.2 <= off <= 2, (name, off)
-
-
-def test_blocks_and_tiles_are_as_large() -> None:
-    assert working_sparse.QUERIES == lightning_indexer.QUERIES
-    assert working_sparse.KEYS == lightning_indexer.KEYS
-    assert working_sparse.AT_ONCE == lightning_indexer.AT_ONCE
-    for heads, numbers, device in ((1, 1, "cuda"), (64, 1 << 20, "cuda"), (64, 1 << 20, "cpu")):
-        form, kernel = working_sparse.heads_at_once, lightning_indexer.heads_at_once
-        assert form(heads, numbers, 4, device) == kernel(heads, numbers, 4, device)
-    assert sparse_attention.BLOCK == softcap_attention.BLOCK
 
 
 def test_ends_of_queries_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,10 @@ import torch
 
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.kernels.attention import softcap as softcap_attention
-from megacpp.kernels.experts import mlp as expert_mlp
 from megacpp.kernels.linear_cross_entropy import chunked as linear_cross_entropy
-from megacpp.memory.forms import working_attention, working_experts, working_head
+from megacpp.memory.forms import working_head
 from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.batch import ids_bytes, mask_bytes
 from megacpp.memory.forms.working import backward, first_attention, forward
 from megacpp.model.pattern import block_letters
 from tests.memory.working_cases import misses
@@ -40,11 +39,14 @@ def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
     names = {f"blocks.{i}": letter for i, letter in enumerate(letters)}
     names[f"blocks.{len(letters) - 1}"] += " last"
     makes_mask = f"blocks.{letters.index('A')}"
-    for (phase, part), found in working_sets(trace_step(config, size)).items():
+    stream = trace_step(config, size)
+    with_batch, batch = working_sets(stream, batch=True), ids_bytes(own) + mask_bytes(own, letters)
+    for (phase, part), found in working_sets(stream).items():
         form = forward if phase == "forward" else backward
         moments = form(own, names.get(part, part))
         if (phase, part) == ("forward", makes_mask):
-            moments += first_attention(own)
+            found = with_batch[phase, part]
+            moments = tuple(moment.more(batch) for moment in first_attention(own, names[part]))
         most = max(moment.bytes for moment in moments)
         # Indices and sums of single tokens are left out; nothing that is left out weighs more.
         assert 0.995 <= most / found.bytes <= 1.02, (phase, part, most, found.bytes)
@@ -68,8 +70,6 @@ def test_chunks_of_the_head_are_those_of_the_kernel(tokens: int, words: int) -> 
 
 
 def test_blocks_of_kernels_are_as_large() -> None:
-    assert working_attention.BLOCK == softcap_attention.BLOCK
-    assert working_experts.BLOCKS == expert_mlp.BLOCKS
     assert working_head.FEWEST_ROWS == linear_cross_entropy.FEWEST_ROWS
 
 

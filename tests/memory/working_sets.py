@@ -26,8 +26,12 @@ class WorkingSet:
     blocks: tuple[Block, ...]
 
 
-def working_sets(stream: Stream) -> dict[tuple[str, str], WorkingSet]:
-    """By (`forward` or `backward`, part); of the last microbatch."""
+def working_sets(stream: Stream, batch: bool = False) -> dict[tuple[str, str], WorkingSet]:
+    """By (`forward` or `backward`, part); of the last microbatch.
+
+    Args:
+        batch: count the batch as well, with what all layers share.
+    """
     order = [name.split()[1] for _, name in stream.marks if name.startswith("forward ")]
     place = {part: i for i, part in enumerate(order)}
     segments = {i: name for i, name in stream.marks}  # the last mark of a place wins
@@ -43,7 +47,7 @@ def working_sets(stream: Stream) -> dict[tuple[str, str], WorkingSet]:
             continue
         if index in segments:
             most[now] = 0
-        blocks = list(_counted(stream, alive, part, place))
+        blocks = list(_counted(stream, alive, part, place, batch))
         size = sum(b.bytes for b in blocks)
         if size > most.get(now, -1):
             most[now] = size
@@ -52,9 +56,13 @@ def working_sets(stream: Stream) -> dict[tuple[str, str], WorkingSet]:
     return found
 
 
-def _counted(stream: Stream, alive: set[int], part: str, place: dict[str, int]) -> Iterator[Block]:
+def _counted(
+    stream: Stream, alive: set[int], part: str, place: dict[str, int], batch: bool
+) -> Iterator[Block]:
     for number in alive:
         block = stream.blocks[number]
+        if batch and block.component == "batch":
+            yield block
         if block.component in ELSEWHERE:
             continue
         if block.component == "gradients" and (

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
-from megacpp.config.presets import tiny
-from megacpp.config.schema import KernelsConfig, ModelConfig
+from megacpp.config.schema import ModelConfig
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, ScanInputs
-from megacpp.memory.forms.activation_share import Share
 from megacpp.model.documents import Documents
 
 VARIANTS = {
@@ -99,18 +95,3 @@ def random_layer(variant: str, chunk: int = 8, dtype: torch.dtype = torch.float6
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.5 * noise)
     return layer.to(dtype)
-
-
-def alone(
-    mamba: Mamba3Config, dim: int, tokens: int, kernel: Literal["mamba_ssm", "tilelang"]
-) -> Share:
-    """A layer alone on a CPU in fp32, as the estimate sees it."""
-    config = tiny()
-    config = replace(
-        config,
-        model=replace(config.model, dim=dim, mamba3=mamba),
-        kernels=KernelsConfig(mamba3=kernel),
-        data=replace(config.data, seq_len=tokens),
-        train=replace(config.train, device="cpu", device_batch_size=2),
-    )
-    return Share.of(config, 1, 0)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, Sca
 from megacpp.kernels.mamba3.library import _imported, siso_kernel
 from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_scan
 from megacpp.model.documents import Documents
+from parallel.simulate.library_stand_ins import mimo, siso
 from tests.golden.check_mamba3 import run_scan
 from tests.golden.harness import GoldenFile
 from tests.livebytes import LiveBytes
@@ -185,6 +187,24 @@ def peaks(docs: Documents, mamba: Mamba3Config) -> dict[str, int]:
     return {"forward": forward, "backward": live.peak}
 
 
+def memory_of(layers: dict[str, tuple[Documents, Mamba3Config]]) -> dict[str, Any]:
+    """What each layer keeps in fp32, and its peaks."""
+    return {
+        "fp32": {name: kept(*of, torch.float32) for name, of in layers.items()},
+        "alive": {name: peaks(docs, mamba) for name, (docs, mamba) in layers.items()},
+    }
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """The kernels' places are taken by what traces run without the package."""
+    with (
+        mock.patch.object(mamba3_library, "siso_kernel", lambda: siso),
+        mock.patch.object(mamba3_library, "mimo_kernel", lambda: mimo),
+    ):
+        yield
+
+
 def doubled(part: Any) -> Any:
     if part is None:
         return None
@@ -210,14 +230,17 @@ def main(files: list[str]) -> None:
         "norm": (Documents.rows(2, TOKENS), normed),
     }
     in_bf16 = {name: kept(*of, torch.bfloat16) for name, of in layers.items()}
+    with stand_in():
+        without = {name: kept(*of, torch.bfloat16) for name, of in layers.items()}
     torch.bfloat16 = torch.float32
     errors = {Path(file).name: golden_errors(Path(file)) for file in files}
     errors["packed, continued"] = random_errors(DOCS, continued=True, gate=True)
     errors["rows, no gate"] = random_errors(Documents.rows(2, TOKENS), continued=False, gate=False)
-    in_fp32 = {name: kept(*of, torch.float32) for name, of in layers.items()}
-    alive = {name: peaks(docs, mamba) for name, (docs, mamba) in layers.items()}
-    by_dtype = {"bf16": in_bf16, "fp32": in_fp32}
-    print(json.dumps({"errors": errors, "kept": by_dtype, "alive": alive}))
+    memory = {"kernel": memory_of(layers), "stand-in": {}}
+    with stand_in():
+        memory["stand-in"] = memory_of(layers)
+    memory["kernel"]["bf16"], memory["stand-in"]["bf16"] = in_bf16, without
+    print(json.dumps({"errors": errors, "memory": memory}))
 
 
 if __name__ == "__main__":

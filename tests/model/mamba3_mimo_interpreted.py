@@ -30,7 +30,14 @@ from megacpp.kernels.mamba3.reference import mamba3_chunked
 from megacpp.model.documents import Documents
 from tests.golden.check_mamba3 import run_scan
 from tests.model.mamba3_cases import random_scan, scan_leaves
-from tests.model.mamba3_interpreted import Errors, doubled, kept, on_a_cpu, peaks, relative
+from tests.model.mamba3_interpreted import (
+    Errors,
+    doubled,
+    memory_of,
+    on_a_cpu,
+    relative,
+    stand_in,
+)
 from tests.model.tilelang_interpreter import Interpreted
 
 CHUNK = 8
@@ -157,9 +164,10 @@ def main(files: list[str]) -> None:
         found[name] = errors
     normed = replace(LAYER, out_norm=True)
     layers = {"rows": (ROWS, LAYER), "packed": (PACKED, LAYER), "norm": (ROWS, normed)}
-    bytes_kept = {name: kept(docs, mamba, torch.float32) for name, (docs, mamba) in layers.items()}
-    alive = {name: peaks(docs, mamba) for name, (docs, mamba) in layers.items()}
-    print(json.dumps({"errors": found, "kept": bytes_kept, "alive": alive}))
+    memory = {"kernel": memory_of(layers)}
+    with stand_in():
+        memory["stand-in"] = memory_of(layers)
+    print(json.dumps({"errors": found, "memory": memory}))
 
 
 if __name__ == "__main__":

@@ -221,15 +221,26 @@ def test_even_routing_on_real_ranks() -> None:
 def test_even_routing_is_even() -> None:
     """All experts alike, no expert twice for a token, and about the ranks that chance meets."""
     even = EvenRouting(64, 6)
+
+    def copies(tokens: int) -> list[int]:
+        to_We, from_We = even.copies(tokens, 4, 1)
+        assert from_We == [to_We[1]] * 4
+        return [n for of_rank in to_We for n in of_rank]
+
+    def rows(tokens: int) -> list[int]:
+        to_Wn, from_Wn = even.rows(tokens, 4, 1)
+        assert from_Wn == [to_Wn[1]] * 4
+        return [n for n, *_ in to_Wn]
+
     indices_TK = even.indices(320, CPU)
-    assert indices_TK.flatten().bincount(minlength=64).tolist() == [30] * 64 == even.copies(320)
+    assert indices_TK.flatten().bincount(minlength=64).tolist() == [30] * 64 == copies(320)
     assert all(len(set(of_token)) == 6 for of_token in indices_TK.tolist())
     for tokens in (1, 7, 32, 100):
         ranks = [{e // 16 for e in of_token} for of_token in even.indices(tokens, CPU).tolist()]
-        assert even.rows(tokens, 16) == [sum(r in met for met in ranks) for r in range(4)]
+        assert rows(tokens) == [sum(r in met for met in ranks) for r in range(4)]
         counts = even.indices(tokens, CPU).flatten().bincount(minlength=64).tolist()
-        assert even.copies(tokens) == counts
-    met = sum(even.rows(3200, 16)) / 3200
+        assert copies(tokens) == counts
+    met = sum(rows(3200)) / 3200
     assert met == pytest.approx(4 * (1 - math.comb(48, 6) / math.comb(64, 6)), rel=0.05)
 
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.checks import checks
 from megacpp.blocks.attention.traffic import context_traffic
-from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.descriptor import (
+    ALL_TOKENS,
+    AllocationSettings,
+    BlockKind,
+    ContextExchange,
+    Parameter,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,9 +203,11 @@ ATTENTION = BlockKind(
     tensor_dims=tensor_dims,
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
+    allocations=AllocationSettings("attention", kernel="attention"),
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="ablock",
     last_product=last_product,
+    before=lambda kind: ("A.index",) if kind.startswith("A.share") else (),
     context=ContextExchange("cp_attention", heads_exchanged, "all_gather", context_traffic),
 )

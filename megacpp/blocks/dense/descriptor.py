@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, Parameter
+from megacpp.blocks.descriptor import ALL_TOKENS, AllocationSettings, BlockKind, Parameter
 
 if TYPE_CHECKING:
     from megacpp.blocks.dense.module import MLP
@@ -68,6 +68,7 @@ DENSE = BlockKind(
     tensor_dims=lambda model: {"model.mlp.hidden_dim": model.mlp.hidden_dim},
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
+    allocations=AllocationSettings("mlp"),
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="fblock",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ActivationLayout, BlockKind, Parameter
+from megacpp.blocks.descriptor import ActivationLayout, AllocationSettings, BlockKind, Parameter
 from megacpp.blocks.experts.checks import checks
+from megacpp.blocks.experts.rows import expert_rows
 
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
@@ -96,6 +97,13 @@ EXPERTS = BlockKind(
     # Router and routed experts work on the rank's own tokens; only the shared expert is sharded.
     layouts=(ActivationLayout("shared", "x[T_tp, D] -> x[T, D]", "y[T, D]{tp} -> y[T_tp, D]"),),
     multiply_adds=multiply_adds,
+    allocations=AllocationSettings(
+        "moe",
+        kernel="experts",
+        mesh=("ep", "ep_dispatch"),
+        counts=lambda own: expert_rows(own).counts,
+        same=lambda own: expert_rows(own).whole,
+    ),
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.descriptor import (
+    ALL_TOKENS,
+    AllocationSettings,
+    BlockKind,
+    ContextExchange,
+    Parameter,
+)
 from megacpp.blocks.gated_deltanet.traffic import context_traffic
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
@@ -119,6 +125,7 @@ GATED_DELTANET = BlockKind(
     },
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
+    allocations=AllocationSettings("gated_deltanet", kernel="gated_delta_rule"),
     regions=regions,
     whole="gblock",
     last_product=last_product,

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.descriptor import (
+    ALL_TOKENS,
+    AllocationSettings,
+    BlockKind,
+    ContextExchange,
+    Parameter,
+)
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
 
@@ -180,6 +186,7 @@ M2RNN_KIND = BlockKind(
     tensor_dims=tensor_dims,
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
+    allocations=AllocationSettings("m2rnn", kernel="m2rnn", policy=("rblock",)),
     regions=regions,
     replayed=replayed,
     whole="rblock",

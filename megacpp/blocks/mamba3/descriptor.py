@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.descriptor import (
+    ALL_TOKENS,
+    AllocationSettings,
+    BlockKind,
+    ContextExchange,
+    Parameter,
+)
 from megacpp.blocks.mamba3.traffic import context_traffic
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.primes import nearest_divisor
@@ -46,6 +52,11 @@ def dims(model: ModelConfig) -> dict[str, int]:
         "P": m.headdim,
         "J": m.conv_kernel,
     }
+
+
+def by_library(config: Config) -> bool:
+    """Whether a kernel of mamba-ssm scans, which cuts documents into chunks of their own."""
+    return config.kernels.mamba3 in ("mamba_ssm", "tilelang")
 
 
 def convolves(model: ModelConfig) -> bool:
@@ -159,6 +170,11 @@ MAMBA3 = BlockKind(
     tensor_dims=lambda model: {"the number of Mamba-3 heads": num_heads(model)},
     layouts=(ALL_TOKENS,),
     multiply_adds=multiply_adds,
+    allocations=AllocationSettings(
+        "mamba3",
+        kernel="mamba3",
+        document=lambda config: config.model.mamba3.chunk_size if by_library(config) else 0,
+    ),
     regions=regions,
     recurrent=True,
     context=ContextExchange(

@@ -32,7 +32,7 @@ GPU_ROWS = 16
 
 def row_multiple(device: torch.device) -> int:
     """Rows that a group is padded to, so that a row's result does not depend on other rows."""
-    return CPU_ROWS if device.type == "cpu" else GPU_ROWS
+    return CPU_ROWS if device.type in ("cpu", "meta") else GPU_ROWS
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megacpp.memory.forms.activation_blocks import residual
-from megacpp.memory.forms.activation_share import INDEX, Kept, Share
+from megacpp.memory.forms.activation_share import INDEX, Kept, Share, residual
 from megacpp.model.sizes import ngram_width
 
 

@@ -116,3 +116,9 @@ class Share:
     def chunks(self) -> int:
         """Chunks of a row that a rank of the context axis holds."""
         return 2 if self.cp > 1 and self.config.mesh.cp_order == "head_tail" else 1
+
+
+def residual(own: Share) -> Kept:
+    """Return what a block adds to: its sum is the next one's input."""
+    model = own.config.model
+    return "residual", own.stream * model.mhc.streams * model.dim, own.residual

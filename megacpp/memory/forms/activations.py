@@ -1,9 +1,8 @@
 """Bytes that a forward keeps for its backward, in closed form: per block kind and group of tensors.
 
-No model is built: a configuration takes under a millisecond. What each kind of block keeps is
-listed in activation_blocks.py (A, F), activation_experts.py and activation_mamba3.py, or was traced
-(traced.py: R); the sums are those of `megacpp activations`, which runs the model without
-values, byte for byte. As there, the residual stream between two blocks belongs to the first of
+No model is built. What each kind of block keeps was traced once (traced.py); the sums are those of
+`megacpp activations`, which runs the model without values, byte for byte. As there, the residual
+stream between two blocks belongs to the first of
 them, and what all layers share (ids, masks and places of documents) to none. (Activation memory.)
 """
 
@@ -17,27 +16,15 @@ from typing import Any
 from megacpp.config.schema import Config
 from megacpp.memory.forms import activation_engram
 from megacpp.memory.forms.activation_around import ngram, top
-from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed, residual
-from megacpp.memory.forms.activation_experts import experts
-from megacpp.memory.forms.activation_mamba3 import mamba3
-from megacpp.memory.forms.activation_share import Kept, Share
-from megacpp.memory.forms.activation_sparse import index, shares
+from megacpp.memory.forms.activation_share import Kept, Share, residual
+from megacpp.memory.forms.fp8 import kept_product
 from megacpp.memory.forms.mtp import handed_back, mtp
 from megacpp.memory.forms.streams import Layered, kept_by_connection, layer_names
-from megacpp.memory.forms.traced import TRACED, traced_kept
+from megacpp.memory.forms.traced import traced_kept
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import entrance, exit_parts
-from megacpp.model.pieces import BLOCK, NOTHING, Piece, pieces_of
+from megacpp.model.pieces import NOTHING, Piece, pieces_of
 from megacpp.model.stages import stage_parts
-
-MIXERS = {
-    "A": attention,
-    "A.index": index,
-    "A.share": shares,
-    "F": feed_forward,
-    "E": experts,
-    "M": mamba3,
-}
 
 
 @dataclass(frozen=True)
@@ -188,11 +175,8 @@ def _form(own: Share, name: str) -> list[Kept]:
         kept += kept_by_connection(own, layer, pieces)
     if "+engram" in kind:
         kept += activation_engram.kept(own, pieces)
-    if letter in TRACED:
-        return [*kept, *traced_kept(own, letter, pieces)]
-    if not pieces >= BLOCK:
-        kept += normed(own, letter, pieces)
-    return [*kept, *MIXERS[mixer](own, pieces)]
+    kept.append(("hidden units", kept_product(own, letter, pieces), 1))
+    return [*kept, *traced_kept(own, mixer, pieces)]
 
 
 def embed(own: Share) -> Iterable[Kept]:

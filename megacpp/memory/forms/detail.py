@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from megacpp.blocks.experts.rows import expert_rows
 from megacpp.config.schema import CheckpointingPolicy, Config
-from megacpp.memory.forms.activation_experts import trip_of
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.memory.forms.parameters import RankBytes
@@ -61,7 +61,7 @@ def routing_of(config: Config, size: int, rank: int) -> dict[str, int]:
         return {}
     own, most = (Share.of(config, size, rank, worst) for worst in (False, True))
     moe, row = config.model.moe, config.model.dim * own.compute
-    trip, worst = trip_of(own), trip_of(most)
+    trip, worst = expert_rows(own), expert_rows(most)
     name = "capacity" if moe.capacity_factor is not None else "dropless at most"
     return {
         "router logits": own.stream * moe.num_experts * own.wide,

@@ -8,19 +8,30 @@ Layers at both ends that stay wide are counted as if they didn't.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from megacpp.blocks.experts.rows import expert_rows
 from megacpp.config.checks.fp8 import fp8_layers
-from megacpp.memory.forms.activation_experts import trip_of
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 
 ROUNDING = 4 + 4 + 1  # bytes of a number in fp32, scaled, and in FP8
 
 
-def with_copies(own: Share, letter: str, moments: Iterator[Moment]) -> Iterator[Moment]:
-    """Moments of a block with the copies of its largest product."""
-    more = copies(own, letter)
+def kept_product(own: Share, letter: str, pieces: Pieces) -> int:
+    """Return bytes of act(gate) up, which a layer in FP8 keeps and a wide one makes again."""
+    if letter not in own.fp8 or "block" in pieces:
+        return 0
+    model = own.config.model
+    hidden = {"F": model.mlp.hidden_dim, "E": model.moe.num_shared * model.moe.shared_hidden_dim}
+    return own.tokens * hidden.get(letter, 0) // own.tp * own.compute
+
+
+def with_copies(
+    own: Share, letter: str, pieces: Pieces, moments: Iterable[Moment]
+) -> Iterator[Moment]:
+    """Yield moments of a block with what its layers keep, and the copies of its largest product."""
+    more = copies(own, letter) + kept_product(own, letter, pieces)
     for moment in moments:
         yield moment.more(more)
 
@@ -35,5 +46,5 @@ def copies(own: Share, letter: str) -> int:
         moe, D = model.moe, model.dim
         each = moe.num_experts // own.config.mesh.ep
         matrices = each * moe.hidden_dim * D * (2 if moe.activation == "swiglu" else 1)
-        sizes.append(trip_of(own).slots * (D + moe.hidden_dim) + matrices)
+        sizes.append(expert_rows(own).slots * (D + moe.hidden_dim) + matrices)
     return ROUNDING * max(sizes, default=0)

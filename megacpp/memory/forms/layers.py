@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from megacpp.config.schema import ModelConfig
 from megacpp.memory.forms.activation_share import INDEX, Share
-from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.parts import OUTER, forms_of
 from megacpp.memory.forms.streams import Layered, layer_names, stream_bytes
 from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.memory.forms.walk import Layer
 from megacpp.memory.forms.working import first_attention
-from megacpp.memory.forms.working_attention import masks
 from megacpp.model.pieces import layer_pieces
 from megacpp.model.stages import stage_parts
 
@@ -41,8 +39,7 @@ def layers_of(
     for part in named:
         ends = {kind for kind, _ in part}
         layers: list[Layer] = []
-        makes = {kind for kind in ends if masked(kind) or kind == "mtp"}
-        made = making_masks(own) if makes else ()
+        to_make = True
         for kind, number in part:
             name = called[kind, number]
             form = forms[name]
@@ -58,12 +55,14 @@ def layers_of(
                 waits = mine.block.moved * own.compute
             if kind == "mtp" and "embed" in ends and looks_up_more(model):
                 waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
+            makes = to_make and (masked(kind) or kind == "mtp")
+            to_make = to_make and not makes
             layers.append(
                 Layer(
                     kind if number < 0 else f"layer {number} ({kind})",
                     kind,
                     mine,
-                    form.forward + (made if kind in makes else ()),
+                    form.forward + (first_attention(own, name) if makes else ()),
                     form.backward,
                     form.kept,
                     form.copies,
@@ -73,7 +72,6 @@ def layers_of(
                     kind == "embed" and model.tie_embeddings and "head" in ends,
                 )
             )
-            made = () if masked(kind) else made
         found.append(layers)
     return found
 
@@ -98,14 +96,6 @@ def passed_on(own: Share, name: str) -> int:
         return own.stream * model.dim * own.residual * reads_anew
     inside = layer.group is not None and not layer.group.closes
     return stream_bytes(own) if several and (inside or layer.last) else 0
-
-
-def making_masks(own: Share) -> tuple[Moment, ...]:
-    """What the first A block of a microbatch has alive beside the masks, which are the batch's.
-
-    Of its two comparisons one stays, and is inverted while the narrow mask is there.
-    """
-    return tuple(replace(m, tensors=m.tensors - masks(own) // 2) for m in first_attention(own))
 
 
 def masked(kind: str) -> bool:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
-from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed
 from megacpp.memory.forms.activation_share import INDEX, Kept, Share
+from megacpp.memory.forms.traced import traced_kept
 from megacpp.model.pieces import NOTHING
 
 if TYPE_CHECKING:
@@ -61,10 +61,8 @@ def depth(own: Share) -> Iterator[Kept]:
     yield "normed", 3 * t, own.wide
     yield "halves", t * 2 * D, own.compute
     yield "residual", 3 * t * D, own.residual
-    yield from normed(plain, "A", NOTHING)
-    yield from attention(plain, NOTHING)
-    yield from normed(plain, "F", NOTHING)
-    yield from feed_forward(plain, NOTHING)
+    yield from traced_kept(plain, "A", NOTHING)
+    yield from traced_kept(plain, "F", NOTHING)
 
 
 def mtp(own: Share) -> Iterator[Kept]:

@@ -29,7 +29,8 @@ from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE, EXIT
 
 OUTER = (*ENTRANCE, *EXIT, COPY)
-ROUTING_GROUPS = ("routing", "rows")
+# Modules whose tensors say, or follow, which expert a token goes to.
+ROUTING = ("mixer.router", "mixer.dispatch", "mixer.combine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ def _form(own: Share, name: str) -> Form:
     if name in OUTER:
         kept = 0, 0, sum(groups.values())
     else:
-        routing = sum(groups.pop(group, 0) for group in ROUTING_GROUPS) if name[0] == "E" else 0
-        kept = sum(groups.values()), routing, 0
+        routing = sum(size for group, size in groups.items() if group.startswith(ROUTING))
+        kept = sum(groups.values()) - routing, routing, 0
     forward, backward = working_sets(own, name)
     return Form(forward, backward, kept, copies)
 

@@ -1,19 +1,20 @@
 """Blocks whose memory is traced: what the rest of an estimate asks of a kind's trace.
 
-A kind is traced when it has an entry in `TRACED`, which names what of a configuration its block
-hangs on; all else stays at its default in the request, so that presets and meshes share traces.
-Traces of a microbatch of one row stand for themselves; of more rows they follow from those of two
-and three (megacpp/memory/block_trace.py). No torch import here: what is missing in the cache
+A kind's descriptor names the settings that its block depends on (`AllocationSettings`); all else
+stays at its default in the request, so that presets and meshes share traces.
+A microbatch whose sizes lie between or beyond traced ones follows from them
+(megacpp/memory/block_trace.py). No torch import here: what is missing in the cache
 (megacpp/memory/trace_cache.py) is traced by megacpp/cli/block_trace.py, which imports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import Any
 
+from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
@@ -25,67 +26,71 @@ from megacpp.config.schema import (
     TrainConfig,
 )
 from megacpp.memory import trace_cache
-from megacpp.memory.block_trace import BlockRequest, BlockTrace, between, kept, moments
+from megacpp.memory.block_trace import (
+    DOCUMENT,
+    BlockRequest,
+    BlockTrace,
+    affine_weights,
+    combined,
+    kept,
+    moments,
+)
 from megacpp.memory.forms.activation_share import Kept, Pieces, Share
 from megacpp.memory.forms.moment import Moment
+from megacpp.model.pattern import with_kinds
 
-ANCHORS = 2, 3  # rows: one row needs no copy where tokens of several are gathered
 DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
 
 
-@dataclass(frozen=True)
-class TracedKind:
-    """Settings that a kind's allocations hang on, by section of the configuration.
-
-    Attributes:
-        model, mesh, policy, kernels: fields that are passed on as they are.
-    """
-
-    model: tuple[str, ...] = ()
-    mesh: tuple[str, ...] = ()
-    policy: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-
-
-TRACED = {
-    "R": TracedKind(
-        model=("dim", "m2rnn"), mesh=("cp_m2rnn",), policy=("rblock",), kernels=("m2rnn",)
-    ),
-    "G": TracedKind(
-        model=("dim", "gated_deltanet"),
-        mesh=("cp_gated_deltanet",),
-        policy=("gblock",),
-        kernels=("gated_delta_rule",),
-    ),
-}
-
-
 def request_of(own: Share, kind: str, pieces: Pieces) -> BlockRequest:
-    """Return what the trace of a block of this rank hangs on.
+    """Return what the trace of a block of this rank depends on.
 
     Args:
         own: sizes of the rank.
-        kind: a letter of `TRACED`.
-        pieces: what the block runs again.
+        kind: of `layer_kinds`.
+        pieces: regions that the block recomputes.
     """
-    config, needs = own.config, TRACED[kind]
-    mesh = {"tp": own.tp, "cp": own.cp, "dp_shard": 1, **_fields(config.mesh, needs.mesh)}
-    if own.cp > 1:
+    config, block = own.config, KINDS[kind[0]]
+    needs = block.allocations
+    cp, rows, row, apart = own.cp, own.rows, own.row, block.context is None
+    if apart:  # tokens of other ranks don't matter, nor in which row a token is
+        cp, row = 1, own.here
+        if rows % 2 == 0:
+            rows, row = 2, own.tokens // 2
+    mesh = {"tp": own.tp, "cp": cp, "dp_shard": 1, **_fields(config.mesh, needs.mesh)}
+    if cp > 1 and block.context is not None:
         mesh["cp_order"] = config.mesh.cp_order
-    model = _fields(config.model, needs.model) | {"pattern": kind * 2, "depth": 2}
-    train = TrainConfig(
-        device_batch_size=own.rows, device="cuda" if own.on_gpu else "cpu", compile="off"
+        setting = block.context.setting
+        mesh[setting] = getattr(config.mesh, setting)
+    dense, experts = own.tp * cp, mesh.get("ep", 1)
+    mesh["dp_shard"] = experts // gcd(experts, dense)
+    shortest = needs.document(config) if own.most else 0
+    by = {needs.kernel: own.by(needs.kernel)} if needs.kernel else {}
+    model = ModelConfig(
+        dim=config.model.dim, vocab_size=256, **_fields(config.model, (needs.model,))
     )
     few = Config(
-        model=ModelConfig(vocab_size=256, **model),
+        model=with_kinds(model, (*block.before(kind), kind, kind)),
         mesh=MeshConfig(**mesh),
-        data=DataConfig(seq_len=own.row),
-        train=train,
+        data=DataConfig(seq_len=row),
+        train=TrainConfig(
+            device_batch_size=rows, device="cuda" if own.on_gpu else "cpu", compile="off"
+        ),
         precision=PrecisionConfig(dtype=DTYPES[own.compute]),  # type: ignore[arg-type]
         recompute=CheckpointingPolicy(**_fields(config.recompute, needs.policy)),
-        kernels=KernelsConfig(**{name: own.by(name) for name in needs.kernels}),  # type: ignore[arg-type]
+        kernels=KernelsConfig(**by),  # type: ignore[arg-type]
     )
-    return BlockRequest(few, kind, pieces, own.context, own.parallel)
+    return BlockRequest(
+        few,
+        kind,
+        pieces,
+        own.context if cp > 1 else 0,
+        own.parallel,
+        tuple(needs.counts(own).items()),
+        needs.same(own),
+        shortest or DOCUMENT,
+        apart,
+    )
 
 
 def _fields(of: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -94,18 +99,26 @@ def _fields(of: object, names: tuple[str, ...]) -> dict[str, Any]:
 
 def traced_block(own: Share, kind: str, pieces: Pieces) -> BlockTrace:
     """Return the trace of a block of this rank."""
-    return _at_rows(request_of(own, kind, pieces))
+    return _trace(request_of(own, kind, pieces))
+
+
+@lru_cache(maxsize=4096)
+def _trace(request: BlockRequest) -> BlockTrace:
+    """Return a trace: of others of its group, or a new one."""
+    known = _known(request.group)
+    weights = affine_weights([*known], request.point)
+    found = None if weights is None else combined([*known.values()], weights)
+    if found is None:
+        found = _exact(request)
+        if weights is None and all(found.like(other) for other in known.values()):
+            known[request.point] = found
+    return found
 
 
 @lru_cache(maxsize=1024)
-def _at_rows(request: BlockRequest) -> BlockTrace:
-    rows = request.config.train.device_batch_size
-    if rows == 1 or rows in ANCHORS:
-        return _exact(request)
-    first, second = (_exact(request.of_rows(n)) for n in ANCHORS)
-    if not first.like(second):
-        return _exact(request)
-    return between(first, second, ANCHORS, rows)
+def _known(group: BlockRequest) -> dict[tuple[int, ...], BlockTrace]:
+    """Return traces of a group by their points, which are affinely independent."""
+    return {}
 
 
 @lru_cache(maxsize=1024)
@@ -126,21 +139,30 @@ def traced_kept(own: Share, kind: str, pieces: Pieces) -> Iterator[Kept]:
             yield group, size, 1
 
 
-def traced_moments(own: Share, kind: str, pieces: Pieces, backward: bool) -> tuple[Moment, ...]:
+def traced_moments(
+    own: Share, kind: str, pieces: Pieces, backward: bool, first: bool = False
+) -> tuple[Moment, ...]:
     """Return the fullest moments of a block's forward or backward, and its last one.
 
     Weights that autocast casts aren't in them.
+
+    Args:
+        own: sizes of the rank.
+        kind: of `layer_kinds`.
+        pieces: regions that the block recomputes.
+        backward: of it; else of the forward.
+        first: of the layer that makes what all layers of a batch share.
     """
-    return _moments(request_of(own, kind, pieces), backward)
+    return _moments(request_of(own, kind, pieces), backward, first)
 
 
 @lru_cache(maxsize=1024)
 def _kept(request: BlockRequest) -> dict[str, int]:
-    return dict(sorted(kept(_at_rows(request)).items()))
+    return dict(sorted(kept(_trace(request)).items()))
 
 
 @lru_cache(maxsize=1024)
-def _moments(request: BlockRequest, backward: bool) -> tuple[Moment, ...]:
-    found = list(moments(_at_rows(request), backward, request.sharded))
+def _moments(request: BlockRequest, backward: bool, first: bool) -> tuple[Moment, ...]:
+    found = list(moments(_trace(request), backward, request.sharded, first))
     most = max(found, key=lambda m: m.bytes), max(found, key=lambda m: m.added), found[-1]
     return tuple(dict.fromkeys(most))

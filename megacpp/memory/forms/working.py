@@ -15,27 +15,17 @@ from collections.abc import Callable, Iterator
 
 from megacpp.memory.forms import (
     working_around,
-    working_attention,
-    working_blocks,
     working_engram,
-    working_experts,
     working_head,
-    working_latent,
-    working_mamba3,
-    working_mamba3_kernel,
     working_mtp,
-    working_sparse,
 )
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.fp8 import with_copies
 from megacpp.memory.forms.moment import Moment, one_at_a_time
 from megacpp.memory.forms.streams import Layered, connected_backward, connected_forward
-from megacpp.memory.forms.traced import TRACED, traced_moments
+from megacpp.memory.forms.traced import traced_moments
 from megacpp.memory.forms.weights import COPY
 from megacpp.memory.forms.working_frame import (
-    framed_backward,
-    framed_forward,
-    framed_inside,
     gradient_bytes,
     kept_of_block,
     largest_gradient,
@@ -44,16 +34,6 @@ from megacpp.model.pieces import NOTHING, pieces_of
 
 __all__ = ["Moment", "backward", "first_attention", "forward"]
 
-Inside = Callable[[Share, Pieces], Iterator[Moment]]
-
-MIXERS: dict[str, tuple[Inside, Inside]] = {
-    "A": (working_attention.grouped, working_attention.grouped_back),
-    "A.index": (working_sparse.index, working_sparse.index_back),
-    "A.share": (working_sparse.shares, working_sparse.shares_back),
-    "E": (working_experts.experts, working_experts.experts_back),
-    "F": (working_blocks.feed_forward, working_blocks.feed_forward_back),
-    "M": (working_mamba3.forward, working_mamba3.backward),
-}
 ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
     "embed": (working_head.embed, working_head.embed_back),
     "ngram": (working_around.ngram, working_around.ngram_back),
@@ -75,11 +55,8 @@ def forward(own: Share, name: str) -> tuple[Moment, ...]:
     if kind in ENDS:
         return tuple(ENDS[kind][0](own))
     pieces = _pieces(own, layer)
-    if kind[0] in TRACED:
-        found = iter(traced_moments(own, kind[0], pieces, backward=False))
-    else:
-        found = framed_forward(own, _what(kind), pieces, _mixer(own, kind)[0])
-    found = with_copies(own, kind[0], found)
+    found = traced_moments(own, _what(kind), pieces, backward=False)
+    found = with_copies(own, kind[0], pieces, found)
     if own.config.model.mhc.streams > 1:
         found = connected_forward(own, layer, found)
     if "+engram" not in kind:
@@ -94,11 +71,8 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
     if kind in ENDS:
         return tuple(ENDS[kind][1](own))
     pieces = _pieces(own, layer)
-    if kind[0] in TRACED:
-        found = iter(traced_moments(own, kind[0], pieces, backward=True))
-    else:
-        found = framed_backward(own, _what(kind), pieces, *_mixer(own, kind))
-    found = with_copies(own, kind[0], found)
+    found = traced_moments(own, _what(kind), pieces, backward=True)
+    found = with_copies(own, kind[0], pieces, found)
     if not own.parallel:
         found = one_at_a_time(found, largest_gradient(own, _what(kind)))
     if own.config.model.mhc.streams > 1:
@@ -111,15 +85,18 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
     return *before, *working_engram.backward(own, pieces)
 
 
-def first_attention(own: Share) -> tuple[Moment, ...]:
-    """Moments of the first A block of a forward beside those of each: it makes the mask.
+def first_attention(own: Share, name: str) -> tuple[Moment, ...]:
+    """Return moments of the first A block's forward, which makes the masks of a batch.
 
-    For packed rows alone; where every row is one document there is none.
+    They take the place of the plain ones; the masks themselves are the batch's.
+
+    Args:
+        own: sizes of the rank.
+        name: of the part; of another than an A block, those of its A blocks.
     """
-    pieces = pieces_of(own.config.recompute, own.config.model, "A")
-    latent = own.config.model.attention.kind == "mla"
-    first = working_latent.first_latent if latent else working_attention.first_attention
-    return tuple(framed_inside(own, "A", pieces, first))
+    layer = Layered.of(name)
+    pieces = _pieces(own, layer if layer.kind[0] == "A" else Layered.of("A"))
+    return traced_moments(own, "A", pieces, backward=False, first=True)
 
 
 def _pieces(own: Share, layer: Layered) -> Pieces:
@@ -127,16 +104,6 @@ def _pieces(own: Share, layer: Layered) -> Pieces:
     if layer.last:
         return NOTHING
     return pieces_of(own.config.recompute, own.config.model, layer.kind[0])
-
-
-def _mixer(own: Share, kind: str) -> tuple[Inside, Inside]:
-    """Forward and backward of a kind's mixer."""
-    mixer = _what(kind)
-    if mixer == "A" and own.config.model.attention.kind == "mla":
-        return working_latent.latent, working_latent.latent_back
-    if mixer == "M" and own.config.kernels.mamba3 in ("mamba_ssm", "tilelang"):
-        return working_mamba3_kernel.forward, working_mamba3_kernel.backward
-    return MIXERS[mixer]
 
 
 def _what(kind: str) -> str:

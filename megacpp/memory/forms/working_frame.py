@@ -12,81 +12,13 @@ Legend: n tokens of this rank, t those of the residual stream, D model.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megacpp.memory.forms.activation_blocks import normed
 from megacpp.memory.forms.activation_share import Pieces, Share
-from megacpp.memory.forms.activations import MIXERS as KEPT
+from megacpp.memory.forms.fp8 import kept_product
 from megacpp.memory.forms.moment import Moment
-from megacpp.memory.forms.traced import TRACED, traced_kept
+from megacpp.memory.forms.traced import traced_kept
 from megacpp.memory.forms.weights import Weight, weights
-from megacpp.model.pieces import BLOCK, NOTHING
-
-# What a piece that runs again never comes to: nothing is saved any more.
-AFTER_SAVES = ("scatter", "sum", "out of heads")
-
-Inside = Callable[[Share, Pieces], Iterator[Moment]]
-
-
-def framed_forward(own: Share, letter: str, pieces: Pieces, mixer: Inside) -> Iterator[Moment]:
-    """Moments of a block's forward."""
-    D, c, n, t = own.config.model.dim, own.compute, own.tokens, own.stream
-    yield norm_forward(own)
-    cut = own.tp > 1 and letter != "E"
-    held = _held(own, letter, pieces)
-    if cut:
-        yield Moment("gather", held + copied(own) * n * D * c)
-    yield from framed_inside(own, letter, pieces, mixer)
-    kept = kept_bytes(own, letter, pieces)
-    if cut:
-        out = n * D * c * (1 + copied(own)) + t * D * c
-        yield Moment("scatter", held + kept + out)
-    left = held - (t * D * c if cut or pieces & {"norm", "block"} else 0)
-    if "block" in pieces and cut:
-        left -= n * D * c
-    yield Moment("sum", left + kept + t * D * (c + own.residual))
-
-
-def framed_inside(own: Share, letter: str, pieces: Pieces, mixer: Inside) -> Iterator[Moment]:
-    """Moments of a mixer's forward, with what it was given."""
-    held = _held(own, letter, pieces)
-    for moment in mixer(own, pieces):
-        yield moment.more(held)
-
-
-def _held(own: Share, letter: str, pieces: Pieces) -> int:
-    """1 / rms, the normed input and its gathered copy."""
-    found = reads(own, letter) + (0 if pieces & {"norm", "block"} else own.stream * own.wide)
-    if own.tp > 1 and letter != "E":
-        found += own.stream * own.config.model.dim * own.compute
-    return found
-
-
-def framed_backward(
-    own: Share, letter: str, pieces: Pieces, mixer: Inside, back: Inside
-) -> Iterator[Moment]:
-    """Moments of a block's backward, those that run again included."""
-    D, c, n, t = own.config.model.dim, own.compute, own.tokens, own.stream
-    grad, rms = t * D * own.residual, t * own.wide
-    cut, again = own.tp > 1 and letter != "E", "norm" in pieces
-    if "block" in pieces:
-        waits = grad + in_hand(own, letter) + kept_bytes(own, letter, pieces)
-        for moment in framed_forward(own, letter, NOTHING, mixer):
-            if moment.name not in AFTER_SAVES:
-                yield Moment(f"again: {moment.name}", moment.tensors + waits)
-        pieces, again = NOTHING, False
-    held = grad + (0 if again else rms)
-    waits = 0 if again and not cut else reads(own, letter)
-    if cut:
-        kept = kept_bytes(own, letter, pieces) + waits
-        yield Moment("gather gradient", held + kept + n * D * c * (1 + copied(own)))
-    for moment in back(own, pieces):
-        yield moment.more(held + (reads(own, letter) if moment.reads else waits))
-    made = gradient_bytes(own, letter)
-    if cut:
-        yield Moment("scatter gradient", held + n * D * c * (1 + copied(own)) + t * D * c, made)
-    yield norm_back(own, (2 if again else 3) * rms).more(grad, made)
 
 
 def norm_forward(own: Share) -> Moment:
@@ -108,11 +40,6 @@ def norm_products(own: Share) -> int:
     return 0 if own.on_gpu else 2
 
 
-def reads(own: Share, letter: str) -> int:
-    """What all projections of a mixer read: gathered where sequence parallelism cuts it."""
-    return (own.stream if letter == "E" else own.tokens) * own.config.model.dim * own.compute
-
-
 def given(own: Share, letter: str) -> int:
     """The gradient of a mixer's output where it is not the residual stream's own."""
     one = own.config.model.mhc.streams == 1
@@ -123,42 +50,16 @@ def given(own: Share, letter: str) -> int:
     return (own.stream if letter == "E" else own.tokens) * own.config.model.dim * own.compute
 
 
-def in_hand(own: Share, letter: str) -> int:
-    """Gradients of a mixer's output when its backward first asks for what was saved."""
-    moe, s, w = own.config.model.moe, own.compute, own.wide
-    if letter != "E" or not moe.num_shared:
-        return given(own, letter)
-    of_shared = own.tokens * (1 if own.tp > 1 or s < w else 0)
-    wide = own.stream * (w if s < w else 0)
-    return own.config.model.dim * (of_shared * s + wide) or given(own, letter)
-
-
 def copied(own: Share) -> int:
     """A gather or scatter along the tokens of several rows copies what it moves."""
     return 1 if own.rows > 1 else 0
 
 
-def kept_groups(own: Share, letter: str, pieces: Pieces) -> Counter[str]:
-    """What a mixer keeps, by group, without copies of weights."""
-    found: Counter[str] = Counter()
-    for group, numbers, each in KEPT[letter](own, pieces):
-        found[group] += numbers * each
-    del found["weights"]
-    return found
-
-
-def kept_bytes(own: Share, letter: str, pieces: Pieces) -> int:
-    """All of it."""
-    return kept_groups(own, letter, pieces).total()
-
-
-def kept_of_block(own: Share, letter: str, pieces: Pieces) -> int:
-    """The same with what its norm keeps."""
-    if letter in TRACED:
-        parts = traced_kept(own, letter, pieces)
-        return sum(count * each for group, count, each in parts if group != "weights")
-    norm = () if pieces >= BLOCK else normed(own, letter, pieces)
-    return kept_bytes(own, letter, pieces) + sum(count * each for _, count, each in norm)
+def kept_of_block(own: Share, kind: str, pieces: Pieces) -> int:
+    """Return what a block keeps, without copies of weights."""
+    parts = traced_kept(own, kind, pieces)
+    kept = sum(count * each for group, count, each in parts if group != "weights")
+    return kept + kept_product(own, kind[0], pieces)
 
 
 def whole(own: Share, weight: Weight) -> int:

@@ -6,27 +6,23 @@ number in compute, w of what is never narrower than fp32, r of the residual stre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megacpp.blocks.mtp.plan import num_blocks
-from megacpp.memory.forms import working_attention, working_blocks, working_head, working_latent
-from megacpp.memory.forms.activation_blocks import attention, feed_forward, normed
+from megacpp.memory.forms import working_head
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.mtp import depth, looked_up, of_blocks
+from megacpp.memory.forms.traced import traced_kept, traced_moments
 from megacpp.memory.forms.weights import weights
 from megacpp.memory.forms.working_frame import (
-    framed_backward,
-    framed_forward,
     gradient_bytes,
     norm_back,
     norm_forward,
     whole,
 )
 from megacpp.model.pieces import BLOCK, NOTHING
-
-Inside = Callable[[Share, Pieces], Iterator[Moment]]
 
 
 def mtp(own: Share) -> Iterator[Moment]:
@@ -82,12 +78,12 @@ def _depth(own: Share, pieces: Pieces) -> Iterator[Moment]:
     yield Moment("halves", 4 * half + rms)
     yield Moment("projection", 2 * half + rms + half + (x if r != s else 0))
     front = rms + (2 * half if keeps else 0) + x
-    for moment in framed_forward(plain, "A", pieces, _attention(plain)[0]):
+    for moment in traced_moments(plain, "A", pieces, backward=False):
         yield moment.more(front)
-    front += x + (_sum(normed(plain, "A", NOTHING)) + _sum(attention(plain, NOTHING))) * keeps
-    for moment in framed_forward(plain, "F", pieces, working_blocks.feed_forward):
+    front += x + _sum(traced_kept(plain, "A", NOTHING)) * keeps
+    for moment in traced_moments(plain, "F", pieces, backward=False):
         yield moment.more(front)
-    front += x + (_sum(normed(plain, "F", NOTHING)) + _sum(feed_forward(plain, NOTHING))) * keeps
+    front += x + _sum(traced_kept(plain, "F", NOTHING)) * keeps
     yield Moment("handed on", norm_forward(own).tensors + front)
 
 
@@ -99,15 +95,13 @@ def _depth_back(own: Share) -> Iterator[Moment]:
     half, x = t * D * s, t * D * r
     view = half if plain.config.model.mtp.hidden == "pre_norm" else 0  # of the head's gradients
     yield norm_back(own, 3 * t * w).more(kept - t * w - view)
-    kept -= t * w + x + _sum(normed(plain, "F", NOTHING)) + _sum(feed_forward(plain, NOTHING))
+    kept -= t * w + x + _sum(traced_kept(plain, "F", NOTHING))
     made = D * w
-    for moment in framed_backward(
-        plain, "F", NOTHING, working_blocks.feed_forward, working_blocks.feed_forward_back
-    ):
+    for moment in traced_moments(plain, "F", NOTHING, backward=True):
         yield moment.more(kept, made)
     made += gradient_bytes(plain, "F") + D * w
-    kept -= x + _sum(normed(plain, "A", NOTHING)) + _sum(attention(plain, NOTHING))
-    for moment in framed_backward(plain, "A", NOTHING, *_attention(plain)):
+    kept -= x + _sum(traced_kept(plain, "A", NOTHING))
+    for moment in traced_moments(plain, "A", NOTHING, backward=True):
         yield moment.more(kept, made)
     made += gradient_bytes(plain, "A") + D * w + 2 * D * D * narrow
     cast = half if r != s else 0
@@ -129,13 +123,6 @@ def _before(own: Share, k: int) -> int:
 def _rows(own: Share, times: int) -> Share:
     """The same rank with more rows of a microbatch."""
     return replace(own, rows=own.rows * times)
-
-
-def _attention(own: Share) -> tuple[Inside, Inside]:
-    latent = own.config.model.attention.kind == "mla"
-    if latent:
-        return working_latent.latent, working_latent.latent_back
-    return working_attention.grouped, working_attention.grouped_back
 
 
 def _gradients(own: Share) -> int:

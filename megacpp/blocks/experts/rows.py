@@ -1,0 +1,96 @@
+"""Rows of experts on a rank: what is sent, what arrives, what is computed; no torch import.
+
+Legend: m tokens that this rank routes, E experts, e of a rank, W ranks of the axis ep, K experts of
+a token at most, N = m K copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from megacpp.blocks.attention.choices import circle, columns, visited_ranks
+
+if TYPE_CHECKING:
+    from megacpp.memory.forms.activation_share import Share
+
+ROWS, GPU_ROWS = 48, 16  # a group is padded to a multiple (kernels/grouped_mm.py)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Numbers of rows on a rank.
+
+    Attributes:
+        leaving: sent to the ranks of the experts.
+        arriving: that other ranks, and this one, send here.
+        copies: of those that arrived, one for each expert here that a row wants.
+        slots: for the copies, with padding.
+        whole: whether all choices leave, and whether arrived rows want as many experts as they can.
+    """
+
+    leaving: int
+    arriving: int
+    copies: int
+    slots: int
+    whole: tuple[bool, bool] = (True, True)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers by name."""
+        found = asdict(self)
+        del found["whole"]
+        return found
+
+
+def expert_rows(own: Share) -> ExpertRows:
+    """Return rows of an E block: dropless, with even choices, or the most that there can be.
+
+    Args:
+        own: sizes of the rank.
+    """
+    moe, m, mesh = own.config.model.moe, own.stream, own.config.mesh
+    E, K, W = moe.num_experts, columns(moe), mesh.ep
+    N, e, rows = m * moe.top_k, E // W, GPU_ROWS if own.on_gpu else ROWS
+    if moe.capacity_factor is not None:
+        slots = E * math.ceil(N / E * moe.capacity_factor)
+        return ExpertRows(slots, slots, slots, slots)
+    per_rank = mesh.ep_dispatch == "per_rank"
+    labels = min(K, e) if per_rank else 1  # experts that a row can want
+    if own.most:
+        copies = W * m * min(K, e)
+        slots = (copies + min(e, copies) * (rows - 1)) // rows * rows
+        if not per_rank or W == 1:
+            return ExpertRows(m * K, copies, copies, slots, (W > 1, True))
+        visits = visited_ranks(moe, W)
+        # One place of a row is empty, so that the mask of empty places counts.
+        return ExpertRows(m * visits, W * m, copies - 1, slots, (visits == K, False))
+    order = circle(E, moe.num_groups, moe.top_k_groups) if W > 1 else tuple(range(E - 1, -1, -1))
+    counts = [N // E] * E
+    for expert in order[: N % E]:
+        counts[expert] += 1
+    mine = [W * n for n in counts[own.expert * e : (own.expert + 1) * e]]
+    slots, copies = sum(-(-n // rows) * rows for n in mine), sum(mine)
+    if W == 1 and own.on_gpu:  # which doesn't wait for the counts: as many as there can be
+        slots = (m * K + min(E, m * K) * (rows - 1)) // rows * rows
+    if not per_rank or W == 1:
+        return ExpertRows(N, copies, copies, slots, (m * K == N and W > 1, True))
+    sent = _sent(m, moe.top_k, e, order)
+    leaving, arriving = sum(sent), W * sent[own.expert]
+    return ExpertRows(
+        leaving, arriving, copies, slots, (leaving == m * K, copies == arriving * labels)
+    )
+
+
+@lru_cache(maxsize=64)
+def _sent(m: int, K: int, e: int, order: Sequence[int]) -> Sequence[int]:
+    """Rows to each rank: one per token and rank that holds some of its K neighbours."""
+    E = len(order)
+    counts, period = [0] * (E // e), E // math.gcd(E, K)
+    for t in range(min(period, m)):
+        for rank in {order[(t * K + k) % E] // e for k in range(K)}:
+            counts[rank] += (m - t - 1) // period + 1
+    return tuple(counts)
