@@ -34,8 +34,8 @@ from bench.choices import (
     WHOLE,
     RecomputeSetup,
 )
-from checkpointing.apply import set_seams
-from checkpointing.rebuild import Store
+from checkpointing.apply import set_recompute
+from checkpointing.recompute import Store
 from checkpointing.tracing.activations import (
     Activations,
     Part,
@@ -185,7 +185,7 @@ def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
                 stores = partial(
                     noted, names={id(m): n for n, m in model.named_modules()}, to=notes
                 )
-                set_seams(model, keeper.pieces, few.recompute, keeper.replays, stores)
+                set_recompute(model, keeper.regions, few.recompute, keeper.replays, stores)
 
         model = planned_model(few, world, prepare)
         with fake_tensors(memory=True):

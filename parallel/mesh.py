@@ -155,7 +155,7 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
     """All axes and views over the default process group.
 
     With one shard per replica the replica axis takes the shards' place: FSDP2 skips its
-    reduce-scatter, the seam for looking at gradients, on an axis of size 1.
+    reduce-scatter, in which gradients are counted and cleaned, on an axis of size 1.
     """
     c = config
     folded = c.dp_shard * c.cp * c.tp

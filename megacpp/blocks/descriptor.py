@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
     from megacpp.memory.forms.activation_share import Share
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 Group = Literal["muon", "adamw", "vector"]
 
@@ -146,11 +146,11 @@ class BlockKind:
     tensor_dims: Callable[[ModelConfig], Mapping[str, int]]
     layouts: tuple[ActivationLayout, ...]
     multiply_adds: Callable[[ModelConfig, int], float]
-    regions: Callable[[CheckpointingPolicy, ModelConfig], set[Piece]]
+    regions: Callable[[CheckpointingPolicy, ModelConfig], set[Region]]
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     replayed: Callable[[Config], float] = lambda config: 0.0
-    region_multiply_adds: Callable[[Piece, ModelConfig, int], float] = lambda *_: 0.0
+    region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda *_: 0.0
     recurrent: bool = False
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}

@@ -23,7 +23,7 @@ from megacpp.kernels.backend import set_kernels
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 from megacpp.run.precision import compute_dtype
 from parallel.context.layout import ContextLayout
 from parallel.mesh import World
@@ -62,7 +62,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
 
         cut_blocks(model, config, world)
     set_kernels(model, traced_kernels(config))
-    ActivationCheckpointing(config, pieces=[request.pieces, NOTHING])(model)
+    ActivationCheckpointing(config, regions=[request.pieces, NOTHING])(model)
     device, gpu = CPU if casts else META, config.train.device == "cuda"
     values = meta_tensors(world.parallel, gpu)
     if casts:

@@ -14,7 +14,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Block(nn.Module):
@@ -24,7 +24,7 @@ class Block(nn.Module):
     run again without them (megacpp/blocks/hyper_connections/module.py).
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, kind: str, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         if self.connection is None:
-            return self.seam("block", self._forward, x_BTD, docs)
-        return self.seam("connected", self._forward, x_BTD, docs)
+            return self.recompute("block", self._forward, x_BTD, docs)
+        return self.recompute("connected", self._forward, x_BTD, docs)
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Decoding state of `batch` empty sequences."""
@@ -73,12 +73,12 @@ class Block(nn.Module):
 
     def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         if self.engram is not None:
-            x_BTD = self.seam("engram", torch.add, x_BTD, self.engram(x_BTD, docs))
+            x_BTD = self.recompute("engram", torch.add, x_BTD, self.engram(x_BTD, docs))
         if self.connection is None:
             return x_BTD + self._mixed(x_BTD, docs)
-        u_BTD, *coefficients = self.seam("read_streams", self.connection.read, x_BTD)
-        y_BTD = self.seam("block", self._mixed, u_BTD, docs)
-        return self.seam("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)
+        u_BTD, *coefficients = self.recompute("read_streams", self.connection.read, x_BTD)
+        y_BTD = self.recompute("block", self._mixed, u_BTD, docs)
+        return self.recompute("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)
 
     def _step(self, x_BD: Tensor, state: Any) -> tuple[Tensor, Any]:
         if self.connection is None:
@@ -90,4 +90,4 @@ class Block(nn.Module):
 
     def _mixed(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         """What is added to the stream."""
-        return self.mixer(self.seam("norm", self.norm, x_BTD), docs)
+        return self.mixer(self.recompute("norm", self.norm, x_BTD), docs)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megacpp.kernels.causal_conv import causal_conv
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule, Uniform
-from megacpp.model.pieces import Piece
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.regions import Region
 
 
 class ShortConv(nn.Module):
@@ -44,13 +44,15 @@ class Convolve(nn.Module):
         dilation: tokens from tap to tap.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
-    def __init__(self, region: Piece = "conv_bc", dilation: int = 1) -> None:
+    def __init__(self, region: Region = "conv_bc", dilation: int = 1) -> None:
         super().__init__()
-        self.region: Piece = region
+        self.region: Region = region
         self.dilation = dilation
 
     def forward(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
         """`[B, T, C]` to `[B, T, C]`, within documents."""
-        return self.seam(self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation)
+        return self.recompute(
+            self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation
+        )

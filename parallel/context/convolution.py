@@ -49,7 +49,7 @@ class ContextConvolve(nn.Module):
         ends_LBK1X = gather(ends_JBK1X.contiguous(), 0, self.group)
         with_past = segments.memo(("past", num_past), lambda: _with_past(segments, num_past))
         past_SK1X = _in_front(ends_LBK1X, layout)
-        y_BtX = convolve.seam(convolve.region, convolved, x_SCX, past_SK1X, weight_X1K)
+        y_BtX = convolve.recompute(convolve.region, convolved, x_SCX, past_SK1X, weight_X1K)
         return linked(y_BtX, ends_LBK1X)
 
 

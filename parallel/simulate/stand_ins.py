@@ -31,7 +31,7 @@ from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, Sca
 from megacpp.kernels.sparse_attention.indexer import query_blocks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 Shape = tuple[Sequence[int], torch.dtype]
 
@@ -86,7 +86,7 @@ def scan(
     chunk_size: int,
     initial: Mamba3State | None = None,
     *,
-    seam: Seam = PLAIN,
+    recompute: Recompute = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
     """In place of `mamba3_chunked`."""
     (B, _, H, P), dtype, state_dtype = inputs.V.shape, inputs.V.dtype, wide(inputs.V[:0]).dtype

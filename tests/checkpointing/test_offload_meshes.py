@@ -36,7 +36,7 @@ def one_step(
 
 
 def body(rank: int, world_size: int, run: Run) -> list[tuple[int, int]]:
-    """Bytes out and back, with offload of what pieces start from, and of all that is saved."""
+    """Bytes out and back, with offload of the arguments of regions, and of all saved tensors."""
     plain, _ = one_step(run, rank, CheckpointingPolicy(rblock="none"))
     found: list[tuple[int, int]] = []
     for offload in ("block_inputs", "saved_tensors"):

@@ -92,7 +92,7 @@ def test_streams_are_kept_by_group_not_by_layer(size: int) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """No seam holds a forward's tensors when its backward is over."""
+    """No block holds a forward's tensors when its backward is over."""
     config = config_of(mhc_group_size=3)
     model = build_model(config, ONE, ActivationCheckpointing(config))
     batch = ragged_batch(list(range(ROWS)), T, config.model.vocab_size)

@@ -17,7 +17,7 @@ import pytest
 from megacpp.memory.forms.activation_mamba3 import Mamba3Sizes, by_kernel, mamba3
 from megacpp.memory.forms.activation_share import Kept, Share
 from megacpp.memory.forms.working_mamba3_kernel import backward, forward
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 from tests.model.mamba3_cases import alone
 from tests.model.mamba3_interpreted import CHUNK, DIM, DOCS, LAYER, TOKENS
 

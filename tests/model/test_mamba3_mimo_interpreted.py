@@ -16,7 +16,7 @@ import pytest
 from megacpp.memory.forms.activation_mamba3 import mamba3
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.working_mamba3_kernel import backward, forward
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 from tests.model.mamba3_cases import alone
 from tests.model.mamba3_mimo_interpreted import DIM, LAYER, TOKENS
 

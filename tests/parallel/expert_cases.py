@@ -167,7 +167,7 @@ def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> Mixtur
 
 
 def spread_over(mixer: MixtureOfExperts, world: World, style: ExpertParallel) -> None:
-    """Experts over `ep` (and `efsdp`), its seams replaced."""
+    """Experts over `ep` (and `efsdp`), its submodules replaced."""
     for leaf in dict(mixer.experts.named_parameters()):
         shard_parameter(mixer.experts, leaf, Array.parse("[E_ep, I, D]"), world.meshes["ep"])
     parallelize_module(mixer, world.meshes["ep"], style)

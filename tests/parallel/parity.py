@@ -126,7 +126,7 @@ class Trace:
     scatters: dict[str, int] = field(default_factory=dict)  # of each unit of FSDP2, in that step
     replicated: int = 0  # of these units, those whose shards are added up over replicas, too
     sharded: bool = True
-    again: dict[str, int] = field(default_factory=dict)  # pieces that ran again, and how often
+    again: dict[str, int] = field(default_factory=dict)  # regions that ran again, and how often
 
 
 def config_of(run: Run) -> Config:

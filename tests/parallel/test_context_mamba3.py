@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 from megacpp.model.short_conv import Convolve
 from parallel.context.convolution import ContextConvolve
 from parallel.context.heads import for_own_heads, own_heads
@@ -43,7 +43,7 @@ from tests.ranks import run_ranks
 
 DIM = 16  # 8 heads of 4
 KINDS: tuple[Literal["state", "heads"], ...] = ("state", "heads")
-PIECES: tuple[frozenset[Piece], ...] = (frozenset(), frozenset({"conv_bc"}))
+REGIONS: tuple[frozenset[Region], ...] = (frozenset(), frozenset({"conv_bc"}))
 FP64, FP32 = 1e-12, 1e-5  # rounding: of max |reference|
 
 
@@ -206,24 +206,24 @@ def test_what_is_sent() -> None:
 
 
 def recompute_on_rank(rank: int, world: int) -> list[bool]:
-    """Bit by bit the same gradients, and the same collectives, with pieces that run again."""
+    """Bit by bit the same gradients, and the same collectives, with regions that run again."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     x_BTD, dy_BTD, docs = data("packed")
     for kind, order in product(KINDS, ORDERS):
         layout, layer = ContextLayout.of(order, rank, world), layer_of("mimo_groups_conv_outnorm")
         parallelize_module(layer, mesh, ContextScan(kind, layout))
         index_T, runs = layout.index(TOKENS), []
-        for pieces in PIECES:
-            seam = BlockSeam(pieces, replays := Replays())
-            give(layer, seam)
+        for regions in REGIONS:
+            recompute = BlockRecompute(regions, replays := Replays())
+            give(layer, recompute)
             x_BtD = x_BTD[:, index_T].requires_grad_()
             with CollectiveCounter() as counter:
-                y_BtD = seam("block", layer, x_BtD, docs.take(index_T))
+                y_BtD = recompute("block", layer, x_BtD, docs.take(index_T))
                 leaves = [x_BtD, *layer.parameters()]
                 grads = torch.autograd.grad(y_BtD, leaves, dy_BTD[:, index_T])
             runs.append((counter.calls, [y_BtD, *grads]))
             # Two convolutions, norms, rotation; the gate where its result isn't sent on and kept.
-            assert replays.counts == ({"conv_bc": 5 if kind == "state" else 4} if pieces else {})
+            assert replays.counts == ({"conv_bc": 5 if kind == "state" else 4} if regions else {})
         (calls, plain), (calls_again, again) = runs
         found.append(calls == calls_again and all(map(torch.equal, plain, again)))
     return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megacpp.config.schema import CheckpointingPolicy, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
@@ -162,19 +162,19 @@ def last_product(model: ModelConfig) -> float:
     return float(model.dim * size["W" if is_mla(model) else "Q"])
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     """Core attention, MLA's projections from latents, and the n-gram memory in front."""
     mla, selective = is_mla(model), policy.ablock == "selective"
-    wanted: dict[Piece, bool] = {
+    wanted: dict[Region, bool] = {
         "core_attn": selective or policy.core_attn,
         "mla_q_upproj": mla and (selective or policy.mla_q_upproj),
         "mla_kv": mla and (selective or policy.mla_kv),
         "engram": selective and bool(model.engram.layers),
     }
-    return {piece for piece, is_wanted in wanted.items() if is_wanted}
+    return {region for region, is_wanted in wanted.items() if is_wanted}
 
 
-def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
+def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
     """Scores and values; queries, or keys and values, from their latents."""
     a = model.attention
     query = a.head_dim if is_gqa(model) else a.qk_nope_head_dim + a.qk_rope_head_dim

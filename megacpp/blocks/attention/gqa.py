@@ -24,7 +24,7 @@ from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam, recomputing
+from megacpp.model.recompute import PLAIN, Recompute, recomputing
 
 
 class LatentKeys(Protocol):
@@ -57,7 +57,7 @@ class CoreAttention(nn.Module):
         recorder: keeps how large the logits of training forwards get; None: nobody asks.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, scale: float, softcap: float | None) -> None:
@@ -102,8 +102,10 @@ class CoreAttention(nn.Module):
         parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
         backend = self.kernels.attention
         if keys is None:
-            return self.seam("core_attn", causal_attention, *parts, docs, *settings, backend)
-        return self.seam("core_attn", attention_between, *parts, docs, keys, *settings, backend)
+            return self.recompute("core_attn", causal_attention, *parts, docs, *settings, backend)
+        return self.recompute(
+            "core_attn", attention_between, *parts, docs, keys, *settings, backend
+        )
 
     def observe(
         self,
@@ -151,7 +153,7 @@ class GroupedQueryAttention(nn.Module):
         ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -213,7 +215,7 @@ class GroupedQueryAttention(nn.Module):
             for project in (self.wq, self.wk, self.wv)
         )
         if self.config.attention.qk_norm:
-            return *self.seam("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH
+            return *self.recompute("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH
         return rotate(q_BTNH, table_BTP2), rotate(k_BTKH, table_BTP2), v_BTKH
 
     def _normed(self, q: Tensor, k: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.norm import LayerNorm
-from megacpp.model.seam import recomputing
+from megacpp.model.recompute import recomputing
 
 KEY_EPS = 1e-6  # of the norm of keys (DeepSeek-V3.2)
 

@@ -20,7 +20,7 @@ from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 LATENT_EPS = 1e-6  # of both latent norms, whatever the model's norm_eps (DeepSeek-V3)
 
@@ -42,7 +42,7 @@ class MultiHeadLatentAttention(nn.Module):
         ConfigError: an odd rotary dim or a soft cap that isn't positive.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MultiHeadLatentAttention(nn.Module):
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         latent = self.query_latent(x_BTD)
-        q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
+        q_BTNH = self.recompute("mla_q_upproj", self._joined_queries, latent, table_BTP2)
         o_BTNV = self.inner(q_BTNH, *self.latent(x_BTD, table_BTP2), docs, self)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
@@ -81,7 +81,7 @@ class MultiHeadLatentAttention(nn.Module):
     def queries(self, latent: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of every head: `[B, T, N, H - R]` without position, `[B, T, N, R]` rotated."""
         low_rank = self.config.attention.q_lora_rank > 0
-        q = self.wq_b(self.seam("norm", self.q_norm, latent)) if low_rank else self.wq(latent)
+        q = self.wq_b(self.recompute("norm", self.q_norm, latent)) if low_rank else self.wq(latent)
         q_BTNH = q.unflatten(-1, (-1, self.query_dim))
         q_nope, q_pe_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, rotate(q_pe_BTNR, table_BTP2)
@@ -89,7 +89,7 @@ class MultiHeadLatentAttention(nn.Module):
     def latent(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
         """What a token keeps: its normed latent `[B, T, C]` and rotated shared key `[B, T, R]`."""
         c_BTC, k_pe_BTR = self.wkv_a(x_BTD).split((self.latent_dim, self.rope_dim), dim=-1)
-        normed_BTC = self.seam("norm", self.kv_norm, c_BTC)
+        normed_BTC = self.recompute("norm", self.kv_norm, c_BTC)
         return normed_BTC, rotate(k_pe_BTR[:, :, None], table_BTP2)[:, :, 0]
 
     def expand_kv(
@@ -118,13 +118,13 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`expand_kv` as a recompute region, for all heads or a slice of them."""
         if heads is None:
-            return self.seam("mla_kv", self.expand_kv, c_BTC, k_pe_BTR)
+            return self.recompute("mla_kv", self.expand_kv, c_BTC, k_pe_BTR)
 
         def of_heads(c_BTC: Tensor, k_pe_BTR: Tensor) -> tuple[Tensor, Tensor]:
             w_NXC = self.expansion.unflatten(0, (-1, self.nope_dim + self.value_dim))
             return self.expand_kv(c_BTC, k_pe_BTR, w_NXC[heads].flatten(0, 1))
 
-        return self.seam("mla_kv", of_heads, c_BTC, k_pe_BTR)
+        return self.recompute("mla_kv", of_heads, c_BTC, k_pe_BTR)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
         """A cache of no tokens."""

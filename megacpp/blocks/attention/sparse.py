@@ -78,7 +78,7 @@ class SparseCore(CoreAttention):
             self.observe(q_BTNH, k_BSKH, docs, keys)
             chosen = self.choice(index, docs, keys)
             given = (*parts, chosen, docs, keys, self.scale, self.softcap)
-            o_BTNV = self.seam("core_attn", sparse_attention, *given)
+            o_BTNV = self.recompute("core_attn", sparse_attention, *given)
         if indexer is None or index is None or not indexer.learns:
             return o_BTNV
         seen = q_BTNH.detach(), k_BSKH.detach(), self.scale, self.softcap
@@ -92,7 +92,7 @@ class SparseCore(CoreAttention):
         if index is None:
             return noted_choice(queries, self.source)
         top_k = self.sparse.top_k
-        chosen = self.seam.keep(choose_keys, *index.detached(), queries, keys, top_k)
+        chosen = self.recompute.keep(choose_keys, *index.detached(), queries, keys, top_k)
         note_choice(queries, self.source, chosen)
         return chosen
 
@@ -140,7 +140,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         latent = self.query_latent(x_BTD)
-        q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
+        q_BTNH = self.recompute("mla_q_upproj", self._joined_queries, latent, table_BTP2)
         index = self.indexer(x_BTD, self._normed(latent), docs) if self.indexer else None
         here = self.latent(x_BTD, table_BTP2)
         o_BTNV = self.inner(q_BTNH, *here, docs, self, self.indexer, index)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megacpp.blocks.dense.module import MLP
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
     from megacpp.errors import ConfigError
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MLP:
@@ -46,12 +46,12 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
     return (3 if gated(model) else 2) * model.dim * model.mlp.hidden_dim
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     """Gate and up and their product."""
     return {"mlp"} if policy.mlp else set()
 
 
-def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
+def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
     """Gate and up."""
     if region != "mlp":
         return 0.0

@@ -15,7 +15,7 @@ from megacpp.kernels.gated_linear import gated, gated_linear
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class MLP(nn.Module):
@@ -25,7 +25,7 @@ class MLP(nn.Module):
     theirs). Tokens don't meet here: documents are ignored and decoding has no state.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
         """`[..., D]` to `[..., D]`, each token for itself."""
-        hidden = self.seam("mlp", self._hidden, x_BTD)
+        hidden = self.recompute("mlp", self._hidden, x_BTD)
         if is_plain(self.w2):
             return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
         return self.w2(gated(*hidden)).to(x_BTD.dtype)

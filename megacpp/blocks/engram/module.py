@@ -37,7 +37,7 @@ from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Normal, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.lookup import Table
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.short_conv import Convolve, ShortConv
 from megacpp.model.transfer import listed
 
@@ -123,7 +123,7 @@ class Engram(nn.Module):
         pad: the id in front of a document.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig, layer: int, streams: int = 1) -> None:
         super().__init__()
@@ -143,10 +143,10 @@ class Engram(nn.Module):
     def forward(self, x: Tensor, docs: Documents) -> Tensor:
         e_BTM = self.recall(self.rows(docs))
         x_BTSD = x.reshape(*x.shape[:2], self.streams, -1)
-        v_BTSD = self.seam("engram", self._gated, e_BTM, x_BTSD)
-        normed_BTC = self.seam("engram", self._normed, v_BTSD)
+        v_BTSD = self.recompute("engram", self._gated, e_BTM, x_BTSD)
+        normed_BTC = self.recompute("engram", self._normed, v_BTSD)
         mixed_BTC = self.conv(normed_BTC, docs)
-        return self.seam("engram", torch.add, v_BTSD.view_as(x), mixed_BTC.view_as(x))
+        return self.recompute("engram", torch.add, v_BTSD.view_as(x), mixed_BTC.view_as(x))
 
     def rows(self, docs: Documents) -> Tensor:
         """`[B, T, H]`: which rows each token looks up; once per batch (`look_ahead`)."""

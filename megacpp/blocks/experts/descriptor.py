@@ -13,7 +13,7 @@ from megacpp.blocks.experts.checks import checks
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
     from megacpp.config.schema import CheckpointingPolicy, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
@@ -69,13 +69,13 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
     return d * e.num_experts + routed + 3 * d * dims(model)["F"] + d * shared_gate(model)
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     """Gate and up of the shared experts and of the routed ones."""
-    found: set[Piece] = {"mlp"} if policy.mlp else set()
+    found: set[Region] = {"mlp"} if policy.mlp else set()
     return found | ({"expert_gemm"} if policy.eblock == "expert_gemm_only" else set())
 
 
-def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
+def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
     """Gate and up of the shared experts, or of the chosen ones."""
     if region == "mlp":
         return 2.0 * model.dim * dims(model)["F"]

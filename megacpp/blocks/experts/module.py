@@ -31,7 +31,7 @@ from megacpp.kernels.experts.rows import (
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Arrived(NamedTuple):
@@ -49,11 +49,11 @@ class Experts(nn.Module):
     """The routed experts, stacked: w2(silu(w1 x) * w3 x), or w2(relu(w1 x)^2).
 
     For the backward they keep `x_RD`, gate and up (or what the ReLU is taken of) and the weights.
-    The piece "expert_gemm" makes gate and up again from `x_RD`: it copies rows and multiplies, but
+    The region "expert_gemm" makes gate and up again from `x_RD`: it copies rows and multiplies, but
     neither sorts nor sends.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
     fp8: Fp8Products | None = None  # set by checkpointing/fp8.py
 
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
         if self.kernels.experts == "reference":
             return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2)
-        hidden = self.seam("expert_gemm", self._into, x_RD, groups)
+        hidden = self.recompute("expert_gemm", self._into, x_RD, groups)
         return out_of_experts(hidden, self.w2, weight_S, groups, self.fp8)
 
     def init_rules(self) -> dict[str, Rule]:

@@ -21,7 +21,7 @@ from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
-from megacpp.model.seam import PLAIN, Seam, recomputing
+from megacpp.model.recompute import PLAIN, Recompute, recomputing
 
 FINE = 2.0**24  # in what scores are counted
 ROUTER_TERMS = ("balance", "sequence", "z")
@@ -74,7 +74,7 @@ class Router(AuxiliarySource):
     null_bias: Tensor
     tokens_per_expert: Tensor
     gradient_squares: Tensor
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Router(AuxiliarySource):
         with torch.autocast(logits_TE.device.type, enabled=False):
             # Elsewhere the weights follow from the chosen logits: backward needs no others.
             scores_TE = self.scores(logits_TE if pre else logits_TE.detach())
-            indices_TK = self.seam.keep(self._choose, scores_TE.detach())
+            indices_TK = self.recompute.keep(self._choose, scores_TE.detach())
             pick = PickReal if self.nulls else Pick
             weights_TK = pick.apply(scores_TE if pre else logits_TE, indices_TK)
             if self.moe.score == "sigmoid":
@@ -217,10 +217,10 @@ class Router(AuxiliarySource):
             if moe.score == "sigmoid":
                 p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
             # What plain top-k would choose, without bias and groups (Megatron-LM).
-            plain_TK = self.seam.keep(self._plain, p_TE.detach())
+            plain_TK = self.recompute.keep(self._plain, p_TE.detach())
             if moe.balance_loss:
                 # Kept: it is small, and may be a sum over ranks.
-                load_E = self.seam.keep(self.batch_load, plain_TK, self.weight.dtype)
+                load_E = self.recompute.keep(self.batch_load, plain_TK, self.weight.dtype)
                 losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
             if moe.sequence_loss:
                 load_TE = self.document_load(plain_TK, docs, self.weight.dtype)

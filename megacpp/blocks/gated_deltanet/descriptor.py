@@ -17,7 +17,7 @@ from megacpp.model.primes import nearest_divisor
 if TYPE_CHECKING:
     from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> GatedDeltaNet:
@@ -97,7 +97,7 @@ def last_product(model: ModelConfig) -> float:
     return float(model.dim * dims(model)["W"])
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     """Short convolution, and norm and gate behind the scan."""
     return {"conv_bc"} if policy.gblock == "conv_gate" else set()
 

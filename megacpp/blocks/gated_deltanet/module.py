@@ -29,7 +29,7 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
@@ -49,7 +49,7 @@ class GatedDeltaNet(Fp32Contract):
     serves all heads.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class GatedDeltaNet(Fp32Contract):
 
     def _output(self, o_BTNV: Tensor, z_BTX: Tensor | None) -> Tensor:
         """Norm of each head, then the gate, and the way out."""
-        gated_BTNV = self.seam(
+        gated_BTNV = self.recompute(
             "conv_bc",
             partial(gated_ranks, norm_eps=self.norm.eps, dtype=o_BTNV.dtype),
             o_BTNV[..., None, :],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megacpp.blocks.m2rnn.module import M2RNN
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.memory.forms.activation_share import Share
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def num_heads(model: ModelConfig) -> int:
@@ -137,7 +137,7 @@ def last_product(model: ModelConfig) -> float:
     return float(model.dim * num_heads(model) * model.m2rnn.value_dim)
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     """None: `recompute.rblock` is the recurrence's own (`M2RNN.keep_states`) or the block's."""
     return set()
 

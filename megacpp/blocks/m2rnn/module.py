@@ -28,8 +28,8 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.scan import SequenceScan
-from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
@@ -63,7 +63,7 @@ class M2RNN(Fp32Contract):
     the forget values, and the norm over all heads at once.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -155,5 +155,5 @@ class M2RNN(Fp32Contract):
 
     def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
         """Residual, gate, then the norm (gate first), and the way out; y and v `[..., N, V]`."""
-        gated = self.seam("conv_bc", gated_residual, y, v, self.D, g)
+        gated = self.recompute("conv_bc", gated_residual, y, v, self.D, g)
         return self.output_projection(self.g_norm(gated).to(g.dtype))

@@ -18,7 +18,7 @@ from megacpp.model.primes import nearest_divisor
 if TYPE_CHECKING:
     from megacpp.blocks.mamba3.module import Mamba3
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def num_heads(model: ModelConfig) -> int:
@@ -132,7 +132,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
     """Short convolution, norms, rotation and gate around the scan."""
     return {"conv_bc"} if policy.mblock == "conv_bc_only" else set()
 

@@ -29,8 +29,8 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.scan import SequenceScan
-from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
@@ -45,7 +45,7 @@ class Mamba3Decode:
 class Mamba3(Fp32Contract):
     """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Mamba3(Fp32Contract):
     ) -> ScanInputs:
         """What the scan takes, from the projections."""
         dt_BTH, a_BTH, trap_BTH, angles_BTA = rest
-        Q, K, ADT_BHT, DT_BHT = self.seam("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
+        Q, K, ADT_BHT, DT_BHT = self.recompute("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
         return ScanInputs(
             Q=Q,
             K=K,

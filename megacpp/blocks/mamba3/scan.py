@@ -14,13 +14,13 @@ from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, Sca
 from megacpp.kernels.mamba3.reference import mamba3_scan
 from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
 from megacpp.model.documents import Documents
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Mamba3Scan(nn.Module):
     """The recurrence `[B, T, H, P]`: where all tokens of a document meet."""
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, pairing: Pairing, chunk_size: int) -> None:
@@ -36,7 +36,7 @@ class Mamba3Scan(nn.Module):
         entering: Mamba3State | None = None,
     ) -> Tensor:
         given = (inputs, weights, docs, self.pairing, self.chunk_size, entering)
-        return mamba3_scan(*given, seam=self.seam, backend=self.kernels.mamba3)[0]
+        return mamba3_scan(*given, recompute=self.recompute, backend=self.kernels.mamba3)[0]
 
     def summarize(
         self, inputs: ScanInputs, weights: HeadWeights, docs: Documents

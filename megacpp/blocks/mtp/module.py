@@ -25,7 +25,7 @@ from megacpp.model.head import Ahead, LossSum
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 IGNORED = -100
 
@@ -82,7 +82,7 @@ class MultiTokenPrediction(AuxiliarySource):
     """
 
     weights_K: Tensor
-    seam: Seam = PLAIN  # of each depth; blocks inside have theirs
+    recompute: Recompute = PLAIN  # of each depth; blocks inside have theirs
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class MultiTokenPrediction(AuxiliarySource):
             hidden_BTD, embedded_NTD = hidden_BTD.detach(), embedded_NTD.detach()
         for k, embedded_BTD in enumerate(embedded_NTD.chunk(self.mtp.depths)):
             block = self.blocks[min(k, len(self.blocks) - 1)]
-            states = self.seam("block", block, hidden_BTD, embedded_BTD, docs)
+            states = self.recompute("block", block, hidden_BTD, embedded_BTD, docs)
             hidden_BTD = states[post]
             found.append(states[1])
             del states  # what isn't handed on goes

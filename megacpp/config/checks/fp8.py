@@ -17,13 +17,13 @@ from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters
-from megacpp.model.pieces import Piece, layer_pieces
+from megacpp.model.regions import Region, layer_regions
 
 MULTIPLE = 16  # of both dims of a weight, and of the tokens where they are summed over in FP8
 KINDS = "".join(sorted(BLOCK_KINDS))  # all have something for FP8
 TE_KINDS = "AF"  # those that Transformer Engine takes
-# Pieces of which FP8 layers are a part, and the setting that runs them again.
-AGAIN: dict[tuple[str, Piece], str] = {
+# Regions of which FP8 layers are a part, and the setting that runs them again.
+AGAIN: dict[tuple[str, Region], str] = {
     ("E", "expert_gemm"): "eblock",
     ("E", "mlp"): "mlp",
     ("F", "mlp"): "mlp",
@@ -345,9 +345,9 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             )
         return
     letters = block_letters(config.model.pattern, config.model.depth)
-    pieces = layer_pieces(policy, config.model)
-    found = {(letters[layer], piece) for layer in layers for piece in pieces[layer]}
-    whole = sorted({letter for letter, piece in found if piece == "block"})
+    regions = layer_regions(policy, config.model)
+    found = {(letters[layer], region) for layer in layers for region in regions[layer]}
+    whole = sorted({letter for letter, region in found if region == "block"})
     key = f"recompute.{whole[0].lower()}block" if whole else ""
     if fp8 == "te" and whole and policy.fp8_wrapper == "torchao":
         yield config_error(
@@ -364,7 +364,9 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             "runs w1 and w3 of F blocks again outside of Transformer Engine's context, in bf16",
             "use recompute.fblock=full with recompute.fp8_wrapper=te_checkpoint",
         )
-    parts = [f"recompute.{key}" for (_, piece), key in sorted(AGAIN.items()) if (_, piece) in found]
+    parts = [
+        f"recompute.{key}" for (_, region), key in sorted(AGAIN.items()) if (_, region) in found
+    ]
     again = whole or parts
     if fp8 == "torchao" and again and policy.fp8_wrapper == "te_checkpoint":
         yield config_error(

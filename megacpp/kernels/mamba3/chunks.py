@@ -39,7 +39,7 @@ from megacpp.kernels.mamba3.product import chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 NOTHING = 1e-35  # a weight below it counts as this much, and its logarithm stays finite
 
@@ -52,18 +52,18 @@ def mamba3_chunked(
     chunk_size: int,
     initial: Mamba3State | None = None,
     *,
-    seam: Seam = PLAIN,
+    recompute: Recompute = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
     """Output `[B, T, H, P]` and the state after each row, by matrix products over chunks.
 
     Neither T nor documents have to be aligned to chunks. `initial` is what the first document of
     each row continues from (None: each row starts afresh). What lies in front of the scan proper
-    and behind it are pieces of `seam`; the scan itself, its states and its outputs never are.
+    and behind it are recompute regions; the scan itself, its states and its outputs never are.
     """
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
         chunks = Chunks.of(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
-        return _chunked(inputs, weights, chunks, pairing, initial, seam)
+        return _chunked(inputs, weights, chunks, pairing, initial, recompute)
 
 
 def _chunked(
@@ -72,9 +72,9 @@ def _chunked(
     chunks: Chunks,
     pairing: Pairing,
     initial: Mamba3State | None,
-    seam: Seam,
+    recompute: Recompute,
 ) -> tuple[Tensor, Mamba3State]:
-    q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = seam(
+    q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = recompute(
         "conv_bc",
         partial(_operands, chunks, pairing),
         inputs.Q,
@@ -102,7 +102,7 @@ def _chunked(
     )
     T, chunk = inputs.V.shape[1], chunks.size
     y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-    y_BTHP = seam(
+    y_BTHP = recompute(
         "conv_bc",
         partial(gated_ranks, norm_eps=weights.norm_eps, dtype=inputs.V.dtype),
         y_BTHRP[:, :T] if T % chunk else y_BTHRP,

@@ -34,7 +34,7 @@ from megacpp.kernels.mamba3.inputs import (
 from megacpp.kernels.mamba3.library import mamba3_library
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 __all__ = [
     "Scan",
@@ -100,7 +100,7 @@ def mamba3_scan(
     chunk_size: int,
     initial: Mamba3State | None = None,
     *,
-    seam: Seam = PLAIN,
+    recompute: Recompute = PLAIN,
     backend: str = "torch",
     with_state: bool = False,
 ) -> tuple[Tensor, Mamba3State | None]:
@@ -115,7 +115,7 @@ def mamba3_scan(
             inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
         )
     assert backend == "torch", backend
-    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, seam=seam)
+    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, recompute=recompute)
 
 
 def scan_documents(

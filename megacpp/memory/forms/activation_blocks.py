@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
-from megacpp.model.pieces import BLOCK
+from megacpp.model.regions import BLOCK
 
 
 def residual(own: Share) -> Kept:

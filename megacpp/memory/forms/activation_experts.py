@@ -16,7 +16,7 @@ from functools import lru_cache
 from megacpp.blocks.attention.choices import circle, columns, null_copies, visited_ranks
 from megacpp.memory.forms.activation_blocks import hidden_product
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
-from megacpp.model.pieces import BLOCK
+from megacpp.model.regions import BLOCK
 
 ROWS, GPU_ROWS = 48, 16  # a group is padded to a multiple (kernels/grouped_mm.py)
 

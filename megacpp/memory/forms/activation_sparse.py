@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megacpp.memory.forms.activation_blocks import attention
 from megacpp.memory.forms.activation_share import Kept, Pieces, Share
-from megacpp.model.pieces import BLOCK
+from megacpp.model.regions import BLOCK
 
 
 def shares(own: Share, pieces: Pieces) -> Iterator[Kept]:

@@ -40,7 +40,7 @@ from megacpp.memory.forms.working_frame import (
     kept_of_block,
     largest_gradient,
 )
-from megacpp.model.pieces import NOTHING, pieces_of
+from megacpp.model.regions import NOTHING, regions_of
 
 __all__ = ["Moment", "backward", "first_attention", "forward"]
 
@@ -116,7 +116,7 @@ def first_attention(own: Share) -> tuple[Moment, ...]:
 
     For packed rows alone; where every row is one document there is none.
     """
-    pieces = pieces_of(own.config.recompute, own.config.model, "A")
+    pieces = regions_of(own.config.recompute, own.config.model, "A")
     latent = own.config.model.attention.kind == "mla"
     first = working_latent.first_latent if latent else working_attention.first_attention
     return tuple(framed_inside(own, "A", pieces, first))
@@ -126,7 +126,7 @@ def _pieces(own: Share, layer: Layered) -> Pieces:
     """What a layer runs again of its mixer."""
     if layer.last:
         return NOTHING
-    return pieces_of(own.config.recompute, own.config.model, layer.kind[0])
+    return regions_of(own.config.recompute, own.config.model, layer.kind[0])
 
 
 def _mixer(own: Share, kind: str) -> tuple[Inside, Inside]:

@@ -21,7 +21,7 @@ from megacpp.memory.forms.activations import MIXERS as KEPT
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.traced import TRACED, traced_kept
 from megacpp.memory.forms.weights import Weight, weights
-from megacpp.model.pieces import BLOCK, NOTHING
+from megacpp.model.regions import BLOCK, NOTHING
 
 # What a piece that runs again never comes to: nothing is saved any more.
 AFTER_SAVES = ("scatter", "sum", "out of heads")

@@ -18,7 +18,7 @@ from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_desk import Desk, returned
 from megacpp.memory.forms.working_frame import given
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
     if z.states_travel:
         desk.put(carried=carried(k))
     elif z.by_heads:
-        desk.put(exchanged=_group(own, frozenset[Piece]({"conv_bc"}), "exchanged"))
+        desk.put(exchanged=_group(own, frozenset[Region]({"conv_bc"}), "exchanged"))
     yield from _rotation(k, desk)
     if not z.again:  # all that is kept by now, and variables
         desk.alive = {"kept": _kept_by_now(k, pieces), "norms": n * z.S * c, "decay": n * z.H * w}
