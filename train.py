@@ -107,25 +107,25 @@ def main(resolved: Resolved, peers: RankStore) -> None:
             along=sums.along,
             loss_scale=boundary.loss_scale.value,
         )
-        verdict = boundary.judge(sums, norm)
-        if verdict.healthy:
+        status = boundary.check_step(sums, norm)
+        if status.healthy:
             optimizer.step()
             scheduler.step()
         optimizer.zero_grad()
-        logits = qk_clip.after_step(verdict.healthy) if qk_clip else {}
-        boundary.conclude(verdict)
-        state.advance(verdict.healthy, good=verdict.healthy and verdict.clean)
+        logits = qk_clip.after_step(status.healthy) if qk_clip else {}
+        boundary.finish_step(status)
+        state.advance(status.healthy, good=status.healthy and status.clean)
         read = {"tokens": sums.tokens, "grad_accum": grad_accum}
-        records.end(step, verdict, **read, lr=lr, rates=rates, figures=logits)
+        records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
 
         if state.bad_steps >= config.train.max_skips:
             raise budget_spent(config, state.saved)
         last = step + 1 == config.run.steps
-        ends = (last or verdict.leaving) and not smoke
+        ends = (last or status.leaving) and not smoke
         if ends or (due(config.checkpoint.every, step) and not state.bad_steps):
             with clock.span("checkpoint"):
                 state.save(0 if state.bad_steps else config.checkpoint.keep)  # 0: drops no older
-        if verdict.leaving:
+        if status.leaving:
             records.close(of_sum, world.size)
             raise PreemptedError(f"stopped by SIGTERM after step {step + 1}")
         if due(config.run.eval_every, step) and not last:

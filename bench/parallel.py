@@ -116,7 +116,7 @@ def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, An
         clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
         optimizer.step()
         optimizer.zero_grad()
-        boundary.conclude()
+        boundary.finish_step()
         seconds.append(time.perf_counter() - began)
     local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     return {"seconds": seconds[2:], "bytes": sum(p.numel() * p.element_size() for p in local)}

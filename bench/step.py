@@ -69,7 +69,7 @@ class Trainer:
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.boundary.conclude()
+        self.boundary.finish_step()
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ losses, watches for gradients that aren't finite, and says with all ranks what b
 
     sums = boundary.accumulate(microbatches)      # .grad of every parameter: the step's gradient
     norm = clip_gradients(..., along=sums.along)  # the one all-reduce that all ranks take part in
-    verdict = boundary.judge(sums, norm)          # the one wait for the device
-    boundary.conclude(verdict)                    # selection bias of routers, loss scale
+    status = boundary.check_step(sums, norm)      # the one wait for the device
+    boundary.finish_step(status)                  # selection bias of routers, loss scale
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.transfer import to_device
 from megacpp.run.profiling import region
-from megacpp.run.verdict import Verdict
+from megacpp.run.step_status import StepStatus
 from parallel.build import autocast_dtype, stages_of
 from parallel.context.layout import ContextLayout, share
 from parallel.expert.load import LoadTable
@@ -133,8 +133,8 @@ class AccumulationBoundary:
         self.world.sum(sums, "loss")
         return StepSums(sums[0], sums[1], totals, self._numbers_along(sums))
 
-    @region("judge")
-    def judge(self, sums: StepSums, norm: Tensor) -> Verdict:
+    @region("check_step")
+    def check_step(self, sums: StepSums, norm: Tensor) -> StepStatus:
         """What becomes of a step whose gradient norm is known; the one wait for the device.
 
         Only numbers that all ranks agreed on decide.
@@ -154,7 +154,7 @@ class AccumulationBoundary:
         on = {term for source in self.sources for term in source.auxiliary}
         finite = math.isfinite(grad_norm) and not reduced.bad_losses
         sanitizes = self.train.nonfinite == "sanitize"
-        verdict = Verdict(
+        status = StepStatus(
             grad_norm=grad_norm,
             loss=nll_sum / valid if valid else math.nan,
             nll_sum=nll_sum,
@@ -173,24 +173,24 @@ class AccumulationBoundary:
             leaving=int(reduced.leaving),
             loss_scale=self.loss_scale.value if self.loss_scale.dynamic else None,
         )
-        if not verdict.clean and self.train.nonfinite == "raise":
+        if not status.clean and self.train.nonfinite == "raise":
             raise NonFiniteError(
-                f"train.nonfinite=raise: {verdict.trouble}: {self.where() or 'after the sum'}. "
+                f"train.nonfinite=raise: {status.trouble}: {self.where() or 'after the sum'}. "
                 "Fix: lower optim.lr, or leave such steps out with --train.nonfinite skip."
             )
-        return verdict
+        return status
 
     @torch.no_grad()
-    def conclude(self, verdict: Verdict | None = None) -> None:
+    def finish_step(self, status: StepStatus | None = None) -> None:
         """The end of a step, taken (or not judged) or left out.
 
         The loss scale moves, and the selection bias of every router by the step's counts over all
         ranks; a step that was left out is forgotten. So are the counts of one that was taken with
         zeros: some of its tokens may not have been finite, and what they chose says nothing.
         """
-        if verdict is None or not verdict.clean or verdict.healthy:
-            self.loss_scale.update(verdict is None or verdict.clean)
-        if not self.routers or (verdict is not None and not (verdict.healthy and verdict.clean)):
+        if status is None or not status.clean or status.healthy:
+            self.loss_scale.update(status is None or status.clean)
+        if not self.routers or (status is not None and not (status.healthy and status.clean)):
             for source in self.sources:
                 source.forget()
             return

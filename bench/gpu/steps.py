@@ -60,7 +60,7 @@ class Steps:
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.boundary.conclude()
+        self.boundary.finish_step()
 
     def step(self) -> None:
         """Run a whole step of all its microbatches."""
@@ -119,7 +119,7 @@ class CapturedSteps(Steps):
         clip_gradients(self.model, self.config.optim.clip_norm)
         self.optimizer.step()
         self._zero()
-        self.boundary.conclude()
+        self.boundary.finish_step()
 
     def _take(self, batch: Batch) -> None:
         self.batch.ids_BT.copy_(batch.ids_BT, non_blocking=True)

@@ -109,7 +109,7 @@ class Trainee:
                 if self.qk_clip is not None:
                     self.qk_clip.clip()
         self.optimizer.zero_grad()
-        boundary.conclude()
+        boundary.finish_step()
 
 
 def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> Stream:

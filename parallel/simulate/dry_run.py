@@ -215,7 +215,7 @@ class _Step:
             self.optimizer.step()
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.optimizer.zero_grad()
-            self.boundary.conclude()
+            self.boundary.finish_step()
         self.gradients = _by_class(self.model, {n: g for n, g in grads.items() if g is not None})
         return log
 

@@ -110,13 +110,13 @@ class Trainer:
     def step(self) -> float:
         """Run one step; return its loss."""
         sums, norm = self.forward_backward(list(self.loader.take(ACCUM)))
-        verdict = self.boundary.judge(sums, norm)
-        assert verdict.healthy, verdict
+        status = self.boundary.check_step(sums, norm)
+        assert status.healthy, status
         self.update()
-        self.boundary.conclude(verdict)
+        self.boundary.finish_step(status)
         if hasattr(self, "state"):
             self.state.advance(True, good=True)
-        return verdict.loss
+        return status.loss
 
     def weights(self) -> dict[str, Tensor]:
         """Copies, on the host."""

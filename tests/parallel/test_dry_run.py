@@ -86,7 +86,7 @@ def _real_step(run: Run) -> dict[str, Any]:
             optimizers.step()
             grads = {name: p.grad for name, p in model.named_parameters()}
             optimizers.zero_grad()
-            boundary.conclude()
+            boundary.finish_step()
         gradients = by_class(model, grads)
     return {
         "traffic": Counter((c.axis, c.kind, c.dtype, c.bytes) for c in log.calls),
