@@ -42,7 +42,7 @@ from megacpp.model.norm import NormOverHeads
 from megacpp.model.scan import SequenceScan
 from parallel.collectives import all_sum, all_sum_plain, gather_plain
 from parallel.notation import Array, Redistribute
-from parallel.plans import doors_of, row_of
+from parallel.plans import activation_layouts, row_of
 
 
 class ShardModule(ParallelStyle):
@@ -214,10 +214,10 @@ def tensor_plan(model: HybridLM) -> dict[str, ParallelStyle]:
         array, (owner, _, leaf) = row_of(model, name), name.rpartition(".")
         if array.dim_on("ep") is None:
             arrays.setdefault(owner, {})[leaf] = array
-    doors = {name: (enter, leave) for name, _, enter, leave in doors_of(model)}
+    layouts = {name: (enter, leave) for name, _, enter, leave in activation_layouts(model)}
     return {
-        name: _style(name, model)(arrays.get(name, {}), *doors.get(name, (None, None)))
-        for name in dict.fromkeys((*arrays, *doors, *model.mixers()))
+        name: _style(name, model)(arrays.get(name, {}), *layouts.get(name, (None, None)))
+        for name in dict.fromkeys((*arrays, *layouts, *model.mixers()))
     }
 
 

@@ -1,10 +1,10 @@
 """What moves in each kind of block of a model on a mesh, in order and with bytes.
 
-The moves are recorded, not looked up: a model with one block of each kind takes a forward and a
-backward under fake tensors (parallel/simulate/fake.py), and every collective of a block is drawn as
-the door of the plan that made it, or else by its shapes. FSDP2 moves its gathers ahead of time, so
-these are worked out from the parameters of a block; tests/parallel/test_explain.py adds everything
-up.
+Moves are recorded, not looked up: a model with one block of each kind takes a forward and a
+backward under fake tensors (parallel/simulate/fake.py). A collective of a block is drawn as the
+activation layout of the plan that made it, or else by its shapes. FSDP2 gathers ahead of time, so
+its moves are worked out from the parameters of a block; tests/parallel/test_explain.py adds
+everything up.
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -34,7 +34,7 @@ from parallel.fsdp import RESHARD_ABOVE_BYTES
 from parallel.local_shapes import cuts_of, local_shape
 from parallel.mesh import World
 from parallel.notation import Array, Redistribute
-from parallel.plans import doors_of
+from parallel.plans import activation_layouts
 from parallel.simulate.collective_log import MODEL_AXES, Collective, CollectiveLog
 from parallel.simulate.fake import (
     CPU,
@@ -120,14 +120,14 @@ def _of_block(
     in_fp8: set[str],
 ) -> list[Drawn]:
     gathers, ends = _storage(model.blocks[str(i)], config, world, in_fp8)
-    doors = _doors(model, i, config)
+    layouts = _layout_pictures(model, i, config)
     drawn = [] if once else [replace(move, phase=FORWARD) for move in gathers]
     ends = [replace(move, phase=STEP) for move in gathers] + ends if once else ends
     for phase in (FORWARD, BACKWARD):
         if phase == BACKWARD and again:
             drawn += [replace(move, phase=BACKWARD) for move in gathers]
         calls = [c for c in log.of(scope=f"{i} {phase}") if not of_storage(c)]
-        drawn += _pictures(calls, phase, doors, model.kinds[i], config.model)
+        drawn += _pictures(calls, phase, layouts, model.kinds[i], config.model)
     return drawn + ends
 
 
@@ -244,19 +244,19 @@ def _numel_of_ranks(p: Tensor) -> int:
     return math.prod(local_shape(p.shape, cuts, mesh.shape, mesh.get_coordinate() or ()))
 
 
-Door = tuple[str, str, str, int]  # phase, kind, axis and elements -> what is drawn
+MoveKey = tuple[str, str, str, int]  # phase, kind, axis and elements -> what is drawn
 
 
-def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
-    """The moves of a block's doors, and their adjoints, by what a log shows of them."""
+def _layout_pictures(model: HybridLM, i: int, config: Config) -> dict[MoveKey, str]:
+    """The moves of a block's layouts, and their adjoints, by what a log shows of them."""
     B, T = config.train.device_batch_size, config.data.seq_len // config.mesh.cp
-    found: dict[Door, str] = {}
-    for name, _, enter, leave in doors_of(model):
+    found: dict[MoveKey, str] = {}
+    for name, _, enter, leave in activation_layouts(model):
         if not name.startswith(f"blocks.{i}."):
             continue
         for move in (enter, leave):
             if move is not None:
-                numel = B * T * door_width(name, config.model)
+                numel = B * T * moved_width(name, config.model)
                 if move.kind == "exchange":  # there and back are as many numbers
                     picture = _text(move.before, move.after, config).replace("->", "<->")
                     here = numel // config.mesh.tp
@@ -271,7 +271,7 @@ def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
     return found
 
 
-def door_width(name: str, model: ModelConfig) -> int:
+def moved_width(name: str, model: ModelConfig) -> int:
     """Numbers of a token that a door moves."""
     if name.endswith("engram.tables"):
         return memory_width(model)
@@ -303,14 +303,18 @@ def _with_context(array: Array, config: Config) -> Array:
 
 
 def _pictures(
-    calls: Sequence[Collective], phase: str, doors: dict[Door, str], kind: str, model: ModelConfig
+    calls: Sequence[Collective],
+    phase: str,
+    layouts: dict[MoveKey, str],
+    kind: str,
+    model: ModelConfig,
 ) -> Iterator[Drawn]:
-    """The calls of a block as doors of the plan, as context moves, or in words and shapes."""
+    """The calls of a block as layouts of the plan, as context moves, or in words and shapes."""
     letter = kind[0]
     rows = 0  # exchanges of whole rows so far: to the experts, and back
     turns = [call for call in calls if call.axis == "cp" and call.kind == "all_to_all"]
     for call in calls:
-        picture = doors.get((phase, call.kind, call.axis, call.numel))
+        picture = layouts.get((phase, call.kind, call.axis, call.numel))
         if letter == "E" and call.kind == "all_to_all":  # ep may be the very ranks of cp
             call = replace(call, axis="ep")
         if picture is None and call.axis == "cp":
