@@ -57,7 +57,7 @@ def parallelize(
     )
     if parts:
         keep_parts(model, parts)
-    cut_blocks(model, config, world, balanced)
+    parallelize_blocks(model, config, world, balanced)
     if prepare is not None:
         prepare(model)
     stages = make_stages(model, parts)
@@ -69,7 +69,9 @@ def parallelize(
     return stages
 
 
-def cut_blocks(model: HybridLM, config: Config, world: World, balanced: bool = False) -> None:
+def parallelize_blocks(
+    model: HybridLM, config: Config, world: World, balanced: bool = False
+) -> None:
     """Apply the axes that cut tokens, heads and experts, in place; weights aren't sharded yet.
 
     Args:

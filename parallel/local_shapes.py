@@ -1,7 +1,7 @@
 """What every rank of a mesh stores of a parameter, worked out from its placements alone.
 
-No rank is asked and nothing is built: a thousand ranks are a loop over coordinates. Cuts are those
-of `torch.chunk`: equal parts, then a shorter one, then empty ones.
+No rank is asked and nothing is built: a thousand ranks are a loop over coordinates. Shards are
+those of `torch.chunk`: equal parts, then a shorter one, then empty ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-Cuts = tuple[tuple[int, int], ...]
+Shards = tuple[tuple[int, int], ...]
 
 
-def cuts_of(placements: Sequence[Placement]) -> Cuts:
+def shards_of(placements: Sequence[Placement]) -> Shards:
     """(mesh dim, tensor dim) of every cut, in the order in which they are made.
 
     Mesh dims from left to right, but FSDP2's, which stand in front of those that cut before them,
@@ -33,7 +33,7 @@ def cuts_of(placements: Sequence[Placement]) -> Cuts:
 
 
 def local_shape(
-    shape: Sequence[int], cuts: Cuts, sizes: Sequence[int], coordinate: Sequence[int]
+    shape: Sequence[int], cuts: Shards, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """What the rank at a coordinate of a mesh of `sizes` stores of a tensor of `shape`."""
     local = list(shape)
@@ -49,11 +49,11 @@ def own_shape(t: Tensor) -> tuple[int, ...]:
         return tuple(t.shape)
     coordinate = t.device_mesh.get_coordinate()
     assert coordinate is not None
-    return local_shape(t.shape, cuts_of(t.placements), t.device_mesh.shape, coordinate)
+    return local_shape(t.shape, shards_of(t.placements), t.device_mesh.shape, coordinate)
 
 
 @dataclass(frozen=True)
-class Census:
+class ShardBytes:
     """Bytes of a model's parameters on every rank that holds some.
 
     Attributes:
@@ -65,7 +65,7 @@ class Census:
     once: int
 
 
-def census(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> Census:
+def shard_bytes(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> ShardBytes:
     """Counts parameters at every coordinate of their meshes.
 
     Args:
@@ -80,17 +80,17 @@ def census(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> Censu
             by_rank[0] = by_rank.get(0, 0) + p.numel() * p.itemsize
             once += p.numel() * p.itemsize if id(p) not in others else 0
             continue
-        key = tuple(p.shape), cuts_of(p.placements), tuple(p.device_mesh.shape)
+        key = tuple(p.shape), shards_of(p.placements), tuple(p.device_mesh.shape)
         if key not in seen:
             seen[key] = list(_numels(*key))
         for rank, (numel, first) in zip(_ranks(p.device_mesh), seen[key], strict=True):
             by_rank[rank] = by_rank.get(rank, 0) + numel * p.itemsize
             once += numel * p.itemsize if first and id(p) not in others else 0
-    return Census(by_rank, once)
+    return ShardBytes(by_rank, once)
 
 
 def _numels(
-    shape: tuple[int, ...], cuts: Cuts, sizes: tuple[int, ...]
+    shape: tuple[int, ...], cuts: Shards, sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, bool]]:
     """Elements at every coordinate, the last mesh dim fastest, and whether it is the first copy.
 

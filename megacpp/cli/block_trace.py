@@ -58,9 +58,9 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
     if world.parallel:
-        from parallel.apply import cut_blocks  # imports FSDP2
+        from parallel.apply import parallelize_blocks  # imports FSDP2
 
-        cut_blocks(model, config, world)
+        parallelize_blocks(model, config, world)
     set_kernels(model, traced_kernels(config))
     ActivationCheckpointing(config, regions=[request.pieces, NOTHING])(model)
     device, gpu = CPU if casts else META, config.train.device == "cuda"

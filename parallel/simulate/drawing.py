@@ -31,7 +31,7 @@ from megacpp.model.pattern import layer_kinds, with_kinds
 from megacpp.run.precision import compute_dtype
 from parallel.build import stages_of
 from parallel.fsdp import RESHARD_ABOVE_BYTES
-from parallel.local_shapes import cuts_of, local_shape
+from parallel.local_shapes import local_shape, shards_of
 from parallel.mesh import World
 from parallel.notation import Array, Redistribute
 from parallel.plans import activation_layouts
@@ -231,7 +231,7 @@ def _padded(p: Tensor, shards: int) -> int:
     data = [i for i, name in enumerate(names) if name not in MODEL_AXES]
     first = [0 if i in data else at for i, at in enumerate(p.device_mesh.get_coordinate() or ())]
     return shards * math.prod(
-        local_shape(p.shape, cuts_of(p.placements), p.device_mesh.shape, first)
+        local_shape(p.shape, shards_of(p.placements), p.device_mesh.shape, first)
     )
 
 
@@ -240,7 +240,7 @@ def _numel_of_ranks(p: Tensor) -> int:
     if not is_dtensor(p):
         return p.numel()
     mesh, names = p.device_mesh, p.device_mesh.mesh_dim_names or ()
-    cuts = tuple((i, dim) for i, dim in cuts_of(p.placements) if names[i] in MODEL_AXES)
+    cuts = tuple((i, dim) for i, dim in shards_of(p.placements) if names[i] in MODEL_AXES)
     return math.prod(local_shape(p.shape, cuts, mesh.shape, mesh.get_coordinate() or ()))
 
 

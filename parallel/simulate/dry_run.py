@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from parallel.local_shapes import Census, census, own_shape
+from parallel.local_shapes import ShardBytes, own_shape, shard_bytes
 from parallel.mesh import World
 from parallel.plans import row_of
 from parallel.simulate.collective_log import PREFERRED, Collective, CollectiveLog
@@ -92,7 +92,7 @@ class DryRun:
         degrees, coordinates: of each axis, and this rank's place on it.
         parameters, gradients: bytes by class.
         state: bytes of optimizer state by algorithm and class.
-        census: parameter bytes of all ranks.
+        shard_bytes: parameter bytes of all ranks.
         model_bytes: parameter bytes of the model before any mesh.
         traffic: of one optimizer step.
         traced: microbatches of the steps that were run.
@@ -103,7 +103,7 @@ class DryRun:
     parameters: Bytes
     gradients: Bytes
     state: dict[str, Bytes]
-    census: Census
+    shard_bytes: ShardBytes
     model_bytes: int
     traffic: dict[CollectiveKind, CollectiveTraffic]
     traced: tuple[int, ...]
@@ -111,7 +111,7 @@ class DryRun:
     @property
     def complete(self) -> bool:
         """Whether all ranks together store the model, each element counted once."""
-        return self.census.once == self.model_bytes
+        return self.shard_bytes.once == self.model_bytes
 
 
 def dry_run(
@@ -131,7 +131,7 @@ def dry_run(
         for p in model.parameters():
             local = p.to_local() if is_dtensor(p) else p
             assert local.shape == own_shape(p), f"{local.shape} of {p.shape}"
-        counted = _census(model)
+        counted = _shard_bytes(model)
         with fake_tensors():
             step = _Step(config, world, model, dependencies)
             logs = [step.run(n) for n in few]
@@ -152,20 +152,20 @@ def dry_run(
     )
 
 
-def count_all(config: Config, size: int) -> Census:
+def count_all(config: Config, size: int) -> ShardBytes:
     """Parameter bytes of all ranks: every pipeline stage, every coordinate."""
     by_rank: dict[int, int] = {}
     once = 0
     for stage in range(config.mesh.pp):
         with fake_world(config, size, stage * (size // config.mesh.pp)) as world:
-            found = _census(planned_model(config, world))
+            found = _shard_bytes(planned_model(config, world))
         by_rank |= found.by_rank
         once += found.once
-    return Census(by_rank, once)
+    return ShardBytes(by_rank, once)
 
 
-def _census(model: HybridLM) -> Census:
-    return census(model.parameters(), tied_copies(model))
+def _shard_bytes(model: HybridLM) -> ShardBytes:
+    return shard_bytes(model.parameters(), tied_copies(model))
 
 
 def class_of(model: HybridLM, name: str, parameter: Tensor) -> str:

@@ -15,7 +15,7 @@ from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from parallel.local_shapes import cuts_of, own_shape
+from parallel.local_shapes import own_shape, shards_of
 from parallel.plans import row_of
 from parallel.simulate.drawing import Drawn, draw, gathers_again
 from parallel.simulate.dry_run import count_all
@@ -81,7 +81,7 @@ def brackets(p: Tensor, letters: Sequence[str]) -> str:
     if is_dtensor(p):
         mesh = p.device_mesh
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        for axis, dim in cuts_of(p.placements):
+        for axis, dim in shards_of(p.placements):
             if mesh.size(axis) > 1:
                 cutting[dim].append(names[axis])
     dims = (

@@ -133,7 +133,7 @@ def test_a_dry_run_is_the_run(number: int) -> None:
         assert sent == expected
         assert found.parameters == real["parameters"] and found.gradients == real["gradients"]
         assert sum(sum(of_class.values()) for of_class in found.state.values()) == real["state"]
-        assert found.complete and found.census.by_rank[rank] == sum(found.parameters.values())
+        assert found.complete and found.shard_bytes.by_rank[rank] == sum(found.parameters.values())
 
 
 def test_one_rank_sends_nothing() -> None:
