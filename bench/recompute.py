@@ -109,7 +109,7 @@ def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
         before = torch.cuda.memory_allocated()
     with Meter(trainer.model) as meter:
         trainer.accumulate(ids, ids)
-    kept = sum(life.bytes for life in meter.kept if not life.weight and not life.batch)
+    kept = sum(alloc.bytes for alloc in meter.kept if not alloc.weight and not alloc.batch)
     peak = max(size for _, size in meter.timeline())
     if world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() - before

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from checkpointing.tracing.meter import Life, Meter, Phase
+from checkpointing.tracing.meter import Allocation, Meter, Phase
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
 
@@ -137,20 +137,22 @@ def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
 def activations(meter: Meter, standing: Sequence[Standing]) -> Activations:
     """A metered forward and backward as those of a model with the parts of `standing`."""
     times = Counter(part for part, _ in standing)
-    own: dict[str, list[Life]] = {}
-    weights: list[tuple[Life, int]] = []
-    batch: list[tuple[Life, int]] = []
-    host: list[tuple[Life, int]] = []
-    for life in meter.kept:
-        if life.host:
-            host.append((life, times.get(life.part, 1)))
-        elif life.weight and not life.batch:
-            weights.append((life, times.get(life.part, 1)))
-        elif life.batch or life.part not in times:
-            batch.append((life, 1))
+    own: dict[str, list[Allocation]] = {}
+    weights: list[tuple[Allocation, int]] = []
+    batch: list[tuple[Allocation, int]] = []
+    host: list[tuple[Allocation, int]] = []
+    for alloc in meter.kept:
+        if alloc.host:
+            host.append((alloc, times.get(alloc.part, 1)))
+        elif alloc.weight and not alloc.batch:
+            weights.append((alloc, times.get(alloc.part, 1)))
+        elif alloc.batch or alloc.part not in times:
+            batch.append((alloc, 1))
         else:
-            own.setdefault(life.part, []).append(life)
-    kept_bytes = {part: sum(life.bytes for life in lives) for part, lives in own.items()}
+            own.setdefault(alloc.part, []).append(alloc)
+    kept_bytes = {
+        part: sum(alloc.bytes for alloc in allocations) for part, allocations in own.items()
+    }
     names: dict[str, list[str]] = {}
     for part, name in standing:
         names.setdefault(name, []).append(part)
@@ -164,29 +166,29 @@ def activations(meter: Meter, standing: Sequence[Standing]) -> Activations:
     )
 
 
-def _part(meter: Meter, name: str, parts: Sequence[str], own: dict[str, list[Life]]) -> Part:
+def _part(meter: Meter, name: str, parts: Sequence[str], own: dict[str, list[Allocation]]) -> Part:
     flops: Counter[Phase] = Counter()
     for phase in ("forward", "backward", "replayed"):
         flops[phase] = sum(meter.flops[part, phase] for part in parts)
     return Part(
         name,
         len(parts),
-        _alike((life, 1) for part in parts for life in own.get(part, [])),
+        _alike((alloc, 1) for part in parts for alloc in own.get(part, [])),
         flops["forward"],
         flops["backward"],
         flops["replayed"],
     )
 
 
-def _alike(lives: Iterable[tuple[Life, int]]) -> tuple[Kept, ...]:
+def _alike(allocations: Iterable[tuple[Allocation, int]]) -> tuple[Kept, ...]:
     """Equal ones put together, each as often as it stands for; the largest first."""
     found: dict[Any, Kept] = {}
-    for life, times in lives:
-        dtype = str(life.dtype).removeprefix("torch.")
-        key = life.operator, life.path, life.shape, dtype
-        before = found.get(key, Kept(life.operator, life.path, life.shape, dtype, 0, 0))
+    for alloc, times in allocations:
+        dtype = str(alloc.dtype).removeprefix("torch.")
+        key = alloc.operator, alloc.path, alloc.shape, dtype
+        before = found.get(key, Kept(alloc.operator, alloc.path, alloc.shape, dtype, 0, 0))
         found[key] = dataclasses.replace(
-            before, count=before.count + times, bytes=before.bytes + times * life.bytes
+            before, count=before.count + times, bytes=before.bytes + times * alloc.bytes
         )
     return tuple(sorted(found.values(), key=lambda kept: -kept.bytes))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from checkpointing.tracing.meter import Life, Meter, _replaced, local_part
+from checkpointing.tracing.meter import Allocation, Meter, _replaced, local_part
 from megacpp.memory.block_trace import BlockTrace, Role
 from megacpp.model.documents import Documents
 
@@ -33,7 +33,7 @@ class BlockMeter(Meter):
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
         self._gradients: set[int] = set()
         self._of_batch: set[int] = set()  # and the number that the backward starts from
-        self._result: Life | None = None
+        self._result: Allocation | None = None
         self._remembering = 0
 
     def __enter__(self) -> BlockMeter:
@@ -63,7 +63,7 @@ class BlockMeter(Meter):
             out_BTD = block(_Begin.apply(x_BTD), docs)
         self._result = self._alive.get(id(out_BTD.untyped_storage()))
         end = _End.apply(out_BTD)
-        self._of_batch.add(id(self.lives[-1]))
+        self._of_batch.add(id(self.allocations[-1]))
         self._end_forward()
         self._events_of_forward = len(self._events)
         del out_BTD  # the next block's, as far as this one doesn't keep it
@@ -72,45 +72,45 @@ class BlockMeter(Meter):
     def trace(self) -> BlockTrace:
         """Allocations and frees so far, without those of the batch."""
         numbers: dict[int, int] = {}
-        lives: list[Life] = []
+        allocations: list[Allocation] = []
         events: list[int] = []
         places = [0]
-        for _, change, life, _ in self._events:
-            if not (life.batch or id(life) in self._of_batch):
+        for _, change, alloc, _ in self._events:
+            if not (alloc.batch or id(alloc) in self._of_batch):
                 if change > 0:
-                    numbers[id(life)] = len(lives)
-                    lives.append(life)
-                if id(life) in numbers:
-                    events.append((numbers[id(life)] + 1) * (1 if change > 0 else -1))
+                    numbers[id(alloc)] = len(allocations)
+                    allocations.append(alloc)
+                if id(alloc) in numbers:
+                    events.append((numbers[id(alloc)] + 1) * (1 if change > 0 else -1))
             places.append(len(events))
         forward = places[self._events_of_forward]
         return BlockTrace(
-            tuple(life.bytes for life in lives),
-            tuple(f"{life.path or 'block'}: {life.operator}" for life in lives),
-            "".join(map(self._role, lives)),
+            tuple(alloc.bytes for alloc in allocations),
+            tuple(f"{alloc.path or 'block'}: {alloc.operator}" for alloc in allocations),
+            "".join(map(self._role, allocations)),
             (*_in_order(events[:forward]), *_in_order(events[forward:])),
             forward,
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
         )
 
-    def _role(self, life: Life) -> Role:
-        if id(life) in self._gradients:
+    def _role(self, alloc: Allocation) -> Role:
+        if id(alloc) in self._gradients:
             return "g"
-        if life is self._result:
+        if alloc is self._result:
             return "o"
-        return "w" if life.weight else "t"
+        return "w" if alloc.weight else "t"
 
     def _sum(self, p: nn.Parameter) -> None:
         assert p.grad is not None
-        life = self._alive.get(id(local_part(p.grad).untyped_storage()))
-        if life is not None:
-            self._gradients.add(id(life))
-            self._added[id(life)] = len(self._events)
+        alloc = self._alive.get(id(local_part(p.grad).untyped_storage()))
+        if alloc is not None:
+            self._gradients.add(id(alloc))
+            self._added[id(alloc)] = len(self._events)
 
-    def _bear(self, *args: Any) -> None:
-        super()._bear(*args)
+    def _on_alloc(self, *args: Any) -> None:
+        super()._on_alloc(*args)
         if self._remembering:
-            self._of_batch.add(id(self.lives[-1]))
+            self._of_batch.add(id(self.allocations[-1]))
 
     def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
         """Leave out what documents remember: the first layer makes it for all."""

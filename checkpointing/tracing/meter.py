@@ -48,14 +48,14 @@ Phase = Literal["forward", "backward", "replayed"]
 
 
 @dataclass(eq=False, slots=True)
-class Life:
+class Allocation:
     """A storage: who made it, how large it is, from which operator to which it lived.
 
     Attributes:
         part: `embed`, `blocks.3`, `norm`, `head`, or empty outside of all of them.
         path: the module below the part whose forward made it.
         operator: that made it or, of memory without values, that first wrote into it.
-        born, died: number of the operator; still alive if it never died.
+        allocated_at, freed_at: number of the operator; still alive if it never freed_at.
         backward: made in a backward.
         weight: made of parameters alone; None: of nothing yet.
         batch: kept by the documents of the batch, for all layers.
@@ -69,10 +69,10 @@ class Life:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
-    born: int
+    allocated_at: int
     backward: bool
     weight: bool | None
-    died: int | None = None
+    freed_at: int | None = None
     batch: bool = False
     host: bool = False
     gradient: bool = False
@@ -86,7 +86,7 @@ class Meter(TorchDispatchMode):
         flops: count them, too; what counts imports Triton where it is installed.
 
     Attributes:
-        lives: every storage, in the order of birth.
+        allocations: every storage, in the order of birth.
         kept: those that were alive when the forward had ended.
         flops: of matrix products, by part and phase.
         count: operators so far.
@@ -106,12 +106,12 @@ class Meter(TorchDispatchMode):
             from checkpointing.tracing.flops import formula_of
 
             self._formula_of = formula_of
-        self.lives: list[Life] = []
-        self.kept: list[Life] = []
+        self.allocations: list[Allocation] = []
+        self.kept: list[Allocation] = []
         self.flops: Counter[tuple[str, Phase]] = Counter()
         self.count = self.forward_ended = 0
-        self._events: list[tuple[int, int, Life, str]] = []
-        self._alive: dict[int, Life] = {}
+        self._events: list[tuple[int, int, Allocation, str]] = []
+        self._alive: dict[int, Allocation] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters: dict[int, UntypedStorage] = {}
         self._documents: list[Documents] = []
@@ -146,9 +146,9 @@ class Meter(TorchDispatchMode):
             self._end_forward()
         grads = (local_part(p.grad) for p in self.model.parameters() if p.grad is not None)
         for grad in grads:
-            life = self._alive.get(id(grad.untyped_storage()))
-            if life is not None:
-                life.gradient = True
+            alloc = self._alive.get(id(grad.untyped_storage()))
+            if alloc is not None:
+                alloc.gradient = True
 
     def timeline(self) -> list[tuple[int, int]]:
         """(operator, bytes alive after it), wherever they change."""
@@ -162,8 +162,8 @@ class Meter(TorchDispatchMode):
     def alive_by_part(self, backward: bool) -> Iterator[tuple[str, int]]:
         """Whose turn it was and the bytes alive, without weights and gradients of parameters."""
         now = 0
-        for index, change, life, part in self._events:
-            if life.weight or life.gradient or life.batch or life.host:
+        for index, change, alloc, part in self._events:
+            if alloc.weight or alloc.gradient or alloc.batch or alloc.host:
                 continue
             now += change
             if (index > self.forward_ended) == backward:
@@ -174,13 +174,13 @@ class Meter(TorchDispatchMode):
         inside = [x for x in self.timeline() if (x[0] > self.forward_ended) == backward]
         return max(inside, key=lambda x: x[1], default=(0, 0))
 
-    def alive_at(self, index: int) -> Iterator[tuple[Life, int]]:
+    def alive_at(self, index: int) -> Iterator[tuple[Allocation, int]]:
         """Every storage that has bytes after operator `index`, and how many."""
         found: dict[int, list[Any]] = {}
-        for when, change, life, _ in self._events:
+        for when, change, alloc, _ in self._events:
             if when <= index:
-                found.setdefault(id(life), [life, 0])[1] += change
-        return ((life, size) for life, size in found.values() if size)
+                found.setdefault(id(alloc), [alloc, 0])[1] += change
+        return ((alloc, size) for alloc, size in found.values() if size)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -221,46 +221,46 @@ class Meter(TorchDispatchMode):
                     changed.add(key)
                     self._write(self._alive[key], kind, inputs - {key})
             elif key not in inputs:  # else it is older than the meter
-                self._bear(storage, t, kind, inputs, back)
+                self._on_alloc(storage, t, kind, inputs, back)
 
-    def _bear(
+    def _on_alloc(
         self, storage: UntypedStorage, t: Tensor, kind: Kind, inputs: set[int], back: bool
     ) -> None:
         part, path = self._where()
-        life = Life(
+        alloc = Allocation(
             part=self._back if back else part,
             path=path,
             operator=kind.name,
             shape=tuple(t.shape),
             dtype=t.dtype,
             bytes=storage.nbytes(),
-            born=self.count,
+            allocated_at=self.count,
             backward=back,
             weight=None if kind.allocates else self._of_weights(inputs),
         )
-        self.lives.append(life)
+        self.allocations.append(alloc)
         key = id(storage)
-        self._alive[key] = life
-        self._note(life, life.bytes)
-        weakref.finalize(storage, self._bury, key, life)
+        self._alive[key] = alloc
+        self._note(alloc, alloc.bytes)
+        weakref.finalize(storage, self._on_free, key, alloc)
 
-    def _note(self, life: Life, change: int) -> None:
+    def _note(self, alloc: Allocation, change: int) -> None:
         part = self._back if self.forward_ended else self._where()[0]
-        self._events.append((self.count, change, life, part))
+        self._events.append((self.count, change, alloc, part))
 
-    def _write(self, life: Life, kind: Kind, others: set[int]) -> None:
+    def _write(self, alloc: Allocation, kind: Kind, others: set[int]) -> None:
         """A storage gets values; a sum with something else is no weight any more."""
-        if life.operator in ALLOCATORS:
-            life.operator = kind.name
+        if alloc.operator in ALLOCATORS:
+            alloc.operator = kind.name
         made_of = self._of_weights(others)
-        if made_of is not None and life.weight is not False:
-            life.weight = made_of
+        if made_of is not None and alloc.weight is not False:
+            alloc.weight = made_of
 
-    def _bury(self, key: int, life: Life) -> None:
-        if self._alive.get(key) is life:
+    def _on_free(self, key: int, alloc: Allocation) -> None:
+        if self._alive.get(key) is alloc:
             del self._alive[key]
-        life.died = self.count
-        self._note(life, -life.bytes)
+        alloc.freed_at = self.count
+        self._note(alloc, -alloc.bytes)
 
     def _of_weights(self, storages: set[int]) -> bool | None:
         """All of them are made of parameters; None: there is nothing to tell by."""
@@ -274,10 +274,10 @@ class Meter(TorchDispatchMode):
 
         def resize_(storage: UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            life = self._alive.get(id(storage))
-            if life is not None and life.bytes != size:
-                self._note(life, size - life.bytes)
-                life.bytes = size
+            alloc = self._alive.get(id(storage))
+            if alloc is not None and alloc.bytes != size:
+                self._note(alloc, size - alloc.bytes)
+                alloc.bytes = size
             return out
 
         return resize_
@@ -286,11 +286,11 @@ class Meter(TorchDispatchMode):
         self.forward_ended = self.count
         shared = set(storages_of(self._documents, set()))
         host = {id(t.untyped_storage()) for t in self.host()}
-        for key, life in self._alive.items():
+        for key, alloc in self._alive.items():
             # An older batch's documents may outlive it: they point at their parts and back.
-            life.batch, life.host = life.batch or key in shared, key in host
+            alloc.batch, alloc.host = alloc.batch or key in shared, key in host
         # As they are now: a storage may be emptied later.
-        self.kept = [dataclasses.replace(life) for life in self._alive.values() if life.bytes]
+        self.kept = [dataclasses.replace(alloc) for alloc in self._alive.values() if alloc.bytes]
         self._documents.clear()
 
     # ---- where and when -----------------------------------------------------------------------

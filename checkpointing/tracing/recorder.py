@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from checkpointing.tracing.meter import Life, Meter, _replaced, in_backward, local_part, part_of
+from checkpointing.tracing.meter import (
+    Allocation,
+    Meter,
+    _replaced,
+    in_backward,
+    local_part,
+    part_of,
+)
 from checkpointing.tracing.operators import storages_of
 from megacpp.memory.stream import Block, Stream
 from megacpp.model.documents import Documents
@@ -35,7 +42,7 @@ class Recorder(Meter):
     """Follows a whole step; `begin` forgets when what is already there was made.
 
     Attributes:
-        components: of lives, by identity; what has none is told by when it was made.
+        components: of allocations, by identity; what has none is told by when it was made.
         first_alone: blocks of the stream that the first layer of a kind makes for all others.
     """
 
@@ -90,14 +97,14 @@ class Recorder(Meter):
         seen: set[int] = set()
         for component, name, found in resting:
             for key in storages_of(_locals(found), set()):
-                life = self._alive.get(key)
-                if life is None or key in seen:
+                alloc = self._alive.get(key)
+                if alloc is None or key in seen:
                     continue
                 seen.add(key)
                 self._name(key, component)
-                life.part = part_of(name)
+                alloc.part = part_of(name)
                 if component == "parameters":
-                    life.weight = True  # so are the casts that autocast makes of them
+                    alloc.weight = True  # so are the casts that autocast makes of them
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -128,80 +135,82 @@ class Recorder(Meter):
         numbers: dict[int, int] = {}
         marks = [(max(0, index - self._first), name) for index, name in self._marks]
         base: dict[int, list[Any]] = {}
-        for _, change, life, _ in self._events[: self._first]:
-            base.setdefault(id(life), [life, 0])[1] += change
-        for life, size in base.values():
+        for _, change, alloc, _ in self._events[: self._first]:
+            base.setdefault(id(alloc), [alloc, 0])[1] += change
+        for alloc, size in base.values():
             if size > 0:
-                numbers[id(life)] = found.allocate(self._block(life, size))
+                numbers[id(alloc)] = found.allocate(self._block(alloc, size))
         ahead = len(found.events)
         places = [0]
-        for _, change, life, _ in self._events[self._first :]:
+        for _, change, alloc, _ in self._events[self._first :]:
             if change > 0:
-                number = numbers[id(life)] = found.allocate(self._block(life, change))
-                if id(life) in self._first_alone:
+                number = numbers[id(alloc)] = found.allocate(self._block(alloc, change))
+                if id(alloc) in self._first_alone:
                     self.first_alone.add(number)
-            elif change < 0 and id(life) in numbers:
-                found.free(numbers.pop(id(life)))
+            elif change < 0 and id(alloc) in numbers:
+                found.free(numbers.pop(id(alloc)))
             places.append(len(found.events) - ahead)
         found.marks = [(ahead + places[min(i, len(places) - 1)], name) for i, name in marks]
         return found
 
     # ---- whose it is --------------------------------------------------------------------------
 
-    def _block(self, life: Life, size: int) -> Block:
-        shape = "x".join(map(str, life.shape)) or "()"
-        name = f"{life.operator} {shape} {str(life.dtype).removeprefix('torch.')}"
-        part = self._of_unit.get(id(life), life.part)
+    def _block(self, alloc: Allocation, size: int) -> Block:
+        shape = "x".join(map(str, alloc.shape)) or "()"
+        name = f"{alloc.operator} {shape} {str(alloc.dtype).removeprefix('torch.')}"
+        part = self._of_unit.get(id(alloc), alloc.part)
         return Block(
             size,
-            self._component(life),
+            self._component(alloc),
             part,
-            f"{life.path}: {name}" if life.path else name,
-            self._stream_of.get(id(life), 0),
+            f"{alloc.path}: {name}" if alloc.path else name,
+            self._stream_of.get(id(alloc), 0),
         )
 
-    def _component(self, life: Life) -> str:
-        if (named := self.components.get(id(life))) is not None:
+    def _component(self, alloc: Allocation) -> str:
+        if (named := self.components.get(id(alloc))) is not None:
             return named
-        if life.batch:
+        if alloc.batch:
             return "batch"
-        if id(life) in self._of_unit or life.weight:
+        if id(alloc) in self._of_unit or alloc.weight:
             return "communication"
-        if id(life) in self._kept:
-            if life.part in (*ENTRANCE, *EXIT):
+        if id(alloc) in self._kept:
+            if alloc.part in (*ENTRANCE, *EXIT):
                 return "head_loss"
-            return "moe_routing" if self._routes(life) else "activations"
+            return "moe_routing" if self._routes(alloc) else "activations"
         return "workspace"
 
-    def _routes(self, life: Life) -> bool:
+    def _routes(self, alloc: Allocation) -> bool:
         """Made by the router of an E block, or on the way of rows to its experts and back."""
-        if f"{life.part}.mixer.router" not in self._modules:
+        if f"{alloc.part}.mixer.router" not in self._modules:
             return False
-        weights = life.path == "mixer.experts" and len(life.shape) == 1  # of rows in their slots
-        return weights or life.path == "mixer" or life.path.startswith("mixer.router")
+        weights = alloc.path == "mixer.experts" and len(alloc.shape) == 1  # of rows in their slots
+        return weights or alloc.path == "mixer" or alloc.path.startswith("mixer.router")
 
     def _name(self, storage: int, component: str) -> None:
-        life = self._alive.get(storage)
-        if life is not None:
-            self.components[id(life)] = component
+        alloc = self._alive.get(storage)
+        if alloc is not None:
+            self.components[id(alloc)] = component
 
-    def _bear(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
-        super()._bear(storage, t, *rest)
-        life = self.lives[-1]
+    def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+        super()._on_alloc(storage, t, *rest)
+        alloc = self.allocations[-1]
         if (stream := torch.cpu.current_stream()) is not self._computes:
-            self._stream_of[id(life)] = self._streams.setdefault(id(stream), len(self._streams) + 1)
+            self._stream_of[id(alloc)] = self._streams.setdefault(
+                id(stream), len(self._streams) + 1
+            )
         if self._unit:
-            self._of_unit[id(life)] = self._unit
+            self._of_unit[id(alloc)] = self._unit
         if self._remembering:
-            self._first_alone.add(id(life))
+            self._first_alone.add(id(alloc))
         if self._stage in ("clip", "optimizer"):
-            self.components[id(life)] = "muon_transient"
+            self.components[id(alloc)] = "muon_transient"
         elif self._stage == "batch":
-            self.components[id(life)] = "batch"
+            self.components[id(alloc)] = "batch"
 
     def _end_forward(self) -> None:
         super()._end_forward()
-        self._kept |= {id(life) for life in self._alive.values() if not life.backward}
+        self._kept |= {id(alloc) for alloc in self._alive.values() if not alloc.backward}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         super()._enter_module(module, args)

@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from checkpointing.tracing.meter import Life, local_part, part_of
+from checkpointing.tracing.meter import Allocation, local_part, part_of
 from checkpointing.tracing.operators import tensors_in
 from checkpointing.tracing.recorder import Recorder
 from megacpp.memory.stream import Stream
@@ -74,20 +74,22 @@ class StepWatch(Recorder):
         if id(storage) in self._alive or t.device.type != self._device:
             return
         weight = component in ("parameters", "communication")
-        life = Life(part, "", "", tuple(t.shape), t.dtype, storage.nbytes(), 0, False, weight)
-        self.lives.append(life)
-        self._alive[id(storage)] = life
-        self._note(life, life.bytes)
+        alloc = Allocation(
+            part, "", "", tuple(t.shape), t.dtype, storage.nbytes(), 0, False, weight
+        )
+        self.allocations.append(alloc)
+        self._alive[id(storage)] = alloc
+        self._note(alloc, alloc.bytes)
         # Not `finalize`: parameters live on, and would keep every watch for ever.
-        self._ends.append(ref(storage, partial(self._end, id(storage), life)))
+        self._ends.append(ref(storage, partial(self._end, id(storage), alloc)))
         self._name(id(storage), component)
 
-    def _bear(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+    def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
         if t.device.type == self._device:
-            super()._bear(storage, t, *rest)
+            super()._on_alloc(storage, t, *rest)
 
-    def _end(self, key: int, life: Life, _: object) -> None:
-        self._bury(key, life)
+    def _end(self, key: int, alloc: Allocation, _: object) -> None:
+        self._on_free(key, alloc)
 
     def _into_optimizer(self, *_: Any) -> None:
         self.note_gradients()
