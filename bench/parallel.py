@@ -166,7 +166,7 @@ def mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConf
     x_BTD = torch.randn(1, tokens, model_config.dim, generator=torch.Generator().manual_seed(0))
     if size > 1:
         world = join(mesh, CPU)
-        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), size)
+        layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), size)
         for name, style in context_plan(model, mesh, layout).items():
             style._apply(model.get_submodule(name), world.meshes["cp"])
         index = layout.index(tokens)

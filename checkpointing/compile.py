@@ -347,7 +347,7 @@ def scan_inputs(mixer: Mamba3, docs: Documents) -> Documents:
 
     def make() -> Documents:
         read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
-        Chunks.of(read, size, dtype)
+        Chunks.for_documents(read, size, dtype)
         if taps and not docs.whole:
             reach(read, taps)
         return read

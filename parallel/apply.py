@@ -82,7 +82,7 @@ def parallelize_blocks(
     """
     mesh, degree = config.mesh, world.degree
     if degree("cp") > 1:
-        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), degree("cp"))
+        layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), degree("cp"))
         parallelize_module(model, world.meshes["cp"], context_plan(model, mesh, layout))
     if degree("tp") > 1:
         shard_heads_and_rows(model, world.meshes["tp"])

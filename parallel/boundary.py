@@ -81,7 +81,7 @@ class AccumulationBoundary:
             from parallel.stages import tied_copies
 
             self.pipeline, self.copies = Pipeline(stages, world, config), tied_copies(model)
-        self.layout = ContextLayout.of(
+        self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
         self.needs_full_row, self.depths = config.model.needs_full_row, config.model.mtp.depths

@@ -70,7 +70,7 @@ class Pipeline:
         self.tied = has_embedding_copy(config.model) and self.owners[0] != self.owners[-1]
         self.model, self.dtype = config.model, compute_dtype(config.precision, world.device)
         self.needs_full_row = config.model.needs_full_row
-        self.layout = ContextLayout.of(
+        self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
         self.choices = ChoiceHandoff(config.model, world)

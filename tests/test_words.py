@@ -198,7 +198,7 @@ def table() -> str:
 
 # Class names that two files share today, and the rooms with a method `of`.
 SHARED: set[str] = set("Ahead Block HeadWeights Held Plan Walk _Gather _Spread".split())
-CALLED_OF = ("parallel/", "megacpp/kernels/", "megacpp/memory/")
+CALLED_OF = ("megacpp/memory/",)
 
 
 if __name__ == "__main__":

@@ -89,5 +89,5 @@ def _documents(request: BlockRequest, world: World) -> Documents:
     batch = fake_batch(config)
     if mesh.cp == 1:
         return batch.docs
-    layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), mesh.cp)
+    layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), mesh.cp)
     return batch.take(layout.index(config.data.seq_len), layout.per_rank).docs

@@ -48,7 +48,9 @@ class Ahead:
     most: int
 
     @staticmethod
-    def of(ids_BT: Tensor, ends_BT: Tensor, window: int, index_T: Tensor | None = None) -> Ahead:
+    def from_rows(
+        ids_BT: Tensor, ends_BT: Tensor, window: int, index_T: Tensor | None = None
+    ) -> Ahead:
         """Of whole rows.
 
         Args:

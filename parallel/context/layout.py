@@ -31,7 +31,7 @@ class ContextLayout:
     chunks: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(order: Order, rank: int, degree: int) -> ContextLayout:
+    def for_rank(order: Order, rank: int, degree: int) -> ContextLayout:
         """The layout of a named order."""
         if order == "contiguous" or degree == 1:
             return ContextLayout(rank, tuple((r,) for r in range(degree)))

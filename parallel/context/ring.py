@@ -134,7 +134,7 @@ def _gradients(ctx: Any, do_BtNV: Tensor) -> tuple[Tensor | None, ...]:
     ring: Ring = ctx.ring
     heads = lse_BKtG1.shape[1]
     q, o, do = (_grouped(x, heads) for x in (q_BtNH, o_BtNV, do_BtNV))
-    gradient = AttentionGradient.of(q, o, do, lse_BKtG1, ring.scores)
+    gradient = AttentionGradient.begin(q, o, do, lse_BKtG1, ring.scores)
     d_weights = [
         torch.zeros_like(wide(w)) if need else None
         for w, need in zip(weights, ctx.needs_input_grad[3:], strict=True)

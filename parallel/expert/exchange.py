@@ -144,7 +144,7 @@ class EvenRouting:
     top_k_groups: int = 1
 
     @staticmethod
-    def of(moe: MoEConfig) -> EvenRouting:
+    def from_config(moe: MoEConfig) -> EvenRouting:
         groups = moe.num_groups, moe.top_k_groups
         return EvenRouting(moe.num_experts, moe.top_k, columns(moe), *groups)
 

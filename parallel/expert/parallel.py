@@ -74,7 +74,7 @@ class ExpertDispatch(nn.Module):
         self.moe, self.kind, self.kernels = moe, kind, kernels
         self.owners = Owners(moe.num_experts, group)
         assert self.owners.each * self.owners.ranks == moe.num_experts
-        self.even = EvenRouting.of(moe) if balanced else None
+        self.even = EvenRouting.from_config(moe) if balanced else None
 
     def forward(
         self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False

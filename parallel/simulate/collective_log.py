@@ -118,7 +118,7 @@ class CollectiveLog(TorchDispatchMode):
         self.scope = ""
         self._axes = group_names(meshes or {})
 
-    def of(
+    def select(
         self, kind: str = "", dtype: torch.dtype | None = None, axis: str = "", scope: str = ""
     ) -> list[Collective]:
         """The recorded calls of a kind, dtype, axis (or view) and scope, as far as given."""
@@ -134,12 +134,12 @@ class CollectiveLog(TorchDispatchMode):
     def count(
         self, kind: str = "", dtype: torch.dtype | None = None, axis: str = "", scope: str = ""
     ) -> int:
-        return len(self.of(kind, dtype, axis, scope))
+        return len(self.select(kind, dtype, axis, scope))
 
     def bytes(
         self, kind: str = "", dtype: torch.dtype | None = None, axis: str = "", scope: str = ""
     ) -> int:
-        return sum(c.bytes for c in self.of(kind, dtype, axis, scope))
+        return sum(c.bytes for c in self.select(kind, dtype, axis, scope))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:

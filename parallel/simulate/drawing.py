@@ -126,7 +126,7 @@ def _of_block(
     for phase in (FORWARD, BACKWARD):
         if phase == BACKWARD and again:
             drawn += [replace(move, phase=BACKWARD) for move in gathers]
-        calls = [c for c in log.of(scope=f"{i} {phase}") if not of_storage(c)]
+        calls = [c for c in log.select(scope=f"{i} {phase}") if not of_storage(c)]
         drawn += _pictures(calls, phase, layouts, model.kinds[i], config.model)
     return drawn + ends
 

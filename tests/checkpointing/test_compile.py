@@ -186,7 +186,7 @@ def test_a_scan_that_is_cut_or_done_by_a_kernel_stays_eager() -> None:
     set_kernels(block, Kernels(mamba3="of a library"))
     assert why_eager(block) == BY_HAND
     set_kernels(block, PLAIN_KERNELS)
-    layout = ContextLayout.of("contiguous", 0, 2)
+    layout = ContextLayout.for_rank("contiguous", 0, 2)
     block.mixer.scan = ScanByHeads(block.mixer.scan, layout, None)  # type: ignore[arg-type]
     assert why_eager(block) == CUT
 

@@ -26,9 +26,9 @@ def check(golden: GoldenFile) -> None:
     cut_BT = ends_BT.clone()
     cut_BT[:, golden.input("cu_seqlens")[1:].long() - 1] = True
     index_T = torch.arange(tokens)
-    check_one(golden, "naive", Ahead.of(ids_BT, ends_BT, window + 1, index_T))
-    check_one(golden, "triton", Ahead.of(ids_BT, ends_BT, window, index_T))
-    check_one(golden, "docs", Ahead.of(ids_BT, cut_BT, window, index_T))
+    check_one(golden, "naive", Ahead.from_rows(ids_BT, ends_BT, window + 1, index_T))
+    check_one(golden, "triton", Ahead.from_rows(ids_BT, ends_BT, window, index_T))
+    check_one(golden, "docs", Ahead.from_rows(ids_BT, cut_BT, window, index_T))
 
 
 def check_one(golden: GoldenFile, name: str, ahead: Ahead) -> None:

@@ -62,6 +62,6 @@ def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
 
 def test_words_reach_as_far_as_the_kernel_says() -> None:
     ends_BT = torch.zeros(1, 4096, dtype=torch.bool)
-    ahead = Ahead.of(torch.zeros(1, 4096, dtype=torch.int64), ends_BT, 4096)
+    ahead = Ahead.from_rows(torch.zeros(1, 4096, dtype=torch.int64), ends_BT, 4096)
     for dtype, bytes_of_it in ((torch.float32, 4), (torch.float64, 8)):
         assert ahead.reach(dtype) == FARTHEST[bytes_of_it]

@@ -239,7 +239,7 @@ def test_token_order(cut: bool, dtype: torch.dtype) -> None:
     ids_BT = target_N.clamp(min=0)[None]
     ends_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     ends_BT[:, [20, 36]] = True
-    ahead = Ahead.of(ids_BT, ends_BT, 5)
+    ahead = Ahead.from_rows(ids_BT, ends_BT, 5)
 
     def doubled(own: ShardStatistics) -> ShardStatistics:
         other = ShardStatistics(own.max_N + 1, own.sumexp_N * 0.5, own.correct_N * 0)

@@ -182,7 +182,7 @@ def own_tokens(world: World) -> tuple[slice, Tensor]:
     """This rank's rows, and the positions of its tokens: cut over `cp`, then over `tp`."""
     share = B // world.degree("batch")
     first = world.coordinate("batch") * share
-    layout = ContextLayout.of("head_tail", world.coordinate("cp"), world.degree("cp"))
+    layout = ContextLayout.for_rank("head_tail", world.coordinate("cp"), world.degree("cp"))
     index_t = layout.index(T).chunk(world.degree("tp"))[world.coordinate("tp")]
     return slice(first, first + share), index_t
 

@@ -94,7 +94,7 @@ def data(docs: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor,
 def on_rank(rank: int, world: int, cases: list[Case]) -> list[Pass]:
     passes = []
     for case in cases:
-        layout = ContextLayout.of(case.order, rank, world)
+        layout = ContextLayout.for_rank(case.order, rank, world)
         style = ContextScan(case.kind, layout)
         passes.append(run_part(LAYERS[case.layer], style, layout, *data(case.docs))[0])
     return passes
@@ -120,7 +120,7 @@ def narrow(name: str, dtype: torch.dtype) -> Mamba3:
 def widths_on_rank(rank: int, world: int, dtype: torch.dtype) -> list[Pass]:
     layer, layout = (
         narrow("mimo_groups_conv_outnorm", dtype),
-        ContextLayout.of("head_tail", rank, world),
+        ContextLayout.for_rank("head_tail", rank, world),
     )
     arguments = (layout, *data("packed", dtype))
     return [run_part(layer, ContextScan(kind, layout), *arguments)[0] for kind in KINDS]
@@ -142,7 +142,7 @@ def test_other_widths(dtype: torch.dtype) -> None:
 def isolation_on_rank(rank: int, world: int, cases: list[Case]) -> list[list[float]]:
     mesh, found = init_device_mesh("cpu", (world,)), []
     for case in cases:
-        layout = ContextLayout.of(case.order, rank, world)
+        layout = ContextLayout.for_rank(case.order, rank, world)
         layer = layer_of(case.layer)
         parallelize_module(layer, mesh, ContextScan(case.kind, layout))
         found.append(outside(layer, layout, *data("packed")))
@@ -156,7 +156,7 @@ def test_documents_are_isolated_exactly() -> None:
 
 
 def sent_on_rank(rank: int, world: int) -> dict[str, list[list[Collective]]]:
-    layout, found = ContextLayout.of("head_tail", rank, world), {}
+    layout, found = ContextLayout.for_rank("head_tail", rank, world), {}
     for kind in KINDS:
         for name, dtype in (("siso_conv_softplus", torch.float32), ("siso", torch.bfloat16)):
             style, layer = ContextScan(kind, layout), narrow(name, dtype)
@@ -210,7 +210,10 @@ def recompute_on_rank(rank: int, world: int) -> list[bool]:
     mesh, found = init_device_mesh("cpu", (world,)), []
     x_BTD, dy_BTD, docs = data("packed")
     for kind, order in product(KINDS, ORDERS):
-        layout, layer = ContextLayout.of(order, rank, world), layer_of("mimo_groups_conv_outnorm")
+        layout, layer = (
+            ContextLayout.for_rank(order, rank, world),
+            layer_of("mimo_groups_conv_outnorm"),
+        )
         parallelize_module(layer, mesh, ContextScan(kind, layout))
         index_T, runs = layout.index(TOKENS), []
         for regions in REGIONS:
@@ -238,14 +241,14 @@ def test_groups_of_own_heads(groups: int, degree: int) -> None:
     """Repeated for the heads that share them, they are this rank's part of all heads' groups."""
     num_heads, x_G = 6, torch.arange(groups)
     for rank in range(degree):
-        layout = ContextLayout.of("contiguous", rank, degree)
+        layout = ContextLayout.for_rank("contiguous", rank, degree)
         want = x_G.repeat_interleave(num_heads // groups)[own_heads(num_heads, layout)]
         got = for_own_heads(x_G, 0, num_heads, layout)
         assert torch.equal(got.repeat_interleave(len(want) // len(got)), want)
 
 
 def test_refused() -> None:
-    layout, docs = ContextLayout.of("head_tail", 0, 4), DOCS["packed"]
+    layout, docs = ContextLayout.for_rank("head_tail", 0, 4), DOCS["packed"]
     with pytest.raises(AssertionError, match="6 heads over 4 context ranks"):
         own_heads(6, layout)
     part = docs.take(layout.index(TOKENS))

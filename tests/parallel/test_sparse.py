@@ -111,7 +111,7 @@ def test_the_warm_up_moves_indexers_alone(run: Run) -> None:
 @pytest.mark.parametrize("order", ["head_tail", "contiguous"])
 def test_what_is_gathered_is_put_in_order(order: str) -> None:
     tokens = torch.arange(24.0).view(1, 24, 1).expand(2, 24, 3)
-    layout = ContextLayout.of(order, 1, 4)  # type: ignore[arg-type]
+    layout = ContextLayout.for_rank(order, 1, 4)  # type: ignore[arg-type]
     arrived = tokens[:, layout.gathered_index(24)]
     assert torch.equal(in_order_of_row(arrived, layout), tokens)
 

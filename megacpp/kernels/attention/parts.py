@@ -97,7 +97,7 @@ class AttentionGradient:
     scores: Scores
 
     @staticmethod
-    def of(
+    def begin(
         q_BKTGH: Tensor, o_BKTGV: Tensor, do_BKTGV: Tensor, lse_BKTG1: Tensor, scores: Scores
     ) -> AttentionGradient:
         mean_BKTG1 = (wide(do_BKTGV) * wide(o_BKTGV)).sum(-1, keepdim=True)

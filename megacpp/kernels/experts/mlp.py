@@ -123,14 +123,14 @@ class _OutOf(torch.autograd.Function):
         ctx.save_for_backward(w2_EDI, *units)
         ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
         ctx.fp8 = fp8
-        h_SI = _weighed(_Units.of(units, num_hidden), groups.backend)
+        h_SI = _weighed(_Units.unpack(units, num_hidden), groups.backend)
         return rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         w2_EDI, *tensors = ctx.saved_tensors
-        units, grad_SD, counts_E = _Units.of(tensors, ctx.num_hidden), grads[0], ctx.counts
+        units, grad_SD, counts_E = _Units.unpack(tensors, ctx.num_hidden), grads[0], ctx.counts
         wants_w2, *wants_units = needs_input_grad_now(ctx)[: 1 + len(tensors)]
         h_SI, grad_w2 = None, None
         grad_units: list[Tensor | None] = [None] * len(tensors)
@@ -152,7 +152,7 @@ class _Units(NamedTuple):
     weight_S: Tensor | None
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], num_hidden: int) -> _Units:
+    def unpack(tensors: Sequence[Tensor], num_hidden: int) -> _Units:
         hidden, weight = tensors[:num_hidden], tensors[num_hidden:]
         return _Units(hidden[0], hidden[1] if num_hidden == 2 else None, *weight or (None,))
 

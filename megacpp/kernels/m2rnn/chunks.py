@@ -64,7 +64,7 @@ class Plan:
         return self.clip.limit if self.clip is not None and self.clip.mode == mode else None
 
     def new_finals(self, h_NBKV: Tensor) -> Tensor | None:
-        """Room for the final states; how many sequences there are is a value on the device."""
+        """Return memory for final states, whose number is a value on the device."""
         if not self.final_states:
             return None
         N, B, K, V = h_NBKV.shape
@@ -90,7 +90,7 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
+class StateBuffer:
     """Memory for what the recurrence makes of tokens, in front of them and of each.
 
     Attributes:
@@ -104,21 +104,21 @@ class Room:
     filled: bool = False
 
     @staticmethod
-    def of(tokens: int, h_NBKV: Tensor) -> Room:
+    def empty(tokens: int, h_NBKV: Tensor) -> StateBuffer:
         """Empty."""
         new, shape = h_NBKV.new_empty, h_NBKV.shape
-        return Room(new(tokens + 1, *shape), new(tokens, *shape))
+        return StateBuffer(new(tokens + 1, *shape), new(tokens, *shape))
 
-    def part(self, span: slice) -> Room:
+    def part(self, span: slice) -> StateBuffer:
         """That of some tokens; a state in between belongs to those before and behind it."""
         states_C1NBKV = self.states_C1NBKV[span.start : span.stop + 1]
-        return Room(states_C1NBKV, self.z_CNBKV[span], self.filled)
+        return StateBuffer(states_C1NBKV, self.z_CNBKV[span], self.filled)
 
 
 class _Chunk:
     """One chunk's inputs and states: runs the recurrence, three operations per token.
 
-    `room` is memory for the states, which are made nowhere else; if it is filled, nothing runs.
+    `buffer` is memory for the states, which are made nowhere else; if it is filled, nothing runs.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class _Chunk:
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
         h_NBKV: Tensor,
-        room: Room | None = None,
+        buffer: StateBuffer | None = None,
     ) -> None:
         self.plan, self.first, self.w_NVV = plan, span.start, w_NVV
         self.q_CNBK, self.k_CNBK, self.v_CNBV, f_CNB1 = (plan.take(x, span) for x in inputs)
         self.f_CNB11 = f_CNB1[..., None]
-        room = Room.of(len(self.q_CNBK), h_NBKV) if room is None else room
-        states, self.z_CNBKV = room.states_C1NBKV, room.z_CNBKV
-        if room.filled:
+        buffer = StateBuffer.empty(len(self.q_CNBK), h_NBKV) if buffer is None else buffer
+        states, self.z_CNBKV = buffer.states_C1NBKV, buffer.z_CNBKV
+        if buffer.filled:
             restarted = {c: self._before(c, states[c], initial_SNKV) for c in self._restarts()}
         else:
             torch.mul(self.k_CNBK[..., :, None], self.v_CNBV[..., None, :], out=self.z_CNBKV)
@@ -244,12 +244,12 @@ class Chunked(torch.autograd.Function):
         h_NBKV = v_BTNV.new_zeros(N, B, K, V, dtype=plan.dtype)
         if initial_SNKV is not None:
             h_NBKV = seqs.enter(h_NBKV, initial_SNKV, 0)
-        room = Room.of(T, h_NBKV) if plan.keep_states else None
+        buffer = StateBuffer.empty(T, h_NBKV) if plan.keep_states else None
         fronts_XNBKV = h_NBKV.new_empty(0 if plan.keep_states else len(spans), N, B, K, V)
         y_BTNV, final_SNKV = v_BTNV.new_empty(B, T, N, V), plan.new_finals(h_NBKV)
         for i, span in enumerate(spans):
-            part = None if room is None else room.part(span)
-            if room is None:
+            part = None if buffer is None else buffer.part(span)
+            if buffer is None:
                 fronts_XNBKV[i] = h_NBKV
             chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV, part)
             y_BTNV[:, span] = chunk.outputs().permute(2, 0, 1, 3)
@@ -257,7 +257,7 @@ class Chunked(torch.autograd.Function):
             if final_SNKV is not None:
                 plan.keep_finals(final_SNKV, chunk.after_CNBKV, span)
             del chunk  # its memory serves the next one
-        kept = (fronts_XNBKV,) if room is None else (room.states_C1NBKV, room.z_CNBKV)
+        kept = (fronts_XNBKV,) if buffer is None else (buffer.states_C1NBKV, buffer.z_CNBKV)
         ctx.save_for_backward(*inputs, w_NVV, initial_SNKV, *kept)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # final states are rarely used
@@ -270,7 +270,9 @@ class Chunked(torch.autograd.Function):
         *inputs, w_NVV, initial_SNKV = saved[:6]
         plan: Plan = ctx.plan
         spans, kept = plan.spans(), saved[6:]
-        rooms = [Room(*kept, filled=True).part(s) if plan.keep_states else None for s in spans]
+        buffers = [
+            StateBuffer(*kept, filled=True).part(s) if plan.keep_states else None for s in spans
+        ]
         fronts = [kept[0][s.start if plan.keep_states else i] for i, s in enumerate(spans)]
         last_B, first_B = plan.seqs.index_BT[:, -1], plan.seqs.index_BT[:, 0]
         wide_NVV = repeat_heads(w_NVV.to(plan.dtype), plan.num_heads, 0)
@@ -282,8 +284,8 @@ class Chunked(torch.autograd.Function):
         if dfinal_SNKV is not None:
             dh_NBKV.copy_(dfinal_SNKV[last_B].transpose(0, 1))
         with no_autocast(w_NVV):
-            for front, room, span in reversed(list(zip(fronts, rooms, spans, strict=True))):
-                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, front, room)
+            for front, buffer, span in reversed(list(zip(fronts, buffers, spans, strict=True))):
+                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, front, buffer)
                 dy_CNBV = plan.take(dy, span)
                 dafter_CNBKV, dx_CNBKV, dh_NBKV = chunk.state_gradients(
                     dy_CNBV, dh_NBKV, dinitial_SNKV, dfinal_SNKV

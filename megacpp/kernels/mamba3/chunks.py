@@ -62,7 +62,7 @@ def mamba3_chunked(
     """
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
-        chunks = Chunks.of(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
+        chunks = Chunks.for_documents(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
         return _chunked(inputs, weights, chunks, pairing, initial, recompute)
 
 

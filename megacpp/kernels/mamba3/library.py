@@ -102,23 +102,23 @@ def siso_scan(
     It gates as well, unless a norm comes in between.
     """
     _check(inputs, weights)
-    laid, H = Laid.of(docs), inputs.V.shape[2]
+    layout, H = PackedLayout.for_documents(docs), inputs.V.shape[2]
     fused = weights.norm is None
     y_1LHP = kernel(
-        Q=laid.tokens(inputs.Q[:, :, 0]),
-        K=laid.tokens(inputs.K[:, :, 0]),
-        V=laid.tokens(inputs.V),
-        ADT=laid.heads(inputs.ADT),
-        DT=laid.heads(inputs.DT),
-        Trap=laid.heads(inputs.Trap),
+        Q=layout.tokens(inputs.Q[:, :, 0]),
+        K=layout.tokens(inputs.K[:, :, 0]),
+        V=layout.tokens(inputs.V),
+        ADT=layout.heads(inputs.ADT),
+        DT=layout.heads(inputs.DT),
+        Trap=layout.heads(inputs.Trap),
         Q_bias=weights.Q_bias[:, 0],
         K_bias=weights.K_bias[:, 0],
-        Angles=laid.tokens(inputs.Angles).expand(-1, -1, H, -1),
+        Angles=layout.tokens(inputs.Angles).expand(-1, -1, H, -1),
         D=weights.D,
-        Z=laid.tokens(inputs.Z) if fused and inputs.Z is not None else None,
-        Input_States=None if initial is None else laid.entering(initial),
+        Z=layout.tokens(inputs.Z) if fused and inputs.Z is not None else None,
+        Input_States=None if initial is None else layout.entering(initial),
         chunk_size=chunk_size,
-        cu_seqlens=laid.cu_seqlens,
+        cu_seqlens=layout.cu_seqlens,
     )
     y_BTHP = y_1LHP.view(inputs.V.shape)
     return y_BTHP if fused else _gated(y_BTHP[:, :, :, None], inputs, weights)
@@ -140,27 +140,27 @@ def mimo_scan(
     _check(inputs, weights)
     assert weights.mimo_x is not None and weights.mimo_z is not None
     (B, T, H, P), fused = inputs.V.shape, weights.norm is None and initial is None
-    laid = Laid.of(docs, chunk_size)
+    layout = PackedLayout.for_documents(docs, chunk_size)
     N, A = inputs.Q.shape[-1], inputs.Angles.shape[-1]
     y_1LRHP = kernel(
-        Q=laid.tokens(inputs.Q),
-        K=laid.tokens(inputs.K),
-        V=laid.tokens(inputs.V),
-        ADT=laid.heads(inputs.ADT),
-        DT=laid.heads(inputs.DT),
-        Trap=laid.heads(inputs.Trap),
+        Q=layout.tokens(inputs.Q),
+        K=layout.tokens(inputs.K),
+        V=layout.tokens(inputs.V),
+        ADT=layout.heads(inputs.ADT),
+        DT=layout.heads(inputs.DT),
+        Trap=layout.heads(inputs.Trap),
         Q_bias=weights.Q_bias,
         K_bias=weights.K_bias,
         MIMO_V=weights.mimo_x,
         MIMO_Z=weights.mimo_z,
         MIMO_Out=weights.mimo_o if fused else None,
-        Angles=laid.tokens(wide(inputs.Angles)).expand(-1, -1, H, -1),
+        Angles=layout.tokens(wide(inputs.Angles)).expand(-1, -1, H, -1),
         D=weights.D,
-        Z=laid.tokens(inputs.Z) if fused and inputs.Z is not None else None,
+        Z=layout.tokens(inputs.Z) if fused and inputs.Z is not None else None,
         chunk_size=chunk_size,
         rotary_dim_divisor=N // A,
         dtype=inputs.V.dtype,
-        cu_seqlens=laid.cu_seqlens,
+        cu_seqlens=layout.cu_seqlens,
     )
     if fused:
         return y_1LRHP.view(B, T, H, P)
@@ -171,8 +171,8 @@ def mimo_scan(
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
-    """How rows are laid for a kernel: as they are, or one after another in one packed row.
+class PackedLayout:
+    """How rows are layout for a kernel: as they are, or one after another in one packed row.
 
     Attributes:
         cu_seqlens: int32, boundaries of the sequences of the packed row; None: rows as they are.
@@ -183,22 +183,24 @@ class Laid:
     first_B: Tensor | None
 
     @staticmethod
-    def of(docs: Documents, chunk_size: int = 1) -> Laid:
+    def for_documents(docs: Documents, chunk_size: int = 1) -> PackedLayout:
         """Of a batch, made once. A row's first token starts a sequence, whatever came before.
 
         Whole rows are packed where chunks don't divide them: the kernels for MIMO that take rows
         as they are have no backward for the rest of one.
         """
         as_they_are = docs.whole and docs.ids_BT.shape[1] % chunk_size == 0
-        return docs.memo(("mamba3 laid", as_they_are), lambda: Laid._make(docs, as_they_are))
+        return docs.memo(
+            ("mamba3 layout", as_they_are), lambda: PackedLayout._make(docs, as_they_are)
+        )
 
     @staticmethod
-    def _make(docs: Documents, as_they_are: bool) -> Laid:
+    def _make(docs: Documents, as_they_are: bool) -> PackedLayout:
         if as_they_are:
-            return Laid(None, None)
+            return PackedLayout(None, None)
         (B, T), cu_seqlens = docs.ids_BT.shape, docs.cu_seqlens
         row_starts_B = torch.arange(B, device=cu_seqlens.device, dtype=torch.int32) * T
-        return Laid(cu_seqlens, torch.searchsorted(cu_seqlens, row_starts_B))
+        return PackedLayout(cu_seqlens, torch.searchsorted(cu_seqlens, row_starts_B))
 
     def tokens(self, x_BT: Tensor) -> Tensor:
         """`[B, T, ...]` as the kernel reads it."""

@@ -36,7 +36,7 @@ class Chunks:
     whole: bool
 
     @staticmethod
-    def of(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
+    def for_documents(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
         """The chunks of a batch, made once; tokens that pad a row extend its last document."""
         return docs.memo(("mamba3", chunk, dtype), lambda: Chunks._make(docs, chunk, dtype))
 

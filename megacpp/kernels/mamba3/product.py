@@ -57,7 +57,7 @@ class _Decays:
     across_BHJ: Tensor
 
     @staticmethod
-    def of(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> _Decays:
+    def from_sums(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> _Decays:
         ends_BHJ1 = sums_BHJC[..., -1:]
         entry_BHJC = sums_BHJC - log_scale_BHJC
         return _Decays(
@@ -86,7 +86,7 @@ class _ChunkScan(torch.autograd.Function):
         inside_BHJCC = _inside(sums, log_scale, chunks)
         y_MXP = wide(_weights(q, k, gamma, D, inside_BHJCC)[0].to(v.dtype) @ v_MXP)
         del inside_BHJCC
-        decays = _Decays.of(sums, log_scale, chunks)
+        decays = _Decays.from_sums(sums, log_scale, chunks)
         added_MNP = _times(k, decays.until_end_BHJC).view_as(k_MNX) @ v_MXP
         across_BHJ = decays.across_BHJ
         states = carry(added_MNP.unflatten(0, across_BHJ.shape), across_BHJ, first, False)
@@ -129,7 +129,7 @@ def _backward(
     dk_MNX = q_MNX @ dscores_MXX
 
     # Through the states: what outputs read of them, what they pass on, what chunks add to them.
-    decays = _Decays.of(sums, log_scale, chunks)
+    decays = _Decays.from_sums(sums, log_scale, chunks)
     dcarried_MXP = (dy_MXP * _rows(decays.since_start_BHJC, q)).to(dtype)
     dread_MNX = _entering(states, dtype) @ dcarried_MXP.mT
     dq_MNX = torch.baddbmm(dread_MNX, k_MNX, dscores_MXX.mT)
