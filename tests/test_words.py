@@ -197,7 +197,7 @@ def table() -> str:
 
 
 # Class names that two files share today, and the rooms with a method `of`.
-SHARED: set[str] = set("Ahead Block HeadWeights Held Plan Walk _Gather _Spread".split())
+SHARED: set[str] = set("Block Held Walk".split())
 CALLED_OF = ("megacpp/memory/",)
 
 

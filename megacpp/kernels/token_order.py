@@ -30,7 +30,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
+class TokensAhead:
     """What comes after each of N tokens, among the M tokens of whole rows, one after the other.
 
     Attributes:
@@ -50,7 +50,7 @@ class Ahead:
     @staticmethod
     def from_rows(
         ids_BT: Tensor, ends_BT: Tensor, window: int, index_T: Tensor | None = None
-    ) -> Ahead:
+    ) -> TokensAhead:
         """Of whole rows.
 
         Args:
@@ -70,7 +70,7 @@ class Ahead:
         if index_T is not None:
             places_M = places_M.view(B, T)[:, index_T].flatten()
             last_M = last_M[places_M]
-        return Ahead(ids_M, before_M, places_M, last_M, max(1, min(window, T - 1)))
+        return TokensAhead(ids_M, before_M, places_M, last_M, max(1, min(window, T - 1)))
 
     def targets(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Words `[n, K]` ahead of some of the tokens, and the target probability of each.
@@ -97,7 +97,7 @@ class Ahead:
 def token_order_loss(
     x_ND: Tensor,
     weight_VD: Tensor,
-    ahead: Ahead,
+    ahead: TokensAhead,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
     backend: str = "torch",
@@ -162,7 +162,7 @@ class _TokenOrderLoss(torch.autograd.Function):
         ctx: FunctionCtx,
         x_ND: Tensor,
         weight_VD: Tensor,
-        ahead: Ahead,
+        ahead: TokensAhead,
         rows: int,
         grad: bool,
         shard: VocabularyShard | None,

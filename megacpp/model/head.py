@@ -32,7 +32,7 @@ class LossSum:
         loss_sum: what is differentiated: cross entropy plus z-loss, summed over valid tokens.
         valid_tokens: int64 number of labels that aren't -100.
         nll_sum: cross entropy alone in nats, for reports; carries no gradient.
-        ahead_sum: weighted losses of tokens further ahead (`Ahead`), beside `loss_sum`.
+        ahead_sum: weighted losses of tokens further ahead (`AheadStates`), beside `loss_sum`.
     """
 
     loss_sum: Tensor
@@ -41,7 +41,7 @@ class LossSum:
     ahead_sum: Tensor | None = None
 
 
-class Ahead(NamedTuple):
+class AheadStates(NamedTuple):
     """Further hidden states `[N, T, D]` with labels `[N, T]` (-100: ignored), for the same head.
 
     Each label's loss counts `weight_N`; with `detached` the head learns nothing from them.
@@ -79,7 +79,9 @@ class LanguageModelHead(nn.Module):
         self.weight = tied
         self.shard: VocabularyShard | None = None
 
-    def forward(self, x_BTD: Tensor, labels_BT: Tensor, ahead: Ahead | None = None) -> LossSum:
+    def forward(
+        self, x_BTD: Tensor, labels_BT: Tensor, ahead: AheadStates | None = None
+    ) -> LossSum:
         """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens.
 
         `ahead` has the same soft cap and z-loss. It comes with the same call: FSDP2 would reduce

@@ -77,17 +77,19 @@ class DocumentLoadOfRanks(nn.Module):
     def forward(self, chosen_tK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
         """`[t, E]`: the part of each token's document that chose each expert."""
         group, E = self.group, self.num_experts
-        spread = docs.memo(("documents of ranks", group.group_name), lambda: _spread(docs, group))
+        slots = docs.memo(
+            ("documents of ranks", group.group_name), lambda: _document_slots(docs, group)
+        )
         bytes_tK = chosen_tK.to(torch.int16).view(torch.uint8)  # not every backend sends int16
         chosen_nK = gather_plain(bytes_tK, 0, group).view(torch.int16).to(torch.int64)
-        place_N = (spread.slot_n[:, None] * E + chosen_nK).flatten()
+        place_N = (slots.slot_n[:, None] * E + chosen_nK).flatten()
         ones_N = torch.ones_like(place_N, dtype=dtype)
         counts = ones_N.new_zeros((len(chosen_tK) + 1) * E).index_add_(0, place_N, ones_N)
-        return counts.view(-1, E).index_select(0, spread.slot_t) / spread.length_t[:, None]
+        return counts.view(-1, E).index_select(0, slots.slot_t) / slots.length_t[:, None]
 
 
 @dataclass(frozen=True)
-class _Spread:
+class _DocumentSlots:
     """Documents of this rank's tokens, numbered by slots of which there are t.
 
     Attributes:
@@ -101,7 +103,7 @@ class _Spread:
     length_t: Tensor
 
 
-def _spread(docs: Documents, group: dist.ProcessGroup) -> _Spread:
+def _document_slots(docs: Documents, group: dist.ProcessGroup) -> _DocumentSlots:
     """Slots of documents; one small all-gather of the ranks' positions, once per batch."""
     row, index_t = docs.row, docs.index_T
     assert row is not None and index_t is not None, "documents of a part know the whole rows"
@@ -114,4 +116,4 @@ def _spread(docs: Documents, group: dist.ProcessGroup) -> _Spread:
     # A document's slot is its first token here, so that its size follows from shapes.
     slot_D = document_t.new_full((B * T,), t)
     slot_D.scatter_reduce_(0, document_t, torch.arange(t, device=slot_D.device), "amin")
-    return _Spread(slot_D[document_n], slot_D[document_t], length_BT[:, index_t].flatten())
+    return _DocumentSlots(slot_D[document_n], slot_D[document_t], length_BT[:, index_t].flatten())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megacpp.kernels.experts.rows import Groups, group_rows, most_slots
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
-from megacpp.kernels.m2rnn.chunks import Chunked, Plan
+from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.sparse_attention.indexer import query_blocks
@@ -55,7 +55,7 @@ def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
         every_chunk: of M2RNN, and of the queries of an indexer; else the first and the last ones
             are run. They need what others need, and do less.
     """
-    few = () if every_chunk else ((Plan, FewChunks), (query_blocks, ends_of_queries))
+    few = () if every_chunk else ((ChunkPlan, FewChunks), (query_blocks, ends_of_queries))
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
         yield
 
@@ -114,7 +114,7 @@ class Recurrence:
         f_BTN1: Tensor,
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
-        plan: Plan,
+        plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
         (B, T, _, V), K, N = v_BTNV.shape, k_BTNK.shape[-1], plan.num_heads
         shapes: list[Shape] = [((B, T, N, V), v_BTNV.dtype)]
@@ -148,7 +148,7 @@ class ChunkAtOnce(m2rnn_chunks._Chunk):
     without values say; none is taken to.
     """
 
-    def __init__(self, plan: Plan, span: slice, *rest: Any) -> None:
+    def __init__(self, plan: ChunkPlan, span: slice, *rest: Any) -> None:
         super().__init__(replace(plan, seqs=replace(plan.seqs, entries=())), span, *rest)
 
     def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
@@ -179,8 +179,8 @@ class _Ends(list[slice]):
 
 
 @dataclass(frozen=True, eq=False)
-class FewChunks(Plan):
-    """In place of `m2rnn_chunks.Plan`: what a chunk leaves behind is overwritten by the next."""
+class FewChunks(ChunkPlan):
+    """Stand-in for `ChunkPlan` in which each chunk writes over the memory of the one before."""
 
     def spans(self) -> list[slice]:
         return _Ends(super().spans())

@@ -61,7 +61,7 @@ class Indexer(AuxiliarySource):
         self.wq_b = nn.Linear(query_width, heads * dim, bias=False)
         self.wk = nn.Linear(config.dim, dim, bias=False)
         self.k_norm = LayerNorm(dim, KEY_EPS)
-        self.weights_proj = HeadWeights(config.dim, heads)
+        self.weights_proj = IndexHeadWeights(config.dim, heads)
         self.register_losses()
 
     def forward(self, x_BTD: Tensor, latent_BTL: Tensor, docs: Documents) -> Index:
@@ -117,7 +117,7 @@ class Indexer(AuxiliarySource):
         return torch.cat((turned, still), dim=-1) if rest else turned
 
 
-class HeadWeights(Fp32Contract):
+class IndexHeadWeights(Fp32Contract):
     """A weight for each indexer head, from x, computed in fp32 as upstream does."""
 
     def __init__(self, dim: int, heads: int) -> None:

@@ -21,7 +21,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
-from megacpp.model.head import Ahead, LossSum
+from megacpp.model.head import AheadStates, LossSum
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.norm import RMSNorm
@@ -122,11 +122,11 @@ class MultiTokenPrediction(AuxiliarySource):
         """`[K B, T]`: tokens 1 to K ahead; 0 where the document has no such token."""
         return torch.cat([docs.tokens_beside(k, 0) for k in self._depths()])
 
-    def ahead(self, hidden_NTD: Tensor, docs: Documents) -> Ahead:
+    def ahead(self, hidden_NTD: Tensor, docs: Documents) -> AheadStates:
         """What the head is asked beside the next token."""
         labels_NT = torch.cat([docs.labels_beside(k, IGNORED) for k in self._depths()])
         weights_N = self.weights_K.repeat_interleave(labels_NT.numel() // self.mtp.depths)
-        return Ahead(hidden_NTD, labels_NT, weights_N, self.mtp.detach_head)
+        return AheadStates(hidden_NTD, labels_NT, weights_N, self.mtp.detach_head)
 
     def attach(self, out: LossSum) -> LossSum:
         """The head's answer, with the loss of all depths hung onto that of the next token."""

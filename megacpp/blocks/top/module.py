@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linear_cross_entropy.chunked import VocabularyShard
-from megacpp.kernels.token_order import Ahead, token_order_loss
+from megacpp.kernels.token_order import TokensAhead, token_order_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, Rule
@@ -61,7 +61,7 @@ class TokenOrder(AuxiliarySource):
         """Sum of the loss over tokens; `docs` knows the ids of whole rows."""
         row = docs if docs.row is None else docs.row
         assert row.tokens_BT is not None, "documents that know no tokens (Documents.with_tokens)"
-        ahead = Ahead.from_rows(row.tokens_BT, row.ends_BT, self.top.window, docs.index_T)
+        ahead = TokensAhead.from_rows(row.tokens_BT, row.ends_BT, self.top.window, docs.index_T)
         x_ND, weight_VD = x_BTD.flatten(0, -2), self.unembed.weight
         backend = self.kernels.cross_entropy
         return token_order_loss(x_ND, weight_VD, ahead, shard=self.shard, backend=backend)

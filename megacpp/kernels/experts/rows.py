@@ -139,12 +139,12 @@ def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -
 
 def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:
     """Tokens `[T, D]` copied to their slots `[S, D]`; gradients of a token's copies are summed."""
-    return _Spread.apply(x_TD, groups)  # type: ignore[return-value]
+    return _CopyRows.apply(x_TD, groups)  # type: ignore[return-value]
 
 
 def gather_rows(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
     """Weighted sum of each token's rows, `[T, D]` in the dtype of the weights (fp32 or fp64)."""
-    return _Gather.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
+    return _WeighedSum.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
 
 
 def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
@@ -225,7 +225,7 @@ def _at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _Spread(torch.autograd.Function):
+class _CopyRows(torch.autograd.Function):
     """Copy out, sum back. Both are gathers: no atomics, so the sums have one order."""
 
     @staticmethod
@@ -241,7 +241,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The adjoint of `_Spread`."""
+    """The adjoint of `_CopyRows`."""
 
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, groups: Groups) -> Tensor:
@@ -268,7 +268,7 @@ class _Weigh(torch.autograd.Function):
         return _copies_of_slots(grads[0], ctx.groups).T, None
 
 
-class _Gather(torch.autograd.Function):
+class _WeighedSum(torch.autograd.Function):
     """y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
 
     @staticmethod

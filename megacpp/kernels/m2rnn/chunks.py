@@ -42,7 +42,7 @@ class StateClip:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ChunkPlan:
     """What the chunks need besides tensors with gradients."""
 
     seqs: Sequences
@@ -123,7 +123,7 @@ class _Chunk:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ChunkPlan,
         span: slice,
         inputs: Sequence[Tensor],
         w_NVV: Tensor,
@@ -236,7 +236,7 @@ class Chunked(torch.autograd.Function):
         f_BTN1: Tensor,
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
-        plan: Plan,
+        plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
         inputs, seqs, N = (q_BTNK, k_BTNK, v_BTNV, f_BTN1), plan.seqs, plan.num_heads
         (B, T, _, V), K, spans = v_BTNV.shape, k_BTNK.shape[-1], plan.spans()
@@ -268,7 +268,7 @@ class Chunked(torch.autograd.Function):
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
         saved = ctx.saved_tensors  # once: what is rebuilt is rebuilt at each reading
         *inputs, w_NVV, initial_SNKV = saved[:6]
-        plan: Plan = ctx.plan
+        plan: ChunkPlan = ctx.plan
         spans, kept = plan.spans(), saved[6:]
         buffers = [
             StateBuffer(*kept, filled=True).part(s) if plan.keep_states else None for s in spans

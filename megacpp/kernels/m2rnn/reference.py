@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megacpp.kernels.m2rnn.chunks import Chunked, Plan, StateClip, no_autocast, repeat_heads
+from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan, StateClip, no_autocast, repeat_heads
 from megacpp.kernels.restarts import Sequences, sequences_of
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def m2rnn_chunked(
     if backend == "reference":
         return m2rnn_sequential(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
-    plan = Plan(
+    plan = ChunkPlan(
         sequences_of(docs, v_BTNV),
         clip,
         chunk_size,
@@ -162,7 +162,7 @@ def m2rnn_carried(
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
     seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
     seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
-    plan = Plan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
+    plan = ChunkPlan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
     with no_autocast(v_BTNV):
         return _chunks_by(backend).apply(  # type: ignore[return-value]
             q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.m2rnn.chunks import Plan, no_autocast
+from megacpp.kernels.m2rnn.chunks import ChunkPlan, no_autocast
 from megacpp.kernels.m2rnn.triton_launch import Launch, Span
 
 CLIPS = {None: 0, "carried": 1, "total": 2}  # the kernels' names of them
@@ -42,7 +42,7 @@ class TritonChunked(torch.autograd.Function):
         f_BTN1: Tensor,
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
-        plan: Plan,
+        plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
         assert plan.dtype == torch.float32, f"the kernels compute in fp32, not in {plan.dtype}"
         tensors = q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV
@@ -62,7 +62,7 @@ class TritonChunked(torch.autograd.Function):
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
         # Read once: what is rebuilt is rebuilt at each reading.
         q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV, *kept = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: ChunkPlan = ctx.plan
         B, T, _, V = v_BTNV.shape
         dy = v_BTNV.new_zeros(B, T, plan.num_heads, V) if dy_BTNV is None else dy_BTNV
         mode, bound = (plan.clip.mode, plan.clip.limit) if plan.clip else (None, 0.0)
@@ -92,7 +92,7 @@ def _ready(
     return *vectors, f_BTN1[..., 0], w_NVV.contiguous(), initial_SNKV
 
 
-def _restarts(plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+def _restarts(plan: ChunkPlan) -> tuple[Tensor | None, Tensor | None]:
     """Where rows restart behind their first token, and the sequence of each token; None: nowhere.
 
     bool and int64 `[B, T]`.
@@ -102,7 +102,7 @@ def _restarts(plan: Plan) -> tuple[Tensor | None, Tensor | None]:
     return F.pad(plan.seqs.starts_BT[:, 1:], (1, 0)), plan.seqs.index_BT.contiguous()
 
 
-def _num_finals(plan: Plan, index_BT: Tensor | None) -> int:
+def _num_finals(plan: ChunkPlan, index_BT: Tensor | None) -> int:
     """Final states that are wanted: one per row or one per sequence (waits for the device)."""
     if not plan.final_states:
         return 0

@@ -35,7 +35,7 @@ class Span:
     first: int
     count: int
     place: int
-    room: int
+    capacity: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Launch:
             *(_given(x, some) for x in (self.starts_BT, self.index_BT, initial_SNKV)),
             *(_given(x, some) for x in (y_BTNV, fronts_XBNKV, final_SNKV, before, z)),
             *(span.first, span.count, self.num_rows, self.num_heads, chunk_size),
-            *(span.place, span.room, *_strides(q, k, v, f), self.num_tokens),
+            *(span.place, span.capacity, *_strides(q, k, v, f), self.num_tokens),
             **self._shared("QKVFW"),
             PACKED=packed,
             INITIAL=initial_SNKV is not None,
@@ -112,7 +112,7 @@ class Launch:
             *(q, f, dy_BTNV, self.w_NVV, z_NCBKV, g_NCBKV, dh_BNKV),
             *(_given(x, dh_BNKV) for x in outside),
             *(bound, span.first, span.count, self.num_rows, self.num_heads),
-            *(span.place, span.room, g_NCBKV.shape[1], *_strides(q, f), self.num_tokens),
+            *(span.place, span.capacity, g_NCBKV.shape[1], *_strides(q, f), self.num_tokens),
             **self._shared("QFW"),
             PACKED=self.starts_BT is not None,
             DINITIAL=dinitial_SNKV is not None,
@@ -138,7 +138,7 @@ class Launch:
             (span.count, self.num_heads, self.num_rows),
             *(k, v, f, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, *parts),
             *(span.first, self.num_rows, self.num_heads),
-            *(span.place, span.room, g_NCBKV.shape[1], *_strides(k, v, f), self.num_tokens),
+            *(span.place, span.capacity, g_NCBKV.shape[1], *_strides(k, v, f), self.num_tokens),
             *(stride for part in parts for stride in part.stride()[:2]),
             **self._shared("KVF"),
         )

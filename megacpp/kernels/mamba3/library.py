@@ -172,7 +172,7 @@ def mimo_scan(
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """How rows are layout for a kernel: as they are, or one after another in one packed row.
+    """Rows as a kernel reads them: as they are, or one after another in one packed row.
 
     Attributes:
         cu_seqlens: int32, boundaries of the sequences of the packed row; None: rows as they are.
