@@ -1,4 +1,4 @@
-"""The run, top to bottom: config, mesh, model, optimizer, accumulate, step, record.
+"""Training run, top to bottom: config, mesh, model, optimizer, accumulate, step, record.
 
 torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200
 python train.py --help
@@ -47,6 +47,12 @@ from parallel.mesh import pick_device, start
 
 
 def main(resolved: Resolved, peers: RankStore) -> None:
+    """Train a resolved configuration from its last checkpoint to its last step.
+
+    Raises:
+        PreemptedError: SIGTERM arrived; the state after that step is saved.
+        NonFiniteError: more than `train.max_skips` steps in a row were left out.
+    """
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
     with peers.agree("start"):  # what one node lacks ends all of them
         device = pick_device(resolved.config.train.device)

@@ -1,11 +1,11 @@
-"""One block's forward and backward, recorded for megacpp/memory/block_trace.py.
+"""Record of one block's forward and backward, for megacpp/memory/block_trace.py.
 
     with BlockMeter(model) as meter:
         meter.run(block, x_BTD, docs)
     meter.trace()
 
-(Activation memory.) The gradient that arrives from behind is made when the backward begins, and the
-gradient of the input is handed to nobody: both as in a step, where other blocks make and take them.
+(Activation memory.) The gradient of the output is allocated when the backward begins, and the
+gradient of the input is freed at once: in a step, the neighbouring blocks allocate and free them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacpp.model.documents import Documents
 
 
 class BlockMeter(Meter):
-    """Meters one block of a model, from its input's arrival to its input's gradient."""
+    """Meter of one block of a model, from its input's arrival to its input's gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, flops=False)
@@ -113,7 +113,7 @@ class BlockMeter(Meter):
             self._of_batch.add(id(self.allocations[-1]))
 
     def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave out what documents remember: the first layer makes it for all."""
+        """Leave out what documents memoize: the first layer makes it for all."""
 
         def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
             def made() -> Any:
@@ -139,7 +139,7 @@ def _in_order(events: list[int]) -> Iterator[int]:
 
 
 class _Begin(torch.autograd.Function):
-    """The block in front: it takes the gradient, which is then free."""
+    """Stand-in for the block in front: it takes the gradient, which is then free."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """The block behind: it makes the gradient when its own backward is done."""
+    """Stand-in for the block behind: it allocates the gradient when its own backward is done."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our own 
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The fused kernels."""
+    """FLOPs of a fused attention kernel's forward."""
     return sdpa_flop_count(q.shape, *_for_all_heads(q, k, v))
 
 
@@ -29,7 +29,7 @@ def _for_all_heads(q: Any, k: Any, v: Any) -> Iterator[Sequence[int]]:
 
 
 def _added_product_flops(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """In place: total += left @ right, of matrices or of batches of them."""
+    """FLOPs of `total += left @ right` in place, of matrices or of batches of them."""
     return 2 * left.numel() * right.shape[-1]
 
 

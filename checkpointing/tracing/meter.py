@@ -1,18 +1,19 @@
-"""What a forward keeps for its backward: every storage, from the operator that made it to its end.
+"""Storages that a forward allocates and saves for its backward, each from allocation to free.
 
     with Meter(model) as meter:
         model(ids_BT, labels_BT, docs).loss_sum.backward()
-    meter.kept         # what was alive when the forward had ended
+    meter.kept         # allocations alive when the forward had ended
     meter.flops        # by part of the model and phase
     meter.timeline()   # bytes alive after each operator
 
 (Activation memory.) A storage counts once, however many views it has, and belongs to the part of
-the model whose forward made it: the residual stream between two blocks to the first of them. What
-is made of parameters alone (gathered ones, casts) is `weight`, what hangs on the documents of the
-batch is `batch`; neither depends on which layer came first. What existed before isn't counted.
+the model whose forward made it: the residual stream between two blocks to the first of them. A
+storage made of parameters alone (gathered ones, casts) is a `weight`; one that the documents of the
+batch hold is `batch`; neither depends on which layer came first. Storages that existed before
+aren't counted.
 
 Tensors may be real or fake. A block's backward is the time from the gradient of its result to that
-of its argument; what runs inside a saved-tensor hook meanwhile was run before: it is `replayed`.
+of its argument; operators inside a saved-tensor hook meanwhile ran before: they are `replayed`.
 """
 
 from __future__ import annotations
@@ -49,16 +50,17 @@ Phase = Literal["forward", "backward", "replayed"]
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """A storage: who made it, how large it is, from which operator to which it lived.
+    """Storage with its maker, its size, and the operators at which it was allocated and freed.
 
     Attributes:
         part: `embed`, `blocks.3`, `norm`, `head`, or empty outside of all of them.
-        path: the module below the part whose forward made it.
+        path: module below the part whose forward made it.
         operator: that made it or, of memory without values, that first wrote into it.
-        allocated_at, freed_at: number of the operator; still alive if it never freed_at.
+        shape, dtype: of the first tensor in it; `bytes` of all of it.
+        allocated_at, freed_at: number of the operator; `freed_at` is None while it is alive.
         backward: made in a backward.
         weight: made of parameters alone; None: of nothing yet.
-        batch: kept by the documents of the batch, for all layers.
+        batch: held by the documents of the batch, for all layers.
         host: in the host's memory.
         gradient: of a parameter, when the meter was left.
     """
@@ -79,15 +81,16 @@ class Allocation:
 
 
 class Meter(TorchDispatchMode):
-    """Follows what is made inside of the block, for one forward and its backward.
+    """Follows storages that are made inside of the context, for one forward and its backward.
 
     Args:
-        host: what lies in the host's memory when the forward has ended.
-        flops: count them, too; what counts imports Triton where it is installed.
+        model: its parts and modules name the allocations.
+        host: returns the buffers that lie in the host's memory when the forward has ended.
+        flops: count them, too; the formulas import Triton where it is installed.
 
     Attributes:
-        allocations: every storage, in the order of birth.
-        kept: those that were alive when the forward had ended.
+        allocations: every storage, in the order of allocation.
+        kept: copies of those that were alive when the forward had ended.
         flops: of matrix products, by part and phase.
         count: operators so far.
         forward_ended: operators of the forward.
@@ -151,7 +154,7 @@ class Meter(TorchDispatchMode):
                 alloc.gradient = True
 
     def timeline(self) -> list[tuple[int, int]]:
-        """(operator, bytes alive after it), wherever they change."""
+        """Pairs of operator number and bytes alive after it, wherever the bytes change."""
         found: dict[int, int] = {}
         now = 0
         for index, change, *_ in self._events:
@@ -160,7 +163,11 @@ class Meter(TorchDispatchMode):
         return list(found.items())
 
     def alive_by_part(self, backward: bool) -> Iterator[tuple[str, int]]:
-        """Whose turn it was and the bytes alive, without weights and gradients of parameters."""
+        """Yield running part and bytes alive at each change, without weights and their gradients.
+
+        Args:
+            backward: changes in the backward instead of those in the forward.
+        """
         now = 0
         for index, change, alloc, part in self._events:
             if alloc.weight or alloc.gradient or alloc.batch or alloc.host:
@@ -170,12 +177,12 @@ class Meter(TorchDispatchMode):
                 yield part, now
 
     def peak(self, backward: bool) -> tuple[int, int]:
-        """The operator after which most bytes are alive in the forward, or in the backward."""
+        """Operator and bytes of the peak of the forward, or of the backward; (0, 0) without one."""
         inside = [x for x in self.timeline() if (x[0] > self.forward_ended) == backward]
         return max(inside, key=lambda x: x[1], default=(0, 0))
 
     def alive_at(self, index: int) -> Iterator[tuple[Allocation, int]]:
-        """Every storage that has bytes after operator `index`, and how many."""
+        """Pairs of every storage that has bytes after operator `index`, and the number of bytes."""
         found: dict[int, list[Any]] = {}
         for when, change, alloc, _ in self._events:
             if when <= index:
@@ -209,7 +216,7 @@ class Meter(TorchDispatchMode):
     def _follow(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, back: bool
     ) -> None:
-        """Takes note of what an operator made and wrote."""
+        """Note which storages an operator made and which it wrote."""
         inputs = {id(t.untyped_storage()) for t in tensors_in((args, kwargs))}
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
         changed = set()
@@ -249,7 +256,7 @@ class Meter(TorchDispatchMode):
         self._events.append((self.count, change, alloc, part))
 
     def _write(self, alloc: Allocation, kind: Kind, others: set[int]) -> None:
-        """A storage gets values; a sum with something else is no weight any more."""
+        """Note that an operator wrote to a storage; a sum with other than weights is no weight."""
         if alloc.operator in ALLOCATORS:
             alloc.operator = kind.name
         made_of = self._of_weights(others)
@@ -263,14 +270,14 @@ class Meter(TorchDispatchMode):
         self._note(alloc, -alloc.bytes)
 
     def _of_weights(self, storages: set[int]) -> bool | None:
-        """All of them are made of parameters; None: there is nothing to tell by."""
+        """Whether all storages are made of parameters; None without storages."""
         if not storages:
             return None
         alive, parameters = self._alive, self._parameters
         return all(alive[key].weight if key in alive else key in parameters for key in storages)
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """FSDP2 frees and fills storages without an operator."""
+        """Follow `resize_`, by which FSDP2 frees and fills storages without an operator."""
 
         def resize_(storage: UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
@@ -328,7 +335,7 @@ class Meter(TorchDispatchMode):
         self._back = part
 
     def _unpacking(self, init: Callable[..., None]) -> Callable[..., None]:
-        """What runs to get a saved tensor back is replayed."""
+        """Count operators that run while a saved tensor is unpacked as replayed."""
 
         def watched(
             hooks: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -346,23 +353,26 @@ class Meter(TorchDispatchMode):
 
 
 def in_backward() -> bool:
-    """The autograd engine runs."""
+    """Return whether the autograd engine is running a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def local_part(t: Tensor) -> Tensor:
-    """What this process stores of a tensor; torchao wraps what FSDP2 is to gather in FP8."""
+    """Return the tensor that this process stores of `t`, of its local shape `[...]`.
+
+    torchao wraps the tensors that FSDP2 gathers in FP8; the wrapper is taken off.
+    """
     own = getattr(t, "_local_tensor", t)
     return getattr(own, "_tensor", own)
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a module or parameter belongs to."""
+    """Return the part of the model (`blocks.3`, `head`) that a module or parameter belongs to."""
     return _split(name)[0]
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The part and the module below it; the whole model is none."""
+    """Return the part and the path of the module below it; both empty for the whole model."""
     words = name.split(".")
     own = 2 if words[0] == "blocks" else 1
     part = ".".join(words[:own])
@@ -370,7 +380,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Callable[[], None]:
-    """Puts `around(original)` in the place of a method; returns what puts it back."""
+    """Replace a method by `around(original)`; return the function that restores it."""
     own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, around(original))
     return partial(setattr, owner, name, original) if own else partial(delattr, owner, name)

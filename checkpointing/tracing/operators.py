@@ -1,4 +1,4 @@
-"""What there is to know of an operator, and of the tensors that go in and come out."""
+"""Properties of an operator's schema, and of the tensors that go in and come out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALLOCATORS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What is to know of an operator."""
+    """Properties of an operator: whether it returns views, allocates without values, or writes."""
 
     name: str
     view: bool
@@ -31,6 +31,7 @@ class Kind:
 
 @cache
 def kind_of(func: Any) -> Kind:
+    """Return the properties of an ATen operator, from its schema."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     writes = tuple(
@@ -45,7 +46,7 @@ def kind_of(func: Any) -> Kind:
 
 @cache
 def wraps(kind: type) -> bool:
-    """A subclass around other tensors; a fake tensor is one by itself."""
+    """Return whether a tensor class wraps other tensors; a fake tensor does not."""
     return not issubclass(kind, FakeTensor) and is_traceable_wrapper_subclass_type(kind)
 
 

@@ -81,13 +81,13 @@ class Recorder(Meter):
     # ---- what runs ----------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The step that is asked for starts here."""
+        """Start the recorded step here; name gradients, parameters and optimizer state so far."""
         self._first = len(self._events)
         self._marks.clear()
         self.name_resting(optimizer)
 
     def name_resting(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Parameters, and the optimizer's state as far as there is some."""
+        """Name parameters, buffers, and the optimizer's state as far as it exists."""
         state = optimizer.state if optimizer is not None else {}
         parameters = list(self.model.named_parameters())
         resting = [("optimizer_state", name, state.get(p)) for name, p in parameters]
@@ -108,7 +108,7 @@ class Recorder(Meter):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A part of the step outside of forward and backward: `clip`, `optimizer`, ..."""
+        """Mark a stage of the step outside of forward and backward: `clip`, `optimizer`, ..."""
         self._stage, before = name, self._stage
         self.mark(name)
         if name == "clip":
@@ -119,18 +119,18 @@ class Recorder(Meter):
             self.note_gradients()
 
     def mark(self, name: str) -> None:
-        """What happens next is of `name`; the same again says nothing new."""
+        """Note that the next events belong to `name`; the same name again adds no mark."""
         if not self._marks or self._marks[-1][1] != name:
             self._marks.append((len(self._events), name))
 
     def note_gradients(self) -> None:
-        """Gradients of parameters, as they are now."""
+        """Name the gradients that parameters have now."""
         for p in self.model.parameters():
             if p.grad is not None:
                 self._name(id(local_part(p.grad).untyped_storage()), "gradients")
 
     def stream(self) -> Stream:
-        """Blocks and events of the step, those that were there before first."""
+        """Blocks and events of the step, those that existed before it first."""
         found = Stream()
         numbers: dict[int, int] = {}
         marks = [(max(0, index - self._first), name) for index, name in self._marks]
@@ -181,7 +181,7 @@ class Recorder(Meter):
         return "workspace"
 
     def _routes(self, alloc: Allocation) -> bool:
-        """Made by the router of an E block, or on the way of rows to its experts and back."""
+        """Whether an E block's router made it, or the way of rows to their experts and back did."""
         if f"{alloc.part}.mixer.router" not in self._modules:
             return False
         weights = alloc.path == "mixer.experts" and len(alloc.shape) == 1  # of rows in their slots
@@ -228,7 +228,7 @@ class Recorder(Meter):
         self.mark(f"backward {part}")
 
     def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
-        """What the documents of a batch remember is made by the first layer that asks."""
+        """Note the allocations that documents memoize: the first layer that asks makes them."""
 
         def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
             def made() -> Any:
@@ -254,7 +254,7 @@ def _locals(found: Any) -> Any:
 
 
 def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """What FSDP2 makes for a unit belongs to that unit; yields what undoes the watching."""
+    """Attribute allocations of FSDP2 to their unit; yield functions that undo the patches."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
 
     parts: dict[int, str] = {}
@@ -277,7 +277,7 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
                     recorder._name(id(local_part(local_part(grad)).untyped_storage()), "gradients")
 
     def reduces(method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        """A pipeline's schedule has all units reduce their gradients once, at the end."""
+        """Mark the reductions that a pipeline's schedule runs for all units at a step's end."""
         if not in_backward() and recorder._back != "embed":
             recorder.mark("reduce")
         return around(method, group, *args, **kwargs)
@@ -292,7 +292,7 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
             recorder._unit = before
 
     def begins(method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        """A block's backward begins where its unit gathers, or fetches for the one before."""
+        """Mark a block's backward where its unit gathers, or prefetches for the block before it."""
         own = part(group)
         if own.startswith(("blocks.", "mtp")) and any(
             names.get(id(m)) == own for m in group.modules
@@ -313,7 +313,7 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def _blind_to_layouts(recorder: Recorder) -> Callable[[], None]:
-    """DTensor asks fake tensors of whole shapes what an operator gives: no rank has these."""
+    """Ignore the fake tensors of whole shapes that DTensor runs operators on: no rank has them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator as Propagator
 
     name = "_propagate_tensor_meta_non_cached"

@@ -20,7 +20,7 @@ from megacpp.config.settings import WIDEST, setting
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A hybrid: `pattern` letters (A M E R G F) tiled to `depth`; `|` marks pipeline cuts."""
+    """Hybrid model: `pattern` letters (A M E R G F) tiled to `depth`; `|` marks pipeline cuts."""
 
     dim: int = setting(256, "Width of the model.", "dims", at_least=1, at_most=1 << 20)
     depth: int = setting(

@@ -32,7 +32,11 @@ MOST_MICROBATCHES = 1_000_000  # of a step
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raises ConfigError for the first broken rule of a configuration on `world_size` ranks."""
+    """Raise the first broken rule of a configuration on `world_size` ranks.
+
+    Raises:
+        ConfigError: key, value, rule and fix in one line.
+    """
     for error in broken(config, world_size):
         raise error
 
@@ -51,7 +55,7 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """The configuration with derived settings filled in; call after `check`."""
+    """Return the configuration with derived settings filled in; call after `check`."""
     ranks = batch_ranks(config.mesh, world_size)
     per_micro = config.train.device_batch_size * config.data.seq_len * ranks
     accum = config.train.grad_accum or max(1, config.train.tokens_per_step // per_micro)
@@ -62,7 +66,7 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def lookup(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key such as `mesh.tp`."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -222,7 +226,7 @@ def _optimizer(config: Config) -> Iterator[ConfigError]:
 
 
 def _adamw_state(config: Config) -> Iterator[ConfigError]:
-    """Where moments can be kept; on which device an `auto` run is, the optimizer finds out."""
+    """Yield broken rules of where moments are kept; the optimizer checks an `auto` device."""
     state = config.optim.adamw_state
     if state == "cpu_offload" and config.train.device == "cpu":
         yield config_error(
@@ -269,7 +273,7 @@ RULES: dict[str, Rules] = {
 
 
 def tokens_formula(train: TrainConfig, seq_len: int, ranks: int) -> str:
-    """How the tokens of one optimizer step come about, for the header."""
+    """Return the product that makes the tokens of one optimizer step, for the header."""
     return (
         f"{train.device_batch_size} rows x {seq_len} tokens x {ranks} data ranks "
         f"x {train.grad_accum} microbatches = {train.tokens_per_step:,} tokens a step"

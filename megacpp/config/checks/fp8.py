@@ -1,10 +1,10 @@
-"""Which linear layers may compute in FP8, and what FP8 can't be combined with; no torch here.
+"""Linear layers that may compute in FP8, and settings that FP8 excludes; no torch here.
 
-FP8 multiplies numbers of 8 bits, each tensor or row scaled to their range first. The scale is taken
-from what is multiplied, so a recomputation finds the same one. But Transformer Engine's layers
+FP8 multiplies numbers of 8 bits, each tensor or row scaled to their range first. The scale is
+computed from the operands, so a recomputation finds the same one. But Transformer Engine's layers
 compute in FP8 only inside of its context, which a forward has and a recomputation in the backward
-doesn't: it would find wider numbers, and gradients that fit no forward, unless it is Transformer
-Engine's own (checkpointing/fp8.py).
+doesn't: it would compute in bf16, and its gradients would belong to no forward, unless it is
+Transformer Engine's own recomputation (checkpointing/fp8.py).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def fp8_experts(model: ModelConfig) -> bool:
-    """The routed experts of E blocks can multiply in FP8."""
+    """Return whether the routed experts of E blocks can multiply in FP8."""
     return divides(model.moe.hidden_dim, model.dim)
 
 
 def divides(rows: int, columns: int) -> bool:
-    """The hardware multiplies FP8 numbers 16 at a time."""
+    """Return whether both dims are multiples of 16, as the hardware's FP8 products need them."""
     return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
@@ -98,7 +98,7 @@ def fp8_weights(config: Config) -> dict[int, frozenset[str]]:
 
 
 def fp8_line(config: Config) -> list[str]:
-    """Which layers compute in FP8, for people; nothing where none does."""
+    """Return a line that names the layers in FP8, for the header; none without such layers."""
     precision, found = config.precision, fp8_blocks(config)
     if not found:
         return []
@@ -108,7 +108,7 @@ def fp8_line(config: Config) -> list[str]:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """`2, 4-7`."""
+    """Layer numbers as text such as `2, 4-7`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -149,7 +149,7 @@ def fp8_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def _layers(config: Config) -> Iterator[ConfigError]:
-    """Which layers, and by which recipe."""
+    """Yield broken rules of `precision.fp8_layers` and of the recipe."""
     precision, fp8 = config.precision, config.precision.fp8
     unknown = set(precision.fp8_layers) - set(KINDS)
     if unknown or not precision.fp8_layers:
@@ -233,7 +233,7 @@ def _numbers(config: Config) -> Iterator[ConfigError]:
 
 
 def _mesh(config: Config) -> Iterator[ConfigError]:
-    """A scale must not depend on how a tensor is cut."""
+    """Yield meshes on which a scale would depend on how a tensor is sharded."""
     fp8, mesh = config.precision.fp8, config.mesh
     if mesh.tp > 1:
         yield config_error(
@@ -285,9 +285,10 @@ def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _whole_rows(config: Config) -> Iterator[ConfigError]:
-    """torchao gives FSDP2 a rank's rows as they are, unpadded: a gather wants as many of each.
+    """Yield an error if FSDP2's FP8 gather would get shards with unequal numbers of rows.
 
-    torch 2.13 pads what it gathers itself, but not what a tensor's own `fsdp_pre_all_gather` gives.
+    FSDP2 gathers a rank's FP8 rows unpadded: torch 2.13 pads its own gathers, but not the tensors
+    that `fsdp_pre_all_gather` returns.
     """
     mesh = config.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -310,7 +311,7 @@ def _whole_rows(config: Config) -> Iterator[ConfigError]:
 
 
 def local_scales(precision: PrecisionConfig) -> bool:
-    """Some scale is of all tokens that a rank computes at once."""
+    """Return whether a scale is computed over all tokens that a rank computes at once."""
     return precision.fp8 == "te" or (
         precision.fp8 == "torchao" and precision.fp8_recipe != "rowwise_with_gw_hp"
     )
@@ -332,7 +333,7 @@ def _weighed_later(config: Config) -> Iterator[ConfigError]:
 
 
 def _recompute(config: Config) -> Iterator[ConfigError]:
-    """An FP8 layer runs again only under the recomputation that finds the same scales."""
+    """Yield recompute policies under which an FP8 layer finds other scales or no FP8 context."""
     fp8, policy, layers = config.precision.fp8, config.recompute, fp8_blocks(config)
     if config.train.compile != "off":  # the policy is not used then
         if fp8 == "te":
