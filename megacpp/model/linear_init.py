@@ -1,4 +1,4 @@
-"""Initial values of every Linear in a block: one rule into the block, one out of it."""
+"""Initial values of the linear layers of a block: one rule into the block, one out of it."""
 
 from __future__ import annotations
 

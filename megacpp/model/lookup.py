@@ -14,7 +14,7 @@ class Lookup(nn.Module):
     """Rows of a table that is all here."""
 
     def forward(self, ids: Tensor, weight_VD: Tensor) -> Tensor:
-        """`[..., D]` of ids `[...]`."""
+        """Return the rows `[..., D]` of ids `[...]`."""
         return F.embedding(ids, weight_VD)
 
 
@@ -28,4 +28,5 @@ class Table(nn.Embedding):
         self.lookup: nn.Module = Lookup()
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the rows `[..., D]` of ids `input` `[...]`."""
         return self.lookup(input, self.weight)

@@ -23,9 +23,11 @@ class RMSNorm(Fp32Contract):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the RMS norm of `x` `[..., dim]`, in its dtype."""
         return rms_norm(x, self.weight, self.eps)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of the weight: ones."""
         return {"weight": Constant(1.0)}
 
 
@@ -33,7 +35,13 @@ class Normalise(nn.Module):
     """RMSNorm over a last dim that is all here."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`(..., dim)` to `(..., dim)`."""
+        """Return the RMS norm of `x` over its last dim, in the dtype of `x`.
+
+        Args:
+            x: `[..., dim]`.
+            weight: `[dim]`.
+            eps: added to the mean square.
+        """
         return rms_norm(x, weight, eps)
 
 
@@ -45,6 +53,7 @@ class NormOverHeads(RMSNorm):
         self.normalise: nn.Module = Normalise()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the RMS norm of `x` `[..., dim]` over all heads."""
         return self.normalise(x, self.weight, self.eps)
 
 
@@ -58,7 +67,9 @@ class LayerNorm(Fp32Contract):
         self.bias = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the layer norm of `x` `[..., dim]` in its dtype, computed in at least fp32."""
         return F.layer_norm(wide(x), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rules of weight (ones) and bias (zeros)."""
         return {"weight": Constant(1.0), "bias": Constant(0.0)}

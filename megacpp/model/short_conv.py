@@ -26,13 +26,13 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
 
     def rule(self) -> Rule:
-        """How the weight starts: uniform, with the bound of `nn.Conv1d`."""
+        """Return the rule of the weight: uniform, with the bound of `nn.Conv1d`."""
         bound = 1 / math.sqrt(self.num_taps)
         return Uniform(-bound, bound)
 
 
 def stacked(*convs: ShortConv) -> Tensor:
-    """One weight for the channels of all of them: a few numbers each, cheaper than more calls."""
+    """Return the weights of all convolutions as one `[C, 1, K]`, for a single call."""
     return torch.cat([conv.weight for conv in convs])
 
 
@@ -52,7 +52,7 @@ class Convolve(nn.Module):
         self.dilation = dilation
 
     def forward(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
-        """`[B, T, C]` to `[B, T, C]`, within documents."""
+        """Return the causal convolution `[B, T, C]` of `x_BTC` within documents, through SiLU."""
         return self.recompute(
             self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation
         )

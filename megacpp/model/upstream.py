@@ -1,6 +1,6 @@
-"""The authors' checkpoints of recurrent blocks: their fused projections, and our parts of them.
+"""Checkpoints of the recurrent blocks' authors: their fused projections, and our parts of them.
 
-Upstream keeps all that reads the input of a block in one matrix, and all channels of the short
+Upstream keeps all projections of a block's input in one matrix, and all channels of the short
 convolution in one more. Here every part is a module of its own, so that tensor parallelism can
 shard each by its heads. Same rows, same order: splitting and joining are exact, for gradients as
 well. `BlockKind.upstream` says which parts a fused tensor has: state-spaces mamba for Mamba-3,
