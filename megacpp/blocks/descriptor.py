@@ -26,7 +26,7 @@ Group = Literal["muon", "adamw", "vector"]
 
 
 def always(model: ModelConfig) -> bool:
-    """True: the parameter exists in every model."""
+    """Return True: the parameter exists in every model."""
     return True
 
 
@@ -112,7 +112,7 @@ class ContextExchange:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A kind of block.
+    """Kind of block, as data.
 
     Attributes:
         letter: in pattern strings.

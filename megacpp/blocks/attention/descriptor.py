@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
-    """The mixer of a layer `A`, `A.index` or `A.share`."""
+    """Return the mixer of a layer `A`, `A.index` or `A.share`."""
     mla = is_mla(model)
     if kind.startswith("A."):
         from megacpp.blocks.attention.sparse import (
@@ -53,17 +53,17 @@ def is_gqa(model: ModelConfig) -> bool:
 
 
 def latent_queries(model: ModelConfig) -> bool:
-    """Queries are made of a latent."""
+    """Return whether queries are projected from a latent."""
     return is_mla(model) and model.attention.q_lora_rank > 0
 
 
 def direct_queries(model: ModelConfig) -> bool:
-    """Queries are projected directly."""
+    """Return whether queries are projected directly from the input."""
     return not latent_queries(model)
 
 
 def normed_heads(model: ModelConfig) -> bool:
-    """Queries and keys of grouped-query attention are normalised."""
+    """Return whether queries and keys of grouped-query attention are normalised."""
     return is_gqa(model) and model.attention.qk_norm
 
 
@@ -92,12 +92,12 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def latent_rows(model: ModelConfig) -> tuple[int, ...]:
-    """The latent | the rotary key that all heads share."""
+    """Return the rows of the latent, and of the rotary key that all heads share."""
     return model.attention.kv_lora_rank, model.attention.qk_rope_head_dim
 
 
 def key_value_rows(model: ModelConfig) -> tuple[int, ...]:
-    """k | v of every head in turn."""
+    """Return the rows of k and v of every head in turn."""
     a = model.attention
     return (a.qk_nope_head_dim, a.v_head_dim) * a.num_heads
 
@@ -157,7 +157,7 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def last_product(model: ModelConfig) -> float:
-    """The output projection."""
+    """Multiply-adds a token of the output projection."""
     size = dims(model)
     return float(model.dim * size["W" if is_mla(model) else "Q"])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MLP:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.dense.module import MLP
 
     return MLP(model)
@@ -42,7 +42,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Two or three matrices."""
+    """Multiply-adds a token of two or three matrices."""
     return (3 if gated(model) else 2) * model.dim * model.mlp.hidden_dim
 
 

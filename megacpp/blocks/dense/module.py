@@ -43,21 +43,22 @@ class MLP(nn.Module):
         self.w2 = nn.Linear(hidden, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[..., D]` to `[..., D]`, each token for itself."""
+        """Return the output `[..., D]` of inputs `[..., D]`, each token by itself."""
         hidden = self.recompute("mlp", self._hidden, x_BTD)
         if is_plain(self.w2):
             return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
         return self.w2(gated(*hidden)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Nothing to remember."""
+        """Return None: the block has no state."""
         return None
 
     def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
-        """One token `[B, D]`: the same function."""
+        """Return the output `[B, D]` of one token, and None."""
         return self(x_BD), None
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         into = ("w1", "w3") if self.activation == "swiglu" else ("w1",)
         rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}
         return rules | {"w2.weight": output_rule(self.config)}
@@ -69,7 +70,10 @@ class MLP(nn.Module):
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Calling it is `F.linear` of its weight: nothing replaced its forward, nothing looks on."""
+    """Return whether calling a linear layer is `F.linear` of its weight.
+
+    It is not if its forward was replaced or a hook is registered.
+    """
     own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
     hooks = (linear._forward_hooks, linear._forward_pre_hooks)
     return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)

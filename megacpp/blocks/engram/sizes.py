@@ -38,7 +38,7 @@ def memory_width(config: ModelConfig) -> int:
 
 
 def engram_parameters(config: ModelConfig) -> int:
-    """Of one layer: tables, keys of each stream, values, norms and taps."""
+    """Parameters of one layer: tables, keys of each stream, values, norms and taps."""
     e, d, streams = config.engram, config.dim, config.mhc.streams
     projections = (streams + 1) * d * (memory_width(config) + 1)
     return table_rows(config) * (e.dim // e.heads) + projections + streams * d * (3 + e.conv_kernel)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.experts.module import MixtureOfExperts
 
     return MixtureOfExperts(model)

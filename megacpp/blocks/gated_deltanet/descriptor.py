@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> GatedDeltaNet:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
 
     return GatedDeltaNet(model)
@@ -40,7 +40,7 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def gated(model: ModelConfig) -> bool:
-    """The normed output has a gate."""
+    """Return whether the normed output has a gate."""
     return model.gated_deltanet.gate
 
 
@@ -93,7 +93,7 @@ def replayed(config: Config) -> float:
 
 
 def last_product(model: ModelConfig) -> float:
-    """The output projection."""
+    """Multiply-adds a token of the output projection."""
     return float(model.dim * dims(model)["W"])
 
 

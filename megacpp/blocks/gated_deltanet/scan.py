@@ -36,7 +36,7 @@ class DeltaInputs(TokenTensors):
 
 
 class GatedDeltaScan(nn.Module):
-    """The recurrence `[B, T, N, V]`: the one place where tokens of a document meet."""
+    """Recurrence `[B, T, N, V]`: the only submodule in which tokens of a document meet."""
 
     kernels: Kernels = PLAIN_KERNELS
 
@@ -51,6 +51,14 @@ class GatedDeltaScan(nn.Module):
         docs: Documents | None,
         entering: DeltaState | None = None,
     ) -> Tensor:
+        """Return outputs `[B, T, N, V]`.
+
+        Args:
+            inputs: q, k, v and gates.
+            weights: none; the call is that of `FoldingScan`.
+            docs: documents, at which the state restarts; None: one per row.
+            entering: state in front of each row's first token; None: zeros.
+        """
         initial_BNKV = None if entering is None else entering.S_BNKV
         given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
         return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]

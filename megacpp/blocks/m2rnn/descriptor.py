@@ -26,7 +26,7 @@ def num_heads(model: ModelConfig) -> int:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> M2RNN:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.m2rnn.module import M2RNN
 
     return M2RNN(model)
@@ -66,17 +66,17 @@ def shared_k(model: ModelConfig) -> bool:
 
 
 def query_rows(model: ModelConfig) -> tuple[int, ...]:
-    """A matrix for each query head."""
+    """Return the rows of each query head."""
     return (model.m2rnn.key_dim,) * model.m2rnn.num_q_heads
 
 
 def key_rows(model: ModelConfig) -> tuple[int, ...]:
-    """A matrix for each key head."""
+    """Return the rows of each key head."""
     return (model.m2rnn.key_dim,) * model.m2rnn.num_k_heads
 
 
 def value_rows(model: ModelConfig) -> tuple[int, ...]:
-    """A matrix for each head of values."""
+    """Return the rows of each value head."""
     return (model.m2rnn.value_dim,) * num_heads(model)
 
 
@@ -133,7 +133,7 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def last_product(model: ModelConfig) -> float:
-    """The output projection."""
+    """Multiply-adds a token of the output projection."""
     return float(model.dim * num_heads(model) * model.m2rnn.value_dim)
 
 

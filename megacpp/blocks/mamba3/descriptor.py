@@ -27,7 +27,7 @@ def num_heads(model: ModelConfig) -> int:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> Mamba3:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.mamba3.module import Mamba3
 
     return Mamba3(model)
@@ -54,12 +54,12 @@ def convolves(model: ModelConfig) -> bool:
 
 
 def mimo(model: ModelConfig) -> bool:
-    """The update has several ranks."""
+    """Return whether the update has several ranks."""
     return model.mamba3.mimo_rank > 1
 
 
 def out_norm(model: ModelConfig) -> bool:
-    """The output is normalised before its projection."""
+    """Return whether the output is normalised before its projection."""
     return model.mamba3.out_norm
 
 

@@ -21,14 +21,14 @@ from megacpp.model.init import Constant, Normal, Rule
 
 
 class TokenOrder(AuxiliarySource):
-    """The unembedding and its loss, a mean over all tokens, those with nothing ahead included.
+    """Unembedding and loss of token order prediction, a mean over all tokens.
 
-    What stands behind the end of a row isn't known and counts as the end of its document. Logits
-    aren't soft-capped, whatever the head does (nor are they in the paper): no word is drawn from
-    them, and the target is soft enough to keep them small.
+    Tokens with nothing ahead count as well. The end of a row counts as the end of its document.
+    Logits aren't soft-capped, whatever the head does (nor are they in the paper): no word is
+    sampled from them, and the target is soft enough to keep them small.
 
     Attributes:
-        shard: which words the weight holds, when the vocabulary is spread over processes.
+        shard: words that the weight holds, when the vocabulary is sharded over processes.
     """
 
     kernels: Kernels = PLAIN_KERNELS
@@ -43,6 +43,7 @@ class TokenOrder(AuxiliarySource):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
+        """Name of its loss."""
         return ("top",)
 
     def attached(self, x_BTD: Tensor, docs: Documents) -> Tensor:
@@ -52,7 +53,7 @@ class TokenOrder(AuxiliarySource):
         return AttachLoss.apply(x_BTD, self(x_BTD, docs), self.aux_scale)  # type: ignore[return-value]
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """coefficient * loss * tokens, and a note of it."""
+        """Return coefficient * loss * tokens, and record it."""
         loss = self.top.loss * self.loss_sum(x_BTD, docs)
         self.record({"top": loss})
         return loss
@@ -67,5 +68,6 @@ class TokenOrder(AuxiliarySource):
         return token_order_loss(x_ND, weight_VD, ahead, shard=self.shard, backend=backend)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the module."""
         zeros: dict[str, Rule] = {name: Constant(0.0) for name in BUFFERS}
         return {"unembed.weight": Normal(self.init_std), **zeros}
