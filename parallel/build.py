@@ -1,4 +1,4 @@
-"""From a configuration to a model on its mesh, never holding the whole on one rank."""
+"""Construction of a model on its mesh, of which no rank ever holds the whole."""
 
 from __future__ import annotations
 
@@ -53,10 +53,12 @@ def plan_model(
     prepare: Callable[[HybridLM], object] | None = None,
     balanced: bool = False,
 ) -> HybridLM:
-    """The model on the meta device, cut and sharded: shapes of what this rank will hold.
+    """Return the model on the meta device, parallelized: shapes of the parts that this rank holds.
 
     Args:
-        prepare: what else is done to the blocks once they are cut, before they are sharded
+        config: resolved for the world.
+        world: of the rank.
+        prepare: called with the model after `tp`, `cp` and `ep`, before FSDP2 shards the rest
             (checkpointing/apply.py).
         balanced: see `parallelize` (parallel/apply.py).
     """
@@ -73,7 +75,7 @@ def plan_model(
 
 
 def stages_of(model: HybridLM) -> list[Stage]:
-    """This rank's pipeline stages of a built model; none without a pipeline."""
+    """Return this rank's pipeline stages of a built model; none without a pipeline."""
     return vars(model).get("stages", [])
 
 

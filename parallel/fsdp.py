@@ -137,7 +137,11 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def shard_slice(t: Tensor) -> Slice:
-    """What this rank stores of a parameter or buffer, for `megacpp.model.init.initialise`."""
+    """Return the part of a tensor that this rank stores, for `megacpp.model.init.initialise`.
+
+    Args:
+        t: parameter or buffer of any shape.
+    """
     if not isinstance(t, DTensor):
         return whole(t)
     _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
@@ -168,9 +172,10 @@ def _policy(parameters: set[nn.Parameter], compute_dtype: torch.dtype) -> MixedP
 
 
 def _as_bytes() -> Any:
-    """An all-gather that sends FP8 numbers as the bytes they are: gloo has no word for them.
+    """Return an all-gather that sends FP8 numbers as bytes: gloo has no FP8 type.
 
-    With it a CPU gathers what a GPU does. FSDP2 itself does so where a unit also has other numbers.
+    With it a CPU gathers the bytes that a GPU does. FSDP2 itself does so where a unit also has
+    other numbers.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 

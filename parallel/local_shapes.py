@@ -1,4 +1,4 @@
-"""What every rank of a mesh stores of a parameter, worked out from its placements alone.
+"""Local shapes of a parameter on every rank of a mesh, computed from its placements alone.
 
 No rank is asked and nothing is built: a thousand ranks are a loop over coordinates. Shards are
 those of `torch.chunk`: equal parts, then a shorter one, then empty ones.
@@ -21,10 +21,10 @@ Shards = tuple[tuple[int, int], ...]
 
 
 def shards_of(placements: Sequence[Placement]) -> Shards:
-    """(mesh dim, tensor dim) of every cut, in the order in which they are made.
+    """Return (mesh dim, tensor dim) of every shard, in the order in which they are made.
 
-    Mesh dims from left to right, but FSDP2's, which stand in front of those that cut before them,
-    come last: torch writes such a cut as a strided one.
+    Mesh dims go from left to right, except FSDP2's: they come before the model axes in the mesh,
+    but shard last, which torch writes as a strided shard.
     """
     made = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     assert not any(p.is_partial() for _, p in made), f"no storage: {placements}"
@@ -35,7 +35,14 @@ def shards_of(placements: Sequence[Placement]) -> Shards:
 def local_shape(
     shape: Sequence[int], cuts: Shards, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """What the rank at a coordinate of a mesh of `sizes` stores of a tensor of `shape`."""
+    """Return the shape that the rank at a coordinate stores.
+
+    Args:
+        shape: of the whole tensor.
+        cuts: (mesh dim, tensor dim) of every shard, from `shards_of`.
+        sizes: of the mesh.
+        coordinate: of the rank.
+    """
     local = list(shape)
     for axis, dim in cuts:
         part = -(-local[dim] // sizes[axis])
@@ -44,7 +51,11 @@ def local_shape(
 
 
 def own_shape(t: Tensor) -> tuple[int, ...]:
-    """What this rank stores of a tensor, by arithmetic."""
+    """Return the shape that this rank stores of a tensor, by arithmetic.
+
+    Args:
+        t: any shape; plain or DTensor.
+    """
     if not isinstance(t, DTensor):
         return tuple(t.shape)
     coordinate = t.device_mesh.get_coordinate()
@@ -57,8 +68,8 @@ class ShardBytes:
     """Bytes of a model's parameters on every rank that holds some.
 
     Attributes:
-        by_rank: everything that a rank stores.
-        once: the sum over ranks, each element counted on the first rank that has it.
+        by_rank: bytes that each rank stores.
+        once: sum over ranks, each element counted on the first rank that has it.
     """
 
     by_rank: dict[int, int]
@@ -66,9 +77,10 @@ class ShardBytes:
 
 
 def shard_bytes(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> ShardBytes:
-    """Counts parameters at every coordinate of their meshes.
+    """Count the bytes of parameters at every coordinate of their meshes.
 
     Args:
+        parameters: plain or DTensors.
         copies: parameters that ranks of another mesh have too, and count.
     """
     others = {id(p) for p in copies}

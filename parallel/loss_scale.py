@@ -1,4 +1,4 @@
-"""What the loss is multiplied with, so that fp16 gradients neither vanish nor overflow."""
+"""Factor of the loss by which fp16 gradients neither vanish nor overflow."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class LossScale:
             self.value, self.good_steps = min(MOST, self.value * 2.0), 0
 
     def state(self) -> dict[str, float | bool]:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {"dynamic": self.dynamic, "value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float | bool]) -> None:
-        """As it was; a run whose precision changed starts with its own scale."""
+        """Restore the state; a run whose precision changed starts with its own scale."""
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

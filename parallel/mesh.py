@@ -1,4 +1,4 @@
-"""The ranks of a run as named mesh axes, or one process without a process group.
+"""Ranks of a run as named mesh axes, or one process without a process group.
 
 Ranks are numbered with `pp` outermost and `tp` innermost. The same ranks are seen twice:
 
@@ -51,6 +51,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -69,11 +70,11 @@ class World:
         return self.meshes[axis].size() if self.parallel else 1
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along an axis or view."""
+        """Return this rank's position along an axis or view."""
         return self.meshes[axis].get_local_rank() if self.parallel else 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along an axis that share this rank's other coordinates."""
+        """Return the ranks along an axis that share this rank's other coordinates."""
         return self.meshes[axis].get_group()
 
     @property
@@ -82,19 +83,19 @@ class World:
         return [self.group(axis) for axis in ("folded", "stage")] if self.parallel else []
 
     def sum(self, values: Tensor, axis: str) -> Tensor:
-        """Sum of `values` over the ranks of an axis or view, in place; none on one process."""
+        """Sum `values`, of any shape, over the ranks of an axis or view, in place; return them."""
         if self.degree(axis) > 1:
             dist.all_reduce(values, group=self.group(axis))
         return values
 
     def max(self, values: Tensor, axis: str) -> Tensor:
-        """Largest of `values` over the ranks of an axis or view, in place."""
+        """Take the largest `values`, of any shape, over an axis or view, in place; return them."""
         if self.degree(axis) > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group(axis))
         return values
 
     def close(self) -> None:
-        """Waits for all ranks and ends the process group; safe on one process."""
+        """Wait for all ranks and end the process group; safe on one process."""
         if self.parallel and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -126,11 +127,13 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def start(config: MeshConfig, device: torch.device, store: dist.Store | None = None) -> World:
-    """Starts the process group (gloo on CPU, NCCL on GPU) and builds the meshes.
+    """Start the process group (gloo on CPU, NCCL on GPU) and build the meshes.
 
     One process starts nothing. `config.dp_shard` must be resolved (not -1).
 
     Args:
+        config: degrees of the axes.
+        device: of this rank.
         store: where the ranks meet; by default the one that the launcher's environment names.
     """
     if device.type == "cuda":
@@ -147,7 +150,7 @@ def start(config: MeshConfig, device: torch.device, store: dist.Store | None = N
 
 
 def join(config: MeshConfig, device: torch.device) -> World:
-    """The world of this process in the default process group, which exists already."""
+    """Return the world of this process in the default process group, which exists already."""
     return World(dist.get_rank(), dist.get_world_size(), device, build_meshes(config, device.type))
 
 
@@ -184,7 +187,7 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
 
 
 def _with_replicas(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """The mesh that FSDP2 gets: one axis unless there really are two."""
+    """Return the mesh for FSDP2: one axis unless both are larger than 1."""
     if replicas.size() == 1:
         return shards
     return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])

@@ -44,8 +44,10 @@ class Row:
 
 
 def mixer_rows(letter: str, kind: BlockKind) -> Iterator[Row]:
-    """Rows of a block kind, and of the latents of compressed layers (checkpointing/compress.py),
-    which are sharded as the weights' rows are."""
+    """Rows of a block kind, and of the latents of compressed layers.
+
+    Latents (checkpointing/compress.py) are sharded as the weights' rows are.
+    """
     for row in kind.parameters:
         yield Row(letter, row.names, row.dims, row.when)
         if row.compress:
@@ -79,12 +81,14 @@ BEHIND = {"attention": "A", "feed_forward": "F"}  # blocks of multi-token predic
 
 @dataclass(frozen=True)
 class ActivationRow:
-    """What moves where activations enter and leave a module.
+    """Redistribution of activations where they enter and leave a module.
 
     Attributes:
         letters: kinds of block; empty: outside of all blocks.
         module: name below the mixer (outside: in the model, `*` for any layer); empty: the mixer
             itself.
+        enter, leave: layouts before and after, in the notation of parallel/notation.py; None: the
+            activation stays as it is.
     """
 
     letters: str
@@ -117,7 +121,7 @@ ACTIVATIONS = (
 
 
 def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> Array:
-    """Dims and axes of a parameter.
+    """Return dims and axes of a parameter.
 
     Raises:
         ValueError: no row or more than one; the parameter is named.
@@ -140,7 +144,7 @@ def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> A
 
 
 def place(name: str, letters: list[str] | str) -> tuple[str, str]:
-    """The letter of the block whose mixer has a parameter (none outside), and its name below."""
+    """Return the letter of the block whose mixer has a parameter, if any, and the name below it."""
     block, inside, short = name.partition(".mixer.")
     if not inside:
         return "", name
@@ -151,7 +155,7 @@ def place(name: str, letters: list[str] | str) -> tuple[str, str]:
 def activation_layouts(
     model: HybridLM,
 ) -> Iterator[tuple[str, nn.Module, Redistribute | None, Redistribute | None]]:
-    """Every row of a model: module name, module, and the moves into and out of it."""
+    """Yield name, module, and redistributions into and out of it, by the rows of ACTIVATIONS."""
     modules = dict(model.named_modules())
     for row in ACTIVATIONS:
         for prefix in _owners(model, row):

@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline stage runs, as a module of its own.
+"""Part of a model that one pipeline stage runs, as a module of its own.
 
 A rank keeps the blocks of its stages in its HybridLM, under the names that they have in the whole
 model, so that initialising, optimising and saving know nothing of stages. A Stage refers to the
@@ -26,7 +26,7 @@ from parallel.handoff import ChoiceHandoff
 
 
 class Stage(nn.Module):
-    """What one stage runs: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
+    """Modules of one stage: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
 
     A last stage that predicts further tokens has `embed` too, to look up those before them.
 
@@ -35,10 +35,10 @@ class Stage(nn.Module):
         remembers: layers of the model have an n-gram memory.
         coming: this rank's tokens of the microbatches to come, in the order of the schedule: every
             schedule of torch brings those of one stage forward in the order of the batch.
-        hands_on: shape and dtype of what the next stage expects, once they are known.
-        choices: the form in which a choice of keys comes from or goes to another stage.
+        hands_on: shape and dtype of the hidden states for the next stage, once they are known.
+        choices: packs and unpacks a choice of keys from or for another stage.
         taken, handed: choices of microbatches that wait for their forward, or to be sent.
-        sums: of a last stage, loss sum and cross entropy sum of each forward, for who clears it.
+        sums: of a last stage, loss sum and cross entropy sum of each forward; the caller clears it.
     """
 
     def __init__(self, model: HybridLM, part: StagePart) -> None:
@@ -67,7 +67,7 @@ class Stage(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
+        """Return the next microbatch's hidden states `[B, t, D]`, or its loss sum if last.
 
         Args:
             x: ids `[B, t]` (first stage) or the hidden states of the stage before.
@@ -90,7 +90,7 @@ class Stage(nn.Module):
         return out.loss_sum
 
     def arriving(self, buffer: Callable[[], Tensor]) -> list[Tensor]:
-        """Room for what comes beside the hidden states of the next microbatch, to be filled."""
+        """Return memory for tensors that come beside the next microbatch's hidden states."""
         if self.part.takes is None:
             return []
         self.taken.append(buffer())
@@ -101,7 +101,7 @@ class Stage(nn.Module):
         return [] if self.part.hands is None else [self.handed.popleft()]
 
     def _take(self, docs: Documents) -> Tensor | None:
-        """The choice that came with a microbatch, if it goes on; layers here find it in `docs`."""
+        """Unpack the choice that came with a microbatch into `docs`; return it if it goes on."""
         if self.part.takes is None:
             return None
         choice = self.taken.popleft()
@@ -111,7 +111,7 @@ class Stage(nn.Module):
         return choice if self.part.hands == self.part.takes else None
 
     def _hand(self, passed_on: Tensor | None, docs: Documents) -> None:
-        """Keeps the choice for the next stage: as it came, or that of a layer of this stage."""
+        """Queue the choice for the next stage: as it came, or that of a layer of this stage."""
         if self.part.hands is None:
             return
         assert self.choices is not None
@@ -126,9 +126,9 @@ def keep_parts(model: HybridLM, parts: Sequence[StagePart]) -> None:
 
 
 def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
-    """The stages of a rank, from a model that holds what they run.
+    """Return the stages of a rank, from a model that holds their modules.
 
-    Call it after whatever replaces blocks (tensor parallelism, recomputation) and before FSDP2
+    Call it after blocks are replaced (tensor parallelism, recomputation) and before FSDP2
     shards each stage; afterwards call `model.tie()`, which gives a tied weight its name again.
     """
     return [Stage(model, part) for part in parts]

@@ -83,6 +83,15 @@ class GatheredAttention(ContextCore):
         docs: Documents,
         latents: LatentKeys | None = None,
     ) -> Tensor:
+        """Return the output `[B, t, N, V]` of this rank's queries over the keys of whole rows.
+
+        Args:
+            q_BtNH: queries of this rank's tokens.
+            k_BtKH: their keys, or normed latents `[B, t, C]` with `latents`.
+            v_BtKV: their values, or rotated shared keys `[B, t, R]` with `latents`.
+            docs: documents of this rank's tokens.
+            latents: expands latents to keys and values; None: there are none.
+        """
         k_BTKH, v_BTKV = of_all_ranks((k_BtKH, v_BtKV), self.group)
         if latents is not None:
             k_BTKH, v_BTKV = latents.keys_values(k_BTKH, v_BTKV)
@@ -104,6 +113,15 @@ class RingAttention(ContextCore):
         docs: Documents,
         latents: LatentKeys | None = None,
     ) -> Tensor:
+        """Return the output `[B, t, N, V]` of this rank's queries over the keys of whole rows.
+
+        Args:
+            q_BtNH: queries of this rank's tokens.
+            k_BtKH: their keys, or normed latents `[B, t, C]` with `latents`.
+            v_BtKV: their values, or rotated shared keys `[B, t, R]` with `latents`.
+            docs: documents of this rank's tokens.
+            latents: expands latents to keys and values; None: there are none.
+        """
         heads, dims = k_BtKH.shape[2:-1], (k_BtKH.shape[-1], v_BtKV.shape[-1])
 
         def expand(block_BSX: Tensor, *weight_XC: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +152,15 @@ class AttentionByHeads(ContextCore):
         docs: Documents,
         latents: LatentKeys | None = None,
     ) -> Tensor:
+        """Return the output `[B, t, N, V]`, computed for whole rows of some heads.
+
+        Args:
+            q_BtNH: queries of this rank's tokens.
+            k_BtKH: their keys, or normed latents `[B, t, C]` with `latents`.
+            v_BtKV: their values, or rotated shared keys `[B, t, R]` with `latents`.
+            docs: documents of this rank's tokens.
+            latents: expands latents to keys and values; None: there are none.
+        """
         layout, group, row = self.layout, self.group, row_of(docs, self.layout)
         if latents is not None:
             (q,) = to_heads((q_BtNH,), layout, group)

@@ -1,4 +1,4 @@
-"""A mixer's heads instead of its tokens: whole rows of some heads on every context rank.
+"""Exchange of a mixer's tokens for heads: whole rows of some heads on every context rank.
 
 Legend: B rows, T tokens of a row, t this rank's tokens of it, H heads, h the rank's share of them,
 G things that neighbouring heads share.
@@ -18,7 +18,7 @@ from parallel.context.layout import ContextLayout
 
 
 def own_heads(num_heads: int, layout: ContextLayout) -> slice:
-    """The heads that this rank works on."""
+    """Return the heads that this rank works on."""
     share, rest = divmod(num_heads, layout.degree)
     assert rest == 0, f"{num_heads} heads over {layout.degree} context ranks"
     return slice(layout.rank * share, (layout.rank + 1) * share)
@@ -42,8 +42,16 @@ def to_heads(
 def to_own_heads(
     parts: dict[str, Tensor], num_heads: int, layout: ContextLayout, group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """Whole rows of what this rank's heads want, of `[B, t, G, ...]` each: G heads, or what they
-    share. What the ranks can't divide is gathered instead."""
+    """Return whole rows of the tensors that this rank's heads need, by name.
+
+    Tensors whose G the ranks can't divide are gathered instead.
+
+    Args:
+        parts: `[B, t, G, ...]` each: G heads, or things that heads share.
+        num_heads: heads of the layer.
+        layout: of the tokens.
+        group: the context ranks.
+    """
     by_head = {name: x for name, x in parts.items() if x.shape[2] % layout.degree == 0}
     shared = {name: x for name, x in parts.items() if name not in by_head}
     rows = dict(zip(by_head, to_heads(list(by_head.values()), layout, group), strict=True))
@@ -53,7 +61,7 @@ def to_own_heads(
 
 
 def from_heads(x_BThD: Tensor, layout: ContextLayout, group: dist.ProcessGroup) -> Tensor:
-    """`[B, T, h, ...]` back as `[B, t, H, ...]`: one all-to-all."""
+    """Return `[B, T, h, ...]` as `[B, t, H, ...]`: one all-to-all."""
     if layout.per_rank > 1:
         index_T = layout.gathered_index(x_BThD.shape[1])
         x_BThD = x_BThD.index_select(1, to_device(index_T, x_BThD.device))
@@ -72,9 +80,16 @@ def to_rows(
 
 
 def for_own_heads(x_G: Tensor, dim: int, num_heads: int, layout: ContextLayout) -> Tensor:
-    """Of the G along `dim` that all heads share, what this rank's heads want.
+    """Return the entries along `dim` that this rank's heads read, out of G that all heads share.
 
-    Fewer than the rank's heads when equally many neighbours share each, else one per head.
+    There are fewer than the rank's heads when equally many neighbours share each, else one per
+    head.
+
+    Args:
+        x_G: any shape, with G entries along `dim`.
+        dim: dim of the entries.
+        num_heads: heads of the layer.
+        layout: of the tokens.
     """
     each = num_heads // x_G.shape[dim]
     own = own_heads(num_heads, layout)

@@ -1,6 +1,6 @@
-"""Which tokens of a row each context-parallel rank holds.
+"""Assignment of a row's tokens to context-parallel ranks.
 
-A row of T tokens is cut into equal chunks, and each rank holds some of them, in the order of the
+A row of T tokens is split into equal chunks, and each rank holds some of them, in the order of the
 row. `contiguous`: rank r holds chunk r of W. `head_tail`: rank r holds chunks r and 2W - 1 - r of
 2W, so that causal attention costs every rank the same.
 """
@@ -32,13 +32,14 @@ class ContextLayout:
 
     @staticmethod
     def for_rank(order: Order, rank: int, degree: int) -> ContextLayout:
-        """The layout of a named order."""
+        """Return the layout of a named order."""
         if order == "contiguous" or degree == 1:
             return ContextLayout(rank, tuple((r,) for r in range(degree)))
         return ContextLayout(rank, tuple((r, 2 * degree - 1 - r) for r in range(degree)))
 
     @property
     def degree(self) -> int:
+        """Number of context ranks."""
         return len(self.chunks)
 
     @property
@@ -48,6 +49,7 @@ class ContextLayout:
 
     @property
     def num_chunks(self) -> int:
+        """Chunks of a row."""
         return self.degree * self.per_rank
 
     def index(self, tokens: int, rank: int | None = None) -> Tensor:
@@ -67,10 +69,13 @@ class ContextLayout:
 
 
 def share(batch: Batch, layout: ContextLayout, needs_full_row: bool, device: torch.device) -> Batch:
-    """A rank's tokens of a microbatch of whole rows, on its device.
+    """Return a rank's tokens of a microbatch of whole rows, on its device.
 
     Args:
-        looks_around: the model reads tokens beside its own, which the documents then know.
+        batch: whole rows, on the host.
+        layout: of the rank.
+        needs_full_row: the model reads tokens beside its own; the documents then carry whole rows.
+        device: of the rank.
     """
     if layout.degree == 1:
         batch = batch.to(device)

@@ -70,6 +70,15 @@ class ExpertDispatch(nn.Module):
         balanced: bool,
         kernels: Kernels,
     ) -> None:
+        """Set up the exchange.
+
+        Args:
+            moe: settings of the experts.
+            group: the expert ranks.
+            kind: a row per chosen expert, or per rank that holds some.
+            balanced: choose experts evenly instead of by the router.
+            kernels: backends; `experts` moves rows within a rank.
+        """
         super().__init__()
         self.moe, self.kind, self.kernels = moe, kind, kernels
         self.owners = Owners(moe.num_experts, group)
@@ -79,6 +88,14 @@ class ExpertDispatch(nn.Module):
     def forward(
         self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
     ) -> tuple[Arrived, DispatchCounts]:
+        """Return the rows that arrived for this rank's experts, and the way back.
+
+        Args:
+            x_TD: tokens of this rank.
+            indices_TK: their experts.
+            weights_TK: weights of these.
+            decoding: nothing is dropped and nothing is padded.
+        """
         owners = replace(self.owners, backend=self.kernels.experts)
         if self.even is not None:
             indices_TK = self.even.indices(len(x_TD), x_TD.device)

@@ -25,11 +25,11 @@ from parallel.collectives import all_sum_plain, gather_plain
 
 
 class SpreadRouter(ParallelStyle):
-    """A router of some tokens of a microbatch; applied over all ranks of a stage.
+    """Style of a router of some tokens of a microbatch; applied over all ranks of a stage.
 
     Args:
         row: the ranks that hold tokens of the same rows. Where there is more than one, `docs` must
-            be a part that remembers its rows (`Documents.take`), of as many tokens on each rank.
+            be a part that refers to its rows (`Documents.take`), of as many tokens on each rank.
     """
 
     def __init__(self, row: DeviceMesh) -> None:
@@ -53,7 +53,14 @@ class BatchLoadOfRanks(nn.Module):
         self.num_experts, self.group = num_experts, group
 
     def forward(self, chosen_tK: Tensor, dtype: torch.dtype) -> Tensor:
-        """`(E,)`: the part of all ranks' tokens that chose each expert; one small all-reduce."""
+        """Return the fraction of all ranks' tokens that chose each expert, `[E]`.
+
+        One small all-reduce.
+
+        Args:
+            chosen_tK: `[t, K]` experts of this rank's tokens.
+            dtype: of the result.
+        """
         chosen = chosen_tK.flatten()
         counts_E = chosen.new_zeros(self.num_experts)
         counts_E = counts_E.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -75,7 +82,13 @@ class DocumentLoadOfRanks(nn.Module):
         self.num_experts, self.group = num_experts, group
 
     def forward(self, chosen_tK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
-        """`[t, E]`: the part of each token's document that chose each expert."""
+        """Return the fraction of each token's document that chose each expert, `[t, E]`.
+
+        Args:
+            chosen_tK: `[t, K]` experts of this rank's tokens.
+            docs: documents of these tokens.
+            dtype: of the result.
+        """
         group, E = self.group, self.num_experts
         slots = docs.memo(
             ("documents of ranks", group.group_name), lambda: _document_slots(docs, group)

@@ -44,20 +44,28 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     @property
-    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]: ...
-    def step(self) -> Any: ...
-    def zero_grad(self) -> None: ...
+    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        """State of each parameter, by name."""
+        ...
+
+    def step(self) -> Any:
+        """Update the parameters."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a step needs of rooms that this one doesn't import.
+    """Functions of packages that this one doesn't import, which a step needs.
 
     Attributes:
         optimizers: of a materialised model, its configuration and `World.holders`.
         clip: scales its gradients by their norm over all ranks, in which some don't count; other
             numbers travel along with it.
-        prepare: what is done to the blocks of a model before they are sharded.
+        prepare: prepares the blocks of a model before they are sharded.
     """
 
     optimizers: Callable[[HybridLM, Config, Sequence[dist.ProcessGroup]], Optimizer]
@@ -117,10 +125,13 @@ class DryRun:
 def dry_run(
     config: Config, size: int, rank: int, dependencies: Dependencies, full: bool = False
 ) -> DryRun:
-    """What rank `rank` of `size` stores and sends in one optimizer step.
+    """Return the bytes that rank `rank` of `size` stores, and its collectives in one step.
 
     Args:
         config: resolved for `size` ranks.
+        size: ranks of the run.
+        rank: the one that is simulated.
+        dependencies: functions of other packages.
         full: run every microbatch, instead of two steps of few.
     """
     config = as_trained(config)
@@ -169,7 +180,13 @@ def _shard_bytes(model: HybridLM) -> ShardBytes:
 
 
 def class_of(model: HybridLM, name: str, parameter: Tensor) -> str:
-    """Class of a parameter: `dense`, `experts` or `replicated`."""
+    """Return the class of a parameter: `dense`, `experts` or `replicated`.
+
+    Args:
+        model: that has it.
+        name: of the parameter.
+        parameter: any shape.
+    """
     if row_of(model, name).dim_on("ep") is not None:
         return "experts"
     if is_dtensor(parameter):
@@ -258,7 +275,7 @@ def _identity(call: Collective) -> Identity:
 def _extrapolate(
     logs: Sequence[Counter[Identity]], microbatches: Sequence[int], total: int
 ) -> dict[Identity, int]:
-    """Calls of a step of `total` microbatches from those of steps of some."""
+    """Return the calls of a step of `total` microbatches from those of steps of fewer."""
     if len(logs) == 1:
         return dict(logs[0])
     (first, second), (n, m) = logs, microbatches
@@ -270,7 +287,7 @@ def _extrapolate(
 
 
 def _sums(calls: Mapping[Identity, int]) -> dict[CollectiveKind, CollectiveTraffic]:
-    """Calls by axis, kind and dtype, in the order of the axes."""
+    """Sum calls by axis, kind and dtype, in the order of the axes."""
     found: dict[CollectiveKind, CollectiveTraffic] = {}
     for (kind, size), count in calls.items():
         before = found.get(kind, CollectiveTraffic(0, 0))

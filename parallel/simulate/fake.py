@@ -1,8 +1,8 @@
-"""A rank without peers and a model without memory: fake process groups, fake tensors.
+"""Ranks without peers and models without memory: fake process groups, fake tensors.
 
 The process group is fake (peers answer at once, with anything), the model is built on the meta
 device by the functions that build every run, and its tensors are fake: they have shapes and types,
-no values. Everything that a mesh does to a model can be seen on them, for any number of ranks.
+no values. So the effects of a mesh on a model can be seen, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ def as_trained(config: Config) -> Config:
 
 
 def whole_model(config: Config) -> HybridLM:
-    """The model on the meta device, of no mesh."""
+    """Return the model on the meta device, without a mesh."""
     return plan_model(config, World(0, 1, CPU))
 
 
 def planned_model(
     config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
 ) -> HybridLM:
-    """The model on the meta device, cut and sharded: what `build_model` then materialises.
+    """Return the model on the meta device, parallelized: `build_model` then materialises it.
 
     Where experts lie on several ranks they are chosen evenly: sizes can't depend on values here.
     """
@@ -157,7 +157,7 @@ def planned_model(
 
 
 def fake_batch(config: Config) -> Batch:
-    """The rows of a rank's microbatch; make it where tensors are fake."""
+    """Return the rows of a rank's microbatch; make it where tensors are fake."""
     shape = config.train.device_batch_size, config.data.seq_len
     ids_BT = torch.zeros(shape, dtype=torch.int64)
     numel = ids_BT.numel()
@@ -165,7 +165,7 @@ def fake_batch(config: Config) -> Batch:
 
 
 class FakeBoundary(AccumulationBoundary):
-    """The boundary without peers to agree with."""
+    """Accumulation boundary without peers to agree with."""
 
     def __init__(self, model: HybridLM, world: World, config: Config) -> None:
         super().__init__(model, world, config)

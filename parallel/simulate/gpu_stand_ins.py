@@ -1,12 +1,12 @@
-"""What a step allocates on a GPU, on fake tensors of a CPU: our Triton kernels without launches.
+"""Allocations of a GPU step on a CPU's fake tensors: our Triton kernels without launches.
 
-The Python around a kernel makes its results and its scratch. Run as it is, but for the launches, on
-tensors without values it allocates what it allocates on a GPU. Beside that, what asks `is_cuda`
-goes the way of a GPU, and groups of experts are padded as there.
+The Python around a kernel allocates its results and its scratch. Run as it is, but for the
+launches, on tensors without values it allocates the same bytes as on a GPU. Besides, code that
+asks `is_cuda` takes the GPU's branch, and groups of experts are padded as there.
 
-What is inside of a library (mamba-ssm, compiled FlexAttention) has no stand-in: torch's form is
-traced in its place, and who traces says so (`traced_kernels`). torch's flash kernels for packed
-rows are operators whose results and scratch torch itself tells.
+Kernels inside a library (mamba-ssm, compiled FlexAttention) have no stand-in: torch's form is
+traced in their place, and the trace says so (`traced_kernels`). torch's flash kernels for packed
+rows are operators that report their results and scratch themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRACED = {
 
 
 def traced_kernels(config: Config) -> Kernels:
-    """The backends that a trace counts: on a GPU those named, as far as it can; else torch's."""
+    """Return the backends that a trace counts: on a GPU those named, where it can; else torch's."""
     if config.train.device != "cuda":
         return PLAIN_KERNELS
     triton = importlib.util.find_spec("triton") is not None
@@ -87,5 +87,5 @@ def on_gpu() -> Iterator[None]:
 
 
 def _boundaries(docs: Documents) -> Tensor:
-    """In place of the boundaries of documents, whose number is a value: of rows."""
+    """Stand-in for the boundaries of documents, whose number is a value: those of rows."""
     return docs.ids_BT.new_zeros(len(docs.ids_BT) + 1, dtype=torch.int32)
