@@ -1,4 +1,4 @@
-"""The backend of each hot operation, as the modules of a model have it.
+"""Backends of the hot operations, as the modules of a model have them.
 
 A module that calls a hot operation has a class attribute `kernels: Kernels = PLAIN_KERNELS`, passes
 the name on (`backend=self.kernels.m2rnn`), and the builder sets it on all of them.

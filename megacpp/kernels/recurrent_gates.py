@@ -27,9 +27,19 @@ def gated_ranks(
     norm_eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
+    """Return the sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
 
-    What is None is left out; computed in at least fp32. Keeps y and z as they are for backward.
+    Tensors that are None are left out; computed in at least fp32. Saves y and z as they are for
+    backward.
+
+    Args:
+        y_BTHRP: outputs of the ranks.
+        z_BTHP: gate.
+        norm_HP: weight of the norm.
+        mimo_z_HRP: gate weights of the ranks.
+        mimo_o_HRP: output weights of the ranks.
+        norm_eps: added to the mean square.
+        dtype: of the result.
     """
     return _GatedRanks.apply(  # type: ignore[return-value]
         y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP, norm_eps, dtype
@@ -37,9 +47,13 @@ def gated_ranks(
 
 
 def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
-    """(y + v D) silu(g), `[..., N V]` in at least fp32, from y and v `[..., N, V]`.
+    """Return (y + v D) silu(g), `[..., N V]` in at least fp32; saves y, v and g for backward.
 
-    Keeps y, v and g as they are for backward.
+    Args:
+        y_NV: `[..., N, V]`.
+        v_NV: `[..., N, V]`.
+        D_NV: skip weights.
+        g_X: gate, `[..., N V]`.
     """
     return _GatedResidual.apply(y_NV, v_NV, D_NV, g_X)  # type: ignore[return-value]
 
@@ -118,7 +132,7 @@ class _GatedResidual(torch.autograd.Function):
 
 
 def _gate(z_BTHP: Tensor, mimo_z_HRP: Tensor | None) -> Tensor:
-    """What silu is taken of, for each rank, `[B, T, H, R, P]`."""
+    """Return the argument of silu for each rank, `[B, T, H, R, P]`."""
     z_BTH1P = z_BTHP[..., None, :]
     return wide(z_BTH1P if mimo_z_HRP is None else z_BTH1P * mimo_z_HRP)
 

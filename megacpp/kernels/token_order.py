@@ -31,13 +31,13 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
 
 @dataclass(frozen=True, eq=False)
 class TokensAhead:
-    """What comes after each of N tokens, among the M tokens of whole rows, one after the other.
+    """Tokens that come after each of N tokens, among the M tokens of whole rows, concatenated.
 
     Attributes:
         ids_M: int64 words.
         before_M: int64, the place of the same word the time before; -1: the first time.
         place_N: int64 places of the N tokens.
-        last_N: int64, where the documents of these tokens end.
+        last_N: int64, last place in the document of each of these tokens.
         most: tokens ahead that can count: of the window, and of a row.
     """
 
@@ -51,9 +51,10 @@ class TokensAhead:
     def from_rows(
         ids_BT: Tensor, ends_BT: Tensor, window: int, index_T: Tensor | None = None
     ) -> TokensAhead:
-        """Of whole rows.
+        """Return the tokens ahead in whole rows.
 
         Args:
+            ids_BT: words.
             ends_BT: bool, the last tokens of documents; the last of a row is one.
             window: tokens ahead that count.
             index_T: positions in the row of the N tokens; None: all.
@@ -90,7 +91,7 @@ class TokensAhead:
         return self.ids_M[there_nK], share_nK
 
     def reach(self, dtype: torch.dtype) -> int:
-        """K: tokens ahead that count at all."""
+        """Return K, the tokens ahead that count at all."""
         return min(self.most, 1 + math.floor(-math.log(torch.finfo(dtype).tiny)))
 
 
@@ -125,14 +126,14 @@ def token_order_loss(
 
 
 def token_order_loss_plain(x_ND: Tensor, weight_VD: Tensor, target_NV: Tensor) -> Tensor:
-    """The same from whole scores (-inf: not ahead) and autograd: the reference."""
+    """Return `token_order_loss` from whole scores (-inf: not ahead) and autograd: the reference."""
     logits_NV = F.linear(x_ND, weight_VD)
     share_NV = torch.nan_to_num(target_NV.softmax(1), nan=0.0)
     return -(share_NV * logits_NV.log_softmax(1)).sum()
 
 
 class ListFunction(Protocol):
-    """A `ChunkFunction` for lists of words, each with its share of the target; 0: not here."""
+    """Function of a chunk (`ChunkFunction`) for lists of words with shares of the target."""
 
     def __call__(
         self,
@@ -143,11 +144,13 @@ class ListFunction(Protocol):
         has_n: Tensor,
         shard: VocabularyShard | None,
         want: bool,
-    ) -> tuple[ShardStatistics, Tensor | None]: ...
+    ) -> tuple[ShardStatistics, Tensor | None]:
+        """Return statistics of n tokens over all words, and their logits' gradient if wanted."""
+        ...
 
 
 def list_function(backend: str) -> ListFunction:
-    """What goes over a chunk of logits, by the name of the backend of `cross_entropy`."""
+    """Return the function that computes a chunk of logits, by the backend of `cross_entropy`."""
     if backend == "triton":
         from megacpp.kernels.linear_cross_entropy.triton import list_chunk
 
@@ -215,7 +218,7 @@ def _list_chunk(
     shard: VocabularyShard | None,
     want: bool,
 ) -> tuple[ShardStatistics, Tensor | None]:
-    """A `ListFunction` of torch operators, on logits of at least fp32."""
+    """Compute a chunk by torch operators, on logits of at least fp32 (`ListFunction`)."""
     logits_nV = (x_nD @ w_vD.T).to(share_nK.dtype)
     own = _exponentiate(logits_nV, words_nK, share_nK)
     whole = own if shard is None else shard.merge(own)

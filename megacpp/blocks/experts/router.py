@@ -339,7 +339,7 @@ class Pick(torch.autograd.Function):
 
 
 class PickReal(torch.autograd.Function):
-    """`Pick` with indices of nulls (E): their value becomes 0 in a sigmoid and in a softmax."""
+    """Choice as `Pick` with indices of nulls (E), whose value becomes 0 in a sigmoid or softmax."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:

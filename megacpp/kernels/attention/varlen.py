@@ -33,11 +33,18 @@ TOLD_OF_GROUPS = torch.__version__ >= "2.12"
 def varlen_attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents, scale: float
 ) -> Tensor:
-    """Attention within documents of whole rows, `[B, T, N, V]`.
+    """Return attention `[B, T, N, V]` within documents of whole rows.
 
     Head dims that differ get zero columns up to the larger one, which change no score and no value:
     for MLA of 192 and 128 the kernel's products grow from 320 to 384 numbers per query and key (1.2
-    times), and value and output are kept with 192 numbers a head.
+    times), and value and output are saved with 192 numbers a head.
+
+    Args:
+        q_BTNH: queries.
+        k_BTKH: keys.
+        v_BTKV: values.
+        docs: documents.
+        scale: factor of q . k.
     """
     from torch.nn.attention import varlen  # imports Dynamo, which takes two seconds
 

@@ -1,4 +1,4 @@
-"""One linear layer per expert, on rows that lie grouped by expert.
+"""Linear layers of experts, on rows that are grouped by expert.
 
 Legend: S slots (rows in expert order), D in, F out, E experts, C slots of each expert.
 """
@@ -36,12 +36,12 @@ def row_multiple(device: torch.device) -> int:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of a running autocast, if there is one."""
+    """Return the tensors in the dtype of a running autocast, if there is one."""
     return tuple(t.to(autocast_dtype(t) or t.dtype) for t in tensors)
 
 
 def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
-    """`[S, F]`: each row times the matrix of its expert; no gradient."""
+    """Return each row times the matrix of its expert, `[S, F]`; no gradient."""
     if counts_E is None:
         x_ECD = x_SD.unflatten(0, (len(weight_EDF), -1))
         y_ECF = torch.bmm(x_ECD, weight_EDF)
@@ -55,9 +55,15 @@ def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
 
 
 def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
-    """`[E, F, D]`: of each expert the sum over its slots of left times right; no gradient.
+    """Return of each expert the sum over its slots of left times right, `[E, F, D]`; no gradient.
 
     An expert without slots gets exact zeros.
+
+    Args:
+        left_SF: rows in expert order.
+        right_SD: rows in expert order.
+        counts_E: slots of each expert; None: equally many.
+        experts: E.
     """
     if counts_E is None:
         left_ECF, right_ECD = (x.unflatten(0, (experts, -1)) for x in (left_SF, right_SD))
@@ -72,8 +78,17 @@ def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts:
 def grouped_backend(
     device_type: str, dtype: torch.dtype, out_features: int, in_features: int
 ) -> Literal["grouped_mm", "loop"]:
-    """The rule: torch's grouped kernel for bf16 on CUDA in rows of 16 bytes, else one product
-    (on a CPU one per 48 rows) after another, for which the counts must reach the host."""
+    """Return the way of grouped products on a device, in a dtype, for matrices of a size.
+
+    torch's grouped kernel takes bf16 on CUDA in rows of 16 bytes. Else products run one after
+    another (on a CPU one per 48 rows), for which the counts must reach the host.
+
+    Args:
+        device_type: `cuda` or another.
+        dtype: of the operands.
+        out_features: rows of a matrix.
+        in_features: columns of a matrix.
+    """
     aligned = out_features % 8 == 0 and in_features % 8 == 0
     on_gpu = device_type == "cuda" and dtype == torch.bfloat16
     return "grouped_mm" if on_gpu and aligned else "loop"
@@ -93,7 +108,7 @@ def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Ten
 
 
 def either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] | None]:
-    """An operator's schema has no type for a tensor or a list."""
+    """Return counts as a tensor or as a list, beside None: operators have no type for both."""
     return (counts_E, None) if isinstance(counts_E, Tensor) else (None, list(counts_E))
 
 
@@ -141,6 +156,7 @@ def _outer_loop(
 
 
 def given(counts_E: Tensor | None, sizes: Sequence[int] | None) -> Tensor | Sequence[int]:
+    """Return the one of tensor and list that isn't None, the inverse of `either`."""
     given = sizes if counts_E is None else counts_E
     assert given is not None
     return given

@@ -1,7 +1,7 @@
-"""The routed experts' feed-forward, of which gate and up are kept and nothing else.
+"""Feed-forward of the routed experts, which saves gate and up and nothing else.
 
     x_RD ── rows_SD ── w1, w3 ── gate_SI, up_SI ── act(gate, up) weight ── w2 ── y_SD
-    kept    again                kept              again                         nobody's
+    saved   recomputed           saved             recomputed                    not needed
 
 The weight of a copy goes to its hidden units, in fp32 and before they are rounded, not to its
 output: sum_k w2 (weight_k h_k) is sum_k weight_k (w2 h_k), and then no output is needed for the
@@ -36,7 +36,7 @@ BLOCKS, BLOCK_ELEMENTS = 16, 2**16
 def into_experts(
     x_RD: Tensor, groups: Groups, *weights_EID: Tensor, fp8: Fp8Products | None = None
 ) -> tuple[Tensor, ...]:
-    """For each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
+    """Return for each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
     x_RD, *weights = autocast(x_RD, *weights_EID)
     return _Into.apply(x_RD, *weights, groups, fp8)  # type: ignore[return-value]
 
@@ -48,9 +48,14 @@ def out_of_experts(
     groups: Groups,
     fp8: Fp8Products | None = None,
 ) -> Tensor:
-    """`[S, D]`: w2 (weight * act), act = silu(gate) * up of two, relu(h)^2 of one.
+    """Return w2 (weight * act) `[S, D]`: act = silu(gate) * up of two, relu(h)^2 of one.
 
-    `weight_S` is in fp32 (or fp64) and 1 if None.
+    Args:
+        hidden: gate and up `[S, I]`, or h alone.
+        w2_EDI: matrices of the experts.
+        weight_S: in fp32 (or fp64); None: 1.
+        groups: slots.
+        fp8: settings of FP8 products; None: off.
     """
     (w2_EDI,) = autocast(w2_EDI)
     weight = () if weight_S is None else (weight_S,)
@@ -60,9 +65,14 @@ def out_of_experts(
 def experts_reference(
     x_RD: Tensor, groups: Groups, weight_S: Tensor | None, *weights: Tensor
 ) -> Tensor:
-    """The definition, one expert after another under autograd: `[S, D]`, 0 where nobody owns.
+    """Return outputs `[S, D]`, one expert after another under autograd: the definition.
+
+    Slots that no expert owns get 0.
 
     Args:
+        x_RD: rows.
+        groups: slots that hold copies of the rows.
+        weight_S: weight of each slot; None: 1.
         weights: w1, w3 and w2 of silu(w1 x) * w3 x, or w1 and w2 of relu(w1 x)^2.
     """
     *into, w2_EDI = weights
@@ -145,7 +155,7 @@ class _OutOf(torch.autograd.Function):
 
 
 class _Units(NamedTuple):
-    """What the hidden units are made of; without `up` they are relu(gate)^2."""
+    """Tensors from which hidden units are computed; without `up` they are relu(gate)^2."""
 
     gate_SI: Tensor
     up_SI: Tensor | None
@@ -157,7 +167,7 @@ class _Units(NamedTuple):
         return _Units(hidden[0], hidden[1] if num_hidden == 2 else None, *weight or (None,))
 
     def blocks(self) -> Iterator[tuple[slice, _Units]]:
-        """Some rows at a time, in at least fp32; see `BLOCKS`."""
+        """Yield some rows at a time, in at least fp32; see `BLOCKS`."""
         slots, width = self.gate_SI.shape
         each = max(-(-slots // BLOCKS), BLOCK_ELEMENTS // max(1, width), 1)
         each = -(-each // CPU_ROWS) * CPU_ROWS
@@ -172,7 +182,7 @@ class _Units(NamedTuple):
 
 
 def _weighed(units: _Units, backend: str) -> Tensor:
-    """`[S, I]`: weight * act, rounded once."""
+    """Return weight * act `[S, I]`, rounded once."""
     if backend == "triton":
         from megacpp.kernels.experts import triton as experts_triton
 

@@ -31,7 +31,7 @@ def gated_delta_sequential(
     docs: Documents | None = None,
     initial_BNKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, N, V]` and the state after each row, `[B, N, K, V]`, token by token.
+    """Return outputs `[B, T, N, V]` and the state after each row, `[B, N, K, V]`, token by token.
 
     Args:
         q_BTHK: queries before normalisation.

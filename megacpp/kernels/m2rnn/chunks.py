@@ -24,11 +24,13 @@ class StateClip:
     """Bound on every entry of the gradient that flows back through the state.
 
     `total`: all of dL/dh_t, what y_t adds included (the upstream torch backend).
-    `carried`: only what comes back from later tokens, before y_t adds its part, so that an output
+    `carried`: only the gradient from later tokens, before y_t adds its part, so that an output
     always teaches its own token in full (the upstream Triton backend).
 
     Attributes:
-        loss_scale: what the loss is multiplied with before the backward; the bound grows with it.
+        bound: largest magnitude.
+        mode: which gradient is clipped.
+        loss_scale: factor of the loss in the backward; the bound grows with it.
     """
 
     bound: float
@@ -43,7 +45,7 @@ class StateClip:
 
 @dataclass(frozen=True, eq=False)
 class ChunkPlan:
-    """What the chunks need besides tensors with gradients."""
+    """Settings of the chunks besides tensors with gradients."""
 
     seqs: Sequences
     clip: StateClip | None
@@ -55,12 +57,12 @@ class ChunkPlan:
     keep_states: bool = False  # of every token, for a backward without another recurrence
 
     def spans(self) -> list[slice]:
-        """The chunks of a row."""
+        """Return the chunks of a row."""
         T = self.seqs.starts_BT.shape[1]
         return [slice(s, min(s + self.chunk_size, T)) for s in range(0, T, self.chunk_size)]
 
     def bound(self, mode: str) -> float | None:
-        """The gradient bound if `mode` is the one that applies."""
+        """Return the gradient bound if `mode` is the one that applies."""
         return self.clip.limit if self.clip is not None and self.clip.mode == mode else None
 
     def new_finals(self, h_NBKV: Tensor) -> Tensor | None:
@@ -71,7 +73,7 @@ class ChunkPlan:
         return h_NBKV.new_empty(B if self.by_row else int(self.seqs.index_BT[-1, -1]) + 1, N, K, V)
 
     def keep_finals(self, final_SNKV: Tensor, after_CNBKV: Tensor, span: slice) -> None:
-        """Writes the final states of a chunk; of a row, each chunk writes over the one before."""
+        """Write the final states of a chunk; those of rows are overwritten chunk by chunk."""
         if self.by_row:
             final_SNKV.copy_(after_CNBKV[-1].transpose(0, 1))
             return
@@ -79,19 +81,19 @@ class ChunkPlan:
         final_SNKV[index_BC[ends_BC]] = after_CNBKV.permute(2, 0, 1, 3, 4)[ends_BC]
 
     def take(self, x_BTND: Tensor, span: slice) -> Tensor:
-        """A chunk `[C, N, B, D]` of an input: all N heads, in the compute dtype."""
+        """Return a chunk `[C, N, B, D]` of an input: all N heads, in the compute dtype."""
         x_CNBD = x_BTND[:, span].permute(1, 2, 0, 3).to(self.dtype)
         return repeat_heads(x_CNBD, self.num_heads, 1).contiguous()
 
     def put(self, dx_BTND: Tensor, span: slice, dx_CNBD: Tensor) -> None:
-        """Writes an input's gradient, summed over the heads that shared it."""
+        """Write an input's gradient, summed over the heads that shared it."""
         shared = dx_CNBD.unflatten(1, (dx_BTND.shape[2], -1)).sum(2)
         dx_BTND[:, span] = shared.permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class StateBuffer:
-    """Memory for what the recurrence makes of tokens, in front of them and of each.
+    """Memory for the states and tanh of the recurrence.
 
     Attributes:
         states_C1NBKV: one more than tokens; the first is the one that enters.
@@ -105,18 +107,18 @@ class StateBuffer:
 
     @staticmethod
     def empty(tokens: int, h_NBKV: Tensor) -> StateBuffer:
-        """Empty."""
+        """Return memory for `tokens` tokens."""
         new, shape = h_NBKV.new_empty, h_NBKV.shape
         return StateBuffer(new(tokens + 1, *shape), new(tokens, *shape))
 
     def part(self, span: slice) -> StateBuffer:
-        """That of some tokens; a state in between belongs to those before and behind it."""
+        """Return a view for some tokens; neighbouring parts share the state between them."""
         states_C1NBKV = self.states_C1NBKV[span.start : span.stop + 1]
         return StateBuffer(states_C1NBKV, self.z_CNBKV[span], self.filled)
 
 
 class _Chunk:
-    """One chunk's inputs and states: runs the recurrence, three operations per token.
+    """Inputs and states of a chunk: runs the recurrence, three operations per token.
 
     `buffer` is memory for the states, which are made nowhere else; if it is filled, nothing runs.
     """
@@ -152,13 +154,13 @@ class _Chunk:
         return [c for c in range(len(self.q_CNBK)) if self.first + c in self.plan.seqs.entries]
 
     def _before(self, c: int, h_NBKV: Tensor, initial_SNKV: Tensor | None) -> Tensor:
-        """What the token at such a place sees instead of `h`."""
+        """Return the state that the token at such a place sees instead of `h`."""
         return self.plan.seqs.enter(h_NBKV, initial_SNKV, self.first + c)
 
     def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
-        """From the state in front, and k v^T in the place of z, all states and z.
+        """Compute all states and z from the state in front, and k v^T in the place of z.
 
-        Returns by place what restarted tokens see in front of them.
+        Returns by place the states in front of restarted tokens.
         """
         restarted = dict.fromkeys(self._restarts(), states_C1NBKV)
         h, z, f = states_C1NBKV.unbind(0), self.z_CNBKV.unbind(0), self.f_CNB11.unbind(0)
@@ -172,7 +174,7 @@ class _Chunk:
         return restarted
 
     def outputs(self) -> Tensor:
-        """y of every token, `[C, N, B, V]`."""
+        """Return y of every token, `[C, N, B, V]`."""
         return (self.q_CNBK[..., None, :] @ self.after_CNBKV)[..., 0, :]
 
     def state_gradients(
@@ -182,7 +184,7 @@ class _Chunk:
         dinitial_SNKV: Tensor | None,
         dfinal_SNKV: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dL/dh_t, dL/dx_t (x: what tanh is taken of) and what leaves the chunk to the left.
+        """Return dL/dh_t, dL/dx_t (x: the argument of tanh) and the gradient that leaves left.
 
         With x_t = h_{t-1} W + k_t v_t^T: dL/dx_t = (1 - f_t) (1 - tanh(x_t)^2) dL/dh_t and
         dL/dh_{t-1} = f_t dL/dh_t + dL/dx_t W^T (+ q_{t-1} dy_{t-1}^T, when token t - 1 comes).
@@ -210,7 +212,7 @@ class _Chunk:
     def input_gradients(
         self, dy_CNBV: Tensor, dafter_CNBKV: Tensor, dx_CNBKV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of q, k, v and f. Call last: it reuses the memory of dx."""
+        """Return the gradients of q, k, v and f. Call last: it reuses the memory of dx."""
         dq_CNBK = (self.after_CNBKV @ dy_CNBV[..., None])[..., 0]
         dk_CNBK = (dx_CNBKV @ self.v_CNBV[..., None])[..., 0]
         dv_CNBV = (self.k_CNBK[..., None, :] @ dx_CNBKV)[..., 0, :]
@@ -219,13 +221,16 @@ class _Chunk:
         return dq_CNBK, dk_CNBK, dv_CNBV, df_CNB1
 
     def weight_gradient(self, dx_CNBKV: Tensor) -> Tensor:
-        """sum_t h_{t-1}^T dL/dx_t, `[N, V, V]`."""
+        """Return sum_t h_{t-1}^T dL/dx_t, `[N, V, V]`."""
         return (_rows(self.before_CNBKV).transpose(-1, -2) @ _rows(dx_CNBKV)).sum(0)
 
 
 class Chunked(torch.autograd.Function):
-    """Forward: chunk by chunk. Backward: the chunks from last to first, each run again from the
-    state in front of it, or with the states of every token as forward left them."""
+    """Recurrence chunk by chunk, with a backward by hand.
+
+    The backward goes over the chunks from last to first, each run again from the state in front of
+    it, or with the states of every token as the forward left them.
+    """
 
     @staticmethod
     def forward(
@@ -238,6 +243,18 @@ class Chunked(torch.autograd.Function):
         initial_SNKV: Tensor | None,
         plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs `[B, T, N, V]`, and final states if they are wanted.
+
+        Args:
+            ctx: autograd's context.
+            q_BTNK: queries.
+            k_BTNK: keys.
+            v_BTNV: values.
+            f_BTN1: forget values in (0, 1).
+            w_NVV: state weights.
+            initial_SNKV: state in front of each sequence; None: zeros.
+            plan: settings.
+        """
         inputs, seqs, N = (q_BTNK, k_BTNK, v_BTNV, f_BTN1), plan.seqs, plan.num_heads
         (B, T, _, V), K, spans = v_BTNV.shape, k_BTNK.shape[-1], plan.spans()
         wide_NVV = repeat_heads(w_NVV.to(plan.dtype), N, 0)
@@ -266,6 +283,7 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
+        """Return the gradients of all tensors of `forward`, from those of its results."""
         saved = ctx.saved_tensors  # once: what is rebuilt is rebuilt at each reading
         *inputs, w_NVV, initial_SNKV = saved[:6]
         plan: ChunkPlan = ctx.plan
@@ -302,18 +320,30 @@ class Chunked(torch.autograd.Function):
 
 
 def _rows(h_NBKV: Tensor) -> Tensor:
-    """A view `[..., N, B K, V]`: rows for one matmul per head."""
+    """View states as `[..., N, B K, V]`: rows for one matmul per head."""
     *lead, B, K, V = h_NBKV.shape
     return h_NBKV.view(*lead, B * K, V)  # view, not reshape: results are written through it
 
 
 def repeat_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """Every head `num_heads / x.shape[dim]` times in a row."""
+    """Repeat every head `num_heads / x.shape[dim]` times in a row.
+
+    Args:
+        x: any shape.
+        num_heads: heads of the result.
+        dim: of the heads.
+    """
     return x if x.shape[dim] == num_heads else x.repeat_interleave(num_heads // x.shape[dim], dim)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """The recurrence never narrows; the meta device knows no autocast."""
+    """Return a context without autocast: the recurrence never narrows.
+
+    The meta device has no autocast.
+
+    Args:
+        x: any shape; its device.
+    """
     kind = x.device.type
     known = torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if known else nullcontext()

@@ -1,4 +1,4 @@
-"""The Mamba-3 scan as matrix products over chunks: what it takes to get there.
+"""Mamba-3 scan as matrix products over chunks: operands, gates and output.
 
 The look-ahead form of the recurrence in megacpp/kernels/mamba3/reference.py: token s enters the
 state once, with weight scale[s] = dt[s] lambda[s] + dt[s+1] (1 - lambda[s+1]), and meets itself
@@ -54,11 +54,19 @@ def mamba3_chunked(
     *,
     recompute: Recompute = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
-    """Output `[B, T, H, P]` and the state after each row, by matrix products over chunks.
+    """Return the output `[B, T, H, P]` and the state after each row, by products over chunks.
 
-    Neither T nor documents have to be aligned to chunks. `initial` is what the first document of
-    each row continues from (None: each row starts afresh). What lies in front of the scan proper
-    and behind it are recompute regions; the scan itself, its states and its outputs never are.
+    Operations before and after the scan proper are recompute regions; the scan itself, its states
+    and its outputs never are.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents; neither these nor T have to be aligned to chunks.
+        pairing: of the rotated dims.
+        chunk_size: tokens of a chunk.
+        initial: state that the first document of each row continues from; None: zeros.
+        recompute: runs the regions.
     """
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
@@ -136,7 +144,7 @@ def _operands(
     mimo_x: Tensor | None,
     initial_BHA: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """What `chunk_scan` reads: q, k, v, sums, log scale and gamma; and the angle of the last token.
+    """Return the inputs of `chunk_scan` (q, k, v, sums, log scale, gamma), and the last angle.
 
     `initial_BHA` is the angle that the first document of each row continues from.
     """
@@ -167,7 +175,7 @@ def _operands(
 
 
 def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor | None) -> Tensor:
-    """Running sum of pi tanh(angles) dt within each document, `[B, H, J, A, C]`."""
+    """Return the running sum of pi tanh(angles) dt within each document, `[B, H, J, A, C]`."""
     rate_BJCHA = _cut(math.pi * torch.tanh(wide(Angles)), DT_BHJC.shape[-1], 1)
     rate_BHJAC = rate_BJCHA.permute(0, 3, 1, 4, 2).contiguous()
     within_BHJAC = segmented_cumsum(rate_BHJAC * DT_BHJC[:, :, :, None], chunks)
@@ -180,7 +188,7 @@ def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor
 def _first(
     inputs: ScanInputs, weights: HeadWeights, initial: Mamba3State | None, pairing: Pairing
 ) -> Tensor:
-    """The look-ahead state in front of each row, `[B, H, N, P]`: zeros, or from `initial`."""
+    """Return the look-ahead state in front of each row, `[B, H, N, P]`, zeros without `initial`."""
     B, _, H, P = inputs.V.shape
     if initial is None:
         return inputs.DT.new_zeros(B, H, inputs.Q.shape[-1], P)

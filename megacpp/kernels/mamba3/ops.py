@@ -1,4 +1,4 @@
-"""The pieces of the chunked Mamba-3 scan that plain autograd would make slow or inexact.
+"""Operations of the chunked Mamba-3 scan that plain autograd would make slow or inexact.
 
 Legend: B rows, J chunks of a row, C tokens of a chunk, H heads, R MIMO rank, N state size, P head
 dim, A rotated pairs. Time is the last dim (q_BHJNRC), so that every elementwise pass is contiguous.
@@ -20,7 +20,7 @@ from megacpp.model.fp32 import wide
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Who sees whom; a size-1 B stands for every row.
+    """Visibility among the tokens of chunks; a size-1 B stands for every row.
 
     Attributes:
         before_BJCC: [t, s] s < t in the same document and chunk; 0.0 or 1.0, the others boolean.
@@ -37,7 +37,7 @@ class Chunks:
 
     @staticmethod
     def for_documents(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
-        """The chunks of a batch, made once; tokens that pad a row extend its last document."""
+        """Return the chunks of a batch, made once; padding extends a row's last document."""
         return docs.memo(("mamba3", chunk, dtype), lambda: Chunks._make(docs, chunk, dtype))
 
     @staticmethod
@@ -86,10 +86,18 @@ def bias_and_rotate(
     angle_BHJAC: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """q and k of every head, `[B, H, J, N, R, C]` in `dtype`: plus its bias, then rotated.
+    """Return q and k of every head, `[B, H, J, N, R, C]` in `dtype`: plus its bias, then rotated.
 
-    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Keeps angles and its
-    outputs, not its inputs, for backward: the product that follows keeps outputs anyway.
+    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Saves angles and its
+    outputs, not its inputs, for backward: the product that follows saves outputs anyway.
+
+    Args:
+        q_BGJNRC: of each group.
+        k_BGJNRC: of each group.
+        q_bias_GUNR: of the U heads of each group.
+        k_bias_GUNR: of the U heads of each group.
+        angle_BHJAC: of each head.
+        dtype: of the results.
     """
     return _BiasAndRotate.apply(  # type: ignore[return-value]
         q_BGJNRC[:, :, None],
@@ -185,7 +193,7 @@ class _BiasAndRotate(torch.autograd.Function):
 
 
 def _cos_sin(angle_BHJAC: Tensor) -> tuple[Tensor, Tensor]:
-    """For every rank, `[B, H, J, A, 1, C]`."""
+    """Return cos and sin for every rank, `[B, H, J, A, 1, C]`."""
     return angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
 
 
@@ -199,6 +207,6 @@ def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the N axis: first and second partners of the pairs that turn."""
+    """Return views of the N axis: first and second partners of the pairs that turn."""
     half, turned = x.shape[-3] // 2, cos.shape[-3]
     return x.narrow(-3, 0, turned), x.narrow(-3, half, turned)

@@ -1,4 +1,4 @@
-"""The chunked scan proper, forward and backward: what is left once q and k are rotated.
+"""Chunked scan proper, forward and backward, of rotated q and k.
 
 Per head, with s(t) the sum of log decays since the start of the chunk or document, and scale the
 look-ahead weight of megacpp/kernels/mamba3/chunks.py:
@@ -36,12 +36,23 @@ def chunk_scan(
     first_BHNP: Tensor,
     chunks: Chunks,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, J, R, C, P]` and the state after each row, `[B, H, N, P]`, from `first`.
+    """Return outputs `[B, H, J, R, C, P]` and the state after each row, `[B, H, N, P]`.
 
     q, k, v are the operands of matrix products, in their dtype; all else, the carried state
-    included, is at least fp32. Keeps its inputs and the states between chunks for backward, none of
+    included, is at least fp32. Saves its inputs and the states between chunks for backward, none of
     the C x C matrices, and finds the gradients of the decays without them: those of a row of the
     product sum to q.dq, those of a column to k.dk (the delta of FlashAttention, arXiv 2205.14135).
+
+    Args:
+        q_BHJNRC: rotated queries.
+        k_BHJNRC: rotated keys.
+        v_BHJRCP: values.
+        sums_BHJC: log decays, summed from the start of the chunk or document.
+        log_scale_BHJC: log of the look-ahead weights.
+        gamma_BHJC: weight of a token for itself.
+        D_H: skip of v to y.
+        first_BHNP: state in front of each row.
+        chunks: visibility.
     """
     return _ChunkScan.apply(  # type: ignore[return-value]
         q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, D_H, first_BHNP, chunks
@@ -218,7 +229,7 @@ def _matrices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _entering(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state in front of each chunk, `[M, N, P]`."""
+    """Return the state in front of each chunk, `[M, N, P]`."""
     return states[:, :, :-1].to(dtype).flatten(0, 2)
 
 

@@ -50,7 +50,7 @@ def sparse_attention(
 
 
 def chosen_mask(chosen_BTC: Tensor, num_keys: int) -> Tensor:
-    """bool `[B, T, S]`: which keys were chosen; unused slots (-1) choose none, without a branch."""
+    """Return bool `[B, T, S]`, True at chosen keys; unused slots (-1) choose none, branch-free."""
     shape = (*chosen_BTC.shape[:-1], num_keys + 1)
     place_BTC = chosen_BTC.to(torch.int64).add_(1)  # unused ones go to a column in front, cut off
     mask = torch.zeros(shape, dtype=torch.bool, device=chosen_BTC.device)
@@ -58,7 +58,7 @@ def chosen_mask(chosen_BTC: Tensor, num_keys: int) -> Tensor:
 
 
 class _SparseAttention(torch.autograd.Function):
-    """As `_SoftcapAttention`, with the mask of a block made from the choice when it is needed."""
+    """Autograd function as `_SoftcapAttention`, with block masks made from the choice."""
 
     @staticmethod
     def forward(
