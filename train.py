@@ -67,10 +67,10 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     world = start(config.mesh, device, peers.store)
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
-    keeper = ActivationCheckpointing(
+    ac = ActivationCheckpointing(
         config, device, say=partial(print, flush=True) if world.is_main else None
     )
-    model = build_model(config, world, keeper)
+    model = build_model(config, world, ac)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config, stop)
     qk_clip = QKClip(model, config.optim.qk_clip, of_all) if config.optim.qk_clip else None
@@ -89,7 +89,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
 
     # ---- header, records -------------------------------------------------------------------------
-    seen = describe(model, config), keeper.compiled, keeper.words(), state.step, state.changed
+    seen = describe(model, config), ac.compiled, ac.words(), state.step, state.changed
     mfu = announce(launch, world.degrees, world.is_main, *seen)
     log = MetricsLog(folder, config, state.step, world.is_main)
     watch = partial(StepWatch, model, optimizer)

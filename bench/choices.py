@@ -35,7 +35,7 @@ class RecomputeSetup:
         train = replace(config.train, compile=compiles)
         return replace(config, recompute=self.policy, train=train)
 
-    def keeper(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
+    def build(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
         """Return the setup's `ActivationCheckpointing`; `config` is a result of `apply`."""
         return ActivationCheckpointing(config, device, self.regions(config))
 

@@ -72,7 +72,7 @@ def measure(
     trainers = {}
     for choice in choices:
         own = choice.apply(config)
-        trainers[choice.name] = Trainer(own, world, choice.keeper(own, world.device))
+        trainers[choice.name] = Trainer(own, world, choice.build(own, world.device))
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(steps + 1):

@@ -1,7 +1,7 @@
 """Application of the recompute policy to the blocks of a model.
 
-    keeper = ActivationCheckpointing(config, device)
-    model = build_model(config, world, keeper)
+    ac = ActivationCheckpointing(config, device)
+    model = build_model(config, world, ac)
 
 The builder calls it after heads, experts and rows are sharded by tensor, expert and context
 parallelism, and before FSDP2 shards the rest. (Activation memory, not saved training state.)

@@ -256,7 +256,7 @@ class _RegionCall:
         self.recompute, self.region, self.fn = forward.recompute, region, fn
         self.arguments = {_address(a) for a in args if isinstance(a, Tensor)}
         self.args = [_Argument.capture(a, forward) for a in args]
-        self.surroundings = RngAndAutocastState.now(args)
+        self.context = RngAndAutocastState.now(args)
         self.decisions: list[Any] = []
         self.saved: dict[int, tuple[Any, ...]] = {}
         self.num_saves = self.results_wanted = 0
@@ -283,7 +283,7 @@ class _RegionCall:
         with (
             saved_tensors_hooks(pack, unpack),
             self.recompute.inside(self),
-            self.surroundings.watched(),
+            self.context.watched(),
         ):
             return self.fn(*args)
 
@@ -328,7 +328,7 @@ class _RegionCall:
         replays.running, self._deciding = True, iter(self.decisions)
         try:
             hooks = saved_tensors_hooks(pack, _never)
-            with self.surroundings.again(), self.recompute.inside(self), hooks, torch.enable_grad():
+            with self.context.again(), self.recompute.inside(self), hooks, torch.enable_grad():
                 results = [t.detach() for t in _tensors(self.fn(*args))]
         except _AllThere:
             results = []

@@ -3,7 +3,7 @@
 Mixed precision casts a whole unit to one dtype, so the fp32-contract parameters (norms, `dt_bias`,
 `D`, router, ...) can't share a unit with bf16 matrices (pytorch#156784; pytorch#196626 would give
 each parameter a dtype of its own). They stay where upstream names put them; the root unit, made
-*first* and told to ignore everything else, owns all of them, and the block units ignore them. So
+*first* with all other parameters ignored, owns all of them, and the block units ignore them. So
 they travel in one all-gather and one reduce-scatter per step for the whole model, in fp32, and no
 forward ever casts or copies one.
 

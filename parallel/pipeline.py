@@ -1,9 +1,9 @@
 """Pipeline parallelism: the microbatches of a step through all stages, by a schedule of torch.
 
 The schedule alone decides when a stage's gradients are reduced over the data axes (FSDP2), so all
-microbatches of an optimizer step are one `schedule.step`, and nobody else toggles gradient sync.
-Shapes between stages are told beforehand, so that every microbatch is run forward exactly once:
-torch would otherwise find them out with a forward and a backward more, which routers would count.
+microbatches of an optimizer step are one `schedule.step`, and nothing else toggles gradient sync.
+Shapes between stages are given beforehand, so that every microbatch is run forward exactly once:
+torch would otherwise infer them with a forward and a backward more, which routers would count.
 
 `zbv` and `dualpipev` make gradients of inputs and of weights in two walks over one graph, between
 which gathered weights must stay, so their units aren't resharded after the forward. A recomputed
@@ -53,12 +53,12 @@ APART = torch.__version__ >= "2.13"  # pytorch#166577
 class Pipeline:
     """This rank's stages among those of its `pp` group.
 
-    Every rank of the group brings the same batches; only the ends look at ids and labels.
+    Every rank of the group brings the same batches; only the ends read ids and labels.
 
     Args:
         stages: of this rank, in the order in which a token meets them; sharded already.
-        dry: nobody answers (a fake process group, maybe fake tensors): ranks don't first agree
-            that shapes are known, which would read a number that they sent each other.
+        dry: there are no peers (a fake process group, maybe fake tensors): ranks don't first
+            agree that shapes are known, which would read a number that they exchange.
     """
 
     def __init__(

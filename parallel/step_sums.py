@@ -83,8 +83,8 @@ class StepReduction:
             router_squares: `[2]`.
             loads: fp64 `[N]`.
         """
-        told = loads.new_full((1,), float(leaving))
-        parts = [nonfinite.view(1), bad_losses.view(1), told, auxiliary, router_squares, loads]
+        stops = loads.new_full((1,), float(leaving))
+        parts = [nonfinite.view(1), bad_losses.view(1), stops, auxiliary, router_squares, loads]
         return torch.cat([part.double() for part in parts])
 
     @staticmethod

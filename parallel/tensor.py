@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism: the plan of parallel/plans.py, applied to modules.
 
 Between blocks every rank holds some tokens of the residual stream, inside a mixer it holds some
-heads or hidden units of all tokens. Parameters are DTensors for those who store, shard and save
-them; the model's own code reads their local part, as if it were the whole of a smaller model. So
-no operator inside a mixer pays for DTensor dispatch, and no mixer knows of ranks.
+heads or hidden units of all tokens. Parameters are DTensors for FSDP2, optimizer and checkpoints;
+the model's own code reads their local part, as if it were the whole of a smaller model. So no
+operator inside a mixer pays for DTensor dispatch, and no mixer knows of ranks.
 
 Legend: B rows, T tokens of all ranks, t tokens of this rank, D model, G groups of heads.
 """

@@ -43,8 +43,8 @@ class Steps:
     def __init__(self, config: Config, device: torch.device, packed: bool) -> None:
         world = World(0, 1, device)
         self.config, self.device = config, device
-        self.keeper = ActivationCheckpointing(config, device)
-        self.model = build_model(config, world, self.keeper)
+        self.ac = ActivationCheckpointing(config, device)
+        self.model = build_model(config, world, self.ac)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
         number = config.train.grad_accum

@@ -1,6 +1,6 @@
 """Offloads counted without moving anything: for tensors that have no values.
 
-    keeper.offloader = ledger = HostLedger.like(keeper.offloader)
+    ac.offloader = ledger = HostLedger.like(ac.offloader)
     with Meter(model, ledger.buffers) as meter: ...
 
 The same tensors leave as with the Offloader, but at once: the last ones, which the Offloader keeps

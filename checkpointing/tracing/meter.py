@@ -130,7 +130,7 @@ class Meter(TorchDispatchMode):
             self._parameters[id(storage)] = storage
         # Before and after all other hooks of a module: what they do belongs to it.
         hooks = [register_module_forward_pre_hook(self._enter_module)]
-        # A module without hooks stays one: some do more by hand when nobody looks on.
+        # A module without hooks stays one: some take a faster path when they have none.
         hooks.append(register_module_forward_hook(self._leave_plain, always_call=True))
         for module in self.model.modules():
             if module._forward_hooks:

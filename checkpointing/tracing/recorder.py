@@ -39,10 +39,10 @@ from megacpp.model.pattern import ENTRANCE, EXIT
 
 
 class Recorder(Meter):
-    """Follows a whole step; `begin` forgets when what is already there was made.
+    """Meter of a whole step; `begin` drops the times of storages that exist already.
 
     Attributes:
-        components: of allocations, by identity; what has none is told by when it was made.
+        components: of allocations, by identity; others follow from the time of allocation.
         first_alone: blocks of the stream that the first layer of a kind makes for all others.
     """
 

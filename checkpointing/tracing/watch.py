@@ -80,7 +80,7 @@ class StepWatch(Recorder):
         self.allocations.append(alloc)
         self._alive[id(storage)] = alloc
         self._note(alloc, alloc.bytes)
-        # Not `finalize`: parameters live on, and would keep every watch for ever.
+        # Not `finalize`: parameters outlive the watch, and would keep it alive.
         self._ends.append(ref(storage, partial(self._end, id(storage), alloc)))
         self._name(id(storage), component)
 

@@ -208,11 +208,11 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
 
 def prepared(config: Config) -> Callable[[HybridLM], None]:
     """Return the function that prepares the blocks of a traced model before they are sharded."""
-    kernels, keeper = traced_kernels(config), ActivationCheckpointing(config)
+    kernels, ac = traced_kernels(config), ActivationCheckpointing(config)
 
     def prepare(model: HybridLM) -> None:
         set_kernels(model, kernels)
-        keeper(model)
+        ac(model)
 
     return prepare
 

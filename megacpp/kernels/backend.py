@@ -23,7 +23,7 @@ class Kernels:
     cross_entropy: str = "torch"
 
 
-# Of a module that nobody has told otherwise: what runs everywhere.
+# Default of every module: backends that run everywhere.
 PLAIN_KERNELS = Kernels()
 
 

@@ -1,6 +1,6 @@
 """FLOPs of our own operators, registered for `torch.utils.flop_counter.FlopCounterMode`.
 
-FlopCounterMode doesn't see what an operator does inside. Whoever counts imports this file; training
+FlopCounterMode doesn't see the inside of an operator. Code that counts imports this file; training
 doesn't, because `torch.utils.flop_counter` imports Triton where it is installed.
 """
 

@@ -224,7 +224,7 @@ def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) 
     if hasattr(parts, "top"):
         normed_BTD = parts.top.attached(normed_BTD, docs)  # type: ignore[operator]
     mtp = getattr(parts, "mtp", None)
-    if mtp is not None and mtp.training:  # it predicts nothing for anybody else
+    if mtp is not None and mtp.training:  # only training uses its predictions
         ends = cast(nn.Module, parts.embed), cast(nn.Module, parts.head)
         return with_depths(mtp, *ends, x_BTD, normed_BTD, labels_BT, docs)
     return parts.head(normed_BTD, labels_BT)  # type: ignore[operator]

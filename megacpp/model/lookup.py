@@ -19,7 +19,7 @@ class Lookup(nn.Module):
 
 
 class Table(nn.Embedding):
-    """Embeddings by id. It starts without values: nobody's initialisation but the model's."""
+    """Embeddings by id. It starts without values: only the model's rules initialise it."""
 
     def __init__(self, rows: int, dim: int) -> None:
         # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of `ep` holds some experts, and every token goes where its are.
+"""Expert parallelism: each rank of `ep` holds some experts, and every token goes to its experts.
 
 An E mixer routes the tokens of its own rank. `ExpertParallel` swaps its `dispatch` and `combine`;
- between them the mixer's own `experts` work on the rows of all ranks that want them, so
-that recomputing `experts` alone sends nothing again. It does not touch parameters: whoever cuts
-them gives each rank the experts [r * E / ep, (r + 1) * E / ep) in order.
+between them the mixer's own `experts` work on the rows of all ranks, so that recomputing `experts`
+alone sends nothing again. It does not touch parameters: the plan gives each rank the experts
+[r * E / ep, (r + 1) * E / ep) in order.
 
 Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
 """

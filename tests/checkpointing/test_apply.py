@@ -49,8 +49,8 @@ def build(
     policy: CheckpointingPolicy, model: ModelConfig | None = None
 ) -> tuple[HybridLM, ActivationCheckpointing]:
     config = Config(model=model or hybrid(), recompute=policy, precision=PrecisionConfig("fp64"))
-    keeper = ActivationCheckpointing(config)
-    return build_model(config, ONE, keeper), keeper
+    ac = ActivationCheckpointing(config)
+    return build_model(config, ONE, ac), ac
 
 
 def train(model: HybridLM, rows: range = range(4)) -> list[Tensor]:
@@ -96,16 +96,16 @@ def test_states_kept_or_rebuilt_give_the_same_bits() -> None:
 
 def test_what_runs_again() -> None:
     """Check A E M R F E A: all but the last layer; norms of six blocks, and each kind's regions."""
-    model, keeper = build(ALL_REGIONS)
+    model, ac = build(ALL_REGIONS)
     train(model)
-    counts = keeper.replays.counts
+    counts = ac.replays.counts
     assert counts["core_attn"] == 1 and counts["expert_gemm"] == 2
     assert counts["norm"] >= 6 and counts["mlp"] == 3 and "block" not in counts
-    model, keeper = build(FULL)
+    model, ac = build(FULL)
     train(model)
-    assert keeper.replays.counts["block"] == 5  # A E R F E; M has its own region
+    assert ac.replays.counts["block"] == 5  # A E R F E; M has its own region
     train(model)
-    assert keeper.replays.counts["block"] == 10
+    assert ac.replays.counts["block"] == 10
 
 
 def test_the_last_layer_is_never_wrapped() -> None:

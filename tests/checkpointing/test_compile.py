@@ -285,9 +285,9 @@ def test_no_seam_is_active_in_a_compiled_block() -> None:
             activation_memory_budget=0.5,
         ),
     )
-    keeper = ActivationCheckpointing(config)
-    model = build_model(config, ONE, keeper)
-    assert set(keeper.compiled) >= {0, 2, 3, 4}
+    ac = ActivationCheckpointing(config)
+    model = build_model(config, ONE, ac)
+    assert set(ac.compiled) >= {0, 2, 3, 4}
     for key in "0234":
         modules = [m for m in model.blocks[key].modules() if hasattr(m, "recompute")]
         assert len(modules) > 1 and all(m.recompute is PLAIN for m in modules)
@@ -297,7 +297,7 @@ def test_no_seam_is_active_in_a_compiled_block() -> None:
     for each in (plain, model):
         backward(each, batch, batch.docs)
     assert_same_gradients(model, plain)
-    assert keeper.replays.counts == {"block": 1}, "of the one E block"
+    assert ac.replays.counts == {"block": 1}, "of the one E block"
     give(model.blocks["0"], BlockRecompute(BLOCK, Replays()))
     with pytest.raises(AssertionError, match="both decide"):
         backward(model, batch, batch.docs)

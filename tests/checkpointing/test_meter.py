@@ -250,10 +250,10 @@ def real(config: Config, world: World) -> tuple[Counter[Any], Counter[Any]]:
 
 def fake(config: Config, size: int, rank: int) -> tuple[Counter[Any], Counter[Any]]:
     with fake_world(config, size, rank) as world:
-        keeper = ActivationCheckpointing(config)
-        model = planned_model(config, world, keeper)
+        ac = ActivationCheckpointing(config)
+        model = planned_model(config, world, ac)
         with fake_tensors(memory=True):
-            return described(run(config, world, model, keeper))
+            return described(run(config, world, model, ac))
 
 
 def same(found: tuple[Counter[Any], Counter[Any]], real: tuple[Counter[Any], Counter[Any]]) -> None:

@@ -43,8 +43,8 @@ def config_of(**policy: Any) -> Config:
 
 def run(config: Config, watched: bool = True) -> tuple[list[Tensor], dict[str, int], int]:
     """Loss and gradients, what ran again, and bytes alive behind a forward, beyond the first."""
-    keeper = ActivationCheckpointing(config)
-    model, kept = build_model(config, ONE, keeper), 0
+    ac = ActivationCheckpointing(config)
+    model, kept = build_model(config, ONE, ac), 0
     batch = ragged_batch(list(range(ROWS)), T, config.model.vocab_size)
     loss = torch.zeros(())
     for _ in range(STEPS):
@@ -54,7 +54,7 @@ def run(config: Config, watched: bool = True) -> tuple[list[Tensor], dict[str, i
             kept = live.now if live is not None else 0
         loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return [loss.detach(), *grads], keeper.replays.counts, kept
+    return [loss.detach(), *grads], ac.replays.counts, kept
 
 
 @cache

@@ -84,8 +84,8 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, folder: Path | None = None) -> None:
         self.config, self.world = config, world
-        self.keeper = ActivationCheckpointing(config, world.device)
-        self.model = build_model(config, world, self.keeper)
+        self.ac = ActivationCheckpointing(config, world.device)
+        self.model = build_model(config, world, self.ac)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
         source = Source(config.model.vocab_size)

@@ -182,9 +182,9 @@ def gradients(model: HybridLM) -> Slices:
 def train(rank: int, run: Run) -> Trace:
     """Three optimizer steps as `train.py` makes them."""
     trace, world, config = Trace(run), world_of(rank, run), config_of(run)
-    keeper = ActivationCheckpointing(config)
+    ac = ActivationCheckpointing(config)
     with awake():
-        model = build_model(config, world, keeper)
+        model = build_model(config, world, ac)
     boundary, optimizers = (
         AccumulationBoundary(model, world, config),
         build_optimizer(model, config, world.holders),
@@ -232,7 +232,7 @@ def train(rank: int, run: Run) -> Trace:
             kinds = {isinstance(p, DTensor) for p in model.parameters()}
             trace.sharded &= kinds == {run.world > 1}
     trace.parameters = trace.stepped[-1]
-    trace.again = keeper.replays.counts
+    trace.again = ac.replays.counts
     trace.router_bias = {n: b.clone() for n, b in model.named_buffers() if n.endswith("_bias")}
     return trace
 

@@ -49,12 +49,12 @@ class LatentKeys(Protocol):
 
 
 class CoreAttention(nn.Module):
-    """softmax(cap(scale q k^T)) v within documents: where all tokens of a document meet.
+    """Attention softmax(cap(scale q k^T)) v within documents; all tokens of a document meet here.
 
     A submodule without parameters, which context parallelism swaps.
 
     Attributes:
-        recorder: keeps how large the logits of training forwards get; None: nobody asks.
+        recorder: records the largest logits of training forwards; None: nothing is recorded.
     """
 
     recompute: Recompute = PLAIN

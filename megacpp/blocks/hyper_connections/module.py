@@ -76,8 +76,8 @@ class PlainBias:
     """Biases of a connection that at first does what a residual sum does.
 
     post is one and res doubly stochastic, so equal streams stay equal; what a layer reads of them
-    sums to one. It reads of each another part: with equal parts all streams would have the same
-    gradients for ever and never differ.
+    sums to one. It reads another part of each: with equal parts all streams would always have the
+    same gradients and never differ.
     """
 
     streams: int

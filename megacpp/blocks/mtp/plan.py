@@ -10,7 +10,7 @@ from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.schema import ModelConfig
 
-WIDTH_MULTIPLE = 16  # of hidden units whose number nobody gave
+WIDTH_MULTIPLE = 16  # of hidden units, where their number isn't set
 
 
 def block_model(model: ModelConfig) -> ModelConfig:

@@ -25,9 +25,9 @@ from torch import Tensor
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.documents import Documents
 
-# From 2.12 torch wants to be told of grouped heads; 2.11 has no such argument and takes them as
-# they are: the kernel is the same. Deleted with the support of 2.11.
-TOLD_OF_GROUPS = torch.__version__ >= "2.12"
+# From 2.12 torch has an argument for grouped heads; 2.11 takes them without one: the kernel is the
+# same. Deleted with the support of 2.11.
+HAS_GQA_ARGUMENT = torch.__version__ >= "2.12"
 
 
 def varlen_attention(
@@ -55,9 +55,9 @@ def varlen_attention(
     ends = docs.cu_seqlens
     # T is a bound of the longest document that the host knows; later blocks of shorter ones stop
     # at once.
-    told: dict[str, Any] = {}
-    if TOLD_OF_GROUPS:
-        told["enable_gqa"] = q_PNX.shape[1] != k_PKX.shape[1]
+    extra: dict[str, Any] = {}
+    if HAS_GQA_ARGUMENT:
+        extra["enable_gqa"] = q_PNX.shape[1] != k_PKX.shape[1]
     o_PNX = varlen.varlen_attn(
         q_PNX,
         k_PKX,
@@ -68,7 +68,7 @@ def varlen_attention(
         T,
         scale=scale,
         window_size=(-1, 0),
-        **told,
+        **extra,
     )
     assert isinstance(o_PNX, Tensor)
     return o_PNX.unflatten(0, (B, T))[..., :value_dim]

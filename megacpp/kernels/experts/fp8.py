@@ -188,7 +188,7 @@ def _outer_on_hardware(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, expe
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    empty_E = torch.diff(end_E, prepend=end_E.new_zeros(1)) == 0  # whose sums nobody wrote
+    empty_E = torch.diff(end_E, prepend=end_E.new_zeros(1)) == 0  # no product wrote their sums
     return sums_EFD.masked_fill_(empty_E[:, None, None], 0).to(left_SF.dtype)
 
 

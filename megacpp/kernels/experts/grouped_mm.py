@@ -17,8 +17,8 @@ from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.transfer import listed
 
 # Slots of each expert, in order; the last one owns what is left over. None: all have as many, and
-# one batched product does it. One count more than experts is of slots at the end that nobody owns,
-# whose rows come out undefined. A tensor stays where it is as long as the host needn't read it.
+# one batched product does it. One count more than experts is of slots at the end that no expert
+# owns, whose rows are undefined. A tensor stays where it is unless the host must read it.
 Counts = Tensor | Sequence[int] | None
 
 # A CPU matrix product may round a row differently when the number of rows changes (another kernel,
@@ -45,8 +45,8 @@ def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
     if counts_E is None:
         x_ECD = x_SD.unflatten(0, (len(weight_EDF), -1))
         y_ECF = torch.bmm(x_ECD, weight_EDF)
-        # No view of the product, which nobody else has: FSDP2 warns of units that return one
-        # (pytorch#181850; pytorch#197154 would warn of none that nobody writes to).
+        # No view of the product, which nothing else refers to: FSDP2 warns of units that return
+        # one (pytorch#181850; pytorch#197154 would not warn of views that aren't written to).
         return torch.ops.aten._unsafe_view(y_ECF, (len(x_SD), y_ECF.shape[2]))
     backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EDF.shape[1:])
     if backend == "grouped_mm" and len(x_SD) > 0:
@@ -132,7 +132,7 @@ def _loop(
     cuts = [[min(most, size - i) for i in range(0, size, most)] for size in groups]
     flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
-    for w_DF, cut in zip(weight_EDF, cuts):  # noqa: B905 - the last may be nobody's
+    for w_DF, cut in zip(weight_EDF, cuts):  # noqa: B905 - the last may be of no expert
         for _ in cut:
             x, y = next(parts)
             torch.mm(x, w_DF, out=y)

@@ -71,8 +71,8 @@ def group_rows(
 
 
 def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
-    """`group_rows` of copies some of which are nobody's; slots past the groups aren't either."""
-    sorted_N, order_N, first_X = _sort(expert_TK, num_experts + 1)  # the last: of nobody's
+    """Group copies some of which are of no expert; slots past the groups are of none either."""
+    sorted_N, order_N, first_X = _sort(expert_TK, num_experts + 1)  # the last: of no expert
     size_E = torch.diff(first_X)
     padded_E = (size_E + (multiple - 1)) // multiple * multiple
     shift_X = torch.zeros_like(first_X)
@@ -154,10 +154,10 @@ def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
 
 
 def sum_rows(rows_SD: Tensor, groups: Groups) -> Tensor:
-    """Sum of each token's rows, `[T, D]` in at least fp32; keeps no row.
+    """Sum each token's rows, `[T, D]` in at least fp32; saves no row.
 
-    A padding slot adds nothing, but its gradient is that of token 0: if there are any, whoever made
-    the rows must have weighed them with `weigh_slots`.
+    A padding slot adds nothing, but its gradient is that of token 0: if there are any,
+    the rows must have been weighed with `weigh_slots`.
     """
     return _Sum.apply(rows_SD, groups)  # type: ignore[return-value]
 
@@ -190,7 +190,7 @@ def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
         from megacpp.kernels.experts import triton as experts_triton
 
         return experts_triton.sum_of_slots(rows_SD, groups.slot_KT, groups.kept_KT)
-    if not len(groups.token_S):  # nobody has a slot
+    if not len(groups.token_S):  # no token has a slot
         return _at_least_fp32(rows_SD.new_zeros(groups.slot_KT.shape[1], rows_SD.shape[1]))
     total_TD: Tensor | None = None
     for k, slot_T in enumerate(groups.slot_KT):

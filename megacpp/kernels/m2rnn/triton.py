@@ -1,9 +1,10 @@
-"""M2RNN in Triton: the recurrence of m2rnn_chunks.py, a state in the registers of a program.
+"""M2RNN in Triton: the recurrence of chunks.py, a state in the registers of a program.
 
 Forward is one launch: a program per row and head takes its tokens one after another and stores the
-state where chunks start. Backward goes from the last chunk to the first: `run` makes the chunk's
-states again, `walk` takes dL/dh back through its tokens, `gradients` and one batched product do
-what needs no order (megacpp/kernels/m2rnn/triton_kernels.py). No atomics: results repeat exactly.
+state where chunks start. Backward goes from the last chunk to the first: `run` computes the chunk's
+states again, `state_gradients` takes dL/dh back through its tokens, `gradients` and one batched
+product do the rest, which needs no order (megacpp/kernels/m2rnn/triton_kernels.py). No atomics:
+results repeat exactly.
 
 Beside what it returns, forward holds one state per row and head; backward `3 C N B K V` numbers in
 fp32 (of one chunk the states in front of tokens, tanh and dL/dh), and for inputs that heads share
@@ -263,7 +264,7 @@ def backward(
             launch.run(span, kept[0][first // C], initial, kept=again)
         else:
             span, (before_NCBKV, z_NCBKV) = Span(first, count, first, T), kept
-        launch.walk(span, dy_BTNV, z_NCBKV, g_NCBKV, dh_BNKV, *inside, clip, bound)
+        launch.state_gradients(span, dy_BTNV, z_NCBKV, g_NCBKV, dh_BNKV, *inside, clip, bound)
         chunks = [dx[:, first : first + count] for dx in grads]
         parts = [dx if heads is None else heads for dx, heads in zip(chunks, wide, strict=True)]
         launch.gradients(span, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, parts)

@@ -1,8 +1,8 @@
 """Triton kernels of the M2RNN recurrence: tokens forward, tokens backward, gradients of inputs.
 
-    run         one program per row and head: its state stays in registers, tokens go in order
-    walk        likewise from the last token to the first, with dL/dh in registers
-    gradients   one program per token, row and head: nothing in it waits for another token
+    run              one program per row and head: its state stays in registers, tokens in order
+    state_gradients  likewise from the last token to the first, with dL/dh in registers
+    gradients        one program per token, row and head: none waits for another token
 
 All numbers inside are fp32, whatever the inputs are; products are IEEE fp32, not TF32. A state is
 padded to powers of two of at least 16 (`tl.dot`); its padding is zero and stays so.
@@ -152,7 +152,7 @@ def run_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "count", "kept_first"])
-def walk_kernel(
+def state_gradients_kernel(
     q_ptr, f_ptr, dy_ptr, w_ptr, z_ptr, g_ptr, dh_ptr, starts_ptr, index_ptr,
     dinitial_ptr, dfinal_ptr, bound,
     first, count, B, N, kept_first, kept_n, scratch_n,
@@ -231,7 +231,7 @@ def walk_kernel(
             if DINITIAL or DFINAL:
                 begun = (tl.load(index_ptr) * N + n) * (K * V) + tile
                 leaves = inside & (start != 0)
-                if DINITIAL:  # a sequence starts once: nobody else writes here
+                if DINITIAL:  # a sequence starts once: no other program writes here
                     tl.store(dinitial_ptr + begun, dh_KV, mask=leaves)
                 if DFINAL:  # the sequence in front has the number before
                     ended = begun - N * (K * V)
@@ -289,7 +289,7 @@ def gradients_kernel(
     dk_K = tl.sum(dx_KV * v_V.to(tl.float32)[None, :], 1)
     dv_V = tl.sum(dx_KV * k_K.to(tl.float32)[:, None], 0)
     df = tl.sum(tl.sum(gap_KV * g_KV, 1), 0)
-    tl.debug_barrier()  # nobody's g may be gone before it is read
+    tl.debug_barrier()  # every thread reads its g before any is overwritten
     tl.store(g_ptr, dx_KV, mask=inside)
     dq_ptr += b * dq_b + c * dq_t + n * K + ks
     dk_ptr += b * dk_b + c * dk_t + n * K + ks

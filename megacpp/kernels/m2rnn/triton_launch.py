@@ -107,7 +107,7 @@ class Launch:
             KEEP=bool(kept),
         )
 
-    def walk(
+    def state_gradients(
         self,
         span: Span,
         dy_BTNV: Tensor,
@@ -132,12 +132,12 @@ class Launch:
             clip: kind of the clip.
             bound: of the clip.
         """
-        from megacpp.kernels.m2rnn.triton_kernels import walk_kernel
+        from megacpp.kernels.m2rnn.triton_kernels import state_gradients_kernel
 
         q, f = self.q_BTNK, self.f_BTN
         outside = (self.starts_BT, self.index_BT, dinitial_SNKV, dfinal_SNKV)
         self._start(
-            walk_kernel,
+            state_gradients_kernel,
             (self.num_heads, self.num_rows),
             *(q, f, dy_BTNV, self.w_NVV, z_NCBKV, g_NCBKV, dh_BNKV),
             *(_given(x, dh_BNKV) for x in outside),

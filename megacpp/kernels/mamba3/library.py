@@ -288,7 +288,7 @@ def _imported(name: str) -> Any:
         with _measured_once():
             return importlib.import_module(name)
     finally:
-        del sys.modules[package]  # whoever imports the package gets all of it
+        del sys.modules[package]  # a later import of the package gets all of it
 
 
 @contextmanager
