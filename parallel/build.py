@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def build_model(
     config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
 ) -> HybridLM:
-    """Meta device, cut, prepare, shard, materialise, initialise: in this order on any mesh.
+    """Build on meta, parallelize, prepare, shard, materialise, initialise: in this order.
 
     Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
     starts from the same weights.
@@ -80,7 +80,7 @@ def stages_of(model: HybridLM) -> list[Stage]:
 
 
 def autocast_dtype(config: Config, world: World) -> torch.dtype | None:
-    """Compute dtype for autocast where no FSDP policy casts: one process below fp32."""
+    """Return the dtype for autocast where no FSDP policy casts: one process below fp32."""
     dtype = compute_dtype(config.precision, world.device)
     narrow = dtype in (torch.bfloat16, torch.float16)
     return dtype if narrow and not world.parallel else None

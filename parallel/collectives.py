@@ -1,4 +1,4 @@
-"""Collectives that autograd understands: each forward names its own backward.
+"""Collectives with gradients: each forward names its own backward.
 
 Every function takes this rank's local tensor and a process group, and returns a local tensor. On a
 group of one rank each is the identity. They call the functional operators of torch directly, so
@@ -82,7 +82,7 @@ def send_rows(
 
 
 def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """`gather` without a gradient, of any dtype."""
+    """Return `gather` without a gradient, of any dtype."""
     n = group.size()
     if n == 1:
         return x
@@ -93,7 +93,7 @@ def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sum_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """`scatter_sum` without a gradient."""
+    """Return `scatter_sum` without a gradient."""
     n = group.size()
     if n == 1:
         return x
@@ -104,7 +104,7 @@ def scatter_sum_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_sum_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`all_sum` without a gradient, into a new tensor."""
+    """Return `all_sum` without a gradient, in a new tensor."""
     if group.size() == 1:
         return x
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group.group_name))

@@ -35,7 +35,7 @@ RESHARD_ABOVE_BYTES = 1 << 30
 def shard_model(
     root: nn.Module, world: World, compute_dtype: torch.dtype, reshard: str = "always"
 ) -> None:
-    """Shards every parameter over the data axes of `world`, in place.
+    """Shard every parameter over the data axes of `world`, in place.
 
     With `reshard` (`always`, or `auto` for a model above 1 GiB of gathered parameters) a block's
     parameters are shards again after its forward and gathered a second time for its backward;
@@ -132,7 +132,7 @@ def units_of(root: nn.Module, apart: bool) -> list[FsdpUnit]:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit of a model, root first; empty for an unsharded one."""
+    """Return every FSDP unit of a model, root first; none of an unsharded one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -149,9 +149,9 @@ def shard_slice(t: Tensor) -> Slice:
 
 
 def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Rows inside an expert where there are fewer experts than shards, else whole experts.
+    """Return a rule: shard rows inside experts if there are fewer than shards, else whole experts.
 
-    FSDP2 cuts only the first dim unevenly, so rows must divide; else some ranks hold none.
+    FSDP2 shards only the first dim unevenly, so rows must divide; else some ranks hold none.
     """
 
     def choose(p: nn.Parameter) -> Shard | None:
@@ -162,7 +162,7 @@ def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def _policy(parameters: set[nn.Parameter], compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Compute in one dtype, reduce in at least fp32."""
+    """Return the policy: compute in one dtype, reduce in at least fp32."""
     same = all(p.dtype == compute_dtype for p in parameters)
     return MixedPrecisionPolicy(
         param_dtype=None if same else compute_dtype,

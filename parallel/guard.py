@@ -30,7 +30,7 @@ REST = "norms, routers and scalars"  # what the root unit owns
 
 
 class NonFiniteGuard:
-    """Watches all gradients of what this rank has of a model.
+    """Guard of all gradients of this rank's part of a model.
 
     Attributes:
         names: of what is watched: units of FSDP2, then parameters that no reduction sees.
@@ -38,7 +38,7 @@ class NonFiniteGuard:
     """
 
     def __init__(self, model: HybridLM, world: World, stages: Sequence[Stage] = ()) -> None:
-        """`stages`: of this rank, where a pipeline has some; these are then the roots of FSDP2."""
+        """Guard `model`, whose FSDP2 roots are this rank's pipeline `stages`, if it has some."""
         units, unseen = _units(model, world, stages)
         self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
         self.names = [name for name, _ in (*units, *self.loose)]
@@ -48,7 +48,7 @@ class NonFiniteGuard:
 
     @property
     def total(self) -> Tensor:
-        """Values that weren't finite on this rank since `reset`, as an fp64 number."""
+        """Number of non-finite values on this rank since `reset`, 0-d fp64."""
         return self.counts.sum(dtype=torch.float64)
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class NonFiniteGuard:
                 self.clean(number, p.grad.to_local() if is_dtensor(p.grad) else p.grad)
 
     def reset(self) -> None:
-        """Forgets all counts."""
+        """Zero all counts."""
         self.counts.zero_()
 
     def found(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Tensors that a pipeline stage hands to the next: hidden states and chosen keys.
+"""Tensors that a pipeline stage sends to the next: hidden states and chosen keys.
 
 Hidden states are the output of torch's stage, and their gradient comes back. The keys that an
 indexer chose for layers of later stages (megacpp/blocks/attention/sparse.py) are integers without a

@@ -8,7 +8,7 @@ LEAST, MOST = 2.0**-16, 2.0**32  # beyond these no step's gradients tell anythin
 
 
 class LossScale:
-    """Dynamic for fp16: halved by a step that was left out, doubled after so many good ones.
+    """Loss scale, dynamic for fp16: halved by a skipped step, doubled after many good ones.
 
     Any other precision has the exponents of fp32 and needs no scale: 1 forever. Powers of two, so
     that scaling a gradient there and back is exact (Micikevicius et al., arXiv 1710.03740).
@@ -21,7 +21,7 @@ class LossScale:
         self.good_steps = 0  # in a row since the scale last changed
 
     def update(self, stepped: bool) -> None:
-        """Once per optimizer step, after it was taken or left out."""
+        """Update the scale once per optimizer step, after it was applied or left out."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if stepped else 0

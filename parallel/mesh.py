@@ -36,7 +36,7 @@ SPARSE = ("pp", "dp_replicate", "efsdp", "ep")
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers.
+    """Rank of this process, and its meshes.
 
     Attributes:
         meshes: every axis and view by name, and two that FSDP2 shards over: `shard` for dense
@@ -56,7 +56,7 @@ class World:
 
     @property
     def parallel(self) -> bool:
-        """There are peers (of a mesh; it may still be of one rank, in tests)."""
+        """Whether there is a mesh (which may still be of one rank, in tests)."""
         return bool(self.meshes)
 
     @property
@@ -79,7 +79,7 @@ class World:
 
     @property
     def holders(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks over which a matrix may be cut along several axes."""
+        """Groups of ranks over which a matrix may be sharded along several axes."""
         return [self.group(axis) for axis in ("folded", "stage")] if self.parallel else []
 
     def sum(self, values: Tensor, axis: str) -> Tensor:
@@ -107,7 +107,7 @@ def world_size() -> int:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto` is this rank's GPU if the machine has one, else the CPU.
+    """Return the device; `auto` is this rank's GPU if the machine has one, else the CPU.
 
     Raises:
         ConfigError: more local ranks than GPUs, or no GPU where one is wanted.

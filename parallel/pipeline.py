@@ -129,7 +129,7 @@ class Pipeline:
         return self._sums()
 
     def units(self) -> list[FSDPModule]:
-        """Every FSDP unit of this rank's stages, roots included."""
+        """Return every FSDP unit of this rank's stages, roots included."""
         found = (module for stage in self.stages for module in stage.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
 
@@ -299,7 +299,7 @@ def _mean_loss(loss_sum: Tensor, divisor_1: Tensor) -> Tensor:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Leaves no weight gradient for later: of this stage all are made together.
+    """Return no deferred weight gradients: this stage computes all of them together.
 
     Of the last one always: the fused loss makes its gradients in the forward and scales them in
     place, so that its graph can be walked only once.
@@ -308,7 +308,7 @@ def _nothing_left() -> Callable[[], None]:
 
 
 def _shapes_are_known(stages: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
-    """Stands in for the vote of a schedule's ranks on whether shapes are known beforehand."""
+    """Replace the vote of a schedule's ranks on whether shapes are known beforehand."""
     from torch.distributed.pipelining.stage import InferenceMode  # from torch 2.12 on
 
     for stage in stages:

@@ -58,7 +58,7 @@ class Stage(nn.Module):
         self.sums: list[Tensor] = []
 
     def expect(self, batches: Sequence[Batch]) -> None:
-        """Microbatches of which one after the other will go forward."""
+        """Queue microbatches, of which `forward` takes one after another."""
         self.taken.clear()
         self.handed.clear()
         # With documents of its own: what is remembered of them goes with the stage's own graph.
@@ -97,7 +97,7 @@ class Stage(nn.Module):
         return [self.taken[-1]]
 
     def leaving(self) -> list[Tensor]:
-        """Tensors for the next stage beside the hidden states of the microbatch that ran first."""
+        """Return tensors for the next stage beside the hidden states of the oldest microbatch."""
         return [] if self.part.hands is None else [self.handed.popleft()]
 
     def _take(self, docs: Documents) -> Tensor | None:
@@ -120,7 +120,7 @@ class Stage(nn.Module):
 
 
 def keep_parts(model: HybridLM, parts: Sequence[StagePart]) -> None:
-    """Prunes a model, best on the meta device, to what a rank's stages run; in place."""
+    """Prune a model, best on the meta device, to the modules of a rank's stages, in place."""
     layers = {layer for part in parts for layer in part.layers}
     model.keep(layers, any(p.first for p in parts), any(p.last for p in parts))
 
@@ -135,7 +135,7 @@ def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
 
 
 def tied_copies(model: HybridLM) -> list[nn.Parameter]:
-    """Parameters of which this rank holds the second copy: they must not count in a norm."""
+    """Return parameters of which this rank holds the second copy; a norm must not count them."""
     copy = has_embedding_copy(model.config) and not model.begins and hasattr(model, "head")
     weight = model.embed._parameters["weight"] if copy else None
     return [] if weight is None else [weight]

@@ -100,7 +100,7 @@ class StepReduction:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums of one step over all ranks and microbatches; still tensors, so nothing waits.
+    """Sums of one step over all ranks and microbatches, as tensors, so the host doesn't wait.
 
     Attributes:
         loss_sum: what was differentiated: cross entropy and z-loss.
@@ -121,7 +121,7 @@ class StepSums:
 
     @property
     def valid_tokens(self) -> int:
-        """Waits for the device; so does `target_bytes`."""
+        """Number of labels that count; waits for the device."""
         return int(self.totals.valid.sum())
 
     @property

@@ -51,7 +51,7 @@ def wraps(kind: type) -> bool:
 
 
 def tensors_in(found: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, tuple | list):
@@ -62,7 +62,7 @@ def tensors_in(found: Any) -> Iterator[Tensor]:
 
 
 def storages_of(found: Any, seen: set[int]) -> Iterator[int]:
-    """Storages of all tensors that hang on an object: documents remember what they made."""
+    """Yield the storages of all tensors that an object refers to, memos of documents included."""
     if id(found) in seen:
         return
     seen.add(id(found))

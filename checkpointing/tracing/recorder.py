@@ -1,4 +1,4 @@
-"""Every allocation of a training step, named: parameters, gradients, state, activations, buffers.
+"""Record of a training step's allocations: parameters, gradients, state, activations, buffers.
 
     with Recorder(model) as recorder:   # before anything has memory
         model.to_empty(device="cpu")

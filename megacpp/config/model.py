@@ -53,5 +53,5 @@ class ModelConfig:
 
     @property
     def needs_full_row(self) -> bool:
-        """Something reads tokens of a row beside its own."""
+        """Whether a part of the model reads tokens of a row beside its own."""
         return bool(self.mtp.depths or self.top.loss or self.ngram.heads or self.engram.layers)

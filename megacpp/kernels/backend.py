@@ -28,7 +28,7 @@ PLAIN_KERNELS = Kernels()
 
 
 def set_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Tells every module of a model that has hot operations which backends do them."""
+    """Set the backends on every module of a model that has hot operations."""
     for module in model.modules():
         if isinstance(getattr(type(module), "kernels", None), Kernels):
             module.kernels = kernels  # type: ignore[assignment]

@@ -149,7 +149,7 @@ def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilatio
 
 
 def reach(docs: Documents, num_taps: int, dilation: int = 1) -> list[Tensor]:
-    """Per tap of lag j: which tokens t >= j reach back to t - j in their document, [B, T-j, 1]."""
+    """Return for each lag j the tokens t >= j whose document holds t - j, [B, T-j, 1]."""
     lags = range(0, num_taps * dilation, dilation)
     return docs.memo(
         ("causal_conv", num_taps, dilation),

@@ -72,7 +72,7 @@ def gated_gradients(
 def _gradients(
     dh: Tensor, active: Tensor, gate: Tensor, up: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`gated_gradients` with relu(gate) or silu(gate) at hand, whose memory is used up."""
+    """Return `gated_gradients`, given relu(gate) or silu(gate), whose memory is reused."""
     if up is None:
         return torch.ops.aten.threshold_backward((2.0 * active).mul_(dh), active, 0.0), None
     return torch.ops.aten.silu_backward(dh * up, gate), active.mul_(dh)
@@ -91,7 +91,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """dw2 = dy^T h, dh = dy w2; the product h is never alive together with its gradient."""
+    """Product w2 h with dw2 = dy^T h, dh = dy w2; h is never alive together with its gradient."""
 
     @staticmethod
     def forward(

@@ -33,7 +33,7 @@ class Host:
 
 
 def installed() -> dict[str, str]:
-    """Versions of what is installed of `PACKAGES`."""
+    """Versions of the installed packages among `PACKAGES`."""
     found = {}
     for name in PACKAGES:
         try:

@@ -103,7 +103,7 @@ def _rstd(x: Tensor) -> Tensor:
 
 
 def _meet(key: Tensor, key_rstd: Tensor, x: Tensor, x_rstd: Tensor, weight: Tensor) -> Tensor:
-    """<RMS(key), RMS(x)> / sqrt(D), `(..., S, 1)`."""
+    """Return <RMS(key), RMS(x)> / sqrt(D), `[..., S, 1]`."""
     units = (wide(key) * key_rstd).mul_(wide(x) * x_rstd)
     return units.mul_(weight).sum(-1, keepdim=True).div_(math.sqrt(key.shape[-1]))
 

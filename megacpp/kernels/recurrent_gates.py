@@ -1,4 +1,4 @@
-"""Output gates of the recurrent mixers, which keep what they are given and nothing wider.
+"""Output gates of the recurrent mixers, which save their arguments and nothing wider.
 
 Plain autograd would keep the gate in fp32 before and after its SiLU, and both factors of every
 product. Backward works them out again from the narrow tensors: a few elementwise passes.
@@ -138,7 +138,7 @@ def _gate(z_BTHP: Tensor, mimo_z_HRP: Tensor | None) -> Tensor:
 
 
 def _normed(y_BTHRP: Tensor, norm_HP: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
-    """RMSNorm over P with a weight per head, and 1 / rms."""
+    """Return the RMSNorm over P with a weight per head, and 1 / rms."""
     if norm_HP is None:
         return y_BTHRP, None
     rstd_BTHR1 = y_BTHRP.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

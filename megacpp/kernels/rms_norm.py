@@ -1,4 +1,4 @@
-"""RMSNorm that keeps its input as it came and one number per row for backward.
+"""RMSNorm that saves its input as it came and one number per row for backward.
 
 Legend: D normed width; tensors are `(..., D)`, one row per leading index.
 """
@@ -49,7 +49,7 @@ def rms_norm_reference(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
+    """RMSNorm with n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

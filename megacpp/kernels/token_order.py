@@ -1,4 +1,4 @@
-"""Token order: which words come sooner, as a loss of a linear head that never holds `[N, V]`.
+"""Token order: which words come sooner, as a loss of a linear head without logits `[N, V]`.
 
 Of each token, the words among the next `window` tokens of its document are ranked by where they
 come first: a word that is `a` tokens ahead scores -a, all others -inf. The loss is the cross

@@ -77,12 +77,12 @@ class Documents:
 
     @property
     def starts_BT(self) -> Tensor:
-        """bool: the first token of a document."""
+        """Whether each token is the first of a document, bool."""
         return self.positions_BT == 0
 
     @property
     def ends_BT(self) -> Tensor:
-        """bool: the last token of a document."""
+        """Whether each token is the last of a document, bool."""
         if self.row is not None:
             row, index_T = self.row, self.index_T
             return self.memo("ends", lambda: row.ends_BT[:, index_T])
@@ -109,7 +109,7 @@ class Documents:
         return memo[key]  # type: ignore[return-value]
 
     def note(self, key: Hashable, value: object) -> None:
-        """Leaves something for later layers (`noted`); a new value takes the place of an old."""
+        """Memoize a value for later layers (`noted`); a new value replaces an old one."""
         vars(self)["_memo"][key] = value
 
     def noted(self, key: Hashable) -> Any:
@@ -119,7 +119,7 @@ class Documents:
         return memo[key]
 
     def forget(self) -> None:
-        """Lets go of what was remembered, when no backward is to come.
+        """Drop all memos, when no backward is to come.
 
         A part that its row remembers points back at it: the two would wait for the garbage
         collector, and hold their masks until then.

@@ -22,7 +22,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of one token in training: every block, the head, and what is beside them."""
+    """Forward FLOPs of one token in training: every block, the head, features beside them."""
     layers = sum(block_flops(kind, config, seq_len) for kind in layer_kinds(config))
     layers += config.depth * sum(connection_flops(config))
     unembeddings = 2 if config.top.loss else 1

@@ -83,7 +83,7 @@ class LanguageModelHead(nn.Module):
     def forward(
         self, x_BTD: Tensor, labels_BT: Tensor, ahead: AheadStates | None = None
     ) -> LossSum:
-        """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens.
+        """Return the loss of `labels_BT` (shifted; -100: ignored), summed over valid tokens.
 
         `ahead` has the same soft cap and z-loss. It comes with the same call: FSDP2 would reduce
         the weight's gradient once for each.

@@ -94,7 +94,7 @@ class HybridLM(nn.Module):
         return [*found, self.ngram.init_state(batch, device)] if hasattr(self, "ngram") else found
 
     def step(self, ids_B: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
-        """Logits `[B, V]` of the next token after feeding one token, and the next state."""
+        """Decode one token: return logits `[B, V]` of the next one, and the next state."""
         x_BD, following, choice = self.embed(ids_B), [], None
         of_ngrams: list[Any] = []
         if hasattr(self, "ngram"):
@@ -115,7 +115,7 @@ class HybridLM(nn.Module):
         return {f"{name}.mixer": (block.letter, block.mixer) for name, block in blocks}
 
     def keep(self, layers: Collection[int], first: bool, last: bool) -> None:
-        """Lets go of what a part of the model doesn't run; names of the rest stay as they are.
+        """Drop the modules that a part of the model doesn't run; names of the rest stay.
 
         A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too;
         and multi-token prediction looks tokens up there.
@@ -231,7 +231,7 @@ def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) 
 
 
 def has_embedding_copy(config: ModelConfig) -> bool:
-    """Whether the last part of a model cut in parts has `embed` too: a second copy of the first's.
+    """Whether the last pipeline stage has `embed` too: a second copy of the first stage's.
 
     For its head, or to look up the tokens that multi-token prediction is fed.
     """

@@ -30,7 +30,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is `value`."""
+    """Equal elements, `value`."""
 
     value: float
 
@@ -64,7 +64,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """log of a uniform value in [low, high): decay rates A (Mamba, M2RNN `A_log`)."""
+    """Logarithm of a uniform value in [low, high): decay rates A (Mamba, M2RNN `A_log`)."""
 
     low: float
     high: float
@@ -76,7 +76,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class TimeStepBias:
-    """softplus^-1 of a step drawn log-uniformly in [low, high], at least `floor` (Mamba)."""
+    """Inverse softplus of a log-uniform step in [low, high], at least `floor` (Mamba)."""
 
     low: float
     high: float
@@ -101,7 +101,7 @@ class Identity:
 
 
 def tensor_key(seed: int, name: str) -> int:
-    """64-bit key of one tensor: SHA-256 of seed and name, as a signed integer."""
+    """Return the 64-bit key of one tensor: SHA-256 of seed and name, as a signed integer."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

@@ -9,12 +9,12 @@ from megacpp.model.init import Normal
 
 
 def input_rule(config: ModelConfig) -> Normal:
-    """Normal(init_std): projections that read the (normed) residual stream or hidden values."""
+    """Return Normal(init_std), for projections of the (normed) residual stream or hidden values."""
     return Normal(config.init_std)
 
 
 def output_rule(config: ModelConfig) -> Normal:
-    """Normal(init_std / sqrt(2 depth)): projections that write to the residual stream.
+    """Return Normal(init_std / sqrt(2 depth)), for projections into the residual stream.
 
     The stream is a sum over layers, so its variance would grow with depth; smaller writers keep
     it about constant (GPT-2, Radford et al. 2019).

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Lookup(nn.Module):
-    """Rows of a table that is all here."""
+    """Rows of a table that this process holds whole."""
 
     def forward(self, ids: Tensor, weight_VD: Tensor) -> Tensor:
         """Return the rows `[..., D]` of ids `[...]`."""

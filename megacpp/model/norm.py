@@ -12,7 +12,7 @@ from megacpp.model.init import Constant, Rule
 
 
 class RMSNorm(Fp32Contract):
-    """x / rms(x) * weight over the last dim, computed in fp32 (arXiv 1910.07467).
+    """Norm x / rms(x) * weight over the last dim, computed in fp32 (arXiv 1910.07467).
 
     Input and output `(..., dim)` in the dtype of `x`; under autocast the output in its dtype.
     """
@@ -32,7 +32,7 @@ class RMSNorm(Fp32Contract):
 
 
 class Normalise(nn.Module):
-    """RMSNorm over a last dim that is all here."""
+    """RMSNorm over a last dim that this process holds whole."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the RMS norm of `x` over its last dim, in the dtype of `x`.
@@ -58,7 +58,7 @@ class NormOverHeads(RMSNorm):
 
 
 class LayerNorm(Fp32Contract):
-    """(x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
+    """Norm (x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()

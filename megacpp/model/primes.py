@@ -23,7 +23,7 @@ def primes_from(least: int, count: int) -> tuple[int, ...]:
 
 
 def is_prime(number: int) -> bool:
-    """Whether a number below 3,215,031,751 is prime."""
+    """Return whether a number below 3,215,031,751 is prime."""
     if number < 2:
         return False
     for prime in BASES:

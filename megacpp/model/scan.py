@@ -52,7 +52,7 @@ class TensorFields:
 
 @dataclass(frozen=True, eq=False)
 class TokenTensors(TensorFields):
-    """Base of what a scan reads token by token: every tensor has a token and a head dim.
+    """Base of a scan's inputs: every tensor has a token and a head dim.
 
     Neighbouring heads may share one: a tensor may have fewer heads when their number divides.
 
@@ -68,7 +68,7 @@ class TokenTensors(TensorFields):
         return max(x.shape[self.dims(name).heads] for name, x in self.tensors().items())
 
     def dims(self, name: str) -> ScanDims:
-        """Places of tokens and heads in a field."""
+        """Return the dims of tokens and heads in a field."""
         return self.DIMS.get(name, ScanDims(1, 2))
 
     def map_dims(self, fn: Callable[[Tensor, ScanDims], Tensor]) -> Self:
@@ -129,7 +129,7 @@ class SequenceScan(Protocol):
 
 
 class FoldingScan(Protocol):
-    """Scan whose segments can say what they leave to the right before anything is scanned."""
+    """Scan whose segments have summaries that need no scan."""
 
     def __call__(self, inputs: Any, weights: Any, docs: Documents, entering: Any = None) -> Tensor:
         """Return outputs `[B, T, H, V]`; each row's first document continues from `entering`."""
@@ -156,7 +156,7 @@ class CarryingScan(Protocol):
     """Scan of a part of each row that takes a state and returns the next part's."""
 
     def empty_state(self, inputs: Any, weights: Any) -> Tensor:
-        """Zeros `[B, ...]`, the state in front of a row."""
+        """Return zeros `[B, ...]`, the state in front of a row."""
         ...
 
     def carried(

@@ -48,7 +48,7 @@ def head_parameters(config: ModelConfig) -> int:
 
 
 def copied_parameters(config: ModelConfig) -> int:
-    """Parameters that a last stage of several has beside its own: what it looks tokens up in."""
+    """Parameters of the copy of the embedding that a last stage of several has."""
     copied = config.mtp.depths > 0 and not config.tie_embeddings
     return config.vocab_size * config.dim * copied
 

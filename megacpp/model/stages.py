@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each one runs, which rank owns it; no torch import here.
+"""Pipeline stages: their layers and the rank of each; no torch import here.
 
 A schedule gives every rank of the `pp` axis one stage or two. Stages are numbered in the order in
 which a token meets them:
@@ -215,7 +215,7 @@ def _layer_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def _split_context_rules(config: Config) -> Iterator[ConfigError]:
-    """Exchanges over `cp` that a backward in two walks would have to make twice."""
+    """Yield errors of `cp` exchanges that a split backward would have to make twice."""
     mesh, model = config.mesh, config.model
     letters = {letter for stage in expand_pattern(model.pattern, model.depth) for letter in stage}
     why, fix = "walks a graph twice", "use mesh.pp_schedule=interleaved or 1f1b"
@@ -251,7 +251,7 @@ def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigErr
 
 @lru_cache(maxsize=256)  # a plan asks for every mesh
 def _balanced(weights: tuple[int, ...], num_stages: int) -> tuple[range, ...]:
-    """Contiguous ranges, none empty: least heaviest stage, then least sum of squares."""
+    """Return contiguous ranges, none empty: least heaviest stage, then least sum of squares."""
     heaviest, _ = _cut(weights, num_stages, lambda own: own, max)
     _, starts = _cut(
         weights, num_stages, lambda own: own * own if own <= heaviest else math.inf, add

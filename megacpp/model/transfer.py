@@ -1,4 +1,4 @@
-"""Numbers of the host on a device, without waiting for what the device has to do before.
+"""Copies of the host's numbers to a device, without waiting for its queued work.
 
 A copy from memory that the system may page out waits until it is done, and so for everything that
 was put into the device's queue before it. From pinned memory it takes its place in the queue;

@@ -21,7 +21,7 @@ from megacpp.config.schema import ModelConfig
 def from_upstream(
     kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors of a mixer of the authors; names that aren't fused stay.
+    """Return our tensors of an upstream mixer; names that aren't fused stay.
 
     Raises:
         AssertionError: a fused tensor hasn't the rows of `model`.
@@ -40,7 +40,7 @@ def from_upstream(
 def to_upstream(
     kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """Tensors, or gradients, under the authors' names: the inverse of `from_upstream`."""
+    """Return tensors, or gradients, under upstream names: the inverse of `from_upstream`."""
     parts = {part for _, names in kind.upstream for part in names}
     theirs = {name: t for name, t in state.items() if name not in parts}
     for name, names in kind.upstream:

@@ -1,4 +1,4 @@
-"""Short convolutions over the context axis: each chunk borrows the tokens in front of it.
+"""Short convolutions over the context axis: each chunk receives the tokens in front of it.
 
 Legend: B rows, t this rank's tokens of a row, J chunks of a rank, C tokens of a chunk, S = B J
 segments, L chunks of a row, X channels, K taps; a suffix K1 is (K - 1) * dilation past tokens.
@@ -54,7 +54,7 @@ class ContextConvolve(nn.Module):
 
 
 class ContextConv(ParallelStyle):
-    """Swaps `convolve` of a module on the 1-D context mesh, whatever its taps' distance."""
+    """Style that swaps `convolve` of a module on the 1-D context mesh, with any dilation."""
 
     def __init__(self, layout: ContextLayout) -> None:
         super().__init__()

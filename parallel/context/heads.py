@@ -27,7 +27,7 @@ def own_heads(num_heads: int, layout: ContextLayout) -> slice:
 def to_heads(
     parts: Sequence[Tensor], layout: ContextLayout, group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Each `[B, t, H, ...]` as `[B, T, h, ...]`, tokens in the order of the row.
+    """Return each `[B, t, H, ...]` as `[B, T, h, ...]`, tokens in the order of the row.
 
     One all-to-all for all parts of a dtype, which may differ in H: each divides by the ranks.
     """
@@ -71,7 +71,7 @@ def from_heads(x_BThD: Tensor, layout: ContextLayout, group: dist.ProcessGroup) 
 def to_rows(
     parts: Sequence[Tensor], layout: ContextLayout, group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Each `[B, t, ...]` as `[B, T, ...]` in the order of the row: one all-gather per dtype."""
+    """Return each `[B, t, ...]` as `[B, T, ...]` in row order: one all-gather per dtype."""
 
     def send(x_BtD: Tensor) -> Tensor:
         return _in_row_order(gather(x_BtD, 1, group), layout)
@@ -102,7 +102,7 @@ def for_own_heads(x_G: Tensor, dim: int, num_heads: int, layout: ContextLayout) 
 
 
 def _in_row_order(x_BTD: Tensor, layout: ContextLayout) -> Tensor:
-    """Tokens of the ranks in order, as an exchange leaves them, put in the order of the row."""
+    """Return tokens in the order of the row, from the rank order of an exchange."""
     if layout.per_rank == 1:
         return x_BTD
     index_T = layout.gathered_index(x_BTD.shape[1]).argsort()
@@ -110,7 +110,7 @@ def _in_row_order(x_BTD: Tensor, layout: ContextLayout) -> Tensor:
 
 
 def _together(send: Callable[[Tensor], Tensor], parts: Sequence[Tensor], lead: int) -> list[Tensor]:
-    """`send` of all parts of a dtype at once, joined behind their first `lead` dims."""
+    """Apply `send` to all parts of a dtype at once, joined behind their first `lead` dims."""
     sent: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in parts):
         same = [i for i, x in enumerate(parts) if x.dtype == dtype]

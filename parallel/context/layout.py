@@ -44,7 +44,7 @@ class ContextLayout:
 
     @property
     def per_rank(self) -> int:
-        """Chunks that a rank holds."""
+        """Number of chunks that a rank holds."""
         return len(self.chunks[0])
 
     @property
@@ -53,18 +53,18 @@ class ContextLayout:
         return self.degree * self.per_rank
 
     def index(self, tokens: int, rank: int | None = None) -> Tensor:
-        """int64 positions in the row of `tokens` that `rank` (default: this one) holds."""
+        """Return int64 positions in the row of `tokens` that `rank` (default: this one) holds."""
         assert tokens % self.num_chunks == 0, f"{tokens} tokens in {self.num_chunks} chunks"
         size = tokens // self.num_chunks
         mine = self.chunks[self.rank if rank is None else rank]
         return torch.cat([torch.arange(c * size, (c + 1) * size) for c in mine])
 
     def gathered_index(self, tokens: int) -> Tensor:
-        """Positions in the row of what an all-gather in rank order returns, `(tokens,)`."""
+        """Return positions in the row of the tokens of an all-gather in rank order, `[tokens]`."""
         return torch.cat([self.index(tokens, r) for r in range(self.degree)])
 
     def gathered_chunks(self) -> list[int]:
-        """Chunk numbers in the order in which an all-gather returns them."""
+        """Return chunk numbers in the order in which an all-gather returns them."""
         return [chunk for of_rank in self.chunks for chunk in of_rank]
 
 

@@ -88,7 +88,7 @@ def seen_chunks(layout: ContextLayout, chunk: int, source: int) -> tuple[int, ..
 
 
 def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int]) -> Documents:
-    """Documents of the tokens of some chunks of the rows of `docs`. Once per batch."""
+    """Return the documents of some chunks of the rows of `docs`, memoized per batch."""
     row = row_of(docs, layout)
 
     def make() -> Documents:
@@ -100,7 +100,7 @@ def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keeps queries, own block, output and one number per query and head for backward."""
+    """Ring attention that saves queries, own block, output and one number per query and head."""
 
     @staticmethod
     def forward(
@@ -245,7 +245,7 @@ class _Passing:
 
 
 def _around(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's block and the rank, from the own to the left; the next arrives meanwhile."""
+    """Yield rank and block from the own to the left; the next one arrives meanwhile."""
     rank, degree = ring.layout.rank, ring.layout.degree
     for step in range(degree):
         passing = _Passing(block, ring) if step + 1 < degree else None
@@ -272,6 +272,6 @@ def _grouped(x_BtNH: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _by_head(keys_values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Keys and values `[B, S, K, ...]` as `[B, K, S, ...]`."""
+    """Return keys and values `[B, S, K, ...]` as `[B, K, S, ...]`."""
     k, v = (x.transpose(1, 2) for x in keys_values)
     return k, v

@@ -43,7 +43,7 @@ Kind = Literal["heads", "state", "serial"]
 
 
 class ContextScan(ParallelStyle):
-    """Swaps `scan` and `convolve` of a mixer for those of the 1-D context mesh.
+    """Style that swaps `scan` and `convolve` of a mixer for those of the 1-D context mesh.
 
     The mixer's documents must then be a part of whole rows (`Documents.take`) in the layout's
     order. `heads` needs the heads that this process holds to divide by the number of context ranks;
@@ -66,7 +66,7 @@ class ContextScan(ParallelStyle):
 
 
 def heads_if_divisible(wanted: Kind | Literal["auto"], num_heads: int, degree: int) -> Kind:
-    """`auto` as heads where the heads of a process divide by the context ranks, else serial."""
+    """Return `heads` for `auto` if context ranks divide a process's heads, else `serial`."""
     if wanted != "auto":
         return wanted
     return "serial" if num_heads % degree else "heads"

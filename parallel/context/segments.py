@@ -34,7 +34,7 @@ def joined(x_SC: Tensor, layout: ContextLayout) -> Tensor:
 
 
 def segment_documents(docs: Documents | None, layout: ContextLayout) -> Documents:
-    """Documents of the segments; ids and positions stay those of the row. Once per batch."""
+    """Return the documents of the segments; ids and positions stay those of the row."""
     whole = row_of(docs, layout).whole
     assert docs is not None
 

@@ -23,7 +23,7 @@ from parallel.context.segments import continues, cut, linked, row_of
 
 
 class SerialScan(nn.Module):
-    """Scan of this rank's chunks, entered by what the chunk before left behind.
+    """Scan of this rank's chunks, each entered by the state behind the chunk before.
 
     A state, at least fp32, from rank to rank at every boundary between two ranks' chunks, and as
     much back. Each receipt and dispatch is a step of one chain in autograd's graph, so that

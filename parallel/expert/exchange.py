@@ -88,7 +88,7 @@ class Copies:
     at_experts: Groups
 
     def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Rows in expert order to outputs of this rank's tokens, `[T, D]` in fp32 (or fp64)."""
+        """Return outputs of this rank's tokens, `[T, D]` in fp32 (or fp64), from expert rows."""
         rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
         rows_SD = send_rows(rows_RD, self.arriving, self.leaving, self.owners.group)
         return gather_rows(rows_SD, weights_TK, self.at_source)
@@ -132,7 +132,7 @@ DispatchCounts = Copies | Tokens | Slots
 
 @dataclass(frozen=True)
 class EvenRouting:
-    """Choices that any host can foretell: all experts get an even share, on every rank alike.
+    """Choices known in advance: all experts get an even share, on every rank alike.
 
     Of the columns of the choices the first top_k are real experts, which is their mean.
 
@@ -323,13 +323,13 @@ def _label(expert_TK: Tensor, weights_TK: Tensor, groups: Groups, each: int) -> 
 
 
 def _count(ids: Tensor, kinds: int) -> Tensor:
-    """int64 `(kinds,)`: how often each id occurs."""
+    """Return int64 `[kinds]`: how often each id occurs."""
     ids_N = ids.flatten()
     return ids_N.new_zeros(kinds).scatter_add_(0, ids_N, torch.ones_like(ids_N))
 
 
 def _announce(counts_Wn: Tensor, owners: Owners) -> Tensor:
-    """Row w to rank w; what rank w has for this one as row w."""
+    """Send row w to rank w; return the rows that the ranks send to this one."""
     each = [counts_Wn.shape[1]] * owners.ranks
     arrived_N = send_rows_plain(counts_Wn.flatten(), each, each, owners.group)
     return arrived_N.view_as(counts_Wn)

@@ -42,7 +42,7 @@ class LoadTable:
                 self.routers[self.layers.index(int(found[1]))] = module
 
     def numbers(self, device: torch.device) -> Tensor:
-        """fp64 `(L * N,)`: counts of experts (and nulls), and the range of the bias."""
+        """Return fp64 `[L * N]`: counts of experts (and nulls), and the range of the bias."""
         counts = self.moe.num_experts + (null_copies(self.moe) > 0)
         table_LN = torch.zeros(len(self.layers), counts + 1, dtype=torch.float64, device=device)
         for row, router in self.routers.items():

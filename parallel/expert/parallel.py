@@ -35,7 +35,7 @@ Kind = Literal["per_rank", "per_expert"]
 
 
 class ExpertParallel(ParallelStyle):
-    """Swaps `dispatch` and `combine` of an E mixer whose experts lie on the ranks of a mesh axis.
+    """Style that swaps `dispatch` and `combine` of an E mixer with experts sharded over an axis.
 
     Args:
         kind: what travels when nothing is dropped: one row per rank that holds a chosen expert
@@ -58,7 +58,7 @@ class ExpertParallel(ParallelStyle):
 
 
 class ExpertDispatch(nn.Module):
-    """Sends tokens to the ranks of their experts; takes what `Dispatch.forward` takes."""
+    """Dispatch of tokens to the ranks of their experts, with the arguments of `Dispatch`."""
 
     kernels: Kernels = PLAIN_KERNELS
 
@@ -108,8 +108,8 @@ class ExpertDispatch(nn.Module):
 
 
 class ExpertCombine(nn.Module):
-    """Sends what the experts made back to the tokens' ranks, and adds it up there."""
+    """Return of the experts' outputs to the tokens' ranks, where they are summed."""
 
     def forward(self, rows_SD: Tensor, weights_TK: Tensor, counts: DispatchCounts) -> Tensor:
-        """Sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
+        """Return the sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
         return counts.back(rows_SD, weights_TK)

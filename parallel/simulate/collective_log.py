@@ -103,7 +103,7 @@ class Collective:
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Records every collective issued inside the `with` block, in order, as `calls`.
+    """Log of every collective issued inside the `with` block, in order, as `calls`.
 
     Args:
         meshes: axes and views by name (`World.meshes`), to name calls by; two-dimensional meshes
@@ -189,7 +189,7 @@ class CollectiveLog(TorchDispatchMode):
 
 
 def group_names(meshes: Mapping[str, DeviceMesh]) -> dict[str, tuple[str, ...]]:
-    """Process group name -> the axes and views whose ranks it has, most specific first."""
+    """Return the axes and views of each process group by its name, most specific first."""
     found: dict[str, set[str]] = {}
     for name, mesh in meshes.items():
         dims = mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""Bytes that one rank of any mesh stores and sends in an optimizer step, found without the ranks.
+"""Bytes that one rank of any mesh stores and sends in an optimizer step, without the ranks.
 
 The step itself is run (parallel/simulate/fake.py), so these are facts about it, not estimates, but
 for one thing: of many microbatches only two steps are run, of n and of n + s microbatches; every

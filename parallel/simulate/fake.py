@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
-    """Rank `rank` of `size`, of which this process is the only one; one rank has no meshes.
+    """Yield the world of rank `rank` of `size` without other processes; one rank has no meshes.
 
     No process group may exist. `config.mesh` must be resolved.
     """
@@ -62,7 +62,7 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
 def fake_tensors(
     memory: bool = False, every_chunk: bool = True, gpu: bool = False
 ) -> Iterator[None]:
-    """Tensors made inside of the block have no values; local work is replaced by its shape.
+    """Make tensors without values inside of the block; local work is replaced by its shape.
 
     Args:
         memory: replace only what keeps and computes the same (parallel/simulate/stand_ins.py).
@@ -108,7 +108,7 @@ def _no_autocast_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _real_offsets() -> Iterator[None]:
-    """Lets a DTensor read where its strided shards lie, from tensors that would be fake as well.
+    """Let a DTensor read the offsets of its strided shards, from tensors that would be fake.
 
     Shapes alone are asked for, and torch 2.13 makes no more than these (pytorch#184945).
     """
@@ -126,7 +126,7 @@ def _real_offsets() -> Iterator[None]:
 
 
 def as_trained(config: Config) -> Config:
-    """`auto` means bf16, as on a GPU, in compute and in Muon, unless the run is to be on a CPU.
+    """Return the configuration with `auto` as bf16, as on a GPU, unless the run is on a CPU.
 
     Blocks are not compiled: the compiler takes no tensors without values.
     """
@@ -189,7 +189,7 @@ class _NoPeers(TorchDispatchMode):
 
 
 class _RealStaysReal(TorchDispatchMode):
-    """Real tensors (ranks of a mesh) keep their values; what the host reads of others is made up.
+    """Real tensors (ranks of a mesh) keep their values; values read of others are made up.
 
     A fraction is 1.0 and a truth value true: the host looks at a scale or a norm to see whether
     there is something to do. A whole number must be real: it could be a size.

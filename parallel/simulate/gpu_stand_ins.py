@@ -52,7 +52,7 @@ def traced_kernels(config: Config) -> Kernels:
 
 @contextmanager
 def on_gpu() -> Iterator[None]:
-    """Tensors without values tell whom asks that they are on a GPU; kernels aren't launched."""
+    """Let tensors without values report a GPU as their device; kernels aren't launched."""
     changed: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, instead: Any) -> None:

@@ -235,7 +235,7 @@ def _by_head(x_CNBKV: Tensor) -> Tensor:
 
 
 def shaped(outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of these shapes and dtypes that depend on `inputs`, without values."""
+    """Return tensors of these shapes and dtypes that depend on `inputs`, without values."""
     apply: Callable[..., tuple[Tensor, ...]] = _Shaped.apply  # type: ignore[assignment]
     return apply(outputs, *inputs)
 

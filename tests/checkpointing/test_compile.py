@@ -269,7 +269,7 @@ def test_what_a_block_keeps_follows_the_budget() -> None:
 # ---- one authority: no recompute regions inside, and the flag reaches the compiler --------------
 
 
-def test_no_seam_is_active_in_a_compiled_block() -> None:
+def test_no_recompute_region_is_active_in_a_compiled_block() -> None:
     """S0-3: a policy for every kind, and in compiled blocks it is gone; elsewhere it works."""
     config = Config(
         model=small("AEFAF"),

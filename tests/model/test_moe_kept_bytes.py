@@ -238,6 +238,6 @@ def test_decisions_are_decided_once() -> None:
     assert asked == ["_choose", "_plain", "batch_load"]
 
 
-def test_a_seam_is_plain_unless_given() -> None:
+def test_regions_are_plain_unless_given() -> None:
     layer = layer_of(MOE)
     assert layer.experts.recompute is layer.router.recompute is PLAIN

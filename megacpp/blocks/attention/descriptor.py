@@ -43,12 +43,12 @@ def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
 
 
 def is_mla(model: ModelConfig) -> bool:
-    """Multi-head latent attention."""
+    """Return whether attention is multi-head latent attention."""
     return model.attention.kind == "mla"
 
 
 def is_gqa(model: ModelConfig) -> bool:
-    """Grouped-query attention."""
+    """Return whether attention is grouped-query attention."""
     return not is_mla(model)
 
 
@@ -131,20 +131,20 @@ PARAMETERS = (
 
 
 def tensor_dims(model: ModelConfig) -> dict[str, int]:
-    """Heads, and those of keys and values where they are sharded."""
+    """Numbers of heads, and of key and value heads where they are sharded, by setting."""
     a = model.attention
     found = {"model.attention.num_heads": a.num_heads}
     return found | ({"model.attention.num_kv_heads": a.num_kv_heads} if is_gqa(model) else {})
 
 
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
-    """Heads of keys and values: where these divide, so do the query heads."""
+    """Name and number of key and value heads: where these divide, so do the query heads."""
     name = "num_kv_heads" if is_gqa(model) else "num_heads"
     return f"model.attention.{name}", getattr(model.attention, name)
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections, scores and values over the whole row."""
+    """Multiply-adds a token of projections, scores and values over the whole row."""
     a, d = model.attention, model.dim
     if is_gqa(model):
         projections = 2 * d * a.head_dim * (a.num_heads + a.num_kv_heads)
@@ -163,7 +163,7 @@ def last_product(model: ModelConfig) -> float:
 
 
 def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
-    """Core attention, MLA's projections from latents, and the n-gram memory in front."""
+    """Recompute regions: core attention, MLA's projections, the n-gram memory in front."""
     mla, selective = is_mla(model), policy.ablock == "selective"
     wanted: dict[Region, bool] = {
         "core_attn": selective or policy.core_attn,
@@ -175,7 +175,7 @@ def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
 
 
 def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
-    """Scores and values; queries, or keys and values, from their latents."""
+    """Multiply-adds a token of scores and values, or of projections from latents."""
     a = model.attention
     query = a.head_dim if is_gqa(model) else a.qk_nope_head_dim + a.qk_rope_head_dim
     if region == "core_attn":

@@ -77,11 +77,11 @@ class Indexer(AuxiliarySource):
 
     @property
     def learns(self) -> bool:
-        """This forward is one that a backward follows."""
+        """Return whether a backward follows this forward."""
         return self.training and torch.is_grad_enabled()
 
     def attach(self, o: Tensor, index: Index, target: Target) -> Tensor:
-        """`o`, whose backward also gives the indexer the gradient of its loss."""
+        """Return `o`, whose backward also gives the indexer the gradient of its loss."""
         loss = self.sparse.loss * indexer_loss(*index, target)
         if not recomputing():
             self.record({"indexer": loss})

@@ -58,7 +58,7 @@ class LogitRecorder:
         return tuple(x for x in kept if x is not None)
 
     def rows(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], ...]:
-        """Shapes of `maxima` for that many heads."""
+        """Return the shapes of `maxima` for that many heads."""
         if self.statistic == "max":
             return ((1, num_heads),)
         return (len(self.parts), num_heads), (len(self.parts), num_kv_heads)
@@ -75,7 +75,7 @@ class LogitRecorder:
         return self.scale * (max_q * max_k.repeat_interleave(group, dim=-1)).sum(-2)
 
     def reset(self) -> None:
-        """Forgets everything: a new step."""
+        """Drop all maxima, for a new step."""
         self.max_q_PN = self.max_k_PK = self.max_logit_1N = None
 
     @torch.no_grad()

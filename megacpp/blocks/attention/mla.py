@@ -33,7 +33,7 @@ class LatentCache:
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Attention whose keys and values are rebuilt from a latent of C + R numbers per token.
+    """Attention whose keys and values are expanded from a latent of C + R numbers per token.
 
     Training expands the latent to full heads and attends; decoding absorbs the expansion into the
     queries and the output and attends to the latents themselves, as if to one shared head.
@@ -121,7 +121,7 @@ class MultiHeadLatentAttention(nn.Module):
     def keys_values(
         self, c_BTC: Tensor, k_pe_BTR: Tensor, heads: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`expand_kv` as a recompute region, for all heads or a slice of them."""
+        """Return `expand_kv` as a recompute region, for all heads or a slice of them."""
         if heads is None:
             return self.recompute("mla_kv", self.expand_kv, c_BTC, k_pe_BTR)
 

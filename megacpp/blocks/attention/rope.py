@@ -90,7 +90,7 @@ def rotate(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
 
 
 def rotate_pairs(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
-    """`rotate` written out: (a, b) to (a cos - b sin, a sin + b cos)."""
+    """Rotate as `rotate`, written out: (a, b) to (a cos - b sin, a sin + b cos)."""
     a_BTNP, b_BTNP = wide(x_BTNH).unflatten(-1, (-1, 2)).unbind(-1)
     cos_BT1P, sin_BT1P = table_BTP2[:, :, None].unbind(-1)
     turned = (a_BTNP * cos_BT1P - b_BTNP * sin_BT1P, a_BTNP * sin_BT1P + b_BTNP * cos_BT1P)
@@ -112,7 +112,7 @@ def _table(positions_BT: Tensor, dim: int, config: AttentionConfig, dtype: torch
 
 
 def _active_yarn(config: AttentionConfig) -> YarnConfig | None:
-    """YaRN applies to models longer than the context they were first trained on."""
+    """Return YaRN's settings if the context is longer than the original one, else None."""
     yarn = config.yarn
     return yarn if yarn is not None and config.max_seq_len > yarn.original_seq_len else None
 

@@ -35,7 +35,7 @@ Gather = Callable[[Sequence[Tensor], Documents], tuple[tuple[Tensor, ...], Docum
 
 
 class SparseCore(CoreAttention):
-    """softmax over chosen keys, times their values; and what the indexer learns from that.
+    """Attention to chosen keys, and the indexer's loss by its probabilities.
 
     A recorder of logits is shown all keys, chosen or not: a bound for those that were.
 

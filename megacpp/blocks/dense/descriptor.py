@@ -25,7 +25,7 @@ def build(kind: str, model: ModelConfig, layer: int) -> MLP:
 
 
 def gated(model: ModelConfig) -> bool:
-    """SwiGLU has a third matrix."""
+    """Return whether the activation is SwiGLU, which has a third matrix."""
     return model.mlp.activation == "swiglu"
 
 
@@ -37,7 +37,7 @@ PARAMETERS = (
 
 
 def checks(config: Config) -> Iterator[ConfigError]:
-    """None: every width is legal."""
+    """Yield no errors: every width is legal."""
     return iter(())
 
 
@@ -47,12 +47,12 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
-    """Gate and up and their product."""
+    """Recompute regions: gate and up and their product."""
     return {"mlp"} if policy.mlp else set()
 
 
 def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
-    """Gate and up."""
+    """Multiply-adds a token of gate and up."""
     if region != "mlp":
         return 0.0
     return float((2 if gated(model) else 1) * model.dim * model.mlp.hidden_dim)

@@ -19,7 +19,7 @@ from megacpp.model.recompute import PLAIN, Recompute
 
 
 class MLP(nn.Module):
-    """w2(silu(w1 x) * w3 x) (SwiGLU, arXiv 2002.05202) or w2(relu(w1 x)^2) (arXiv 2109.08668).
+    """Feed-forward w2(silu(w1 x) * w3 x) (SwiGLU, 2002.05202) or w2(relu(w1 x)^2) (2109.08668).
 
     `hidden_dim` and `activation` are those of `config.mlp` unless given (shared experts give
     theirs). Tokens don't meet here: documents are ignored and decoding has no state.
@@ -64,7 +64,7 @@ class MLP(nn.Module):
         return rules | {"w2.weight": output_rule(self.config)}
 
     def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
-        """Gate and up, or what the squared ReLU is taken of."""
+        """Return gate and up, or the argument of the squared ReLU."""
         gate_BTF = self.w1(x_BTD)
         return (gate_BTF, self.w3(x_BTD)) if self.activation == "swiglu" else (gate_BTF,)
 

@@ -1,4 +1,4 @@
-"""Engram (arXiv 2601.07372): memories of the last few tokens, looked up and gated by what is known.
+"""Engram (arXiv 2601.07372): memories of the last few tokens, looked up and gated by the stream.
 
 The n-grams of order 2 to max_order that end at a token choose a row in each of several tables; the
 rows side by side are the memory e. Each residual stream takes as much of it as its key fits:
@@ -72,7 +72,7 @@ class LayerHash:
     offsets: tuple[int, ...]
 
     def rows(self, ids_by_shift: Sequence[Tensor]) -> Tensor:
-        """int64 `[B, T, H]` among the rows of all tables, orders one after the other."""
+        """Return int64 `[B, T, H]` among the rows of all tables, orders one after the other."""
         offsets_H = listed(self.offsets, ids_by_shift[0].device)
         return hashed_orders(ids_by_shift, self.multipliers, self.primes) + offsets_H
 

@@ -33,7 +33,7 @@ def table_rows(config: ModelConfig) -> int:
 
 
 def memory_width(config: ModelConfig) -> int:
-    """Numbers that a token looks up: each order's share."""
+    """Numbers that a token looks up, over all orders."""
     return config.engram.dim * (config.engram.max_order - 1)
 
 

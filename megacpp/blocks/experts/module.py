@@ -110,7 +110,7 @@ class SharedExpert(MLP):
 
 
 class Dispatch(nn.Module):
-    """Groups tokens by their experts, all of which are here."""
+    """Grouping of tokens by their experts, all of which this process holds."""
 
     kernels: Kernels = PLAIN_KERNELS
 
@@ -144,7 +144,7 @@ class Dispatch(nn.Module):
 
 
 class Combine(nn.Module):
-    """Adds up what the experts made of each token."""
+    """Sum of the experts' outputs for each token."""
 
     def forward(self, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
         """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
@@ -155,7 +155,7 @@ class Combine(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """sum_k weight_k expert_k(x) + shared(x), each token for itself (DeepSeekMoE, 2401.06066).
+    """Mixture sum_k weight_k expert_k(x) + shared(x) of each token (DeepSeekMoE, 2401.06066).
 
     Dropless by default: every choice is computed. With `capacity_factor` each expert takes the
     first `capacity` choices of a batch and the rest contribute nothing; then shapes are static,

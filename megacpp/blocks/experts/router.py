@@ -132,7 +132,7 @@ class Router(AuxiliarySource):
             return WideLinear.apply(x_TD, self.weight)  # type: ignore[return-value]
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Sigmoid or softmax."""
+        """Return the sigmoid or softmax of the logits."""
         return logits_TE.sigmoid() if self.moe.score == "sigmoid" else logits_TE.softmax(1)
 
     def choose(self, logits_TE: Tensor) -> Routing:
@@ -177,7 +177,7 @@ class Router(AuxiliarySource):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Once per optimizer step, after the counts were summed over ranks: b += rate * sign.
+        """Update the bias once per step, after counts were summed over ranks: b += rate * sign.
 
         sign(mean count - count): idle experts become easier to choose, busy ones harder. The
         comparison is of integers, so that equal loads leave the bias exactly alone. That of nulls
@@ -266,7 +266,7 @@ class Router(AuxiliarySource):
 
 
 class BatchLoad(nn.Module):
-    """Loads of the experts, of a microbatch whose tokens are all here."""
+    """Loads of the experts by a microbatch whose tokens this process holds."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class BatchLoad(nn.Module):
 
 
 class DocumentLoad(nn.Module):
-    """Loads of the experts by document, of documents whose tokens are all here."""
+    """Loads of the experts by documents whose tokens this process holds."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -290,13 +290,13 @@ class DocumentLoad(nn.Module):
 
 
 def one_hot(chosen_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """Choices as ones in `[T, E]`."""
+    """Return choices as ones in `[T, E]`."""
     zeros_TE = torch.zeros(len(chosen_TK), num_experts, dtype=dtype, device=chosen_TK.device)
     return zeros_TE.scatter_(1, chosen_TK, 1.0)
 
 
 class WideLinear(torch.autograd.Function):
-    """x W^T in the dtype of the weight, keeping `x` in its own.
+    """Product x W^T in the dtype of the weight, saving `x` in its own.
 
     Bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep the wide copy.
     """
@@ -320,7 +320,7 @@ class WideLinear(torch.autograd.Function):
 
 
 class Pick(torch.autograd.Function):
-    """`x_TE.gather(1, indices_TK)`, of which autograd would keep `x_TE` for its shape."""
+    """Choice `x_TE.gather(1, indices_TK)`, without saving `x_TE` as autograd would for it."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:

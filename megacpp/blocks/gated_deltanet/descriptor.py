@@ -58,7 +58,7 @@ PARAMETERS = (
 
 
 def checks(config: Config) -> Iterator[ConfigError]:
-    """Key heads that value heads don't divide into."""
+    """Yield an error if key heads don't divide value heads."""
     g = config.model.gated_deltanet
     if g.num_value_heads % g.num_key_heads:
         near = nearest_divisor(g.num_value_heads, g.num_key_heads)
@@ -71,7 +71,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections and the products of a chunk: k.k, k.state, solve, q.k, q.state, weights.u, k.u.
+    """Multiply-adds of projections and a chunk: k.k, k.state, solve, q.k, q.state, weights.u, k.u.
 
     The triangular solve counts half of a product of its sizes.
     """
@@ -85,7 +85,7 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def replayed(config: Config) -> float:
-    """States of all chunks, then each chunk once more: the scan keeps its inputs alone."""
+    """Multiply-adds of all chunks' states, then of each chunk again: only scan inputs are saved."""
     g, size = config.model.gated_deltanet, dims(config.model)
     chunk = min(g.chunk_size, config.data.seq_len)
     state = 5 * g.num_value_heads * g.key_dim * g.value_dim
@@ -98,12 +98,12 @@ def last_product(model: ModelConfig) -> float:
 
 
 def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
-    """Short convolution, and norm and gate behind the scan."""
+    """Recompute regions: short convolution, and norm and gate behind the scan."""
     return {"conv_bc"} if policy.gblock == "conv_gate" else set()
 
 
 def value_heads(model: ModelConfig) -> tuple[str, int]:
-    """Heads that are exchanged for tokens; a key head goes wherever its value heads go."""
+    """Name and number of heads exchanged for tokens; a key head goes with its value heads."""
     return "model.gated_deltanet.num_value_heads", model.gated_deltanet.num_value_heads
 
 

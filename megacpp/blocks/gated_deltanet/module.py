@@ -120,7 +120,7 @@ class GatedDeltaNet(Fp32Contract):
         return rules | {f"{name}.weight": conv.rule() for name, conv in convs.items()}
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
+        """Return q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
         thin = self.in_b.weight, self.in_a.weight
         b, a = F.linear(x, torch.cat(thin)).split([len(w) for w in thin], -1)
         z = None if self.in_z is None else self.in_z(x)
@@ -138,7 +138,7 @@ class GatedDeltaNet(Fp32Contract):
         )
 
     def _output(self, o_BTNV: Tensor, z_BTX: Tensor | None) -> Tensor:
-        """Norm of each head, then the gate, and the way out."""
+        """Norm each head, gate it, and project it to the stream."""
         gated_BTNV = self.recompute(
             "conv_bc",
             partial(gated_ranks, norm_eps=self.norm.eps, dtype=o_BTNV.dtype),

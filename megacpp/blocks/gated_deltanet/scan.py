@@ -31,7 +31,7 @@ class DeltaInputs(TokenTensors):
     beta_BTN: Tensor
 
     def in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """All of them in the order of the kernels' arguments."""
+        """Return all tensors in the order of the kernels' arguments."""
         return self.q_BTHK, self.k_BTHK, self.v_BTNV, self.g_BTN, self.beta_BTN
 
 

@@ -1,4 +1,4 @@
-"""Layers of hyper-connections whose streams run again together; no torch here.
+"""Groups of layers whose hyper-connections are recomputed together; no torch here.
 
 Of a group only the streams at its entry are kept, and what each mixer returned, one stream wide.
 In the backward the last layer of a group asks for its streams; then those of all its layers are

@@ -32,7 +32,7 @@ STAYS = 6.0  # logit by which a stream at first prefers itself: 0.993 of four st
 
 
 class HyperConnection(Fp32Contract):
-    """Around one layer: what it reads of `[..., n, D]` and what it leaves there.
+    """Connection of one layer to the residual streams `[..., n, D]`: its input and its output.
 
     Args:
         layer: its number: neighbours prefer other streams at the start (`init=plain`).

@@ -46,12 +46,12 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def own_q(model: ModelConfig) -> bool:
-    """Query heads are several, so they are sharded like the others."""
+    """Return whether there are several query heads, which are sharded like the others."""
     return model.m2rnn.num_q_heads > 1
 
 
 def own_k(model: ModelConfig) -> bool:
-    """Key heads are several, so they are sharded like the others."""
+    """Return whether there are several key heads, which are sharded like the others."""
     return model.m2rnn.num_k_heads > 1
 
 
@@ -102,7 +102,7 @@ PARAMETERS = (
 
 
 def tensor_dims(model: ModelConfig) -> dict[str, int]:
-    """Heads, and those of queries and keys where they are sharded."""
+    """Numbers of heads, and of query and key heads where they are sharded, by setting."""
     found = {"the number of M2RNN heads": num_heads(model)}
     for name in ("num_q_heads", "num_k_heads"):
         if getattr(model.m2rnn, name) > 1:
@@ -111,7 +111,7 @@ def tensor_dims(model: ModelConfig) -> dict[str, int]:
 
 
 def checks(config: Config) -> Iterator[ConfigError]:
-    """Heads that queries and keys don't divide."""
+    """Yield errors of query and key heads that don't divide the heads."""
     heads = num_heads(config.model)
     for name in ("num_q_heads", "num_k_heads"):
         value = getattr(config.model.m2rnn, name)
@@ -125,7 +125,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections, and per head h W and q h (k v^T is element-wise)."""
+    """Multiply-adds a token of projections, and per head of h W and q h."""
     r, d, heads = model.m2rnn, model.dim, num_heads(model)
     qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
     projections = d * (qk + 2 * v + heads) + v * d
@@ -138,12 +138,12 @@ def last_product(model: ModelConfig) -> float:
 
 
 def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
-    """None: `recompute.rblock` is the recurrence's own (`M2RNN.keep_states`) or the block's."""
+    """Return no regions: `recompute.rblock` sets `M2RNN.keep_states`, or the whole block."""
     return set()
 
 
 def replayed(config: Config) -> float:
-    """Products of state and weight that make the states between chunks again."""
+    """Multiply-adds a token of the products that compute the states between chunks again."""
     if config.recompute.rblock == "none":
         return 0.0
     r = config.model.m2rnn
@@ -151,7 +151,7 @@ def replayed(config: Config) -> float:
 
 
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
-    """All heads."""
+    """Name and number of heads."""
     return "the number of M2RNN heads", num_heads(model)
 
 
@@ -163,7 +163,7 @@ def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
 
 
 def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
-    """States of a serial exchange are sent and received in one order."""
+    """Return why a serial exchange, with sends and receives in one order, can't be made twice."""
     uneven = num_heads(model) % (mesh.tp * mesh.cp) > 0
     if mesh.cp_m2rnn != "serial" and not (mesh.cp_m2rnn == "auto" and uneven):
         return None

@@ -158,6 +158,6 @@ class M2RNN(Fp32Contract):
         return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, (-1, self.value_dim))
 
     def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        """Residual, gate, then the norm (gate first), and the way out; y and v `[..., N, V]`."""
+        """Add the residual, gate, norm and project to the stream; y and v `[..., N, V]`."""
         gated = self.recompute("conv_bc", gated_residual, y, v, self.D, g)
         return self.output_projection(self.g_norm(gated).to(g.dtype))

@@ -43,7 +43,7 @@ class Mamba3Decode:
 
 
 class Mamba3(Fp32Contract):
-    """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
+    """Mixer x -> in_* -> [short conv] -> scan over documents -> out_proj, all `[B, T, D]`."""
 
     recompute: Recompute = PLAIN
 
@@ -160,7 +160,7 @@ class Mamba3(Fp32Contract):
         return rules
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
+        """Return z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
 
         The thin parts read x_BTD in one product: together they are a matrix worth its launch, and
         copying their few rows is cheap. z and x are wide; backward would keep a copy of both.
@@ -189,7 +189,7 @@ class Mamba3(Fp32Contract):
         )
 
     def _steps(self, bc_BTS: Tensor, dt_BTH: Tensor, a_BTH: Tensor) -> tuple[Tensor, ...]:
-        """Norms of C and B, and in fp32 the log decay A dt and the step dt."""
+        """Return normed C and B, and in fp32 the log decay A dt and the step dt."""
         B_BTC, C_BTC = bc_BTS.chunk(2, -1)
         shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
         DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT

@@ -1,4 +1,4 @@
-"""Multi-token prediction: from what the trunk says of a token, and the tokens after it, the next.
+"""Multi-token prediction: from a token's hidden state and the tokens after it, the next one.
 
     depth k = 1 .. K, token i     fed: the embedding of token i + k        label: token i + k + 1
 
@@ -72,7 +72,7 @@ class PredictionBlock(nn.Module):
 
 
 class MultiTokenPrediction(AuxiliarySource):
-    """All depths. The embedding and the head are the model's own.
+    """Prediction of all depths; the embedding and the head are the model's own.
 
     The loss of depth k is the mean over its valid labels in the whole step, on whatever ranks and
     in whatever microbatches: `weights_K` undoes the 1 / tokens of `aux_scale`.

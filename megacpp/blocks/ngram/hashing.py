@@ -56,7 +56,7 @@ def hashed(
 def hashed_orders(
     ids_by_shift: Sequence[Tensor], multipliers: Sequence[int], primes: Sequence[Sequence[int]]
 ) -> Tensor:
-    """`hashed` of order 2, 3, ... side by side: `primes` has the tables of each order."""
+    """Return `hashed` of orders 2, 3, ... side by side; `primes` has the tables of each order."""
     mixes = _mixed(ids_by_shift, multipliers)[1:]
     return torch.cat([_rows(mix, own) for mix, own in zip(mixes, primes, strict=True)], -1)
 

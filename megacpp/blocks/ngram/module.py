@@ -1,4 +1,4 @@
-"""Hashed n-grams: what the last two, three, ... tokens were, looked up and added to the embedding.
+"""Hashed n-grams: the last two, three, ... tokens, looked up and added to the embedding.
 
 Each order of n-gram has `heads` tables, and all of them stand in one, one below the other. A row is
 found by hashing token ids (megacpp/blocks/ngram/hashing.py), so nothing that is learned decides
@@ -48,7 +48,7 @@ class NgramEmbedding(nn.Module):
         return x_BTD + self.proj(self.tables(self.rows_of(docs)).flatten(2))
 
     def rows_of(self, docs: Documents) -> Tensor:
-        """int64 `[B, T, K]`: row of the stacked table for each token and table, in order of n."""
+        """Return rows int64 `[B, T, K]` of the stacked table for each token and table, by n."""
         return self._rows([docs.tokens_beside(-back, PAD) for back in range(self.order)])
 
     def init_state(self, batch: int, device: torch.device) -> Tensor:

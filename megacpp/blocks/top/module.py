@@ -47,7 +47,7 @@ class TokenOrder(AuxiliarySource):
         return ("top",)
 
     def attached(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """`x_BTD` for the head, in training with the loss on it."""
+        """Return `x_BTD` for the head, in training with the loss attached."""
         if not (self.training and torch.is_grad_enabled()):
             return x_BTD
         return AttachLoss.apply(x_BTD, self(x_BTD, docs), self.aux_scale)  # type: ignore[return-value]
@@ -59,7 +59,7 @@ class TokenOrder(AuxiliarySource):
         return loss
 
     def loss_sum(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """Sum of the loss over tokens; `docs` knows the ids of whole rows."""
+        """Sum the loss over tokens; `docs` has the ids of whole rows."""
         row = docs if docs.row is None else docs.row
         assert row.tokens_BT is not None, "documents that know no tokens (Documents.with_tokens)"
         ahead = TokensAhead.from_rows(row.tokens_BT, row.ends_BT, self.top.window, docs.index_T)

@@ -1,4 +1,4 @@
-"""Every rule between settings, checked before anything starts; no torch import here.
+"""All rules between settings, checked before anything starts; no torch import here.
 
 `check(config, world_size)` raises the first broken rule as one line: key, value, rule, fix.
 `resolve(config, world_size)` fills in what is derived (mesh, accumulation, folders).
@@ -74,7 +74,7 @@ def lookup(config: Config, key: str) -> Any:
 
 
 def _ranges(config: Config) -> Iterator[ConfigError]:
-    """Numbers outside the range that their setting states."""
+    """Yield errors of numbers outside the range that their setting states."""
     settings = settings_of(Config)
     for key, value in flatten(config).items():
         if key in settings and (error := settings[key].broken(value)):
@@ -119,7 +119,7 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Rules of a pipeline, at every number of microbatches that a step will have."""
+    """Yield broken rules of a pipeline, at every number of microbatches of a step."""
     if config.mesh.pp == 1 or any(mesh_rules(config, world_size)):
         return
     resolved = resolve(config, world_size)
@@ -250,7 +250,7 @@ def _fp8(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _alone(rules: Callable[[Config], Iterator[ConfigError]]) -> Rules:
-    """Rules that no mesh has a part in."""
+    """Yield broken rules that don't involve the mesh."""
     return lambda config, _: rules(config)
 
 

@@ -32,7 +32,7 @@ PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
 
 def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """Letter to linear layer to (rows, columns) of its weight: what FP8 is for.
+    """Rows and columns of the linear layers that FP8 is for, by letter and name.
 
     Projections of attention and feed-forwards, shared experts, and the wide projections of
     recurrent mixers; never routers, norms, latents, or what a recurrence reads its steps from.
@@ -58,13 +58,13 @@ def divides(rows: int, columns: int) -> bool:
 
 
 def fp8_kinds(precision: PrecisionConfig) -> str:
-    """Letters of blocks in which FP8 is wanted and there is something for it."""
+    """Letters of `precision.fp8_layers` whose blocks have layers for FP8."""
     kinds = TE_KINDS if precision.fp8 == "te" else KINDS
     return "".join(k for k in kinds if k in precision.fp8_layers)
 
 
 def fp8_wanted(config: Config) -> list[int]:
-    """Layers that are to compute in FP8 as far as they can: of these kinds, away from the ends."""
+    """Layers of these kinds, away from the ends, whether or not their dims allow FP8."""
     model, precision = config.model, config.precision
     if precision.fp8 == "off":
         return []
@@ -73,7 +73,7 @@ def fp8_wanted(config: Config) -> list[int]:
 
 
 def fp8_blocks(config: Config) -> list[int]:
-    """Layers in which something computes in FP8."""
+    """Return the layers with linear layers or experts in FP8."""
     if config.precision.fp8 == "off":
         return []
     model = config.model
@@ -85,7 +85,7 @@ def fp8_blocks(config: Config) -> list[int]:
 
 
 def fp8_weights(config: Config) -> dict[int, frozenset[str]]:
-    """Layer to what it multiplies in FP8, by its name in the mixer: linear layers, `experts`."""
+    """Return the names in the mixer of linear layers, and `experts`, in FP8, by layer."""
     shapes, letters = fp8_layers(config.model), _letters(config.model)
     experts = {"experts"} if fp8_experts(config.model) else set()
     return {
@@ -119,7 +119,7 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 def fp8_letters(config: Config) -> frozenset[str]:
-    """Kinds of block in which something computes in FP8."""
+    """Return the kinds of block with linear layers or experts in FP8."""
     letters = _letters(config.model)
     return frozenset(letters[layer] for layer in fp8_blocks(config))
 
@@ -129,7 +129,7 @@ def _letters(model: ModelConfig) -> Sequence[str]:
 
 
 def fp8_rules(config: Config) -> Iterator[ConfigError]:
-    """Every broken rule of `precision.fp8`."""
+    """Yield broken rules of `precision.fp8`."""
     fp8 = config.precision.fp8
     if fp8 == "off":
         return
@@ -187,7 +187,7 @@ def _layers(config: Config) -> Iterator[ConfigError]:
 
 
 def _all_gather(config: Config) -> Iterator[ConfigError]:
-    """FSDP2 sends what has one scale for all of it."""
+    """Yield an error if an FP8 gather would send shards without one scale of the whole weight."""
     precision, key = config.precision, "precision.fp8_all_gather"
     if precision.fp8 != "torchao" or precision.fp8_recipe != "tensorwise":
         yield config_error(
@@ -200,7 +200,7 @@ def _all_gather(config: Config) -> Iterator[ConfigError]:
 
 
 def _numbers(config: Config) -> Iterator[ConfigError]:
-    """Dtypes and sizes."""
+    """Yield broken rules of dtypes and sizes."""
     precision, train, fp8 = config.precision, config.train, config.precision.fp8
     if fp8 == "te" and train.device == "cpu":
         yield config_error(
@@ -264,7 +264,7 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
 
 
 def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Rules that need the ranks; `config` is resolved for so many, its mesh is legal."""
+    """Yield broken rules of a resolved configuration on a legal mesh."""
     precision, mesh = config.precision, config.mesh
     if precision.fp8 == "off":
         return
@@ -318,7 +318,7 @@ def local_scales(precision: PrecisionConfig) -> bool:
 
 
 def _weighed_later(config: Config) -> Iterator[ConfigError]:
-    """Hidden units are rounded with the weight of their token, or their outputs get it later."""
+    """Yield an error if `ep` would change whether hidden units are weighed before rounding."""
     why = (
         "weighs outputs of experts on their tokens' rank; one rank alone weighs hidden units, "
         "before they are rounded to FP8, so the loss would depend on the mesh "

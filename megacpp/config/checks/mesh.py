@@ -1,4 +1,4 @@
-"""Rules between a mesh and the model that is to lie on it; no torch import here.
+"""Rules between a mesh and the model on it; no torch import here.
 
 One line an axis. A message that names another degree names the nearest one that breaks no rule of
 this mesh and model; where there is none, it names what else would do.
@@ -103,7 +103,7 @@ def batch_ranks(mesh: MeshConfig, world_size: int) -> int:
 
 
 def row_chunks(mesh: MeshConfig) -> int:
-    """Equal chunks into which context parallelism cuts a row."""
+    """Return the number of equal chunks into which context parallelism splits a row."""
     return mesh.cp * 2 if mesh.cp > 1 and mesh.cp_order == "head_tail" else mesh.cp
 
 

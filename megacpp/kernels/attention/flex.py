@@ -73,7 +73,7 @@ def flex_attention(
 
 
 def fused() -> Any:
-    """flex_attention, compiled; inside of a compiled block the block's compiler does it."""
+    """Return flex_attention, compiled; inside of a compiled block the block's compiler does it."""
     return flex.flex_attention if torch.compiler.is_compiling() else _compiled()
 
 
@@ -169,18 +169,18 @@ def _edges(ids_BT: Tensor, places_BT: Tensor, dim: int) -> tuple[_Edges, _Edges]
 
 
 def _ordered(table_BQC: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 `[B, 1, Q]` and `[B, 1, Q, C]`: how many blocks of keys, and they before the others."""
+    """Return int32 `[B, 1, Q]` and `[B, 1, Q, C]`: number of key blocks, and these first."""
     order_BQC = torch.argsort(table_BQC.to(torch.int8), dim=-1, descending=True, stable=True)
     num_BQ = table_BQC.sum(-1, dtype=torch.int32)
     return num_BQ[:, None], order_BQC.to(torch.int32)[:, None].contiguous()
 
 
 def _places(docs: Documents, rows: slice) -> tuple[Tensor, Tensor]:
-    """int32 documents and positions, which every score of a partly seen block reads."""
+    """Return int32 documents and positions, for the scores of partly seen blocks."""
     ids_BT, places_BT = docs.ids_BT[rows], docs.positions_BT[rows]
     return ids_BT.to(torch.int32).contiguous(), places_BT.to(torch.int32).contiguous()
 
 
 def _whole(docs: Documents) -> bool:
-    """Every row, of which these may be a part, is one document."""
+    """Return whether every row, of which these may be a part, is one document."""
     return docs.whole or (docs.row is not None and docs.row.whole)

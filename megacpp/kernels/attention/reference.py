@@ -155,7 +155,7 @@ def attend(
     mask_B1TS: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of any queries to any keys, `[B, T, N, V]`: all keys, or those of a mask.
+    """Return attention `[B, T, N, V]` of any queries to any keys: all, or those of a mask.
 
     SDPA without a soft cap, the blocks of megacpp/kernels/attention/softcap.py with one.
 
@@ -211,12 +211,12 @@ def document_mask(
 
 
 def _whole(docs: Documents) -> bool:
-    """Every row, of which these may be a part, is one document."""
+    """Return whether every row, of which these may be a part, is one document."""
     return docs.whole or (docs.row is not None and docs.row.whole)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a bool mask is True, minus infinity elsewhere."""
+    """Return 0 where a bool mask is True, minus infinity elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
         ~mask, float("-inf")
     )
@@ -287,7 +287,7 @@ class _PaddedAttention(torch.autograd.Function):
 
 
 def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Each with zero columns up to the largest head dim, as the kernel takes it: `[B, N, T, X]`."""
+    """Return each padded by zeros to the largest head dim, for the kernel: `[B, N, T, X]`."""
     widest = max(x.shape[-1] for x in tensors)
     missing = [widest - x.shape[-1] for x in tensors]
     wide = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, missing, strict=True)]
@@ -295,7 +295,7 @@ def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _pad_to_one_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with zero columns up to the larger of the two head dims."""
+    """Pad query, key and value with zero columns to the larger of the two head dims."""
     wider = q.shape[-1] - v.shape[-1]
     if wider > 0:
         return q, k, F.pad(v, (0, wider))

@@ -25,7 +25,7 @@ def softcap_attention(
     mask_B1TS: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale q k^T / softcap)) v, computed in fp32; `[B, T, N, V]`.
+    """Return softmax(softcap * tanh(scale q k^T / softcap)) v `[B, T, N, V]`, in fp32.
 
     Keeps q, k, v, the output and one number per query and head for backward, which computes the
     logits again: as in fused attention, nothing of size `[T, S]` outlives a block.
@@ -46,7 +46,7 @@ def softcap_attention(
 
 
 class _SoftcapAttention(torch.autograd.Function):
-    """Forward keeps the log of each softmax denominator; backward rebuilds p = e^(logit - it)."""
+    """Capped attention that saves log softmax denominators; backward uses p = e^(logit - it)."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, scale, softcap, causal):  # type: ignore[no-untyped-def, override]
@@ -181,5 +181,5 @@ def rows_times(x_BKTGI: Tensor, y_BKIJ: Tensor) -> Tensor:
 
 
 def _rows_transposed_times(x_BKTGI: Tensor, y_BKTGJ: Tensor) -> Tensor:
-    """x^T y in fp32, summed over the (token, head) rows: `[B, K, I, J]`."""
+    """Return x^T y in fp32, summed over the (token, head) rows: `[B, K, I, J]`."""
     return wide(x_BKTGI).flatten(2, 3).mT @ wide(y_BKTGJ).flatten(2, 3)

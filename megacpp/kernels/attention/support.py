@@ -77,7 +77,7 @@ def _old_torch(host: Host) -> str | None:
 
 
 def _parts_of_rows(config: Config, takes: tuple[str, ...]) -> str | None:
-    """Under context parallelism a rank's queries are a part of rows; `heads` gathers whole ones."""
+    """Return why a backend that supports the exchanges in `takes` can't run; None: it can."""
     mesh = config.mesh
     if mesh.cp > 1 and mesh.cp_attention not in takes:
         cut = f"mesh.cp={mesh.cp}, mesh.cp_attention={mesh.cp_attention}"

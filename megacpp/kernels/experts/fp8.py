@@ -94,14 +94,14 @@ def outer_sums(
 
 
 def scales(x: Tensor, dim: int) -> Tensor:
-    """Powers of two, in fp32, that bring the largest along `dim` (kept) to at most 448."""
+    """Return powers of two, in fp32, that scale the largest along `dim` to at most 448."""
     largest = x.detach().abs().amax(dim, keepdim=True).double().clamp(min=SMALLEST_LARGEST)
     _, exponent = torch.frexp((LARGEST / largest).float())  # the mantissa is in [0.5, 1)
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 1)
 
 
 def rounded(x: Tensor, dim: int) -> Tensor:
-    """`x` as e4m3 numbers times a scale along `dim` can say it, in its own dtype."""
+    """Return `x` rounded to e4m3 numbers times a scale along `dim`, in its own dtype."""
     if x.numel() == 0:
         return x
     scale = scales(x, dim)
@@ -109,7 +109,7 @@ def rounded(x: Tensor, dim: int) -> Tensor:
 
 
 def _rounded_by_group(x_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
-    """Each expert's slots with a scale for each column."""
+    """Return x rounded with a scale for each expert and column."""
     if counts_E is None:
         return rounded(x_SD.unflatten(0, (experts, -1)), 1).flatten(0, 1)
     return _rounded_loop(x_SD, *either(counts_E))
@@ -193,7 +193,7 @@ def _outer_on_hardware(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, expe
 
 
 def _whole_groups(x_SD: Tensor, counts_E: Counts, experts: int) -> tuple[Tensor, Tensor, int]:
-    """Rows in groups of whole 16, where each group ends, and slots of an expert (0: as counted).
+    """Return rows in groups of whole 16, each group's end, and an expert's slots (0: as counted).
 
     Counted groups are of whole 16 already (`row_multiple`); even ones get rows of zeros.
     """

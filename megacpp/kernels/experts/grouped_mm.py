@@ -95,7 +95,7 @@ def grouped_backend(
 
 
 def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tensor:
-    """int32 `(E,)`: the slot after the last one of each expert."""
+    """Return int32 `(E,)`: the slot after the last one of each expert."""
     if len(counts_E) > experts:  # what lies past the last end isn't touched
         assert isinstance(counts_E, Tensor)
         return counts_E[:experts].cumsum(0, dtype=torch.int32)
@@ -113,7 +113,7 @@ def either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] |
 
 
 def sizes_of(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
-    """Slots of each expert on the host, the last one's those that are left over."""
+    """Return the slots of each expert on the host; the last one has the rest."""
     sizes = list(counts_E.tolist() if isinstance(counts_E, Tensor) else counts_E)
     sizes[-1] = slots - sum(sizes[:-1])
     return sizes
@@ -125,7 +125,7 @@ def sizes_of(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
 def _loop(
     x_SD: Tensor, weight_EDF: Tensor, counts_E: Tensor | None, sizes: Sequence[int] | None
 ) -> Tensor:
-    """`x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
+    """Return `x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
     y_SF = x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
     most = CPU_ROWS if x_SD.device.type == "cpu" else max(1, len(x_SD))
     groups = sizes_of(given(counts_E, sizes), len(x_SD))

@@ -93,7 +93,7 @@ def experts_reference(
 
 
 class _Into(torch.autograd.Function):
-    """Copies rows to slots and multiplies; backward copies them again instead of keeping them."""
+    """Product of rows copied to slots; backward copies them again instead of saving them."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ class _Into(torch.autograd.Function):
 
 
 class _OutOf(torch.autograd.Function):
-    """Keeps gate and up; their product is made again for the gradient of w2."""
+    """Second product, which saves gate and up; backward computes the hidden units again."""
 
     @staticmethod
     def forward(ctx: Any, w2_EDI: Tensor, *rest: Any) -> Tensor:
@@ -197,7 +197,7 @@ def _weighed(units: _Units, backend: str) -> Tensor:
 def _backward(
     units: _Units, grad_SI: Tensor, wants_h: bool, backend: str
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Gradients of all that `units` has, from that of the hidden units, whose place one takes.
+    """Return the gradients of `units`, from that of the hidden units, which is overwritten.
 
     On the way the hidden units themselves, if they are wanted.
     """

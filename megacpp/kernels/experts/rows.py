@@ -88,7 +88,7 @@ def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
 
 
 def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
-    """Slots that groups of these sizes have; where the host can't see them, the most they can."""
+    """Return the slots of groups of these sizes; where the host can't see them, the most."""
     if padded_E.device.type == "cpu":
         return int(padded_E.sum())
     return most_slots(len(padded_E), copies, multiple)
@@ -139,7 +139,7 @@ def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -
 
 
 def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:
-    """Tokens `[T, D]` copied to their slots `[S, D]`; gradients of a token's copies are summed."""
+    """Copy tokens `[T, D]` to their slots `[S, D]`; gradients of a token's copies are summed."""
     return _CopyRows.apply(x_TD, groups)  # type: ignore[return-value]
 
 
@@ -170,7 +170,7 @@ def _sort(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
-    """Values in sorted order, put back to `[K, T]`."""
+    """Return values in sorted order as `[K, T]`."""
     back_N = torch.empty_like(value_N).scatter_(0, order_N, value_N)
     return back_N.view(expert_TK.shape).T.contiguous()
 
@@ -227,7 +227,7 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 
 class _CopyRows(torch.autograd.Function):
-    """Copy out, sum back. Both are gathers: no atomics, so the sums have one order."""
+    """Copies of rows, summed in backward. Both are gathers: no atomics, so sums have one order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, groups: Groups) -> Tensor:
@@ -256,7 +256,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Weigh(torch.autograd.Function):
-    """Weights to slots and, in backward, the gradients back; none for a copy without a slot."""
+    """Weights by slot and, in backward, gradients by copy; none for a copy without a slot."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, groups: Groups) -> Tensor:
@@ -270,7 +270,7 @@ class _Weigh(torch.autograd.Function):
 
 
 class _WeighedSum(torch.autograd.Function):
-    """y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
+    """Sum y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
 
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:

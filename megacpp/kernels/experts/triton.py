@@ -184,7 +184,7 @@ def _units_backward(
 def _of_backward(
     gate_SI: Tensor, up_SI: Tensor | None, weight_S: Tensor | None, wants_units: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of gate and weight and for the units; empty where not wanted."""
+    """Return memory for the gradients of gate and weight, and for the units, if wanted."""
     none = gate_SI.new_empty(0)
     other_SI = torch.empty_like(gate_SI) if up_SI is not None else none
     dweight_S = gate_SI.new_empty(0) if weight_S is None else torch.empty_like(weight_S)

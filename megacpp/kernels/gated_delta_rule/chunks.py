@@ -244,7 +244,7 @@ def _first(k_BTHK: Tensor, v_BTNV: Tensor, initial_BNKV: Tensor | None) -> Tenso
 
 
 def _of_heads(x_BCN: Tensor, H: int) -> Tensor:
-    """Per-head numbers as `[B, H, R, C]`."""
+    """Return per-head numbers as `[B, H, R, C]`."""
     return wide(x_BCN).mT.unflatten(1, (H, -1))
 
 

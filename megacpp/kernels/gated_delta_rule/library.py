@@ -69,7 +69,7 @@ def library_rule(
 
 
 def kernel() -> Callable[..., Any]:
-    """`chunk_gated_delta_rule` of the installed package.
+    """Return `chunk_gated_delta_rule` of the installed package.
 
     Raises:
         ImportError: flash-linear-attention isn't installed.

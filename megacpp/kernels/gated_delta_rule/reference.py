@@ -88,6 +88,6 @@ def gated_delta_step(
 
 
 def unit(x: Tensor) -> Tensor:
-    """`x` divided by its length over the last dim, at least fp32."""
+    """Return `x`, of any shape, divided by its length over the last dim, in at least fp32."""
     x = wide(x)
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()

@@ -15,7 +15,7 @@ CHUNKS = (16, 32, 64)
 
 
 def fla(config: Config, host: Host) -> str | None:
-    """First reason against the Triton kernels of `chunk_gated_delta_rule`, or None."""
+    """Return why the Triton kernels of `chunk_gated_delta_rule` can't run; None: they can."""
     g, unsupported = config.model.gated_deltanet, old_gpu(host)
     if unsupported:
         return unsupported

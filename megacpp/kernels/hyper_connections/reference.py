@@ -69,7 +69,7 @@ class Coefficients:
         return torch.cat([scale.expand(size) for scale, size in sizes])
 
     def inverse_rms(self, square_S: Tensor) -> Tensor:
-        """r, from the mean square of a token's streams."""
+        """Return r, from the mean square of a token's streams."""
         if self.ordering == "megatron":
             return 1.0 / (square_S.sqrt() + EPS)
         return torch.rsqrt(square_S + self.eps)
@@ -91,7 +91,7 @@ class Coefficients:
         return p_Sn + EPS if self.ordering == "deepseek_v4" else p_Sn
 
     def turned(self, res_Snn: Tensor) -> Tensor:
-        """Sinkhorn's matrices as they are applied, and back."""
+        """Return Sinkhorn's matrices as they are applied; its own inverse."""
         return res_Snn.mT if self.ordering == "deepseek_v4" else res_Snn
 
 
@@ -246,12 +246,12 @@ class _Read(torch.autograd.Function):
 
 
 def _rows(t: Tensor, last: int) -> Tensor:
-    """`t` with all but its `last` dims in one; a view of what is contiguous."""
+    """Return `t` with all but its `last` dims flattened; a view if it is contiguous."""
     return t.reshape(-1, *t.shape[-last:])
 
 
 def _through_rms(r_S: Tensor, how: Coefficients) -> Tensor:
-    """-dr / dx over x r / C: r^2, or r / rms where the small number is added to the rms."""
+    """Return -dr / dx over x r / C: r^2, or r / rms where eps is added to the rms."""
     if how.ordering == "megatron":
         return r_S / (1.0 / r_S - EPS).clamp(min=TINY)  # streams of zeros have a gradient of zeros
     return r_S * r_S

@@ -93,7 +93,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _start(logits_Snn: Tensor, ordering: Ordering) -> Tensor:
-    """Positive matrices; the largest entry of what is summed first is one, so nothing overflows."""
+    """Return positive matrices; the largest entry of each first sum is one: no overflow."""
     if ordering == "deepseek_v4":
         return torch.softmax(logits_Snn, ROWS) + EPS
     dim = COLUMNS if ordering == "paper" else ROWS

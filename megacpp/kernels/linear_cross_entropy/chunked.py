@@ -212,7 +212,7 @@ class Terms:
 
 
 class ChunkFunction(Protocol):
-    """Statistics over all words, and on request the gradient by the products, in their dtype."""
+    """Function of a chunk: statistics over all words, and the gradient of the logits if wanted."""
 
     def __call__(
         self,
@@ -347,7 +347,7 @@ def _exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardSt
 def _logit_gradient(
     exp_nV: Tensor, factor_n: Tensor, index_n: Tensor, here_n: Tensor, slope_nV: Tensor | None
 ) -> Tensor:
-    """(factor * exp - onehot(target, if here)) * slope in place; ignored tokens have factor 0."""
+    """Compute (factor * exp - onehot(target, if here)) * slope in place; ignored: factor 0."""
     g_nV = exp_nV.mul_(factor_n[:, None])
     g_nV.scatter_add_(1, index_n[:, None], -here_n.to(g_nV.dtype)[:, None])
     return g_nV if slope_nV is None else g_nV.mul_(slope_nV)

@@ -1,4 +1,4 @@
-"""Triton kernels that go over a chunk of logits twice: statistics, then the gradient in place.
+"""Triton kernels that read a chunk of logits twice: statistics, then the gradient in place.
 
 Beside the chunk's own product, in its own dtype, nothing of its size is made: the torch form has a
 copy in fp32, with a soft cap a second one, and a dozen elementwise passes over them. All
@@ -164,13 +164,13 @@ def _constants(logits_nv: Tensor, **more: Any) -> dict[str, Any]:
 
 
 def _device(t: Tensor) -> Any:
-    """Triton launches on the current device, which needn't be the tensor's."""
+    """Return a context in which the tensor's device is current: Triton launches there."""
     return torch.cuda.device_of(t)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh, absolute error about 2^-23: that of `exp` alone, as `libdevice` isn't portable."""
+    """Compute tanh from `exp`, absolute error about 2^-23: `libdevice` isn't portable."""
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)

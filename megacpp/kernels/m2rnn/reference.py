@@ -209,7 +209,7 @@ def m2rnn_carried(
 
 
 class _RowStates(Sequences):
-    """Restarts where only rows have an initial and a final state: the index is that of the row."""
+    """Sequences where only rows have an initial and a final state: the index is the row's."""
 
     def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
         return super().enter(h_NBKV, initial_SNKV if t == 0 else None, t)
@@ -241,7 +241,7 @@ def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:
 def _heads_and_dtype(
     q_BTNK: Tensor, k_BTNK: Tensor, v_BTNV: Tensor, f_BTN: Tensor, w_NVV: Tensor
 ) -> tuple[int, torch.dtype]:
-    """N and the dtype of states: fp64 if any input is, else fp32."""
+    """Return N and the dtype of states: fp64 if any input is, else fp32."""
     counts = [q_BTNK.shape[2], k_BTNK.shape[2], v_BTNV.shape[2], f_BTN.shape[2], len(w_NVV)]
     assert all(max(counts) % count == 0 for count in counts), f"heads must divide: {counts}"
     dtypes = [x.dtype for x in (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)]

@@ -12,7 +12,7 @@ MOST_NUMBERS, MOST_VALUE_DIM = 4096, 32
 
 
 def m2rnn_triton(config: Config, host: Host) -> str | None:
-    """Kernels that hold a whole state in the registers of a program, in fp32."""
+    """Return why kernels that hold a state in registers, in fp32, can't run; None: they can."""
     unsupported = triton_kernels(config, host) or wide_numbers(host)
     if unsupported:
         return unsupported

@@ -198,7 +198,7 @@ def _first(
 
 
 def _cut(x: Tensor, chunk: int, dim: int) -> Tensor:
-    """`x` with its time `dim` (1 or the last) padded by zeros and cut into (J, C)."""
+    """Return `x` with its time `dim` (1 or the last) padded by zeros and split into (J, C)."""
     missing = -x.shape[dim] % chunk
     if missing:
         behind = 0 if dim == -1 else x.ndim - 1 - dim
@@ -207,6 +207,6 @@ def _cut(x: Tensor, chunk: int, dim: int) -> Tensor:
 
 
 def _time_last(x_BTRGN: Tensor, pairing: Pairing, chunk: int) -> Tensor:
-    """Q or K as `[B, G, J, N, R, C]`, pairs as halves of N, at least fp32."""
+    """Return Q or K as `[B, G, J, N, R, C]`, pairs as halves of N, at least fp32."""
     x_BJCRGN = _cut(to_halves(wide(x_BTRGN), pairing), chunk, 1)
     return x_BJCRGN.permute(0, 4, 1, 5, 3, 2).contiguous()

@@ -24,7 +24,7 @@ Pairing = Literal["interleaved", "half"]
 
 @dataclass(frozen=True, eq=False)
 class ScanInputs(TokenTensors):
-    """Everything that has a token axis.
+    """Tensors with a token axis.
 
     Attributes:
         Q, K: C and B of the model after their norms, `[B, T, R, G, N]`.
@@ -80,7 +80,7 @@ class HeadWeights(HeadTensors):
     norm_eps: float = 1e-5
 
     def merged(self, y_BTHRP: Tensor, inputs: ScanInputs) -> Tensor:
-        """Norm, gate, then the sum over ranks: `[B, T, H, P]` in the dtype of V."""
+        """Norm, gate and sum over ranks: return `[B, T, H, P]` in the dtype of V."""
         return gated_ranks(
             y_BTHRP,
             inputs.Z,
@@ -92,7 +92,7 @@ class HeadWeights(HeadTensors):
         )
 
     def ranks_of_token(self, v_BHP: Tensor) -> Tensor:
-        """V of every rank of one token, `[B, H, R, P]`, at least fp32."""
+        """Return V of every rank of one token, `[B, H, R, P]`, at least fp32."""
         v_BH1P = wide(v_BHP)[:, :, None]
         return v_BH1P if self.mimo_x is None else v_BH1P * self.mimo_x
 

@@ -62,12 +62,12 @@ class Chunks:
         return self.before_BJCC.shape[-1]
 
     def same(self, lag: int) -> Tensor:
-        """[B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
+        """Return [B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
         return self.before_BJCC.diagonal(-lag, -2, -1)
 
 
 def segmented_cumsum(x_BHJAC: Tensor, chunks: Chunks) -> Tensor:
-    """Inclusive cumulative sum over C that restarts at documents: nothing is subtracted later.
+    """Return the inclusive cumulative sum over C that restarts at documents.
 
     log2(C) shifted additions (Hillis & Steele 1986) instead of a product with a 0/1 matrix, which
     a GPU may run in TF32: sums of log decays and angles are part of the fp32 contract.
@@ -110,7 +110,7 @@ def bias_and_rotate(
 
 
 def ranks(v_BHJCP: Tensor, mimo_x_HRP: Tensor | None) -> Tensor:
-    """V of every rank, `[B, H, J, R, C, P]` in the dtype of v, from products in at least fp32.
+    """Return V of every rank, `[B, H, J, R, C, P]` in the dtype of v; products are fp32 or wider.
 
     Keeps its input as it is for backward, not what it is in fp32.
     """
@@ -198,7 +198,7 @@ def _cos_sin(angle_BHJAC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` with its pairs turned in place."""
+    """Rotate the pairs of `x` in place; return it."""
     x1, x2 = _pairs(x, cos)
     x1_sin = x1 * sin
     x1.mul_(cos).addcmul_(x2, sin, value=-1)

@@ -61,7 +61,7 @@ def chunk_scan(
 
 @dataclass(frozen=True, eq=False)
 class _Decays:
-    """exp of differences of log decays: into a chunk, out of it, across it."""
+    """Exponentials of differences of log decays: into a chunk, out of it, across it."""
 
     since_start_BHJC: Tensor
     until_end_BHJC: Tensor
@@ -243,12 +243,12 @@ def _over_ranks(inside_BHJCC: Tensor) -> Tensor:
 
 
 def _columns(x_BHJC: Tensor) -> Tensor:
-    """Per token, against q or k."""
+    """View numbers per token so that they broadcast over q or k."""
     return x_BHJC[:, :, :, None, None]
 
 
 def _rows(x_BHJC: Tensor, q_BHJNRC: Tensor) -> Tensor:
-    """Per token, against the rows of v or y: `[M, X, 1]`."""
+    """View numbers per token so that they broadcast over the rows of v or y: `[M, X, 1]`."""
     R = q_BHJNRC.shape[-2]
     return x_BHJC.flatten(0, 2).repeat(1, R)[..., None]
 
@@ -258,5 +258,5 @@ def _times(k: Tensor, x_BHJC: Tensor) -> Tensor:
 
 
 def _exp_where(mask_BJC: Tensor, x_BHJC: Tensor) -> Tensor:
-    """exp(x) where the mask holds, else 0; masked first, so that no stranger reaches exp."""
+    """Return exp(x) where the mask holds, else 0; masked before exp, which could overflow."""
     return torch.where(mask_BJC[:, None], x_BHJC, float("-inf")).exp()

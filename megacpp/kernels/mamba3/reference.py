@@ -175,7 +175,7 @@ def _per_head(x_B1RGN: Tensor, bias_HRN: Tensor) -> Tensor:
 
 
 def _rotated(x_BHRN: Tensor, angle_BHA: Tensor, pairing: Pairing) -> Tensor:
-    """Pair i of N turned by angle i; pairs without an angle stay."""
+    """Rotate pair i of N by angle i; pairs without an angle stay."""
     first, second = to_halves(x_BHRN, pairing).chunk(2, -1)
     angle = F.pad(angle_BHA, (0, first.shape[-1] - angle_BHA.shape[-1]))[:, :, None]
     cos, sin = angle.cos(), angle.sin()

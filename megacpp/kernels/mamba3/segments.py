@@ -189,7 +189,7 @@ def _added(
 
 
 def _later(x: Tensor, dim: int) -> Tensor:
-    """Sum over later tokens, in fp64: of thousands of radians only the remainder matters."""
+    """Sum over later tokens, in fp64: only the remainder of thousands of radians matters."""
     from_here = x.double().flip(dim).cumsum(dim).flip(dim)
     beyond = from_here.narrow(dim, 1, x.shape[dim] - 1)
     return torch.cat([beyond, torch.zeros_like(from_here.narrow(dim, 0, 1))], dim)
@@ -202,12 +202,12 @@ def _last_document(docs: Documents) -> Tensor:
 
 
 def per_head(x_SGXN: Tensor, bias_HXN: Tensor) -> Tensor:
-    """Shared by neighbouring heads (dim 1), plus each head's own bias."""
+    """Return a group's tensor for each of its heads (dim 1), plus the head's own bias."""
     return x_SGXN.repeat_interleave(len(bias_HXN) // x_SGXN.shape[1], 1) + bias_HXN
 
 
 def turned(x_N: Tensor, angle_A: Tensor) -> Tensor:
-    """Pairs (i, i + N/2) of the last dim turned by angle i; pairs without an angle stay."""
+    """Rotate pairs (i, i + N/2) of the last dim by angle i; pairs without an angle stay."""
     turned, half = angle_A.shape[-1], x_N.shape[-1] // 2
     first, first_rest, second, second_rest = x_N.split(
         [turned, half - turned, turned, half - turned], -1

@@ -119,7 +119,7 @@ def _mimo(config: Config, host: Host) -> Iterator[str]:
 
 
 def _mimo_bytes(R: int, N: int, P: int, C: int, angles: int) -> int:
-    """Shared memory of the backward: its tiles one after another, and what sums over threads need.
+    """Shared memory of the backward, bytes: its tiles one after another, and sums over threads.
 
     Compiled for 9.0 it asks for 223,904 bytes for (4, 128, 64, 16, 32), 146,080 for
     (4, 64, 64, 16, 16), of packed rows too, and 78,112 for (2, 64, 64, 16, 16). The other kernels

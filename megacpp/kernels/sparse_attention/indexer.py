@@ -27,7 +27,7 @@ AT_ONCE = {"cpu": 0, "cuda": 256 << 20}
 
 
 def index_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
-    """sum_h w[t, h] relu(q[t, h] . k[s]) for every pair of tokens, `[B, T, S]` in fp32 or wider.
+    """Return sum_h w[t, h] relu(q[t, h] . k[s]) of all token pairs, `[B, T, S]` in fp32 or wider.
 
     Beside the result there is one more tensor of its size at a time, in the backward too.
     """
@@ -38,7 +38,7 @@ def index_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
 
 
 class _IndexScores(torch.autograd.Function):
-    """Keeps q, k, w alone: backward makes the products of each head again."""
+    """Scores that save q, k, w alone: backward computes the products of each head again."""
 
     @staticmethod
     def forward(ctx: Any, q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
 
 
 def _groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
-    """Heads that go together; `k_BSH` is as wide as the products are."""
+    """Return the heads that are computed together; `k_BSH` has the dtype of the products."""
     heads, numbers = q_BTIH.shape[2], q_BTIH.shape[0] * q_BTIH.shape[1] * k_BSH.shape[1]
     step = heads_at_once(heads, max(1, numbers), k_BSH.element_size(), q_BTIH.device.type)
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
@@ -179,7 +179,7 @@ def _choose(
     end: int,
     slots: int,
 ) -> Tensor:
-    """`choose_keys` for some rows among the keys before `end`, a tile of keys at a time."""
+    """Run `choose_keys` for some rows among the keys before `end`, a tile of keys at a time."""
     q_BTIH, w_BTI = q_BTIH[:, rows], w_BTI[:, rows]
     best_BTK = wide(w_BTI.new_empty(0)).new_full((*w_BTI.shape[:2], slots), float("-inf"))
     number_BTK = torch.full_like(best_BTK, -1, dtype=torch.int32)
@@ -210,7 +210,7 @@ def _best(scores_BTX: Tensor, number_BTX: Tensor, slots: int) -> tuple[Tensor, T
 
 
 def _taken(scores_BTX: Tensor, slots: int) -> Tensor:
-    """bool: the `slots` largest scores above -inf, of equal ones the last; branch-free.
+    """Return bool: the `slots` largest scores above -inf, of equal ones the last; branch-free.
 
     A sort would order ties as it likes, and the indices of topk are such a sort's.
     """

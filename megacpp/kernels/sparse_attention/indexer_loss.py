@@ -107,7 +107,7 @@ class _IndexerLoss(torch.autograd.Function):
 def _block_loss(
     scores_BTS: Tensor, target: Target, rows: slice, cols: slice
 ) -> tuple[Tensor, Tensor]:
-    """KL of each query of a block `[B, T]`, and its gradient in the scores (which are consumed)."""
+    """Return the KL of each query of a block `[B, T]`, and its gradient by the scores, in place."""
     if target.chosen_BTC is None:
         allowed_BTX = document_mask(target.queries, target.keys, rows, cols)[:, 0]
         index_BTX, compared_BTX = None, scores_BTS

@@ -28,7 +28,7 @@ def sparse_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Softmax over the chosen keys alone, times their values, in fp32 or wider: `[B, T, N, V]`.
+    """Return the softmax over chosen keys times their values, in fp32 or wider: `[B, T, N, V]`.
 
     The products are those of dense attention; a query's other keys are masked in its block. Keeps
     q, k, v, the choice, the output and one number per query and head: backward makes the logits of
