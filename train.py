@@ -54,7 +54,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         NonFiniteError: more than `train.max_skips` steps in a row were left out.
     """
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
-    with peers.agree("start"):  # what one node lacks ends all of them
+    with peers.agree("start"):  # a node's error ends all of them
         device = pick_device(resolved.config.train.device)
         check_fp8_device(resolved.config, device)
         launch = prepare(resolved, peers, device)

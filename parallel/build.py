@@ -33,7 +33,7 @@ def build_model(
     kernels = chosen_kernels(config, world.device)
 
     def prepared(model: HybridLM) -> None:
-        set_kernels(model, kernels)  # first: what is compiled goes by them
+        set_kernels(model, kernels)  # first: compiled code depends on them
         if prepare is not None:
             prepare(model)
 

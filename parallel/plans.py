@@ -100,7 +100,7 @@ class ActivationRow:
 ACTIVATIONS = (
     # The residual stream is cut by token (sequence parallelism); mixers see all tokens.
     ActivationRow("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
-    # what is looked up is narrower than the model, and projected where it arrives
+    # looked-up rows are narrower than the model, and projected after the exchange
     ActivationRow("", "ngram.tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),
     # A memory is looked up by all ranks, each in its rows; its convolution needs all tokens.
     ActivationRow("", "blocks.*.engram.tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),

@@ -61,7 +61,7 @@ class Stage(nn.Module):
         """Queue microbatches, of which `forward` takes one after another."""
         self.taken.clear()
         self.handed.clear()
-        # With documents of its own: what is remembered of them goes with the stage's own graph.
+        # With documents of its own: their memos are freed with the stage's own graph.
         self.coming = deque(
             replace(batch, docs=batch.docs.to(batch.ids_BT.device)) for batch in batches
         )

@@ -18,7 +18,7 @@ from checkpointing.tracing.meter import Allocation, Meter, Phase
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
 
-Standing = tuple[str, str]  # a part that was metered, and the name of what it stands for
+Standing = tuple[str, str]  # a metered part, and the name of the part that it represents
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Meter(TorchDispatchMode):
         for p in self.model.parameters():
             storage = local_part(p).untyped_storage()
             self._parameters[id(storage)] = storage
-        # Before and after all other hooks of a module: what they do belongs to it.
+        # Before and after all other hooks of a module, whose work belongs to the module.
         hooks = [register_module_forward_pre_hook(self._enter_module)]
         # A module without hooks stays one: some take a faster path when they have none.
         hooks.append(register_module_forward_hook(self._leave_plain, always_call=True))
@@ -313,7 +313,7 @@ class Meter(TorchDispatchMode):
         running = self._where()[0]
         # A part may call another, whose work is then its own: tokens further ahead are looked up.
         self._calls.append((running, name) if running not in ("", part) else (part, path))
-        if self._calls[-1][1]:  # below a part: FSDP2 has gathered what it reads by now
+        if self._calls[-1][1]:  # below a part: FSDP2 has gathered its parameters by now
             for p in module.parameters():
                 storage = local_part(p).untyped_storage()
                 self._parameters[id(storage)] = storage

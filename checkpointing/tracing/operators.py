@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-# They give memory, not values: what fills it says what it is.
+# They return memory, not values; the operator that writes it names the allocation.
 ALLOCATORS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "new_full"),

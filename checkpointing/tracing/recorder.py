@@ -93,7 +93,7 @@ class Recorder(Meter):
         resting = [("optimizer_state", name, state.get(p)) for name, p in parameters]
         resting += [("parameters", *named) for named in parameters]
         resting += [("parameters", *named) for named in self.model.named_buffers()]
-        resting.append(("optimizer_state", "", list(state.values())))  # and what is of no parameter
+        resting.append(("optimizer_state", "", list(state.values())))  # and state of no parameter
         seen: set[int] = set()
         for component, name, found in resting:
             for key in storages_of(_locals(found), set()):

@@ -150,7 +150,7 @@ class BlockKind:
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     replayed: Callable[[Config], float] = lambda config: 0.0
-    region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda *_: 0.0
+    region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda region, m, t: 0.0
     recurrent: bool = False
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}

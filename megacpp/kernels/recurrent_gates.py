@@ -97,8 +97,8 @@ class _GatedRanks(torch.autograd.Function):
         if mimo_o_HRP is not None:
             dmimo_o = (product if silu is None else product * silu).sum((0, 1))
             product, dout_BTHRP = product.mul_(mimo_o_HRP), dout_BTHRP * mimo_o_HRP
-        # Of y, in its layout, that of the chunks, where the scan's backward reads it.
-        if torch.compiler.is_compiling():  # which chooses layouts by itself, and knows no `out`
+        # The gradient of y has y's layout, that of the chunks, for the scan's backward.
+        if torch.compiler.is_compiling():  # which chooses layouts itself, and doesn't support `out`
             dx_BTHRP = dout_BTHRP * (1.0 if silu is None else silu)
         else:
             dx_BTHRP = torch.empty_like(y_BTHRP)

@@ -170,7 +170,7 @@ def choose(config: Config, host: Host) -> dict[str, BackendSelection]:
     letters = set(block_letters(config.model.pattern, config.model.depth))
     if config.model.mtp.depths:
         letters |= {"A"}  # its blocks attend
-    found = {}
+    found: dict[str, BackendSelection] = {}
     for name, operation in OPERATIONS.items():
         if not operation.letters or letters & set(operation.letters):
             found[name] = _choice(name, operation, config, host)
@@ -184,7 +184,7 @@ def _choice(name: str, operation: Operation, config: Config, host: Host) -> Back
         if unsupported:
             raise refused(name, asked, unsupported)
         return BackendSelection(name, asked, asked, {})
-    passed_over = {}
+    passed_over: dict[str, str] = {}
     for backend in operation.backends:
         if backend.by_itself:
             unsupported = backend.unsupported_reason(config, host)

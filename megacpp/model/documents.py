@@ -44,8 +44,8 @@ class Documents:
     boundaries: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # No field: FSDP2 looks for tensors in the fields of what a module is given, and a part
-        # that is remembered here points back to its row.
+        # No field: FSDP2 looks for tensors in the fields of a module's arguments, and a part that
+        # is memoized here points back to its row.
         object.__setattr__(self, "_memo", {})
 
     @staticmethod

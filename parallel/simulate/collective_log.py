@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operator name (of `c10d` or `_c10d_functional`) -> what it is. Waits count as nothing; `barrier`
+# Operator name (of `c10d` or `_c10d_functional`) -> kind. Waits aren't counted; `barrier`
 # is counted because it synchronises.
 KINDS = {
     "_allgather_base_": "all_gather",

@@ -252,7 +252,7 @@ def _numel_of_ranks(p: Tensor) -> int:
     return math.prod(local_shape(p.shape, cuts, mesh.shape, mesh.get_coordinate() or ()))
 
 
-MoveKey = tuple[str, str, str, int]  # phase, kind, axis and elements -> what is drawn
+MoveKey = tuple[str, str, str, int]  # phase, kind, axis and elements of a call
 
 
 def _layout_pictures(model: HybridLM, i: int, config: Config) -> dict[MoveKey, str]:

@@ -259,7 +259,7 @@ def _by_class(model: HybridLM, tensors: Mapping[str, Tensor]) -> Bytes:
 
 def _local_bytes(t: Tensor) -> int:
     local = t.to_local() if is_dtensor(t) else t
-    if is_traceable_wrapper_subclass(local):  # packed moments: codes and what they stand for
+    if is_traceable_wrapper_subclass(local):  # packed moments: codes and scales
         names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
         return sum(_local_bytes(getattr(local, name)) for name in names)
     return local.numel() * local.itemsize

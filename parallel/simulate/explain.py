@@ -21,7 +21,7 @@ from parallel.simulate.drawing import Drawn, draw, gathers_again
 from parallel.simulate.dry_run import count_all
 from parallel.simulate.fake import as_trained, fake_world, planned_model, whole_model
 
-OUTSIDE = "-"  # the letter of what is in no block
+OUTSIDE = "-"  # letter of parameters outside of blocks
 
 
 @dataclass(frozen=True)

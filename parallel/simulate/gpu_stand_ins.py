@@ -72,7 +72,7 @@ def on_gpu() -> Iterator[None]:
 
         put(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
         put(m2rnn_triton.Launch, "_start", lambda *_, **__: None)
-        for module in (m2rnn_triton, experts_triton):  # operators: what is inside of them
+        for module in (m2rnn_triton, experts_triton):  # run the inside of custom operators
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.library.CustomOpDef):
                     put(module, name, value._init_fn)

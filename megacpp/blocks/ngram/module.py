@@ -23,7 +23,7 @@ from megacpp.model.lookup import Table
 from megacpp.model.sizes import ngram_primes, ngram_rows
 from megacpp.model.transfer import listed
 
-SEED = 2_718_281  # of the multipliers: what is learned belongs to it
+SEED = 2_718_281  # of the multipliers: learned tables depend on it
 
 
 class NgramEmbedding(nn.Module):

@@ -95,7 +95,7 @@ def capped(softcap: float) -> ScoreMod:
 
 def block_mask(queries: Documents, keys: Documents) -> BlockMask:
     """Return the mask of FlexAttention by blocks and tokens, made once a batch."""
-    other = None if keys is queries else keys  # what is remembered must not hold itself
+    other = None if keys is queries else keys  # a memo must not refer to itself
     return queries.memo(("flex_mask", other), lambda: _block_mask(queries, keys))
 
 

@@ -180,7 +180,7 @@ def attention_mask(
         dtype: of the queries.
         softcap: cap of the scaled scores, which takes a bool mask; None: an additive mask.
     """
-    other = None if keys is queries else keys  # what is remembered must not hold itself
+    other = None if keys is queries else keys  # a memo must not refer to itself
     mask_B1TS = queries.memo(("attention_mask", other), lambda: document_mask(queries, keys))
     if softcap is not None:
         return mask_B1TS

@@ -11,7 +11,7 @@ VARLEN_TORCH = (2, 11)  # varlen_attn with a scale and a causal window
 WIDEST_FLASH = 256  # head dim of torch's flash kernels, in steps of 8
 # Their backward needs shared memory of these for head dims above 192.
 WIDE_BACKWARD = ((8, 0), (9, 0), (10, 0))
-LEAST_FLEX = 16  # head dim: what a product of Triton takes
+LEAST_FLEX = 16  # head dim: the least of a Triton product
 
 
 def varlen(config: Config, host: Host) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.transfer import listed
 
-# Slots of each expert, in order; the last one owns what is left over. None: all have as many, and
+# Slots of each expert, in order; the last one owns the rest. None: all have as many, and
 # one batched product does it. One count more than experts is of slots at the end that no expert
 # owns, whose rows are undefined. A tensor stays where it is unless the host must read it.
 Counts = Tensor | Sequence[int] | None
@@ -120,7 +120,7 @@ def sizes_of(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
 
 
 # Operators of their own, so that tensors without values pass, and so that a compiler need not look
-# inside: their shapes follow from those of the inputs, what they do from counts.
+# inside: their shapes follow from those of the inputs, their work from counts.
 @torch.library.custom_op("megacpp::expert_products", mutates_args=())
 def _loop(
     x_SD: Tensor, weight_EDF: Tensor, counts_E: Tensor | None, sizes: Sequence[int] | None

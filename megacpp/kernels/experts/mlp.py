@@ -29,7 +29,7 @@ from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 # Elements between products are worked on in blocks of rows: at most so many, none smaller than so
-# many elements (which a core's cache holds), for what is wide and temporary to stay small.
+# many elements (which a core's cache holds), so that wide temporary tensors stay small.
 BLOCKS, BLOCK_ELEMENTS = 16, 2**16
 
 

@@ -132,7 +132,7 @@ def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -
     kept_N = (place_N < capacity) & (sorted_N < num_experts)
     slot_N = sorted_N * capacity + place_N
     slots = num_experts * capacity
-    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what is dropped
+    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes dropped copies
     token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
     slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
     return Groups(slot_KT, token_S[:-1], None, _unsort(kept_N, order_N, expert_TK))

@@ -179,7 +179,7 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, x_SnD: Tensor, phi_KC: Tensor, scale_3: Tensor, bias_K: Tensor, how: Coefficients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # What is returned is made in its own shape: a view must not leave a block (FSDP2).
+        # Results are allocated in their own shape: a view must not leave a block (FSDP2).
         x_xnD, x_SnD, (*lead, n, D) = x_SnD, _rows(x_SnD, 2), x_SnD.shape
         S = len(x_SnD)
         u = x_SnD.new_empty(*lead, D)

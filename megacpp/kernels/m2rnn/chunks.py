@@ -284,7 +284,7 @@ class Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
         """Return the gradients of all tensors of `forward`, from those of its results."""
-        saved = ctx.saved_tensors  # once: what is rebuilt is rebuilt at each reading
+        saved = ctx.saved_tensors  # once: each reading recomputes a region
         *inputs, w_NVV, initial_SNKV = saved[:6]
         plan: ChunkPlan = ctx.plan
         spans, kept = plan.spans(), saved[6:]

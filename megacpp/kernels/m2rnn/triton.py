@@ -76,7 +76,7 @@ class TritonChunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
         """Return the gradients of all tensors of `forward`, from those of its results."""
-        # Read once: what is rebuilt is rebuilt at each reading.
+        # Read once: each reading recomputes a region.
         q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV, *kept = ctx.saved_tensors
         plan: ChunkPlan = ctx.plan
         B, T, _, V = v_BTNV.shape

@@ -139,7 +139,7 @@ def _backward(
     del inside_BHJCC
     dk_MNX = q_MNX @ dscores_MXX
 
-    # Through the states: what outputs read of them, what they pass on, what chunks add to them.
+    # Through the states: outputs read them, they pass on, and chunks add to them.
     decays = _Decays.from_sums(sums, log_scale, chunks)
     dcarried_MXP = (dy_MXP * _rows(decays.since_start_BHJC, q)).to(dtype)
     dread_MNX = _entering(states, dtype) @ dcarried_MXP.mT
