@@ -1,4 +1,4 @@
-"""The run, top to bottom: config, mesh, model, optimizer, accumulate, step, record.
+"""Training run, top to bottom: config, mesh, model, optimizer, accumulate, step, record.
 
 torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200
 python train.py --help
@@ -47,8 +47,14 @@ from parallel.mesh import pick_device, start
 
 
 def main(resolved: Resolved, peers: RankStore) -> None:
+    """Train a resolved configuration from its last checkpoint to its last step.
+
+    Raises:
+        PreemptedError: SIGTERM arrived; the state after that step is saved.
+        NonFiniteError: more than `train.max_skips` steps in a row were left out.
+    """
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
-    with peers.agree("start"):  # what one node lacks ends all of them
+    with peers.agree("start"):  # a node's error ends all of them
         device = pick_device(resolved.config.train.device)
         check_fp8_device(resolved.config, device)
         launch = prepare(resolved, peers, device)
@@ -61,10 +67,10 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     world = start(config.mesh, device, peers.store)
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
-    keeper = ActivationCheckpointing(
+    ac = ActivationCheckpointing(
         config, device, say=partial(print, flush=True) if world.is_main else None
     )
-    model = build_model(config, world, keeper)
+    model = build_model(config, world, ac)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config, stop)
     qk_clip = QKClip(model, config.optim.qk_clip, of_all) if config.optim.qk_clip else None
@@ -83,7 +89,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
 
     # ---- header, records -------------------------------------------------------------------------
-    seen = describe(model, config), keeper.compiled, keeper.words(), state.step, state.changed
+    seen = describe(model, config), ac.compiled, ac.words(), state.step, state.changed
     mfu = announce(launch, world.degrees, world.is_main, *seen)
     log = MetricsLog(folder, config, state.step, world.is_main)
     watch = partial(StepWatch, model, optimizer)
@@ -107,25 +113,25 @@ def main(resolved: Resolved, peers: RankStore) -> None:
             along=sums.along,
             loss_scale=boundary.loss_scale.value,
         )
-        verdict = boundary.judge(sums, norm)
-        if verdict.healthy:
+        status = boundary.check_step(sums, norm)
+        if status.healthy:
             optimizer.step()
             scheduler.step()
         optimizer.zero_grad()
-        logits = qk_clip.after_step(verdict.healthy) if qk_clip else {}
-        boundary.conclude(verdict)
-        state.advance(verdict.healthy, good=verdict.healthy and verdict.clean)
+        logits = qk_clip.after_step(status.healthy) if qk_clip else {}
+        boundary.finish_step(status)
+        state.advance(status.healthy, good=status.healthy and status.clean)
         read = {"tokens": sums.tokens, "grad_accum": grad_accum}
-        records.end(step, verdict, **read, lr=lr, rates=rates, figures=logits)
+        records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
 
         if state.bad_steps >= config.train.max_skips:
             raise budget_spent(config, state.saved)
         last = step + 1 == config.run.steps
-        ends = (last or verdict.leaving) and not smoke
+        ends = (last or status.leaving) and not smoke
         if ends or (due(config.checkpoint.every, step) and not state.bad_steps):
             with clock.span("checkpoint"):
                 state.save(0 if state.bad_steps else config.checkpoint.keep)  # 0: drops no older
-        if verdict.leaving:
+        if status.leaving:
             records.close(of_sum, world.size)
             raise PreemptedError(f"stopped by SIGTERM after step {step + 1}")
         if due(config.run.eval_every, step) and not last:

@@ -11,7 +11,7 @@ import torch
 from checkpointing.apply import CPU, ActivationCheckpointing
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import CheckpointingPolicy, Config
-from megacpp.model.pieces import BLOCK, NOTHING, Piece
+from megacpp.model.regions import BLOCK, NOTHING, Region
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class RecomputeSetup:
         train = replace(config.train, compile=compiles)
         return replace(config, recompute=self.policy, train=train)
 
-    def keeper(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
+    def build(self, config: Config, device: torch.device = CPU) -> ActivationCheckpointing:
         """Return the setup's `ActivationCheckpointing`; `config` is a result of `apply`."""
-        return ActivationCheckpointing(config, device, self.pieces(config))
+        return ActivationCheckpointing(config, device, self.regions(config))
 
-    def pieces(self, config: Config) -> Sequence[frozenset[Piece]] | None:
-        """Return the recomputed pieces of every layer, or None if the policy determines them."""
+    def regions(self, config: Config) -> Sequence[frozenset[Region]] | None:
+        """Return the recomputed regions of every layer, or None if the policy determines them."""
         return [BLOCK] * (config.model.depth - 1) + [NOTHING] if self.whole else None
 
 

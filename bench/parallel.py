@@ -116,7 +116,7 @@ def steps_of(rank: int, size: int, mesh: MeshConfig, steps: int) -> dict[str, An
         clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
         optimizer.step()
         optimizer.zero_grad()
-        boundary.conclude()
+        boundary.finish_step()
         seconds.append(time.perf_counter() - began)
     local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     return {"seconds": seconds[2:], "bytes": sum(p.numel() * p.element_size() for p in local)}
@@ -166,7 +166,7 @@ def mixer_seconds(rank: int, size: int, letter: str, tokens: int, mesh: MeshConf
     x_BTD = torch.randn(1, tokens, model_config.dim, generator=torch.Generator().manual_seed(0))
     if size > 1:
         world = join(mesh, CPU)
-        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), size)
+        layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), size)
         for name, style in context_plan(model, mesh, layout).items():
             style._apply(model.get_submodule(name), world.meshes["cp"])
         index = layout.index(tokens)

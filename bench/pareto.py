@@ -34,8 +34,8 @@ from bench.choices import (
     WHOLE,
     RecomputeSetup,
 )
-from checkpointing.apply import set_seams
-from checkpointing.rebuild import Store
+from checkpointing.apply import set_recompute
+from checkpointing.recompute import Store
 from checkpointing.tracing.activations import (
     Activations,
     Part,
@@ -177,15 +177,15 @@ def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:
     offloads, standing = choice.policy.offload != "none", standing_for(few.model, config.model)
     notes: dict[str, dict[int, int]] = {}
     with fake_world(few, size) as world:
-        keeper = choice.keeper(few)
+        ac = choice.build(few)
 
         def prepare(model: HybridLM) -> None:
-            keeper(model)
+            ac(model)
             if offloads:
                 stores = partial(
                     noted, names={id(m): n for n, m in model.named_modules()}, to=notes
                 )
-                set_seams(model, keeper.pieces, few.recompute, keeper.replays, stores)
+                set_recompute(model, ac.regions, few.recompute, ac.replays, stores)
 
         model = planned_model(few, world, prepare)
         with fake_tensors(memory=True):

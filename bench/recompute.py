@@ -72,7 +72,7 @@ def measure(
     trainers = {}
     for choice in choices:
         own = choice.apply(config)
-        trainers[choice.name] = Trainer(own, world, choice.keeper(own, world.device))
+        trainers[choice.name] = Trainer(own, world, choice.build(own, world.device))
     shape_BT = (config.train.device_batch_size, config.data.seq_len)
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(steps + 1):
@@ -109,7 +109,7 @@ def memory(trainer: Trainer, ids: torch.Tensor, world: World) -> Row:
         before = torch.cuda.memory_allocated()
     with Meter(trainer.model) as meter:
         trainer.accumulate(ids, ids)
-    kept = sum(life.bytes for life in meter.kept if not life.weight and not life.batch)
+    kept = sum(alloc.bytes for alloc in meter.kept if not alloc.weight and not alloc.batch)
     peak = max(size for _, size in meter.timeline())
     if world.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() - before

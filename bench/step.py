@@ -46,12 +46,10 @@ class Trainer:
     """Step of train.py without its corpus: accumulate, clip, step, zero."""
 
     def __init__(
-        self, config: Config, world: World, keeper: ActivationCheckpointing | None = None
+        self, config: Config, world: World, ac: ActivationCheckpointing | None = None
     ) -> None:
         self.config, self.world = config, world
-        self.model = build_model(
-            config, world, keeper or ActivationCheckpointing(config, world.device)
-        )
+        self.model = build_model(config, world, ac or ActivationCheckpointing(config, world.device))
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
 
@@ -69,7 +67,7 @@ class Trainer:
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.boundary.conclude()
+        self.boundary.finish_step()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
 """Activation memory: tensors that a forward saves for its backward, and the alternatives.
 
-May import: megacpp/ and checkpointing/. Start reading: apply.py, then rebuild.py.
+May import: megacpp/ and checkpointing/. Start reading: apply.py, then recompute.py.
 """

@@ -1,7 +1,7 @@
 """Application of the recompute policy to the blocks of a model.
 
-    keeper = ActivationCheckpointing(config, device)
-    model = build_model(config, world, keeper)
+    ac = ActivationCheckpointing(config, device)
+    model = build_model(config, world, ac)
 
 The builder calls it after heads, experts and rows are sharded by tensor, expert and context
 parallelism, and before FSDP2 shards the rest. (Activation memory, not saved training state.)
@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from checkpointing.rebuild import BlockSeam, Check, Handover, Replays, Store, stay
+from checkpointing.recompute import BlockRecompute, Check, Replays, Store, StreamHandoff, stay
 from megacpp.blocks.hyper_connections.groups import InGroup, places_in_groups
 from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.pieces import BLOCK, NOTHING, Piece, layer_pieces
-from megacpp.model.seam import Seam
+from megacpp.model.recompute import Recompute
+from megacpp.model.regions import BLOCK, NOTHING, Region, layer_regions
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
 
 CPU = torch.device("cpu")
-READS: frozenset[Piece] = frozenset({"read_streams"})
-MIXES: frozenset[Piece] = frozenset({"read_streams", "mix_streams"})
+READS: frozenset[Region] = frozenset({"read_streams"})
+MIXES: frozenset[Region] = frozenset({"read_streams", "mix_streams"})
 
 
 class ActivationCheckpointing:
@@ -38,12 +38,12 @@ class ActivationCheckpointing:
     Args:
         config: configuration of the run.
         device: device on which the model will run.
-        pieces: recomputed pieces of each layer of the whole model, instead of the policy's; for
+        regions: recomputed regions of each layer of the whole model, instead of the policy's; for
             comparisons.
         say: prints what is compiled, in the first step.
 
     Attributes:
-        pieces: recomputed pieces of each layer of the whole model.
+        regions: recomputed regions of each layer of the whole model.
         groups: position of each layer among those whose streams are recomputed together.
         replays: number of recomputations.
         compiled: layers in which the compiler decides about all or a part, with a description.
@@ -55,11 +55,11 @@ class ActivationCheckpointing:
         self,
         config: Config,
         device: torch.device = CPU,
-        pieces: Sequence[frozenset[Piece]] | None = None,
+        regions: Sequence[frozenset[Region]] | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.config, self.device, self.say = config, device, say
-        self.pieces = pieces or layer_pieces(config.recompute, config.model)
+        self.regions = regions or layer_regions(config.recompute, config.model)
         self.groups = places_in_groups(config)
         self.replays = Replays()
         self.compiled: dict[int, str] = {}
@@ -84,9 +84,9 @@ class ActivationCheckpointing:
 
             self.fp8 = to_fp8(model, config, self.device)
         stores = self._stores(model)
-        set_seams(model, self.pieces, policy, self.replays, stores, self.groups)
+        set_recompute(model, self.regions, policy, self.replays, stores, self.groups)
         if config.precision.fp8 == "te":
-            _seams_of_transformer_engine(model, config)
+            _recompute_by_transformer_engine(model, config)
         if config.train.compile != "off":
             from checkpointing.compile import compile_blocks
 
@@ -119,57 +119,57 @@ def first_layers(config: Config) -> list[int]:
     return [part.layers[0] for part in parts if part.layers]
 
 
-def set_seams(
+def set_recompute(
     model: HybridLM,
-    pieces: Sequence[frozenset[Piece]],
+    regions: Sequence[frozenset[Region]],
     policy: CheckpointingPolicy,
     replays: Replays,
     stores: Callable[[nn.Module], Store] = lambda block: stay,
     groups: Sequence[InGroup | None] = (),
 ) -> None:
-    """Give every block of `model` its seam.
+    """Let the blocks of `model` recompute their regions.
 
     Args:
         model: this rank's part of the model.
-        pieces: recomputed pieces of each layer of the whole model.
+        regions: recomputed regions of each layer of the whole model.
         policy: further settings.
         replays: counts recomputations.
         stores: where a block's saved tensors are kept.
         groups: layers whose streams are recomputed together.
     """
-    everything, handover = policy.offload == "saved_tensors", None
+    everything, handoff = policy.offload == "saved_tensors", None
     for key, block in model.blocks.items():
         layer = int(key)
-        chosen, last = pieces[layer], layer == len(pieces) - 1
+        chosen, last = regions[layer], layer == len(regions) - 1
         before = after = None
         if groups and (place := groups[layer]) is not None:
-            before = handover if place.place else None
-            handover = after = None if place.closes else Handover()
+            before = handoff if place.place else None
+            handoff = after = None if place.closes else StreamHandoff()
             chosen = chosen | (READS if place.closes else MIXES)
         if chosen or (everything and not last):
             check = check_of(model.letters[layer])
             store = stores(block)
-            seam = BlockSeam(chosen, replays, store, everything, check, before, after)
-            give(block, seam)
+            recompute = BlockRecompute(chosen, replays, store, everything, check, before, after)
+            give(block, recompute)
         for module in block.modules():
             if isinstance(module, M2RNNScan):
                 module.keep_states = policy.rblock == "none"
     if policy.mtp and hasattr(model, "mtp"):
-        model.mtp.seam = depth_seam(policy, replays)
+        model.mtp.recompute = recompute_of_depths(policy, replays)
 
 
-def _seams_of_transformer_engine(model: HybridLM, config: Config) -> None:
+def _recompute_by_transformer_engine(model: HybridLM, config: Config) -> None:
     """Let Transformer Engine recompute whole FP8 blocks: it knows their scales."""
-    from checkpointing.fp8 import TransformerEngineSeam
+    from checkpointing.fp8 import TransformerEngineRecompute
 
     layers = fp8_blocks(config)
     for key, block in model.blocks.items():
-        if int(key) in layers and "block" in getattr(block.seam, "pieces", ()):
-            give(block, TransformerEngineSeam())
+        if int(key) in layers and "block" in getattr(block.recompute, "regions", ()):
+            give(block, TransformerEngineRecompute())
 
 
 def check_of(letter: str) -> Check:
-    """Return how strictly a recomputed piece is compared with its first run.
+    """Return how strictly a recomputed region is compared with its first run.
 
     Some libraries sum the rows of experts in another order, which may change what follows; E blocks
     aren't compared.
@@ -177,13 +177,13 @@ def check_of(letter: str) -> Check:
     return "none" if letter == "E" else "default"
 
 
-def give(block: nn.Module, seam: Seam) -> None:
-    """Assign `seam` to a block and all its modules."""
+def give(block: nn.Module, recompute: Recompute) -> None:
+    """Assign `recompute` to a block and all modules in it that have recompute regions."""
     for module in block.modules():
-        if hasattr(module, "seam"):
-            module.seam = seam  # type: ignore[assignment]
+        if hasattr(module, "recompute"):
+            module.recompute = recompute  # type: ignore[assignment]
 
 
-def depth_seam(policy: CheckpointingPolicy, replays: Replays) -> Seam:
-    """Return the seam of each depth of multi-token prediction: `seam("block", step, ...)`."""
-    return BlockSeam(BLOCK if policy.mtp else NOTHING, replays)
+def recompute_of_depths(policy: CheckpointingPolicy, replays: Replays) -> Recompute:
+    """Return `recompute` of the depths of multi-token prediction; each depth is a region."""
+    return BlockRecompute(BLOCK if policy.mtp else NOTHING, replays)

@@ -41,7 +41,7 @@ from megacpp.kernels.mamba3.ops import Chunks
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.seam import PLAIN
+from megacpp.model.recompute import PLAIN
 from megacpp.model.short_conv import Convolve
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
@@ -180,8 +180,8 @@ def why_eager(block: Block) -> str | None:
 def make_plain(module: nn.Module) -> None:
     """Remove recompute regions inside a graph, where the compiler decides about recomputation."""
     for inner in module.modules():
-        if hasattr(inner, "seam"):
-            inner.seam = PLAIN  # type: ignore[assignment]
+        if hasattr(inner, "recompute"):
+            inner.recompute = PLAIN  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class CompiledBlock:
         block, mixer = self.block, self.block.mixer
         if not torch.is_grad_enabled():
             return Block._forward(block, x_BTD, docs)
-        assert block.seam is PLAIN, "the compiler and a seam both decide what a block keeps"
+        assert block.recompute is PLAIN, "compiler and recompute regions both decide what is saved"
         read = None
         if isinstance(mixer, Attention):
             read = attention_inputs(mixer, docs, x_BTD)
@@ -347,7 +347,7 @@ def scan_inputs(mixer: Mamba3, docs: Documents) -> Documents:
 
     def make() -> Documents:
         read = Documents(docs.ids_BT, docs.positions_BT, docs.whole)
-        Chunks.of(read, size, dtype)
+        Chunks.for_documents(read, size, dtype)
         if taps and not docs.whole:
             reach(read, taps)
         return read

@@ -97,7 +97,7 @@ class Projection:
         seed: seed of the run.
 
     Attributes:
-        number: number of redraws so far; whoever sets it also resets the moments.
+        number: number of redraws so far; code that sets it also resets the moments.
     """
 
     def __init__(self, name: str, width: int, projected: int, seed: int) -> None:

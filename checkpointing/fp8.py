@@ -7,8 +7,8 @@ torchao   the scale of a token's row is computed from that row, of a weight's ro
           microbatch on a rank. Routed experts multiply by megacpp/kernels/experts/fp8.py.
 te        Transformer Engine's current scaling: one scale per tensor, computed from it. (Delayed
           scaling has a history that would have to be saved.) A layer computes in FP8 only inside
-          a context, so a recomputation outside it would compute in bf16: `TransformerEngineSeam`
-          enters it again. Any other recomputation is rejected.
+          a context, so a recomputation outside it would compute in bf16:
+          `TransformerEngineRecompute` enters it again. Any other recomputation is rejected.
 
 Optional packages are imported inside functions. (Activation memory, not saved training state.)
 """
@@ -38,7 +38,7 @@ from megacpp.config.schema import Config, PrecisionConfig
 from megacpp.errors import config_error
 from megacpp.kernels.experts.fp8 import Fp8Products
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 
 R = TypeVar("R")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper have FP8 matrix products, no GPU before them
@@ -169,18 +169,18 @@ def to_fp8(model: HybridLM, config: Config, device: torch.device) -> Fp8Layers:
     return Fp8Layers(converted, experts, left, emulated)
 
 
-class TransformerEngineSeam:
-    """Seam of a block that Transformer Engine computes in FP8 (megacpp/model/seam.py).
+class TransformerEngineRecompute:
+    """Recomputation of a block that Transformer Engine computes in FP8.
 
-    The whole block is recomputed by Transformer Engine's `checkpoint`; its pieces aren't. The
+    The whole block is recomputed by Transformer Engine's `checkpoint`; its regions aren't. The
     repeated function enters the FP8 context itself: not every version of `checkpoint` with
     `use_reentrant=False` does so in a backward. It is a function rather than a method, because
     `checkpoint` sets attributes on it.
     """
 
-    def __call__(self, piece: Piece, fn: Callable[..., R], *args: object) -> R:
-        """Run a whole block under Transformer Engine's `checkpoint`, and other pieces directly."""
-        if piece != "block" or not torch.is_grad_enabled():
+    def __call__(self, region: Region, fn: Callable[..., R], *args: object) -> R:
+        """Run a whole block under Transformer Engine's `checkpoint`, and other regions directly."""
+        if region != "block" or not torch.is_grad_enabled():
             return fn(*args)
         from transformer_engine.pytorch import checkpoint  # pyright: ignore[reportMissingImports]
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.host_memory import Buffer, CudaCopies, HostCopies, HostMemory, PlainCopies
 from megacpp.dtensor import is_dtensor
-from megacpp.model.seam import recomputing
+from megacpp.model.recompute import recomputing
 
 MIB = 1 << 20
 

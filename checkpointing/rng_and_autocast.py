@@ -1,4 +1,4 @@
-"""State that a recomputed piece depends on besides its arguments: autocast and random numbers."""
+"""State that a recomputed region depends on besides its arguments: autocast and random numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass
 class RngAndAutocastState:
-    """Autocast state of a piece's first run, and the random state if the piece drew numbers.
+    """Autocast state of a region's first run, and the random state if the region drew numbers.
 
     Attributes:
         autocast: (device type, enabled, dtype) of the CPU and of the arguments' device.
         cache: whether autocast caches casts of weights.
         devices: accelerators whose random state counts.
-        random: states of the CPU and of `devices`; None if the piece draws nothing.
+        random: states of the CPU and of `devices`; None if the region draws nothing.
     """
 
     autocast: list[tuple[str, bool, torch.dtype]]

@@ -1,11 +1,11 @@
-"""Every axis applied to a model on the meta device, in the one order that composes.
+"""Application of every axis to a model on the meta device, in the one order that composes.
 
 pp      keep the layers of this rank's stages
-cp      what each mixer exchanges to see the tokens of other ranks
-tp      parameters and doors of the plan; routers whose tokens lie on several ranks
-ep      whole experts, and the way of tokens to them
-        here whoever builds prepares the blocks: recomputation, compilation
-fsdp    what is left of each parameter, by block
+cp      exchanges by which each mixer sees the tokens of other ranks
+tp      parameters and activation layouts of the plan; routers whose tokens lie on several ranks
+ep      whole experts, and the exchange of tokens with them
+        here the caller prepares the blocks: recomputation, compilation
+fsdp    the remaining part of each parameter, by block
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def parallelize(
     prepare: Callable[[HybridLM], object] | None = None,
     balanced: bool = False,
 ) -> list[Stage]:
-    """All axes of `world`, in place.
+    """Apply all axes of `world`, in place.
 
     Args:
-        prepare: called with the model when its blocks are cut, before they are sharded.
+        model: on the meta device.
+        config: resolved for the world.
+        world: of the rank.
+        prepare: called with the model after `tp`, `cp` and `ep`, before FSDP2 shards the rest.
         balanced: experts are chosen evenly instead of by the router, so that no size depends on a
             value: for a run without peers or without values (parallel/simulate/dry_run.py).
 
@@ -57,7 +60,7 @@ def parallelize(
     )
     if parts:
         keep_parts(model, parts)
-    cut_blocks(model, config, world, balanced)
+    parallelize_blocks(model, config, world, balanced)
     if prepare is not None:
         prepare(model)
     stages = make_stages(model, parts)
@@ -69,18 +72,20 @@ def parallelize(
     return stages
 
 
-def cut_blocks(model: HybridLM, config: Config, world: World, balanced: bool = False) -> None:
-    """Apply the axes that cut tokens, heads and experts, in place; weights aren't sharded yet.
+def parallelize_blocks(
+    model: HybridLM, config: Config, world: World, balanced: bool = False
+) -> None:
+    """Apply the axes that shard tokens, heads and experts, in place; FSDP2 isn't applied.
 
     Args:
         model: on the meta device.
         config: resolved for the world.
-        world: of the rank; one process has nothing to cut.
+        world: of the rank; on one process nothing changes.
         balanced: see `parallelize`.
     """
     mesh, degree = config.mesh, world.degree
     if degree("cp") > 1:
-        layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), degree("cp"))
+        layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), degree("cp"))
         parallelize_module(model, world.meshes["cp"], context_plan(model, mesh, layout))
     if degree("tp") > 1:
         shard_heads_and_rows(model, world.meshes["tp"])
@@ -94,7 +99,7 @@ def cut_blocks(model: HybridLM, config: Config, world: World, balanced: bool = F
 def context_plan(
     model: HybridLM, mesh: MeshConfig, layout: ContextLayout
 ) -> dict[str, ParallelStyle]:
-    """Mixer to style: what it exchanges with the ranks that hold other tokens of its rows."""
+    """Return styles by mixer: exchanges with the ranks that hold other tokens of its rows."""
     plan: dict[str, ParallelStyle] = {}
     for name, (letter, mixer) in model.mixers().items():
         exchange = KINDS[letter].context
@@ -113,7 +118,7 @@ def context_plan(
 def expert_plan(
     model: HybridLM, mesh: MeshConfig, balanced: bool = False
 ) -> dict[str, ParallelStyle]:
-    """Module to style: the experts that a rank holds, and the exchange of rows around them."""
+    """Return styles by module: experts that a rank holds, and exchanges of rows around them."""
     plan: dict[str, ParallelStyle] = {}
     for name, mixer in _moe(model).items():
         arrays = {

@@ -1,12 +1,12 @@
-"""The accumulation boundary: N microbatches become one set of summed gradients.
+"""Accumulation boundary: N microbatches become one set of summed gradients.
 
 It alone decides when FSDP2 reduces gradients, owns the divisor of the loss and of the auxiliary
-losses, watches for gradients that aren't finite, and says with all ranks what becomes of a step:
+losses, counts gradients that aren't finite, and agrees with all ranks whether a step is applied:
 
     sums = boundary.accumulate(microbatches)      # .grad of every parameter: the step's gradient
     norm = clip_gradients(..., along=sums.along)  # the one all-reduce that all ranks take part in
-    verdict = boundary.judge(sums, norm)          # the one wait for the device
-    boundary.conclude(verdict)                    # selection bias of routers, loss scale
+    status = boundary.check_step(sums, norm)      # the one wait for the device
+    boundary.finish_step(status)                  # selection bias of routers, loss scale
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.transfer import to_device
 from megacpp.run.profiling import region
-from megacpp.run.verdict import Verdict
+from megacpp.run.step_status import StepStatus
 from parallel.build import autocast_dtype, stages_of
 from parallel.context.layout import ContextLayout, share
 from parallel.expert.load import LoadTable
@@ -50,12 +50,15 @@ class AccumulationBoundary:
     """Runs the microbatches of a step; afterwards `.grad` holds the gradient of the mean loss.
 
     Args:
+        model: built for `world`.
+        world: of the rank.
+        config: of the run.
         leaves: whether this rank was told to stop; asked once a step.
 
     Attributes:
         copies: parameters of which another pipeline stage holds the first copy, with the same
             gradient: a norm over all ranks must not count them.
-        loss_scale: what the loss was multiplied with before the backward; 1 except in fp16.
+        loss_scale: factor of the loss in the backward; 1 except in fp16.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class AccumulationBoundary:
             from parallel.stages import tied_copies
 
             self.pipeline, self.copies = Pipeline(stages, world, config), tied_copies(model)
-        self.layout = ContextLayout.of(
+        self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
         self.needs_full_row, self.depths = config.model.needs_full_row, config.model.mtp.depths
@@ -96,7 +99,7 @@ class AccumulationBoundary:
 
     @region("accumulate")
     def accumulate(self, microbatches: Iterable[Batch], step: int = 0) -> StepSums:
-        """Forward and backward over all microbatches, with one gradient reduction per unit.
+        """Run forward and backward over all microbatches, with one gradient reduction per unit.
 
         The divisor is known before the first backward; a step without a valid token yields zero
         gradients, not NaN.
@@ -104,7 +107,7 @@ class AccumulationBoundary:
         Args:
             microbatches: whole rows; ranks of one context group get the same and take their part.
                 They are all taken before the first is run.
-            step: number of the optimizer step, for what changes with it.
+            step: number of the optimizer step, for loss weights that change with it.
         """
         batches = list(microbatches)
         assert batches, "a step of no microbatch"
@@ -133,17 +136,18 @@ class AccumulationBoundary:
         self.world.sum(sums, "loss")
         return StepSums(sums[0], sums[1], totals, self._numbers_along(sums))
 
-    @region("judge")
-    def judge(self, sums: StepSums, norm: Tensor) -> Verdict:
-        """What becomes of a step whose gradient norm is known; the one wait for the device.
+    @region("check_step")
+    def check_step(self, sums: StepSums, norm: Tensor) -> StepStatus:
+        """Return statistics of a step, and whether it may be applied; the one wait for the device.
 
-        Only numbers that all ranks agreed on decide.
+        The decision depends only on numbers that all ranks agree on.
 
         Args:
-            norm: from `clip_gradients`, which has summed `sums.along` over all ranks.
+            sums: from `accumulate`.
+            norm: 0-d, from `clip_gradients`, which has summed `sums.along` over all ranks.
 
         Raises:
-            NonFiniteError: with `train.nonfinite=raise`, saying which ranks and blocks it was.
+            NonFiniteError: with `train.nonfinite=raise`, naming the ranks and blocks.
         """
         totals = sums.totals
         counts = torch.stack([totals.valid.sum(), totals.target_bytes]).double()
@@ -154,7 +158,7 @@ class AccumulationBoundary:
         on = {term for source in self.sources for term in source.auxiliary}
         finite = math.isfinite(grad_norm) and not reduced.bad_losses
         sanitizes = self.train.nonfinite == "sanitize"
-        verdict = Verdict(
+        status = StepStatus(
             grad_norm=grad_norm,
             loss=nll_sum / valid if valid else math.nan,
             nll_sum=nll_sum,
@@ -173,24 +177,24 @@ class AccumulationBoundary:
             leaving=int(reduced.leaving),
             loss_scale=self.loss_scale.value if self.loss_scale.dynamic else None,
         )
-        if not verdict.clean and self.train.nonfinite == "raise":
+        if not status.clean and self.train.nonfinite == "raise":
             raise NonFiniteError(
-                f"train.nonfinite=raise: {verdict.trouble}: {self.where() or 'after the sum'}. "
+                f"train.nonfinite=raise: {status.trouble}: {self.where() or 'after the sum'}. "
                 "Fix: lower optim.lr, or leave such steps out with --train.nonfinite skip."
             )
-        return verdict
+        return status
 
     @torch.no_grad()
-    def conclude(self, verdict: Verdict | None = None) -> None:
-        """The end of a step, taken (or not judged) or left out.
+    def finish_step(self, status: StepStatus | None = None) -> None:
+        """End a step that was applied or left out; without a status it counts as applied.
 
         The loss scale moves, and the selection bias of every router by the step's counts over all
-        ranks; a step that was left out is forgotten. So are the counts of one that was taken with
-        zeros: some of its tokens may not have been finite, and what they chose says nothing.
+        ranks. Counts of a step that was left out are dropped, and so are those of a step applied
+        with zeros: some of its tokens may not have been finite, so their choices mean nothing.
         """
-        if verdict is None or not verdict.clean or verdict.healthy:
-            self.loss_scale.update(verdict is None or verdict.clean)
-        if not self.routers or (verdict is not None and not (verdict.healthy and verdict.clean)):
+        if status is None or not status.clean or status.healthy:
+            self.loss_scale.update(status is None or status.clean)
+        if not self.routers or (status is not None and not (status.healthy and status.clean)):
             for source in self.sources:
                 source.forget()
             return
@@ -203,9 +207,9 @@ class AccumulationBoundary:
             source.forget()
 
     def where(self) -> str:
-        """Which ranks had values that weren't finite in which part of the model, for a message.
+        """Return the ranks and parts of the model that had non-finite values, for a message.
 
-        Every rank must call it; ranks tell each other, and wait.
+        Every rank must call it; the ranks exchange their counts, and wait.
         """
         found: list[dict[str, int]] = [self.guard.found()]
         if self.world.size > 1:
@@ -224,10 +228,11 @@ class AccumulationBoundary:
         batches: Sequence[Batch],
         watch: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
     ) -> StepSums:
-        """The same sums without gradients; every rank must bring as many batches.
+        """Return the sums of batches without gradients; every rank must bring as many batches.
 
         Args:
-            watch: sees each batch when it is its turn.
+            batches: whole rows.
+            watch: wraps the iteration, to see each batch before its forward.
         """
         training = self.model.training
         self.model.eval()
@@ -258,7 +263,7 @@ class AccumulationBoundary:
         return torch.autocast(self.world.device.type, self.autocast)
 
     def _totals(self, batches: Sequence[Batch]) -> Totals:
-        """Counts over all ranks: one small all-reduce, and nobody waits for it."""
+        """Sum counts over all ranks: one small all-reduce, for which no rank waits."""
         tokens = sum(batch.ids_BT.numel() for batch in batches) * self.world.degree("batch")
         valid = [batch.num_targets for batch in batches]
         if self.train.divisor == "tokens":
@@ -273,7 +278,7 @@ class AccumulationBoundary:
         return Totals(tokens, counts[0], labels, len(batches), ahead)
 
     def _sync_gradients(self, last: bool) -> None:
-        """What FSDP2 does in the backward of a microbatch; a pipeline's schedule does it itself.
+        """Set FSDP2's behaviour in a microbatch's backward; a pipeline's schedule does it itself.
 
         Gradients: `defer` and `resident` keep them whole and unreduced until the last backward,
         `each` reduces every microbatch over the shards (replicas are still added up once).
@@ -292,7 +297,7 @@ class AccumulationBoundary:
 
     @torch.no_grad()
     def _complete_gradients(self) -> None:
-        """Adds up, over `tp`, the gradients of parameters that each of its ranks has whole.
+        """Sum, over `tp`, the gradients of parameters that each of its ranks has whole.
 
         Other tokens or other heads made each rank's part. One all-reduce per dtype and step.
         """
@@ -308,7 +313,7 @@ class AccumulationBoundary:
                 part.copy_(new.view_as(part))
 
     def _set_scales(self, totals: Totals, step: int) -> None:
-        """Auxiliary losses, which are sums over tokens, become means; fp16 scales everything."""
+        """Set the factors that make auxiliary losses, sums over tokens, means; fp16 scales all."""
         scale = self.loss_scale.value / totals.tokens
         for source in self.sources:
             source.aux_scale.fill_(scale * source.gradient_share)
@@ -319,7 +324,7 @@ class AccumulationBoundary:
 
     @torch.no_grad()
     def _numbers_along(self, sums: Tensor) -> Tensor:
-        """What is summed over all ranks with the norm, `StepReduction` packed."""
+        """Return the numbers to sum over all ranks with the norm, `StepReduction` packed."""
         device = self.world.device
         auxiliary = torch.zeros(len(TERMS), dtype=torch.float64, device=device)
         for source in self.sources:
@@ -338,6 +343,6 @@ class AccumulationBoundary:
 
 
 def shortened(parts: Sequence[str], between: str = ", ", most: int = 3) -> str:
-    """Some of many, in one line."""
+    """Return the first `most` of some texts in one line, and the number of the others."""
     more = [f"and {len(parts) - most} more"] if len(parts) > most else []
     return between.join([*parts[:most], *more])

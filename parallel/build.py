@@ -1,4 +1,4 @@
-"""From a configuration to a model on its mesh, never holding the whole on one rank."""
+"""Construction of a model on its mesh, of which no rank ever holds the whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def build_model(
     config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
 ) -> HybridLM:
-    """Meta device, cut, prepare, shard, materialise, initialise: in this order on any mesh.
+    """Build on meta, parallelize, prepare, shard, materialise, initialise: in this order.
 
     Initial values are a pure function of (run.seed, parameter name, global index), so every mesh
     starts from the same weights.
@@ -33,7 +33,7 @@ def build_model(
     kernels = chosen_kernels(config, world.device)
 
     def prepared(model: HybridLM) -> None:
-        set_kernels(model, kernels)  # first: what is compiled goes by them
+        set_kernels(model, kernels)  # first: compiled code depends on them
         if prepare is not None:
             prepare(model)
 
@@ -53,10 +53,12 @@ def plan_model(
     prepare: Callable[[HybridLM], object] | None = None,
     balanced: bool = False,
 ) -> HybridLM:
-    """The model on the meta device, cut and sharded: shapes of what this rank will hold.
+    """Return the model on the meta device, parallelized: shapes of the parts that this rank holds.
 
     Args:
-        prepare: what else is done to the blocks once they are cut, before they are sharded
+        config: resolved for the world.
+        world: of the rank.
+        prepare: called with the model after `tp`, `cp` and `ep`, before FSDP2 shards the rest
             (checkpointing/apply.py).
         balanced: see `parallelize` (parallel/apply.py).
     """
@@ -73,12 +75,12 @@ def plan_model(
 
 
 def stages_of(model: HybridLM) -> list[Stage]:
-    """This rank's pipeline stages of a built model; none without a pipeline."""
+    """Return this rank's pipeline stages of a built model; none without a pipeline."""
     return vars(model).get("stages", [])
 
 
 def autocast_dtype(config: Config, world: World) -> torch.dtype | None:
-    """Compute dtype for autocast where no FSDP policy casts: one process below fp32."""
+    """Return the dtype for autocast where no FSDP policy casts: one process below fp32."""
     dtype = compute_dtype(config.precision, world.device)
     narrow = dtype in (torch.bfloat16, torch.float16)
     return dtype if narrow and not world.parallel else None

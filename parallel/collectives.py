@@ -1,4 +1,4 @@
-"""Collectives that autograd understands: each forward names its own backward.
+"""Collectives with gradients: each forward names its own backward.
 
 Every function takes this rank's local tensor and a process group, and returns a local tensor. On a
 group of one rank each is the identity. They call the functional operators of torch directly, so
@@ -24,7 +24,7 @@ _OPS = torch.ops._c10d_functional
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks joined along `dim`, in rank order.
+    """Return the parts of all ranks joined along `dim`, in rank order.
 
     Backward sums the gradients of all ranks and returns this rank's part, so that ranks may use
     the whole for different work.
@@ -33,15 +33,15 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks; `dim` must divide by the group's size.
+    """Return this rank's part along `dim` of the sum over ranks.
 
-    Backward gathers the parts of the gradient.
+    `dim` must divide by the group's size. Backward gathers the parts of the gradient.
     """
     return x if group.size() == 1 else _ScatterSum.apply(x, dim, group)  # type: ignore[return-value]
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, whole on each of them.
+    """Return the sum over ranks, whole on each of them.
 
     Backward sums the gradients too: each rank uses the sum for a part of the work of its own.
     """
@@ -49,10 +49,16 @@ def all_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Cuts dim `split` into one part per rank and joins what arrives along dim `join`.
+    """Split dim `split` into one part per rank and join the received parts along dim `join`.
 
     `exchange(x_BtNH, split=2, join=1)` turns a sequence shard of all heads into all tokens (of
     the ranks in order) of some heads; with the two dims swapped it is its own inverse.
+
+    Args:
+        x: any shape; the group's size divides dim `split`.
+        split: dim that is split.
+        join: dim that is joined.
+        group: the ranks.
     """
     if group.size() == 1:
         return x
@@ -62,9 +68,13 @@ def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tens
 def send_rows(
     x_SD: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Sends `leaving[r]` consecutive rows to rank r; returns `arriving[r]` rows of each r, joined.
+    """Send `leaving[r]` consecutive rows to rank r; return `arriving[r]` rows of each r, joined.
 
-    `arriving` of a rank must be what the others have for it in `leaving`.
+    Args:
+        x_SD: rows in the order of the ranks that they go to.
+        leaving: rows for each rank.
+        arriving: rows from each rank; as many as that rank has for this one in `leaving`.
+        group: the ranks.
     """
     if group.size() == 1:
         return x_SD
@@ -72,7 +82,7 @@ def send_rows(
 
 
 def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """`gather` without a gradient, of any dtype."""
+    """Return `gather` without a gradient, of any dtype."""
     n = group.size()
     if n == 1:
         return x
@@ -83,7 +93,7 @@ def gather_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sum_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """`scatter_sum` without a gradient."""
+    """Return `scatter_sum` without a gradient."""
     n = group.size()
     if n == 1:
         return x
@@ -94,21 +104,28 @@ def scatter_sum_plain(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_sum_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`all_sum` without a gradient, into a new tensor."""
+    """Return `all_sum` without a gradient, in a new tensor."""
     if group.size() == 1:
         return x
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def all_max_plain(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The maximum over ranks, element by element; no gradient."""
+    """Return the maximum over ranks, element by element; no gradient."""
     if group.size() == 1:
         return x
     return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "max", group.group_name))
 
 
 def exchange_plain(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """`exchange` without a gradient."""
+    """Return `exchange` without a gradient.
+
+    Args:
+        x: any shape; the group's size divides dim `split`.
+        split: dim that is split.
+        join: dim that is joined.
+        group: the ranks.
+    """
     n = group.size()
     if n == 1:
         return x
@@ -122,7 +139,14 @@ def exchange_plain(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -
 def send_rows_plain(
     x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """`send_rows` without a gradient, of any dtype."""
+    """Return `send_rows` without a gradient, of any dtype.
+
+    Args:
+        x: rows, dim 0, in the order of the ranks that they go to.
+        leaving: rows for each rank.
+        arriving: rows from each rank.
+        group: the ranks.
+    """
     if group.size() == 1:
         return x
     name = group.group_name

@@ -3,7 +3,7 @@
 Mixed precision casts a whole unit to one dtype, so the fp32-contract parameters (norms, `dt_bias`,
 `D`, router, ...) can't share a unit with bf16 matrices (pytorch#156784; pytorch#196626 would give
 each parameter a dtype of its own). They stay where upstream names put them; the root unit, made
-*first* and told to ignore everything else, owns all of them, and the block units ignore them. So
+*first* with all other parameters ignored, owns all of them, and the block units ignore them. So
 they travel in one all-gather and one reduce-scatter per step for the whole model, in fp32, and no
 forward ever casts or copies one.
 
@@ -35,7 +35,7 @@ RESHARD_ABOVE_BYTES = 1 << 30
 def shard_model(
     root: nn.Module, world: World, compute_dtype: torch.dtype, reshard: str = "always"
 ) -> None:
-    """Shards every parameter over the data axes of `world`, in place.
+    """Shard every parameter over the data axes of `world`, in place.
 
     With `reshard` (`always`, or `auto` for a model above 1 GiB of gathered parameters) a block's
     parameters are shards again after its forward and gathered a second time for its backward;
@@ -132,12 +132,16 @@ def units_of(root: nn.Module, apart: bool) -> list[FsdpUnit]:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit of a model, root first; empty for an unsharded one."""
+    """Return every FSDP unit of a model, root first; none of an unsharded one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def shard_slice(t: Tensor) -> Slice:
-    """What this rank stores of a parameter or buffer, for `megacpp.model.init.initialise`."""
+    """Return the part of a tensor that this rank stores, for `megacpp.model.init.initialise`.
+
+    Args:
+        t: parameter or buffer of any shape.
+    """
     if not isinstance(t, DTensor):
         return whole(t)
     _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
@@ -145,9 +149,9 @@ def shard_slice(t: Tensor) -> Slice:
 
 
 def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Rows inside an expert where there are fewer experts than shards, else whole experts.
+    """Return a rule: shard rows inside experts if there are fewer than shards, else whole experts.
 
-    FSDP2 cuts only the first dim unevenly, so rows must divide; else some ranks hold none.
+    FSDP2 shards only the first dim unevenly, so rows must divide; else some ranks hold none.
     """
 
     def choose(p: nn.Parameter) -> Shard | None:
@@ -158,7 +162,7 @@ def _expert_dim(shards: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def _policy(parameters: set[nn.Parameter], compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Compute in one dtype, reduce in at least fp32."""
+    """Return the policy: compute in one dtype, reduce in at least fp32."""
     same = all(p.dtype == compute_dtype for p in parameters)
     return MixedPrecisionPolicy(
         param_dtype=None if same else compute_dtype,
@@ -168,9 +172,10 @@ def _policy(parameters: set[nn.Parameter], compute_dtype: torch.dtype) -> MixedP
 
 
 def _as_bytes() -> Any:
-    """An all-gather that sends FP8 numbers as the bytes they are: gloo has no word for them.
+    """Return an all-gather that sends FP8 numbers as bytes: gloo has no FP8 type.
 
-    With it a CPU gathers what a GPU does. FSDP2 itself does so where a unit also has other numbers.
+    With it a CPU gathers the bytes that a GPU does. FSDP2 itself does so where a unit also has
+    other numbers.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 

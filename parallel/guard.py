@@ -30,7 +30,7 @@ REST = "norms, routers and scalars"  # what the root unit owns
 
 
 class NonFiniteGuard:
-    """Watches all gradients of what this rank has of a model.
+    """Guard of all gradients of this rank's part of a model.
 
     Attributes:
         names: of what is watched: units of FSDP2, then parameters that no reduction sees.
@@ -38,7 +38,7 @@ class NonFiniteGuard:
     """
 
     def __init__(self, model: HybridLM, world: World, stages: Sequence[Stage] = ()) -> None:
-        """`stages`: of this rank, where a pipeline has some; these are then the roots of FSDP2."""
+        """Guard `model`, whose FSDP2 roots are this rank's pipeline `stages`, if it has some."""
         units, unseen = _units(model, world, stages)
         self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
         self.names = [name for name, _ in (*units, *self.loose)]
@@ -48,15 +48,19 @@ class NonFiniteGuard:
 
     @property
     def total(self) -> Tensor:
-        """Values that weren't finite on this rank since `reset`, as an fp64 number."""
+        """Number of non-finite values on this rank since `reset`, 0-d fp64."""
         return self.counts.sum(dtype=torch.float64)
 
     @torch.no_grad()
     def clean(self, number: int, values: Tensor) -> None:
-        """Counts what isn't finite in `values` and puts zeros there.
+        """Count the non-finite entries of `values` and put zeros there.
 
-        A CPU looks first whether there is any, which costs less than to count; a GPU would have to
+        A CPU checks first whether there is any, which costs less than a count; a GPU would have to
         wait for the answer.
+
+        Args:
+            number: row of `counts`.
+            values: any shape; changed in place.
         """
         if not values.numel():
             return
@@ -67,9 +71,9 @@ class NonFiniteGuard:
         torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
 
     def clean_unreduced(self) -> None:
-        """The same for gradients that no reduce-scatter has seen; call it after the last backward.
+        """Clean gradients that no reduce-scatter has seen; call it after the last backward.
 
-        No other rank has been given any part of these yet.
+        No other rank has received any part of these yet.
         """
         first = len(self.names) - len(self.loose)
         for number, (_, p) in enumerate(self.loose, first):
@@ -77,11 +81,11 @@ class NonFiniteGuard:
                 self.clean(number, p.grad.to_local() if is_dtensor(p.grad) else p.grad)
 
     def reset(self) -> None:
-        """Forgets all counts."""
+        """Zero all counts."""
         self.counts.zero_()
 
     def found(self) -> dict[str, int]:
-        """Counts by name, without the zeros; waits for the device."""
+        """Return counts by name, without the zeros; waits for the device."""
         return {n: c for n, c in zip(self.names, self.counts.tolist(), strict=True) if c}
 
 
@@ -117,7 +121,7 @@ def _units(
 
 
 def _guarded(guard: NonFiniteGuard, number: int) -> Any:
-    """A reduce-scatter for `set_custom_reduce_scatter` that cleans its flat input first.
+    """Return a reduce-scatter for `set_custom_reduce_scatter` that cleans its flat input first.
 
     The input is in the dtype of the reduction and belongs to FSDP2, which drops it afterwards.
     """

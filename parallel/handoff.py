@@ -1,4 +1,4 @@
-"""Tensors that a pipeline stage hands to the next: hidden states and chosen keys.
+"""Tensors that a pipeline stage sends to the next: hidden states and chosen keys.
 
 Hidden states are the output of torch's stage, and their gradient comes back. The keys that an
 indexer chose for layers of later stages (megacpp/blocks/attention/sparse.py) are integers without a
@@ -26,7 +26,7 @@ from parallel.mesh import World
 
 
 class ChoiceHandoff:
-    """A choice of keys as it travels: `[B, t, X]` bytes, of int16 where a row's keys fit in."""
+    """Choice of keys as it travels: `[B, t, X]` bytes, of int16 where a row's keys fit in."""
 
     def __init__(self, model: ModelConfig, world: World) -> None:
         self.model, self.device = model, world.device
@@ -34,12 +34,12 @@ class ChoiceHandoff:
         self.group = world.group("tp") if self.tp > 1 else None
 
     def buffer(self, rows: int, row: int) -> Tensor:
-        """Room for the choice of `rows` rows of `row` tokens."""
+        """Return memory for the choice of `rows` rows of `row` tokens."""
         shape = rows, row // (self.cp * self.tp), choice_bytes(self.model, row)
         return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def packed(self, docs: Documents, layer: int) -> Tensor:
-        """The keys that `layer` chose, of this rank's tokens."""
+        """Return the keys that `layer` chose, of this rank's tokens."""
         chosen_BtC = noted_choice(docs, layer).chunk(self.tp, dim=1)[self.rank]
         return chosen_BtC.to(_dtype(docs)).contiguous().view(torch.uint8)
 

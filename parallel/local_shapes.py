@@ -1,7 +1,7 @@
-"""What every rank of a mesh stores of a parameter, worked out from its placements alone.
+"""Local shapes of a parameter on every rank of a mesh, computed from its placements alone.
 
-No rank is asked and nothing is built: a thousand ranks are a loop over coordinates. Cuts are those
-of `torch.chunk`: equal parts, then a shorter one, then empty ones.
+No rank is asked and nothing is built: a thousand ranks are a loop over coordinates. Shards are
+those of `torch.chunk`: equal parts, then a shorter one, then empty ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-Cuts = tuple[tuple[int, int], ...]
+Shards = tuple[tuple[int, int], ...]
 
 
-def cuts_of(placements: Sequence[Placement]) -> Cuts:
-    """(mesh dim, tensor dim) of every cut, in the order in which they are made.
+def shards_of(placements: Sequence[Placement]) -> Shards:
+    """Return (mesh dim, tensor dim) of every shard, in the order in which they are made.
 
-    Mesh dims from left to right, but FSDP2's, which stand in front of those that cut before them,
-    come last: torch writes such a cut as a strided one.
+    Mesh dims go from left to right, except FSDP2's: they come before the model axes in the mesh,
+    but shard last, which torch writes as a strided shard.
     """
     made = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     assert not any(p.is_partial() for _, p in made), f"no storage: {placements}"
@@ -33,9 +33,16 @@ def cuts_of(placements: Sequence[Placement]) -> Cuts:
 
 
 def local_shape(
-    shape: Sequence[int], cuts: Cuts, sizes: Sequence[int], coordinate: Sequence[int]
+    shape: Sequence[int], cuts: Shards, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """What the rank at a coordinate of a mesh of `sizes` stores of a tensor of `shape`."""
+    """Return the shape that the rank at a coordinate stores.
+
+    Args:
+        shape: of the whole tensor.
+        cuts: (mesh dim, tensor dim) of every shard, from `shards_of`.
+        sizes: of the mesh.
+        coordinate: of the rank.
+    """
     local = list(shape)
     for axis, dim in cuts:
         part = -(-local[dim] // sizes[axis])
@@ -44,31 +51,36 @@ def local_shape(
 
 
 def own_shape(t: Tensor) -> tuple[int, ...]:
-    """What this rank stores of a tensor, by arithmetic."""
+    """Return the shape that this rank stores of a tensor, by arithmetic.
+
+    Args:
+        t: any shape; plain or DTensor.
+    """
     if not isinstance(t, DTensor):
         return tuple(t.shape)
     coordinate = t.device_mesh.get_coordinate()
     assert coordinate is not None
-    return local_shape(t.shape, cuts_of(t.placements), t.device_mesh.shape, coordinate)
+    return local_shape(t.shape, shards_of(t.placements), t.device_mesh.shape, coordinate)
 
 
 @dataclass(frozen=True)
-class Census:
+class ShardBytes:
     """Bytes of a model's parameters on every rank that holds some.
 
     Attributes:
-        by_rank: everything that a rank stores.
-        once: the sum over ranks, each element counted on the first rank that has it.
+        by_rank: bytes that each rank stores.
+        once: sum over ranks, each element counted on the first rank that has it.
     """
 
     by_rank: dict[int, int]
     once: int
 
 
-def census(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> Census:
-    """Counts parameters at every coordinate of their meshes.
+def shard_bytes(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> ShardBytes:
+    """Count the bytes of parameters at every coordinate of their meshes.
 
     Args:
+        parameters: plain or DTensors.
         copies: parameters that ranks of another mesh have too, and count.
     """
     others = {id(p) for p in copies}
@@ -80,17 +92,17 @@ def census(parameters: Iterable[Tensor], copies: Sequence[Tensor] = ()) -> Censu
             by_rank[0] = by_rank.get(0, 0) + p.numel() * p.itemsize
             once += p.numel() * p.itemsize if id(p) not in others else 0
             continue
-        key = tuple(p.shape), cuts_of(p.placements), tuple(p.device_mesh.shape)
+        key = tuple(p.shape), shards_of(p.placements), tuple(p.device_mesh.shape)
         if key not in seen:
             seen[key] = list(_numels(*key))
         for rank, (numel, first) in zip(_ranks(p.device_mesh), seen[key], strict=True):
             by_rank[rank] = by_rank.get(rank, 0) + numel * p.itemsize
             once += numel * p.itemsize if first and id(p) not in others else 0
-    return Census(by_rank, once)
+    return ShardBytes(by_rank, once)
 
 
 def _numels(
-    shape: tuple[int, ...], cuts: Cuts, sizes: tuple[int, ...]
+    shape: tuple[int, ...], cuts: Shards, sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, bool]]:
     """Elements at every coordinate, the last mesh dim fastest, and whether it is the first copy.
 

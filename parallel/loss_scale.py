@@ -1,4 +1,4 @@
-"""What the loss is multiplied with, so that fp16 gradients neither vanish nor overflow."""
+"""Factor of the loss by which fp16 gradients neither vanish nor overflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LEAST, MOST = 2.0**-16, 2.0**32  # beyond these no step's gradients tell anythin
 
 
 class LossScale:
-    """Dynamic for fp16: halved by a step that was left out, doubled after so many good ones.
+    """Loss scale, dynamic for fp16: halved by a skipped step, doubled after many good ones.
 
     Any other precision has the exponents of fp32 and needs no scale: 1 forever. Powers of two, so
     that scaling a gradient there and back is exact (Micikevicius et al., arXiv 1710.03740).
@@ -21,7 +21,7 @@ class LossScale:
         self.good_steps = 0  # in a row since the scale last changed
 
     def update(self, stepped: bool) -> None:
-        """Once per optimizer step, after it was taken or left out."""
+        """Update the scale once per optimizer step, after it was applied or left out."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if stepped else 0
@@ -31,10 +31,10 @@ class LossScale:
             self.value, self.good_steps = min(MOST, self.value * 2.0), 0
 
     def state(self) -> dict[str, float | bool]:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {"dynamic": self.dynamic, "value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float | bool]) -> None:
-        """As it was; a run whose precision changed starts with its own scale."""
+        """Restore the state; a run whose precision changed starts with its own scale."""
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,4 +1,4 @@
-"""The ranks of a run as named mesh axes, or one process without a process group.
+"""Ranks of a run as named mesh axes, or one process without a process group.
 
 Ranks are numbered with `pp` outermost and `tp` innermost. The same ranks are seen twice:
 
@@ -36,7 +36,7 @@ SPARSE = ("pp", "dp_replicate", "efsdp", "ep")
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers.
+    """Rank of this process, and its meshes.
 
     Attributes:
         meshes: every axis and view by name, and two that FSDP2 shards over: `shard` for dense
@@ -51,11 +51,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def parallel(self) -> bool:
-        """There are peers (of a mesh; it may still be of one rank, in tests)."""
+        """Whether there is a mesh (which may still be of one rank, in tests)."""
         return bool(self.meshes)
 
     @property
@@ -69,32 +70,32 @@ class World:
         return self.meshes[axis].size() if self.parallel else 1
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along an axis or view."""
+        """Return this rank's position along an axis or view."""
         return self.meshes[axis].get_local_rank() if self.parallel else 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along an axis that share this rank's other coordinates."""
+        """Return the ranks along an axis that share this rank's other coordinates."""
         return self.meshes[axis].get_group()
 
     @property
     def holders(self) -> list[dist.ProcessGroup]:
-        """Groups of ranks over which a matrix may be cut along several axes."""
+        """Groups of ranks over which a matrix may be sharded along several axes."""
         return [self.group(axis) for axis in ("folded", "stage")] if self.parallel else []
 
     def sum(self, values: Tensor, axis: str) -> Tensor:
-        """Sum of `values` over the ranks of an axis or view, in place; none on one process."""
+        """Sum `values`, of any shape, over the ranks of an axis or view, in place; return them."""
         if self.degree(axis) > 1:
             dist.all_reduce(values, group=self.group(axis))
         return values
 
     def max(self, values: Tensor, axis: str) -> Tensor:
-        """Largest of `values` over the ranks of an axis or view, in place."""
+        """Take the largest `values`, of any shape, over an axis or view, in place; return them."""
         if self.degree(axis) > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group(axis))
         return values
 
     def close(self) -> None:
-        """Waits for all ranks and ends the process group; safe on one process."""
+        """Wait for all ranks and end the process group; safe on one process."""
         if self.parallel and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -106,7 +107,7 @@ def world_size() -> int:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto` is this rank's GPU if the machine has one, else the CPU.
+    """Return the device; `auto` is this rank's GPU if the machine has one, else the CPU.
 
     Raises:
         ConfigError: more local ranks than GPUs, or no GPU where one is wanted.
@@ -126,11 +127,13 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def start(config: MeshConfig, device: torch.device, store: dist.Store | None = None) -> World:
-    """Starts the process group (gloo on CPU, NCCL on GPU) and builds the meshes.
+    """Start the process group (gloo on CPU, NCCL on GPU) and build the meshes.
 
     One process starts nothing. `config.dp_shard` must be resolved (not -1).
 
     Args:
+        config: degrees of the axes.
+        device: of this rank.
         store: where the ranks meet; by default the one that the launcher's environment names.
     """
     if device.type == "cuda":
@@ -147,7 +150,7 @@ def start(config: MeshConfig, device: torch.device, store: dist.Store | None = N
 
 
 def join(config: MeshConfig, device: torch.device) -> World:
-    """The world of this process in the default process group, which exists already."""
+    """Return the world of this process in the default process group, which exists already."""
     return World(dist.get_rank(), dist.get_world_size(), device, build_meshes(config, device.type))
 
 
@@ -155,7 +158,7 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
     """All axes and views over the default process group.
 
     With one shard per replica the replica axis takes the shards' place: FSDP2 skips its
-    reduce-scatter, the seam for looking at gradients, on an axis of size 1.
+    reduce-scatter, in which gradients are counted and cleaned, on an axis of size 1.
     """
     c = config
     folded = c.dp_shard * c.cp * c.tp
@@ -184,7 +187,7 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
 
 
 def _with_replicas(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
-    """The mesh that FSDP2 gets: one axis unless there really are two."""
+    """Return the mesh for FSDP2: one axis unless both are larger than 1."""
     if replicas.size() == 1:
         return shards
     return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])

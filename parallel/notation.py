@@ -28,11 +28,12 @@ _ARRAY = re.compile(r"^(\w*)\[([^\]]*)\](?:\{(\w+)\})?$")
 
 @dataclass(frozen=True)
 class Array:
-    """A tensor in brackets.
+    """Tensor in brackets.
 
     Attributes:
+        name: before the brackets.
         dims: letter of each dim.
-        axes: the mesh axis that cuts each dim, or None.
+        axes: the mesh axis that shards each dim, or None.
         partial: the axis over which the ranks' values are still to be summed, or None.
     """
 
@@ -43,7 +44,7 @@ class Array:
 
     @staticmethod
     def parse(text: str) -> Array:
-        """Of `x[B, T_tp, D]`, `[Q_tp, D]` or `y[B, T, D]{tp}`.
+        """Return the array that `x[B, T_tp, D]`, `[Q_tp, D]` or `y[B, T, D]{tp}` denotes.
 
         Raises:
             ValueError: no such notation, or a mesh axis that is used twice.
@@ -61,11 +62,11 @@ class Array:
         return Array(match[1], dims, axes, match[3])
 
     def dim_on(self, axis: str) -> int | None:
-        """The dim that `axis` cuts."""
+        """Return the dim that `axis` shards, or None."""
         return self.axes.index(axis) if axis in self.axes else None
 
     def placement(self, axis: str) -> Placement:
-        """What DTensor calls it on one axis."""
+        """Return DTensor's placement on one axis."""
         dim = self.dim_on(axis)
         return Replicate() if dim is None else Shard(dim)
 
@@ -78,13 +79,14 @@ class Array:
 
 @dataclass(frozen=True)
 class Redistribute:
-    """One activation from one layout to another, by one collective over one mesh axis.
+    """Change of an activation's layout, by one collective over one mesh axis.
 
     Attributes:
+        before, after: the layouts.
         kind: `gather`, `scatter_sum` or `exchange`.
         axis: the mesh axis of the collective.
-        dim: the dim that is joined, or cut by a sum.
-        split: the dim that an exchange cuts, else None.
+        dim: the dim that is joined, or that a sum is sharded along.
+        split: the dim that an exchange splits, else None.
     """
 
     before: Array
@@ -96,10 +98,10 @@ class Redistribute:
 
     @staticmethod
     def parse(text: str) -> Redistribute:
-        """Of `x[B, T_tp, D] -> x[B, T, D]`.
+        """Return the change that `x[B, T_tp, D] -> x[B, T, D]` denotes.
 
         Raises:
-            ValueError: the change is none that a single collective makes.
+            ValueError: no single collective makes the change.
         """
         left, arrow, right = text.partition("->")
         before, after = Array.parse(left), Array.parse(right)
@@ -118,14 +120,14 @@ class Redistribute:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The collectives of the forward and of the backward."""
+        """Names of the collectives of the forward and of the backward."""
         if self.kind == "exchange":
             return "all-to-all", "all-to-all"
         both = "all-gather", "reduce-scatter"
         return both if self.kind == "gather" else (both[1], both[0])
 
     def __call__(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """This rank's tensor in the new layout, with its gradient."""
+        """Return this rank's tensor in the new layout, with its gradient."""
         if self.split is not None:
             return exchange(x, self.split, self.dim, group)
         collective = gather if self.kind == "gather" else scatter_sum
@@ -136,11 +138,11 @@ class Redistribute:
 
 
 def _leaving_axis(before: Array, after: Array) -> str | None:
-    """The mesh axis that no longer cuts a dim that it cut."""
+    """Return the mesh axis that no longer shards a dim that it sharded."""
     pairs = zip(before.axes, after.axes, strict=True)
     return next((a for a, b in pairs if a and a != b), None)
 
 
 def _without(array: Array, axis: str) -> tuple[str | None, ...]:
-    """The axes of all dims but for one axis."""
+    """Return the axes of all dims, with None in place of `axis`."""
     return tuple(None if a == axis else a for a in array.axes)

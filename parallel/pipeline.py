@@ -1,9 +1,9 @@
 """Pipeline parallelism: the microbatches of a step through all stages, by a schedule of torch.
 
 The schedule alone decides when a stage's gradients are reduced over the data axes (FSDP2), so all
-microbatches of an optimizer step are one `schedule.step`, and nobody else toggles gradient sync.
-Shapes between stages are told beforehand, so that every microbatch is run forward exactly once:
-torch would otherwise find them out with a forward and a backward more, which routers would count.
+microbatches of an optimizer step are one `schedule.step`, and nothing else toggles gradient sync.
+Shapes between stages are given beforehand, so that every microbatch is run forward exactly once:
+torch would otherwise infer them with a forward and a backward more, which routers would count.
 
 `zbv` and `dualpipev` make gradients of inputs and of weights in two walks over one graph, between
 which gathered weights must stay, so their units aren't resharded after the forward. A recomputed
@@ -53,12 +53,12 @@ APART = torch.__version__ >= "2.13"  # pytorch#166577
 class Pipeline:
     """This rank's stages among those of its `pp` group.
 
-    Every rank of the group brings the same batches; only the ends look at ids and labels.
+    Every rank of the group brings the same batches; only the ends read ids and labels.
 
     Args:
         stages: of this rank, in the order in which a token meets them; sharded already.
-        dry: nobody answers (a fake process group, maybe fake tensors): ranks don't first agree
-            that shapes are known, which would read a number that they sent each other.
+        dry: there are no peers (a fake process group, maybe fake tensors): ranks don't first
+            agree that shapes are known, which would read a number that they exchange.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Pipeline:
         self.tied = has_embedding_copy(config.model) and self.owners[0] != self.owners[-1]
         self.model, self.dtype = config.model, compute_dtype(config.precision, world.device)
         self.needs_full_row = config.model.needs_full_row
-        self.layout = ContextLayout.of(
+        self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
         self.choices = ChoiceHandoff(config.model, world)
@@ -92,16 +92,15 @@ class Pipeline:
                 )
 
     def accumulate(self, microbatches: Sequence[Batch], divisors: Tensor) -> tuple[Tensor, Tensor]:
-        """Forward and backward over all microbatches; `.grad` then holds reduced gradients.
+        """Run forward and backward over all microbatches; `.grad` then holds reduced gradients.
 
         A tied weight still has those of this rank's end alone: `sync_tied_gradients`.
-
-        Auxiliary losses are those of the routers' `aux_scale`, in every stage.
+        Auxiliary losses are scaled by the routers' `aux_scale`, in every stage.
 
         Args:
             microbatches: whole rows, all of one shape; another number than in the step before
                 makes a new schedule.
-            divisors: what the loss sum of each is divided by, fp64.
+            divisors: fp64 `[microbatches]`, by which the loss sum of each is divided.
 
         Returns:
             Loss sum and cross entropy sum of these microbatches, fp64, on every rank of `pp`.
@@ -117,7 +116,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
-        """The same sums, forward only; any number of batches, the same on every rank of `pp`.
+        """Return the sums of batches, forward only; each rank of `pp` brings as many batches.
 
         One batch after the other goes through the stages: with two stages a rank waits for a
         batch's second visit before it takes the next, so that sends and receives of two ranks
@@ -130,12 +129,12 @@ class Pipeline:
         return self._sums()
 
     def units(self) -> list[FSDPModule]:
-        """Every FSDP unit of this rank's stages, roots included."""
+        """Return every FSDP unit of this rank's stages, roots included."""
         found = (module for stage in self.stages for module in stage.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
 
     def _schedule(self, microbatches: int, rows: int, tokens: int) -> Any:
-        """The schedule for that many microbatches of `rows` x `tokens` tokens."""
+        """Return the schedule for that many microbatches of `rows` x `tokens` tokens."""
         split = self.mesh.pp_schedule in SPLIT_BACKWARD
         built = [
             _Stage(
@@ -163,7 +162,7 @@ class Pipeline:
         return schedule
 
     def _example(self, ids: bool, loss: bool, rows: int, tokens: int) -> Tensor:
-        """What goes into a stage or comes out of it, on the meta device."""
+        """Return an input or output of a stage, on the meta device."""
         t = tokens // self.layout.degree
         if ids:
             return torch.empty(rows, t, dtype=torch.int64, device="meta")
@@ -175,7 +174,7 @@ class Pipeline:
         )
 
     def _hidden_shape(self, rows: int, tokens: int) -> tuple[int, ...]:
-        """Of what one rank hands to the next stage: the tokens that it holds between blocks."""
+        """Return the shape that one rank sends to the next stage: its tokens between blocks."""
         streams, t = (
             self.model.mhc.streams,
             tokens // (self.layout.degree * self.world.degree("tp")),
@@ -183,7 +182,7 @@ class Pipeline:
         return (rows, t, streams, self.model.dim) if streams > 1 else (rows, t, self.model.dim)
 
     def _bring(self, batches: Sequence[Batch]) -> Tensor:
-        """This rank's part of the batches, to its stages; their ids, one below the other."""
+        """Give the stages this rank's part of the batches; return their ids, stacked."""
         shape = batches[0].ids_BT.shape
         assert all(batch.ids_BT.shape == shape for batch in batches), "microbatches of two shapes"
         assert all(batch.docs.row is None for batch in batches), "batches of whole rows"
@@ -194,7 +193,7 @@ class Pipeline:
         return torch.cat([batch.ids_BT for batch in mine])
 
     def _forward(self, batch: Batch) -> None:
-        """One batch through this rank's stages."""
+        """Run one batch through this rank's stages."""
         x = self._bring([batch])
         group, shape = self.world.group("pp"), batch.ids_BT.shape
         for stage in self.stages:
@@ -210,7 +209,7 @@ class Pipeline:
                     dist.send(t, group=group, group_dst=target)
 
     def _sums(self) -> tuple[Tensor, Tensor]:
-        """What the last stage collected since the last call, on every rank of `pp`."""
+        """Return the sums of the last stage since the last call, on every rank of `pp`."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         collected = self.stages[-1].sums  # of any other stage it is empty
         for of_batch in collected:
@@ -221,7 +220,7 @@ class Pipeline:
 
     @torch.no_grad()
     def sync_tied_gradients(self) -> None:
-        """Adds up the gradients of a tied weight over the ranks of the first and the last stage.
+        """Sum the gradients of a tied weight over the ranks of the first and the last stage.
 
         Both then hold the same gradient, so equal weights stay equal (`tied_copies` of
         parallel/stages.py names the one that must not count in a norm).
@@ -246,15 +245,16 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage of torch around one of ours, with what goes beside hidden states (handoff.py).
+    """Torch's stage around one of ours, with tensors beside hidden states (handoff.py).
 
-    It greets neighbours before the first step, but not itself (torch 2.11; later ones vote): both
+    Before the first step it greets neighbours, but not itself (torch 2.11; later ones vote): both
     stages at the bottom of a V are of one rank, and gloo can't send to itself, so the greeting of
     pytorch#160210 would never end. NCCL can.
 
     Args:
-        buffer: makes room for a choice that arrives.
-        greets: neighbours are there.
+        stage: ours.
+        buffer: returns memory for a choice that arrives.
+        greets: neighbours exist.
     """
 
     submod: Stage
@@ -280,12 +280,12 @@ class _Stage(PipelineStage):
 
 
 def _beside(ops: list[dist.P2POp], tensors: list[Tensor]) -> list[dist.P2POp]:
-    """Sends or receives of further tensors, to or from the rank of the hidden states."""
+    """Return sends or receives of further tensors, to or from the rank of the hidden states."""
     return [dist.P2POp(ops[0].op, t, ops[0].peer, ops[0].group) for t in tensors]
 
 
 def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
-    """The embedding of the first stage, that of the last or its head, which has the same weight."""
+    """Return the tied weight of the first or last stage, in its embedding or its head."""
     stage = stages[0] if stages[0].part.first else stages[-1]
     module = stage.get_submodule("embed" if hasattr(stage, "embed") else "head")
     weight = module._parameters["weight"]
@@ -294,12 +294,12 @@ def _tied_weight(stages: Sequence[Stage]) -> nn.Parameter:
 
 
 def _mean_loss(loss_sum: Tensor, divisor_1: Tensor) -> Tensor:
-    """The schedule's loss function: the part of one microbatch in the mean loss of the step."""
+    """Return the part of one microbatch in the mean loss of the step, for the schedule."""
     return loss_sum / divisor_1[0].to(loss_sum.dtype)
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Leaves no weight gradient for later: of this stage all are made together.
+    """Return no deferred weight gradients: this stage computes all of them together.
 
     Of the last one always: the fused loss makes its gradients in the forward and scales them in
     place, so that its graph can be walked only once.
@@ -308,7 +308,7 @@ def _nothing_left() -> Callable[[], None]:
 
 
 def _shapes_are_known(stages: list[PipelineStage], has_backward: bool, p2p_done: bool) -> None:
-    """Stands in for the vote of a schedule's ranks on whether shapes are known beforehand."""
+    """Replace the vote of a schedule's ranks on whether shapes are known beforehand."""
     from torch.distributed.pipelining.stage import InferenceMode  # from torch 2.12 on
 
     for stage in stages:
@@ -317,7 +317,7 @@ def _shapes_are_known(stages: list[PipelineStage], has_backward: bool, p2p_done:
 
 @contextmanager
 def _errors_of_stages() -> Iterator[None]:
-    """Raises what a stage raised, without the schedule's account and its log of all actions."""
+    """Raise the error of a stage itself, without the schedule's account and log of all actions."""
     log = logging.getLogger(schedules.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)

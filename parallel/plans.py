@@ -1,10 +1,10 @@
-"""The plan: where each dim of each parameter lies, and what moves at the door of each module.
+"""Plan: sharding of every parameter, and activation layouts where modules are entered and left.
 
-One row per parameter and one per door, in the notation of parallel/notation.py. A parameter that a
-row doesn't cut over `tp` is whole on every rank of it, but each rank has only a part of its
-gradient (other tokens, or other heads); the accumulation boundary adds these up once per step.
-FSDP2 then cuts dim 0 of every local part over the data axes (parallel/fsdp.py), so `fsdp` is not
-written here.
+One row per parameter and one per module that moves activations, in the notation of
+parallel/notation.py. A parameter that a row doesn't shard over `tp` is whole on every rank of it,
+but each rank has only a part of its gradient (other tokens, or other heads); the accumulation
+boundary adds these up once per step. FSDP2 then shards dim 0 of every local part over the data axes
+(parallel/fsdp.py), so `fsdp` is not written here.
 
 Letters: V vocabulary, D model, O one, Z random projection, Y rows of n-gram tables, U numbers of
 one or two D, C channels of all residual streams (or one), M memory, B rows, T tokens; those of a
@@ -44,8 +44,10 @@ class Row:
 
 
 def mixer_rows(letter: str, kind: BlockKind) -> Iterator[Row]:
-    """Rows of a block kind, and of the latents of compressed layers (checkpointing/compress.py),
-    which are sharded as the weights' rows are."""
+    """Rows of a block kind, and of the latents of compressed layers.
+
+    Latents (checkpointing/compress.py) are sharded as the weights' rows are.
+    """
     for row in kind.parameters:
         yield Row(letter, row.names, row.dims, row.when)
         if row.compress:
@@ -78,13 +80,15 @@ BEHIND = {"attention": "A", "feed_forward": "F"}  # blocks of multi-token predic
 
 
 @dataclass(frozen=True)
-class Door:
-    """What moves where activations enter and leave a module.
+class ActivationRow:
+    """Redistribution of activations where they enter and leave a module.
 
     Attributes:
         letters: kinds of block; empty: outside of all blocks.
         module: name below the mixer (outside: in the model, `*` for any layer); empty: the mixer
             itself.
+        enter, leave: layouts before and after, in the notation of parallel/notation.py; None: the
+            activation stays as it is.
     """
 
     letters: str
@@ -93,31 +97,31 @@ class Door:
     leave: str | None
 
 
-DOORS = (
+ACTIVATIONS = (
     # The residual stream is cut by token (sequence parallelism); mixers see all tokens.
-    Door("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
-    # what is looked up is narrower than the model, and projected where it arrives
-    Door("", "ngram.tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),
+    ActivationRow("", "embed", None, "x[B, T, D]{tp} -> x[B, T_tp, D]"),
+    # looked-up rows are narrower than the model, and projected after the exchange
+    ActivationRow("", "ngram.tables", None, "u[B, T, K, U]{tp} -> u[B, T_tp, K, U]"),
     # A memory is looked up by all ranks, each in its rows; its convolution needs all tokens.
-    Door("", "blocks.*.engram.tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),
-    Door(
+    ActivationRow("", "blocks.*.engram.tables", None, "e[B, T, H, N]{tp} -> e[B, T_tp, H, N]"),
+    ActivationRow(
         "",
         "blocks.*.engram.conv",
         "v[B, T_tp, C] -> v[B, T, C_tp]",
         "v[B, T, C_tp] -> v[B, T_tp, C]",
     ),
     *(
-        Door(letter, layout.module, layout.enter, layout.leave)
+        ActivationRow(letter, layout.module, layout.enter, layout.leave)
         for letter, kind in KINDS.items()
         for layout in kind.layouts
     ),
-    Door("", "top", "x[B, T_tp, D] -> x[B, T, D]", None),
-    Door("", "head", "x[B, T_tp, D] -> x[B, T, D]", None),
+    ActivationRow("", "top", "x[B, T_tp, D] -> x[B, T, D]", None),
+    ActivationRow("", "head", "x[B, T_tp, D] -> x[B, T, D]", None),
 )
 
 
 def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> Array:
-    """Dims and axes of a parameter.
+    """Return dims and axes of a parameter.
 
     Raises:
         ValueError: no row or more than one; the parameter is named.
@@ -140,7 +144,7 @@ def row_of(model: HybridLM, name: str, table: tuple[Row, ...] = PARAMETERS) -> A
 
 
 def place(name: str, letters: list[str] | str) -> tuple[str, str]:
-    """The letter of the block whose mixer has a parameter (none outside), and its name below."""
+    """Return the letter of the block whose mixer has a parameter, if any, and the name below it."""
     block, inside, short = name.partition(".mixer.")
     if not inside:
         return "", name
@@ -148,25 +152,25 @@ def place(name: str, letters: list[str] | str) -> tuple[str, str]:
     return BEHIND[key] if key in BEHIND else letters[int(key)], short
 
 
-def doors_of(
+def activation_layouts(
     model: HybridLM,
 ) -> Iterator[tuple[str, nn.Module, Redistribute | None, Redistribute | None]]:
-    """Every door of a model: module name, module, and the moves into and out of it."""
+    """Yield name, module, and redistributions into and out of it, by the rows of ACTIVATIONS."""
     modules = dict(model.named_modules())
-    for door in DOORS:
-        for prefix in _owners(model, door):
+    for row in ACTIVATIONS:
+        for prefix in _owners(model, row):
             module = modules.get(prefix)
             if module is not None:
-                yield prefix, module, _move(door.enter), _move(door.leave)
+                yield prefix, module, _move(row.enter), _move(row.leave)
 
 
-def _owners(model: HybridLM, door: Door) -> list[str]:
-    if not door.letters:
-        layers = model.blocks if "*" in door.module else ("",)
-        return [door.module.replace("*", key) for key in layers]
-    below = f".{door.module}" if door.module else ""
+def _owners(model: HybridLM, row: ActivationRow) -> list[str]:
+    if not row.letters:
+        layers = model.blocks if "*" in row.module else ("",)
+        return [row.module.replace("*", key) for key in layers]
+    below = f".{row.module}" if row.module else ""
     mixers = model.mixers().items()
-    return [f"{name}{below}" for name, (letter, _) in mixers if letter in door.letters]
+    return [f"{name}{below}" for name, (letter, _) in mixers if letter in row.letters]
 
 
 def _move(text: str | None) -> Redistribute | None:

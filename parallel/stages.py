@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline stage runs, as a module of its own.
+"""Part of a model that one pipeline stage runs, as a module of its own.
 
 A rank keeps the blocks of its stages in its HybridLM, under the names that they have in the whole
 model, so that initialising, optimising and saving know nothing of stages. A Stage refers to the
@@ -26,7 +26,7 @@ from parallel.handoff import ChoiceHandoff
 
 
 class Stage(nn.Module):
-    """What one stage runs: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
+    """Modules of one stage: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
 
     A last stage that predicts further tokens has `embed` too, to look up those before them.
 
@@ -35,10 +35,10 @@ class Stage(nn.Module):
         remembers: layers of the model have an n-gram memory.
         coming: this rank's tokens of the microbatches to come, in the order of the schedule: every
             schedule of torch brings those of one stage forward in the order of the batch.
-        hands_on: shape and dtype of what the next stage expects, once they are known.
-        choices: the form in which a choice of keys comes from or goes to another stage.
+        hands_on: shape and dtype of the hidden states for the next stage, once they are known.
+        choices: packs and unpacks a choice of keys from or for another stage.
         taken, handed: choices of microbatches that wait for their forward, or to be sent.
-        sums: of a last stage, loss sum and cross entropy sum of each forward, for who clears it.
+        sums: of a last stage, loss sum and cross entropy sum of each forward; the caller clears it.
     """
 
     def __init__(self, model: HybridLM, part: StagePart) -> None:
@@ -58,16 +58,16 @@ class Stage(nn.Module):
         self.sums: list[Tensor] = []
 
     def expect(self, batches: Sequence[Batch]) -> None:
-        """Microbatches of which one after the other will go forward."""
+        """Queue microbatches, of which `forward` takes one after another."""
         self.taken.clear()
         self.handed.clear()
-        # With documents of its own: what is remembered of them goes with the stage's own graph.
+        # With documents of its own: their memos are freed with the stage's own graph.
         self.coming = deque(
             replace(batch, docs=batch.docs.to(batch.ids_BT.device)) for batch in batches
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next microbatch: hidden states `[B, t, D]` for the next stage, or the loss sum.
+        """Return the next microbatch's hidden states `[B, t, D]`, or its loss sum if last.
 
         Args:
             x: ids `[B, t]` (first stage) or the hidden states of the stage before.
@@ -90,18 +90,18 @@ class Stage(nn.Module):
         return out.loss_sum
 
     def arriving(self, buffer: Callable[[], Tensor]) -> list[Tensor]:
-        """Room for what comes beside the hidden states of the next microbatch, to be filled."""
+        """Return memory for tensors that come beside the next microbatch's hidden states."""
         if self.part.takes is None:
             return []
         self.taken.append(buffer())
         return [self.taken[-1]]
 
     def leaving(self) -> list[Tensor]:
-        """Tensors for the next stage beside the hidden states of the microbatch that ran first."""
+        """Return tensors for the next stage beside the hidden states of the oldest microbatch."""
         return [] if self.part.hands is None else [self.handed.popleft()]
 
     def _take(self, docs: Documents) -> Tensor | None:
-        """The choice that came with a microbatch, if it goes on; layers here find it in `docs`."""
+        """Unpack the choice that came with a microbatch into `docs`; return it if it goes on."""
         if self.part.takes is None:
             return None
         choice = self.taken.popleft()
@@ -111,7 +111,7 @@ class Stage(nn.Module):
         return choice if self.part.hands == self.part.takes else None
 
     def _hand(self, passed_on: Tensor | None, docs: Documents) -> None:
-        """Keeps the choice for the next stage: as it came, or that of a layer of this stage."""
+        """Queue the choice for the next stage: as it came, or that of a layer of this stage."""
         if self.part.hands is None:
             return
         assert self.choices is not None
@@ -120,22 +120,22 @@ class Stage(nn.Module):
 
 
 def keep_parts(model: HybridLM, parts: Sequence[StagePart]) -> None:
-    """Prunes a model, best on the meta device, to what a rank's stages run; in place."""
+    """Prune a model, best on the meta device, to the modules of a rank's stages, in place."""
     layers = {layer for part in parts for layer in part.layers}
     model.keep(layers, any(p.first for p in parts), any(p.last for p in parts))
 
 
 def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
-    """The stages of a rank, from a model that holds what they run.
+    """Return the stages of a rank, from a model that holds their modules.
 
-    Call it after whatever replaces blocks (tensor parallelism, recomputation) and before FSDP2
+    Call it after blocks are replaced (tensor parallelism, recomputation) and before FSDP2
     shards each stage; afterwards call `model.tie()`, which gives a tied weight its name again.
     """
     return [Stage(model, part) for part in parts]
 
 
 def tied_copies(model: HybridLM) -> list[nn.Parameter]:
-    """Parameters of which this rank holds the second copy: they must not count in a norm."""
+    """Return parameters of which this rank holds the second copy; a norm must not count them."""
     copy = has_embedding_copy(model.config) and not model.begins and hasattr(model, "head")
     weight = model.embed._parameters["weight"] if copy else None
     return [] if weight is None else [weight]

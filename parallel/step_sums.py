@@ -1,4 +1,4 @@
-"""What a step is made of, and what its microbatches sum to, over all ranks."""
+"""Counts of a step, and the sums of its microbatches, over all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megacpp.model.auxiliary import TERMS
 
 @dataclass(frozen=True)
 class Totals:
-    """What a step is made of, over all ranks: known to the device before its first forward.
+    """Counts of a step over all ranks: known to the device before its first forward.
 
     Attributes:
-        tokens: the same number of every rank, so nobody need ask.
-        target_bytes: int64, a number.
+        tokens: the same number of every rank, so no rank need ask.
+        target_bytes: 0-d int64.
         valid: int64, labels that count: of each microbatch or, where that is enough, of all.
+        microbatches: of this rank.
         ahead: int64, labels further ahead that count, by depth of multi-token prediction.
     """
 
@@ -29,7 +30,7 @@ class Totals:
     ahead: Tensor
 
     def divisors(self, rule: str) -> Tensor:
-        """What the loss sum of each microbatch is divided by; never 0. fp64 `(microbatches,)`.
+        """Return the divisor of the loss sum of each microbatch, fp64 `[microbatches]`; never 0.
 
         `tokens`: the valid tokens of the step, so that the loss is their mean. `microbatches`: each
         microbatch is the mean of its own valid tokens, and the step the mean of microbatches, those
@@ -72,22 +73,23 @@ class StepReduction:
         router_squares: Tensor,
         loads: Tensor,
     ) -> Tensor:
-        """This rank's numbers, fp64 `(X,)`, as `unpack` reads their sum; nothing waits.
+        """Return this rank's numbers, fp64 `[X]`, whose sum `unpack` reads; the host never waits.
 
         Args:
-            nonfinite, bad_losses: of one element.
+            nonfinite: `[1]` or 0-d, number of non-finite gradient values.
+            bad_losses: `[1]` or 0-d, number of non-finite loss sums.
             leaving: this rank was told to stop.
-            auxiliary: `(len(TERMS),)`.
-            router_squares: `(2,)`.
-            loads: fp64 `(N,)`.
+            auxiliary: `[len(TERMS)]`.
+            router_squares: `[2]`.
+            loads: fp64 `[N]`.
         """
-        told = loads.new_full((1,), float(leaving))
-        parts = [nonfinite.view(1), bad_losses.view(1), told, auxiliary, router_squares, loads]
+        stops = loads.new_full((1,), float(leaving))
+        parts = [nonfinite.view(1), bad_losses.view(1), stops, auxiliary, router_squares, loads]
         return torch.cat([part.double() for part in parts])
 
     @staticmethod
     def unpack(numbers: Sequence[float]) -> StepReduction:
-        """The sum over all ranks of what each has packed."""
+        """Return the numbers that all ranks packed, from their sum."""
         nonfinite, bad_losses, leaving, *rest = numbers
         auxiliary, rest = rest[: len(TERMS)], rest[len(TERMS) :]
         after, own, *loads = rest
@@ -98,7 +100,7 @@ class StepReduction:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums of one step over all ranks and microbatches; still tensors, so nothing waits.
+    """Sums of one step over all ranks and microbatches, as tensors, so the host doesn't wait.
 
     Attributes:
         loss_sum: what was differentiated: cross entropy and z-loss.
@@ -114,13 +116,15 @@ class StepSums:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the step, over all ranks."""
         return self.totals.tokens
 
     @property
     def valid_tokens(self) -> int:
-        """Waits for the device; so does `target_bytes`."""
+        """Number of labels that count; waits for the device."""
         return int(self.totals.valid.sum())
 
     @property
     def target_bytes(self) -> int:
+        """Bytes that the labels encode; waits for the device."""
         return int(self.totals.target_bytes)

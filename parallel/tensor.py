@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism: the plan of parallel/plans.py, applied to modules.
 
 Between blocks every rank holds some tokens of the residual stream, inside a mixer it holds some
-heads or hidden units of all tokens. Parameters are DTensors for those who store, shard and save
-them; the model's own code reads their local part, as if it were the whole of a smaller model. So
-no operator inside a mixer pays for DTensor dispatch, and no mixer knows of ranks.
+heads or hidden units of all tokens. Parameters are DTensors for FSDP2, optimizer and checkpoints;
+the model's own code reads their local part, as if it were the whole of a smaller model. So no
+operator inside a mixer pays for DTensor dispatch, and no mixer knows of ranks.
 
 Legend: B rows, T tokens of all ranks, t tokens of this rank, D model, G groups of heads.
 """
@@ -42,14 +42,16 @@ from megacpp.model.norm import NormOverHeads
 from megacpp.model.scan import SequenceScan
 from parallel.collectives import all_sum, all_sum_plain, gather_plain
 from parallel.notation import Array, Redistribute
-from parallel.plans import doors_of, row_of
+from parallel.plans import activation_layouts, row_of
 
 
 class ShardModule(ParallelStyle):
-    """Parameters of a module as its plan rows say, and the moves at its door.
+    """Style that shards a module's parameters by their plan rows, and redistributes activations.
 
     Args:
         arrays: by name below the module; parameters of other axes are left alone.
+        enter: redistribution of the first argument; None: none.
+        leave: redistribution of the output; None: none.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class ShardModule(ParallelStyle):
 
 
 class ShardTable(ShardModule):
-    """A table in parts: each rank looks up the rows that it holds, zeros for the others."""
+    """Style of a sharded table: each rank looks up the rows that it holds, zeros for the others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Table)
@@ -89,14 +91,19 @@ class ShardTable(ShardModule):
 
 
 class LookupOfRank(nn.Module):
-    """This rank's part of what is looked up; the sum over ranks is all of it."""
+    """Look-up in this rank's rows of a table; the sum over ranks is the whole look-up."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
 
     def forward(self, ids: Tensor, weight_vD: Tensor) -> Tensor:
-        """`[..., D]` of ids `[...]`, from the rows that rank r has: r v to (r + 1) v."""
+        """Return rows `[..., D]` of ids from the rows r v to (r + 1) v that rank r has, else zeros.
+
+        Args:
+            ids: `[...]`, of the whole table.
+            weight_vD: `[v, D]`, this rank's rows.
+        """
         local = ids - self.rank * len(weight_vD)
         here = (local >= 0) & (local < len(weight_vD))
         x_D = F.embedding(torch.where(here, local, 0), weight_vD)
@@ -104,7 +111,7 @@ class LookupOfRank(nn.Module):
 
 
 class ShardHead(ShardModule):
-    """A vocabulary in parts: each rank makes the logits of its words, never those of others."""
+    """Style of a sharded vocabulary: each rank makes the logits of its words alone."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LanguageModelHead)
@@ -122,7 +129,7 @@ class ShardHead(ShardModule):
 
 
 class ShardTop(ShardModule):
-    """The same of token order prediction; every rank finds the loss of all words, and notes it."""
+    """Style of sharded token order prediction; every rank computes and records the whole loss."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, TokenOrder)
@@ -135,7 +142,7 @@ class ShardTop(ShardModule):
 
 
 class ShardMixer(ShardModule):
-    """A mixer of heads, with what heads on several ranks share beyond the door."""
+    """Style of a mixer of heads, and of its parts that heads on several ranks share."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -147,7 +154,7 @@ class ShardMixer(ShardModule):
 
 
 class GroupsOfRank(nn.Module):
-    """A Mamba-3 scan with the groups of B and C that the rank's heads read; all are computed."""
+    """Mamba-3 scan with the groups of B and C that the rank's heads read; all are computed."""
 
     def __init__(self, scan: SequenceScan, groups: int, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -155,13 +162,14 @@ class GroupsOfRank(nn.Module):
         self.scan, self.first, self.count = scan, rank * groups // size, max(1, groups // size)
 
     def forward(self, inputs: ScanInputs, weights: HeadWeights, docs: Documents) -> Tensor:
+        """Return outputs `[B, T, h, P]` of this rank's heads."""
         own = slice(self.first, self.first + self.count)
         inputs = replace(inputs, Q=inputs.Q[:, :, :, own], K=inputs.K[:, :, :, own])
         return self.scan(inputs, weights, docs)
 
 
 class ShardNorm(ShardModule):
-    """An RMSNorm over all heads: each rank has some of its width and the others' squares."""
+    """Style of an RMSNorm over all heads: each rank has some of its width, and sums squares."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, NormOverHeads)
@@ -178,14 +186,20 @@ class NormaliseOverRanks(nn.Module):
         self.dim, self.group = dim, group
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """This rank's part of `(..., dim)`."""
+        """Return this rank's part of the RMS norm over `dim`, in the dtype of `x`.
+
+        Args:
+            x: `[..., dim / ranks]`.
+            weight: `[dim / ranks]`.
+            eps: added to the mean square.
+        """
         x_wide = wide(x)
         square = all_sum(x_wide.square().sum(-1, keepdim=True), self.group) / self.dim
         return (x_wide * torch.rsqrt(square + eps) * weight).to(x.dtype)
 
 
 class ShardExpertMixer(ShardModule):
-    """An E mixer: router and routed experts get the documents of the rank's own tokens."""
+    """Style of an E mixer: router and routed experts get the documents of the rank's own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
@@ -200,7 +214,7 @@ class ShardExpertMixer(ShardModule):
 
 
 def shard_heads_and_rows(model: HybridLM, tp: DeviceMesh) -> None:
-    """Applies the plan over the axis `tp`, in place; the model may be on the meta device."""
+    """Apply the plan over the axis `tp`, in place; the model may be on the meta device."""
     parallelize_module(model, tp, tensor_plan(model))  # type: ignore[arg-type]
     if hasattr(model, "mtp"):
         model.mtp.record_share = 1 / tp.size()  # the head tells each rank the whole loss
@@ -208,24 +222,30 @@ def shard_heads_and_rows(model: HybridLM, tp: DeviceMesh) -> None:
 
 
 def tensor_plan(model: HybridLM) -> dict[str, ParallelStyle]:
-    """Module name to style: every parameter that isn't cut over `ep`, and every door."""
+    """Return styles by module name: parameters that `ep` doesn't shard, and activation layouts."""
     arrays: dict[str, dict[str, Array]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         array, (owner, _, leaf) = row_of(model, name), name.rpartition(".")
         if array.dim_on("ep") is None:
             arrays.setdefault(owner, {})[leaf] = array
-    doors = {name: (enter, leave) for name, _, enter, leave in doors_of(model)}
+    layouts = {name: (enter, leave) for name, _, enter, leave in activation_layouts(model)}
     return {
-        name: _style(name, model)(arrays.get(name, {}), *doors.get(name, (None, None)))
-        for name in dict.fromkeys((*arrays, *doors, *model.mixers()))
+        name: _style(name, model)(arrays.get(name, {}), *layouts.get(name, (None, None)))
+        for name in dict.fromkeys((*arrays, *layouts, *model.mixers()))
     }
 
 
 def shard_parameter(module: nn.Module, leaf: str, array: Array, mesh: DeviceMesh) -> None:
-    """Makes a parameter a DTensor on the one axis of `mesh`, and its module read the local part.
+    """Make a parameter a DTensor on the one axis of `mesh`; its module reads the local part.
 
     The gradient of a local part is taken as it comes: of a parameter that every rank has whole it
     is a partial sum, which the accumulation boundary completes once per step.
+
+    Args:
+        module: that owns the parameter.
+        leaf: its name in the module.
+        array: its dims and axes.
+        mesh: of one axis.
     """
     (axis,) = mesh.mesh_dim_names or ("",)
     whole = module._parameters[leaf]
@@ -236,11 +256,11 @@ def shard_parameter(module: nn.Module, leaf: str, array: Array, mesh: DeviceMesh
 
 
 def read_locally(module: nn.Module, leaf: str) -> None:
-    """Makes `module.<leaf>` the local part of that parameter while FSDP2 has it gathered.
+    """Make `module.<leaf>` the local part of that parameter while FSDP2 has it gathered.
 
-    A property on a class made for this one module: the parameter itself stays where everybody
-    who stores, shards, counts or saves looks for it, and outside of a forward, when it lies on a
-    second axis too, it reads as itself.
+    This is a property on a class made for this one module: the parameter itself stays in
+    `_parameters`, where FSDP2, optimizer and checkpoints look for it. Outside of a forward, when it
+    is sharded over a second axis too, it reads as itself.
     """
     kind = type(module)
     if not getattr(kind, "reads_locally", False):
@@ -257,7 +277,7 @@ def read_locally(module: nn.Module, leaf: str) -> None:
 
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that each rank of `tp` has whole, with a gradient that is only a part."""
+    """Return parameters that each rank of `tp` has whole, whose gradients are only partial sums."""
     found = []
     for p in model.parameters():
         if isinstance(p, DTensor):
@@ -282,7 +302,7 @@ def _style(name: str, model: HybridLM) -> type[ShardModule]:
 
 
 def _words(owner: nn.Module, mesh: DeviceMesh) -> VocabularyShard:
-    """Those that this rank has of an unembedding, and how ranks tell each other of theirs."""
+    """Return this rank's words of an unembedding, with the merge of all ranks' statistics."""
     words = owner._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
     group = mesh.get_group()
 
@@ -300,11 +320,11 @@ def _tokens(docs: Documents, rank: int, size: int) -> Documents:
 
 
 def _spread_heads(mixer: SparseAttention, group: dist.ProcessGroup) -> None:
-    """Gives a sparse mixer with some of the heads what it needs of the others, in place.
+    """Give a sparse mixer with some of the heads the sums over all heads that it needs, in place.
 
     Every rank has all of the indexer and all tokens, so all make the same choice and the same
-    gradient, of which each gives its share. What the scores are to resemble, a sum over heads, is
-    added up block by block.
+    gradient, of which each gives its share. The indexer's target, a sum over heads, is added up
+    block by block.
     """
     heads = mixer.config.attention.num_heads
     mixer.inner.heads = HeadShard(heads, partial(all_sum_plain, group=group))

@@ -48,7 +48,7 @@ NO_TORCH = (
     "config/checks/fp8.py",
     "model/sizes.py",
     "model/stages.py",
-    "model/pieces.py",
+    "model/regions.py",
     "data/schedule.py",
     "memory/forms/accumulation.py",
     "memory/estimate.py",

@@ -39,7 +39,7 @@ def run(choice: RecomputeSetup, config: Config, record: GpuRecord) -> Iterator[R
     """Yield figures of one microbatch, forward and backward."""
     device, config = record.device, choice.apply(config)
     fresh(device)
-    trainer = Trainer(config, World(0, 1, device), choice.keeper(config, device))
+    trainer = Trainer(config, World(0, 1, device), choice.build(config, device))
     shape = config.train.device_batch_size, config.data.seq_len
     g = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(config.model.vocab_size, shape, generator=g).to(device)

@@ -43,8 +43,8 @@ class Steps:
     def __init__(self, config: Config, device: torch.device, packed: bool) -> None:
         world = World(0, 1, device)
         self.config, self.device = config, device
-        self.keeper = ActivationCheckpointing(config, device)
-        self.model = build_model(config, world, self.keeper)
+        self.ac = ActivationCheckpointing(config, device)
+        self.model = build_model(config, world, self.ac)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
         number = config.train.grad_accum
@@ -60,7 +60,7 @@ class Steps:
         clip_gradients(self.model, self.config.optim.clip_norm, copies=self.boundary.copies)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.boundary.conclude()
+        self.boundary.finish_step()
 
     def step(self) -> None:
         """Run a whole step of all its microbatches."""
@@ -119,7 +119,7 @@ class CapturedSteps(Steps):
         clip_gradients(self.model, self.config.optim.clip_norm)
         self.optimizer.step()
         self._zero()
-        self.boundary.conclude()
+        self.boundary.finish_step()
 
     def _take(self, batch: Batch) -> None:
         self.batch.ids_BT.copy_(batch.ids_BT, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Allocations of a step, recorded: by operator, by component, of a run or without values.
+"""Records of a step's allocations, by operator and component, in a run or without values.
 
 May import: as checkpointing.
 Start reading: meter.py, then recorder.py.

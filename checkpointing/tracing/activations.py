@@ -1,7 +1,7 @@
-"""What a forward keeps, added up: by kind of block and by tensor, for a model of any depth.
+"""Bytes that a forward saves, added up by kind of block and by tensor, for a model of any depth.
 
-Layers of a kind keep the same, so one of each kind (`one_of_each`) is metered and counted as often
-as the model has it. The last layer stands apart: nothing of it is ever recomputed.
+Layers of a kind save the same tensors, so one layer of each kind (`one_of_each`) is metered and
+counted as often as the model has it. The last layer is apart: it is never recomputed.
 (Activation memory.)
 """
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from checkpointing.tracing.meter import Life, Meter, Phase
+from checkpointing.tracing.meter import Allocation, Meter, Phase
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
 
-Standing = tuple[str, str]  # a part that was metered, and the name of what it stands for
+Standing = tuple[str, str]  # a metered part, and the name of the part that it represents
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors alike: what made them, where below the block, how many, and their bytes together."""
+    """Tensors alike: operator that made them, module below the block, number, bytes together."""
 
     operator: str
     path: str
@@ -51,25 +51,26 @@ class Part:
 
     @property
     def bytes(self) -> int:
+        """Bytes that all layers of the part save."""
         return sum(kept.bytes for kept in self.kept)
 
     def repeated(self, plain: Part) -> int:
-        """FLOPs of the backward beyond those of `plain`, where nothing is recomputed.
+        """FLOPs of the backward beyond those of `plain`, the same part without recomputation.
 
-        Also of what a kernel recomputes by itself, inside its own backward.
+        They include what a kernel recomputes by itself, inside its own backward.
         """
         return self.backward + self.replayed - plain.backward - plain.replayed
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What one microbatch keeps from its forward to its backward, on one rank.
+    """Tensors that one microbatch saves from its forward to its backward, on one rank.
 
     Attributes:
-        parts: in the order in which a token first meets them.
-        weights: what is made of parameters alone: gathered ones, casts.
-        batch: what all layers share: ids, masks and places of documents, the loss.
-        host: what waits in the host's memory; of no part.
+        parts: in the order in which a token passes through them.
+        weights: made of parameters alone: gathered ones, casts.
+        batch: shared by all layers: ids, masks and positions of documents, the loss.
+        host: in the host's memory; of no part.
         forward_peak, backward_peak: most bytes alive at once, without weights and gradients of
             parameters.
     """
@@ -83,23 +84,25 @@ class Activations:
 
     @property
     def bytes(self) -> int:
-        """Of all parts; without `weights` and `batch`."""
+        """Bytes that all parts save; without `weights` and `batch`."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def host_bytes(self) -> int:
+        """Bytes in the host's memory."""
         return sum(kept.bytes for kept in self.host)
 
     def flops(self, phase: Phase) -> int:
+        """FLOPs of all parts in `phase`."""
         return sum(getattr(part, phase) for part in self.parts)
 
     def repeated(self, plain: Activations) -> int:
-        """As `Part.repeated`, of all parts."""
+        """FLOPs of the backward beyond those of `plain`, over all parts (see `Part.repeated`)."""
         own, other = (a.flops("backward") + a.flops("replayed") for a in (self, plain))
         return own - other
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the content as a dict for JSON; sizes in bytes."""
         content = dataclasses.asdict(self)
         for entry, part in zip(content["parts"], self.parts, strict=True):
             entry["bytes"] = part.bytes
@@ -115,13 +118,13 @@ class Activations:
 
 
 def one_of_each(model: ModelConfig) -> ModelConfig:
-    """The same model with one layer of each kind, and the last layer."""
+    """Return `model` with one layer of each kind, followed by its last layer."""
     kinds = layer_kinds(model)
     return with_kinds(model, [*dict.fromkeys(kinds[:-1]), kinds[-1]])
 
 
 def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
-    """For each part of `model`, in order: the part of `traced` that stands for it, and its name.
+    """Return, for each part of `model`, the part of `traced` that represents it, and a name.
 
     `traced` is the model itself or `one_of_each` of it.
     """
@@ -135,22 +138,24 @@ def standing_for(traced: ModelConfig, model: ModelConfig) -> list[Standing]:
 
 
 def activations(meter: Meter, standing: Sequence[Standing]) -> Activations:
-    """A metered forward and backward as those of a model with the parts of `standing`."""
+    """Return a model's activations, whose parts are `standing`, from one metered microbatch."""
     times = Counter(part for part, _ in standing)
-    own: dict[str, list[Life]] = {}
-    weights: list[tuple[Life, int]] = []
-    batch: list[tuple[Life, int]] = []
-    host: list[tuple[Life, int]] = []
-    for life in meter.kept:
-        if life.host:
-            host.append((life, times.get(life.part, 1)))
-        elif life.weight and not life.batch:
-            weights.append((life, times.get(life.part, 1)))
-        elif life.batch or life.part not in times:
-            batch.append((life, 1))
+    own: dict[str, list[Allocation]] = {}
+    weights: list[tuple[Allocation, int]] = []
+    batch: list[tuple[Allocation, int]] = []
+    host: list[tuple[Allocation, int]] = []
+    for alloc in meter.kept:
+        if alloc.host:
+            host.append((alloc, times.get(alloc.part, 1)))
+        elif alloc.weight and not alloc.batch:
+            weights.append((alloc, times.get(alloc.part, 1)))
+        elif alloc.batch or alloc.part not in times:
+            batch.append((alloc, 1))
         else:
-            own.setdefault(life.part, []).append(life)
-    kept_bytes = {part: sum(life.bytes for life in lives) for part, lives in own.items()}
+            own.setdefault(alloc.part, []).append(alloc)
+    kept_bytes = {
+        part: sum(alloc.bytes for alloc in allocations) for part, allocations in own.items()
+    }
     names: dict[str, list[str]] = {}
     for part, name in standing:
         names.setdefault(name, []).append(part)
@@ -164,35 +169,35 @@ def activations(meter: Meter, standing: Sequence[Standing]) -> Activations:
     )
 
 
-def _part(meter: Meter, name: str, parts: Sequence[str], own: dict[str, list[Life]]) -> Part:
+def _part(meter: Meter, name: str, parts: Sequence[str], own: dict[str, list[Allocation]]) -> Part:
     flops: Counter[Phase] = Counter()
     for phase in ("forward", "backward", "replayed"):
         flops[phase] = sum(meter.flops[part, phase] for part in parts)
     return Part(
         name,
         len(parts),
-        _alike((life, 1) for part in parts for life in own.get(part, [])),
+        _alike((alloc, 1) for part in parts for alloc in own.get(part, [])),
         flops["forward"],
         flops["backward"],
         flops["replayed"],
     )
 
 
-def _alike(lives: Iterable[tuple[Life, int]]) -> tuple[Kept, ...]:
-    """Equal ones put together, each as often as it stands for; the largest first."""
+def _alike(allocations: Iterable[tuple[Allocation, int]]) -> tuple[Kept, ...]:
+    """Return equal allocations merged, each counted as often as given; the largest first."""
     found: dict[Any, Kept] = {}
-    for life, times in lives:
-        dtype = str(life.dtype).removeprefix("torch.")
-        key = life.operator, life.path, life.shape, dtype
-        before = found.get(key, Kept(life.operator, life.path, life.shape, dtype, 0, 0))
+    for alloc, times in allocations:
+        dtype = str(alloc.dtype).removeprefix("torch.")
+        key = alloc.operator, alloc.path, alloc.shape, dtype
+        before = found.get(key, Kept(alloc.operator, alloc.path, alloc.shape, dtype, 0, 0))
         found[key] = dataclasses.replace(
-            before, count=before.count + times, bytes=before.bytes + times * life.bytes
+            before, count=before.count + times, bytes=before.bytes + times * alloc.bytes
         )
     return tuple(sorted(found.values(), key=lambda kept: -kept.bytes))
 
 
 def _peak(meter: Meter, standing: Sequence[Standing], kept: dict[str, int], backward: bool) -> int:
-    """Most bytes at once: what all parts before one keep, and the most that it has besides."""
+    """Most bytes at once: those saved by all parts before one, and the most that it has besides."""
     traced = [part for part in dict.fromkeys(part for part, _ in standing)]
     below = dict(zip(traced, accumulate((kept.get(p, 0) for p in traced), initial=0), strict=False))
     most: Counter[str] = Counter()

@@ -1,11 +1,11 @@
-"""One block's forward and backward, recorded for megacpp/memory/block_trace.py.
+"""Record of one block's forward and backward, for megacpp/memory/block_trace.py.
 
     with BlockMeter(model) as meter:
         meter.run(block, x_BTD, docs)
     meter.trace()
 
-(Activation memory.) The gradient that arrives from behind is made when the backward begins, and the
-gradient of the input is handed to nobody: both as in a step, where other blocks make and take them.
+(Activation memory.) The gradient of the output is allocated when the backward begins, and the
+gradient of the input is freed at once: in a step, the neighbouring blocks allocate and free them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from checkpointing.tracing.meter import Life, Meter, _replaced, local_part
+from checkpointing.tracing.meter import Allocation, Meter, _replaced, local_part
 from megacpp.memory.block_trace import BlockTrace, Role
 from megacpp.model.documents import Documents
 
 
 class BlockMeter(Meter):
-    """Meters one block of a model, from its input's arrival to its input's gradient."""
+    """Meter of one block of a model, from its input's arrival to its input's gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, flops=False)
@@ -34,7 +34,7 @@ class BlockMeter(Meter):
         self._gradients: set[int] = set()
         self._shared: set[int] = set()  # made for all layers of the batch
         self._start = 0  # the number that the backward starts from
-        self._result: Life | None = None
+        self._result: Allocation | None = None
         self._remembering = 0
 
     def __enter__(self) -> BlockMeter:
@@ -64,7 +64,7 @@ class BlockMeter(Meter):
             out_BTD = block(_Begin.apply(x_BTD), docs)
         self._result = self._alive.get(id(out_BTD.untyped_storage()))
         end = _End.apply(out_BTD)
-        self._start = id(self.lives[-1])
+        self._start = id(self.allocations[-1])
         self._end_forward()
         self._events_of_forward = len(self._events)
         del out_BTD  # the next block's, as far as this one doesn't keep it
@@ -73,47 +73,47 @@ class BlockMeter(Meter):
     def trace(self) -> BlockTrace:
         """Return the allocations and frees so far."""
         numbers: dict[int, int] = {}
-        lives: list[Life] = []
+        allocations: list[Allocation] = []
         events: list[int] = []
         places = [0]
-        for _, change, life, _ in self._events:
-            if id(life) != self._start:
+        for _, change, alloc, _ in self._events:
+            if id(alloc) != self._start:
                 if change > 0:
-                    numbers[id(life)] = len(lives)
-                    lives.append(life)
-                if id(life) in numbers:
-                    events.append((numbers[id(life)] + 1) * (1 if change > 0 else -1))
+                    numbers[id(alloc)] = len(allocations)
+                    allocations.append(alloc)
+                if id(alloc) in numbers:
+                    events.append((numbers[id(alloc)] + 1) * (1 if change > 0 else -1))
             places.append(len(events))
         forward = places[self._events_of_forward]
         return BlockTrace(
-            tuple(life.bytes for life in lives),
-            tuple(f"{life.path or 'block'}: {life.operator}" for life in lives),
-            "".join(map(self._role, lives)),
+            tuple(alloc.bytes for alloc in allocations),
+            tuple(f"{alloc.path or 'block'}: {alloc.operator}" for alloc in allocations),
+            "".join(map(self._role, allocations)),
             (*_in_order(events[:forward]), *_in_order(events[forward:])),
             forward,
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
         )
 
-    def _role(self, life: Life) -> Role:
-        if id(life) in self._gradients:
+    def _role(self, alloc: Allocation) -> Role:
+        if id(alloc) in self._gradients:
             return "g"
-        if life is self._result:
+        if alloc is self._result:
             return "o"
-        if life.batch or id(life) in self._shared:
+        if alloc.batch or id(alloc) in self._shared:
             return "b"
-        return "w" if life.weight else "t"
+        return "w" if alloc.weight else "t"
 
     def _sum(self, p: nn.Parameter) -> None:
         assert p.grad is not None
-        life = self._alive.get(id(local_part(p.grad).untyped_storage()))
-        if life is not None:
-            self._gradients.add(id(life))
-            self._added[id(life)] = len(self._events)
+        alloc = self._alive.get(id(local_part(p.grad).untyped_storage()))
+        if alloc is not None:
+            self._gradients.add(id(alloc))
+            self._added[id(alloc)] = len(self._events)
 
-    def _bear(self, *args: Any) -> None:
-        super()._bear(*args)
+    def _on_alloc(self, *args: Any) -> None:
+        super()._on_alloc(*args)
         if self._remembering:
-            self._shared.add(id(self.lives[-1]))
+            self._shared.add(id(self.allocations[-1]))
 
     def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
         """Tell apart what documents remember: the first layer makes it for all."""
@@ -142,7 +142,7 @@ def _in_order(events: list[int]) -> Iterator[int]:
 
 
 class _Begin(torch.autograd.Function):
-    """The block in front: it takes the gradient, which is then free."""
+    """Stand-in for the block in front: it takes the gradient, which is then free."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """The block behind: it makes the gradient when its own backward is done."""
+    """Stand-in for the block behind: it allocates the gradient when its own backward is done."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:

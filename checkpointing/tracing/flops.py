@@ -15,7 +15,7 @@ import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our own 
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The fused kernels."""
+    """FLOPs of a fused attention kernel's forward."""
     return sdpa_flop_count(q.shape, *_for_all_heads(q, k, v))
 
 
@@ -24,12 +24,12 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
 
 
 def _for_all_heads(q: Any, k: Any, v: Any) -> Iterator[Sequence[int]]:
-    """Shapes of keys and values as every query head reads them: torch 2.11 counts no groups."""
+    """Return shapes of keys and values as query heads read them: torch 2.11 counts no groups."""
     return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v))
 
 
 def _added_product_flops(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """In place: total += left @ right, of matrices or of batches of them."""
+    """FLOPs of `total += left @ right` in place, of matrices or of batches of them."""
     return 2 * left.numel() * right.shape[-1]
 
 
@@ -53,6 +53,6 @@ OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def formula_of(func: Any) -> Callable[..., int] | None:
-    """FLOPs of an operator from its arguments and `out_val`; None: it has none to speak of."""
+    """Return an operator's FLOPs formula, of its arguments and `out_val`; None: not counted."""
     packet = func._overloadpacket
     return OWN_FORMULAS.get(packet) or flop_registry.get(packet)

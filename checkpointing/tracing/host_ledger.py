@@ -1,10 +1,11 @@
-"""What an Offloader moves, told without moving it: for tensors that have no values.
+"""Offloads counted without moving anything: for tensors that have no values.
 
-    keeper.offloader = ledger = HostLedger.like(keeper.offloader)
+    ac.offloader = ledger = HostLedger.like(ac.offloader)
     with Meter(model, ledger.buffers) as meter: ...
 
-The same tensors leave as with the Offloader, at once: the last ones, which it keeps on the device
-while they are on their way (`window_bytes`), are on the host here. (Activation memory.)
+The same tensors leave as with the Offloader, but at once: the last ones, which the Offloader keeps
+on the device while they are on their way (`window_bytes`), are on the host here. (Activation
+memory.)
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from checkpointing.offload import Offloader
 
 
 class HostLedger(Offloader):
-    """Gives every storage that leaves a twin, which counts as the host's.
+    """Offloader that counts a storage as the host's instead of moving it.
 
     Attributes:
-        held_bytes: of all twins.
+        held_bytes: of all storages on the host.
     """
 
     def __init__(self, min_bytes: int, host_bytes: int, device: torch.device) -> None:
@@ -34,14 +35,20 @@ class HostLedger(Offloader):
 
     @staticmethod
     def like(other: Offloader) -> HostLedger:
+        """Return a ledger with the limits and the device of an offloader."""
         return HostLedger(other.min_bytes, other.memory.host_bytes, other.device)
 
     def buffers(self) -> list[Tensor]:
-        """Memory of the host, as it is now."""
+        """Host memory as it is now, one tensor for each storage."""
         return [twin.host for twin in self._all]
 
     def put(self, t: Tensor, owned: list[dict[str, Any]] | None = None) -> Any:
-        """As `Offloader.put`."""
+        """Return the handle that counts `t` as the host's; None if it stays (see `Offloader.put`).
+
+        Args:
+            t: any shape.
+            owned: parameters of the module that saves `t`.
+        """
         reason = self._stays(t, owned or [])
         if reason:
             return self._stay(reason, t)
@@ -58,7 +65,7 @@ class HostLedger(Offloader):
 
 
 class _Twin:
-    """A storage's bytes on the host, and on the device again while somebody has them there."""
+    """Bytes of a storage on the host, and on the device again while a handle has them there."""
 
     def __init__(self, ledger: HostLedger, t: Tensor) -> None:
         self.ledger, self.num_bytes = ledger, t.untyped_storage().nbytes()
@@ -78,7 +85,7 @@ class _Twin:
 
 
 class _View:
-    """A tensor that waits on the host."""
+    """Handle of a tensor that waits on the host."""
 
     def __init__(self, twin: _Twin, t: Tensor) -> None:
         self.twin, self.dtype = twin, t.dtype

@@ -1,18 +1,19 @@
-"""What a forward keeps for its backward: every storage, from the operator that made it to its end.
+"""Storages that a forward allocates and saves for its backward, each from allocation to free.
 
     with Meter(model) as meter:
         model(ids_BT, labels_BT, docs).loss_sum.backward()
-    meter.kept         # what was alive when the forward had ended
+    meter.kept         # allocations alive when the forward had ended
     meter.flops        # by part of the model and phase
     meter.timeline()   # bytes alive after each operator
 
 (Activation memory.) A storage counts once, however many views it has, and belongs to the part of
-the model whose forward made it: the residual stream between two blocks to the first of them. What
-is made of parameters alone (gathered ones, casts) is `weight`, what hangs on the documents of the
-batch is `batch`; neither depends on which layer came first. What existed before isn't counted.
+the model whose forward made it: the residual stream between two blocks to the first of them. A
+storage made of parameters alone (gathered ones, casts) is a `weight`; one that the documents of the
+batch hold is `batch`; neither depends on which layer came first. Storages that existed before
+aren't counted.
 
 Tensors may be real or fake. A block's backward is the time from the gradient of its result to that
-of its argument; what runs inside a saved-tensor hook meanwhile was run before: it is `replayed`.
+of its argument; operators inside a saved-tensor hook meanwhile ran before: they are `replayed`.
 """
 
 from __future__ import annotations
@@ -48,17 +49,18 @@ Phase = Literal["forward", "backward", "replayed"]
 
 
 @dataclass(eq=False, slots=True)
-class Life:
-    """A storage: who made it, how large it is, from which operator to which it lived.
+class Allocation:
+    """Storage with its maker, its size, and the operators at which it was allocated and freed.
 
     Attributes:
         part: `embed`, `blocks.3`, `norm`, `head`, or empty outside of all of them.
-        path: the module below the part whose forward made it.
+        path: module below the part whose forward made it.
         operator: that made it or, of memory without values, that first wrote into it.
-        born, died: number of the operator; still alive if it never died.
+        shape, dtype: of the first tensor in it; `bytes` of all of it.
+        allocated_at, freed_at: number of the operator; `freed_at` is None while it is alive.
         backward: made in a backward.
         weight: made of parameters alone; None: of nothing yet.
-        batch: kept by the documents of the batch, for all layers.
+        batch: held by the documents of the batch, for all layers.
         host: in the host's memory.
         gradient: of a parameter, when the meter was left.
     """
@@ -69,25 +71,26 @@ class Life:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
-    born: int
+    allocated_at: int
     backward: bool
     weight: bool | None
-    died: int | None = None
+    freed_at: int | None = None
     batch: bool = False
     host: bool = False
     gradient: bool = False
 
 
 class Meter(TorchDispatchMode):
-    """Follows what is made inside of the block, for one forward and its backward.
+    """Follows storages that are made inside of the context, for one forward and its backward.
 
     Args:
-        host: what lies in the host's memory when the forward has ended.
-        flops: count them, too; what counts imports Triton where it is installed.
+        model: its parts and modules name the allocations.
+        host: returns the buffers that lie in the host's memory when the forward has ended.
+        flops: count them, too; the formulas import Triton where it is installed.
 
     Attributes:
-        lives: every storage, in the order of birth.
-        kept: those that were alive when the forward had ended.
+        allocations: every storage, in the order of allocation.
+        kept: copies of those that were alive when the forward had ended.
         flops: of matrix products, by part and phase.
         count: operators so far.
         forward_ended: operators of the forward.
@@ -106,12 +109,12 @@ class Meter(TorchDispatchMode):
             from checkpointing.tracing.flops import formula_of
 
             self._formula_of = formula_of
-        self.lives: list[Life] = []
-        self.kept: list[Life] = []
+        self.allocations: list[Allocation] = []
+        self.kept: list[Allocation] = []
         self.flops: Counter[tuple[str, Phase]] = Counter()
         self.count = self.forward_ended = 0
-        self._events: list[tuple[int, int, Life, str]] = []
-        self._alive: dict[int, Life] = {}
+        self._events: list[tuple[int, int, Allocation, str]] = []
+        self._alive: dict[int, Allocation] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters: dict[int, UntypedStorage] = {}
         self._documents: list[Documents] = []
@@ -125,9 +128,9 @@ class Meter(TorchDispatchMode):
         for p in self.model.parameters():
             storage = local_part(p).untyped_storage()
             self._parameters[id(storage)] = storage
-        # Before and after all other hooks of a module: what they do belongs to it.
+        # Before and after all other hooks of a module, whose work belongs to the module.
         hooks = [register_module_forward_pre_hook(self._enter_module)]
-        # A module without hooks stays one: some do more by hand when nobody looks on.
+        # A module without hooks stays one: some take a faster path when they have none.
         hooks.append(register_module_forward_hook(self._leave_plain, always_call=True))
         for module in self.model.modules():
             if module._forward_hooks:
@@ -146,12 +149,12 @@ class Meter(TorchDispatchMode):
             self._end_forward()
         grads = (local_part(p.grad) for p in self.model.parameters() if p.grad is not None)
         for grad in grads:
-            life = self._alive.get(id(grad.untyped_storage()))
-            if life is not None:
-                life.gradient = True
+            alloc = self._alive.get(id(grad.untyped_storage()))
+            if alloc is not None:
+                alloc.gradient = True
 
     def timeline(self) -> list[tuple[int, int]]:
-        """(operator, bytes alive after it), wherever they change."""
+        """Pairs of operator number and bytes alive after it, wherever the bytes change."""
         found: dict[int, int] = {}
         now = 0
         for index, change, *_ in self._events:
@@ -160,27 +163,31 @@ class Meter(TorchDispatchMode):
         return list(found.items())
 
     def alive_by_part(self, backward: bool) -> Iterator[tuple[str, int]]:
-        """Whose turn it was and the bytes alive, without weights and gradients of parameters."""
+        """Yield running part and bytes alive at each change, without weights and their gradients.
+
+        Args:
+            backward: changes in the backward instead of those in the forward.
+        """
         now = 0
-        for index, change, life, part in self._events:
-            if life.weight or life.gradient or life.batch or life.host:
+        for index, change, alloc, part in self._events:
+            if alloc.weight or alloc.gradient or alloc.batch or alloc.host:
                 continue
             now += change
             if (index > self.forward_ended) == backward:
                 yield part, now
 
     def peak(self, backward: bool) -> tuple[int, int]:
-        """The operator after which most bytes are alive in the forward, or in the backward."""
+        """Operator and bytes of the peak of the forward, or of the backward; (0, 0) without one."""
         inside = [x for x in self.timeline() if (x[0] > self.forward_ended) == backward]
         return max(inside, key=lambda x: x[1], default=(0, 0))
 
-    def alive_at(self, index: int) -> Iterator[tuple[Life, int]]:
-        """Every storage that has bytes after operator `index`, and how many."""
+    def alive_at(self, index: int) -> Iterator[tuple[Allocation, int]]:
+        """Pairs of every storage that has bytes after operator `index`, and the number of bytes."""
         found: dict[int, list[Any]] = {}
-        for when, change, life, _ in self._events:
+        for when, change, alloc, _ in self._events:
             if when <= index:
-                found.setdefault(id(life), [life, 0])[1] += change
-        return ((life, size) for life, size in found.values() if size)
+                found.setdefault(id(alloc), [alloc, 0])[1] += change
+        return ((alloc, size) for alloc, size in found.values() if size)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -209,7 +216,7 @@ class Meter(TorchDispatchMode):
     def _follow(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, back: bool
     ) -> None:
-        """Takes note of what an operator made and wrote."""
+        """Note which storages an operator made and which it wrote."""
         inputs = {id(t.untyped_storage()) for t in tensors_in((args, kwargs))}
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
         changed = set()
@@ -221,63 +228,63 @@ class Meter(TorchDispatchMode):
                     changed.add(key)
                     self._write(self._alive[key], kind, inputs - {key})
             elif key not in inputs:  # else it is older than the meter
-                self._bear(storage, t, kind, inputs, back)
+                self._on_alloc(storage, t, kind, inputs, back)
 
-    def _bear(
+    def _on_alloc(
         self, storage: UntypedStorage, t: Tensor, kind: Kind, inputs: set[int], back: bool
     ) -> None:
         part, path = self._where()
-        life = Life(
+        alloc = Allocation(
             part=self._back if back else part,
             path=path,
             operator=kind.name,
             shape=tuple(t.shape),
             dtype=t.dtype,
             bytes=storage.nbytes(),
-            born=self.count,
+            allocated_at=self.count,
             backward=back,
             weight=None if kind.allocates else self._of_weights(inputs),
         )
-        self.lives.append(life)
+        self.allocations.append(alloc)
         key = id(storage)
-        self._alive[key] = life
-        self._note(life, life.bytes)
-        weakref.finalize(storage, self._bury, key, life)
+        self._alive[key] = alloc
+        self._note(alloc, alloc.bytes)
+        weakref.finalize(storage, self._on_free, key, alloc)
 
-    def _note(self, life: Life, change: int) -> None:
+    def _note(self, alloc: Allocation, change: int) -> None:
         part = self._back if self.forward_ended else self._where()[0]
-        self._events.append((self.count, change, life, part))
+        self._events.append((self.count, change, alloc, part))
 
-    def _write(self, life: Life, kind: Kind, others: set[int]) -> None:
-        """A storage gets values; a sum with something else is no weight any more."""
-        if life.operator in ALLOCATORS:
-            life.operator = kind.name
+    def _write(self, alloc: Allocation, kind: Kind, others: set[int]) -> None:
+        """Note that an operator wrote to a storage; a sum with other than weights is no weight."""
+        if alloc.operator in ALLOCATORS:
+            alloc.operator = kind.name
         made_of = self._of_weights(others)
-        if made_of is not None and life.weight is not False:
-            life.weight = made_of
+        if made_of is not None and alloc.weight is not False:
+            alloc.weight = made_of
 
-    def _bury(self, key: int, life: Life) -> None:
-        if self._alive.get(key) is life:
+    def _on_free(self, key: int, alloc: Allocation) -> None:
+        if self._alive.get(key) is alloc:
             del self._alive[key]
-        life.died = self.count
-        self._note(life, -life.bytes)
+        alloc.freed_at = self.count
+        self._note(alloc, -alloc.bytes)
 
     def _of_weights(self, storages: set[int]) -> bool | None:
-        """All of them are made of parameters; None: there is nothing to tell by."""
+        """Whether all storages are made of parameters; None without storages."""
         if not storages:
             return None
         alive, parameters = self._alive, self._parameters
         return all(alive[key].weight if key in alive else key in parameters for key in storages)
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """FSDP2 frees and fills storages without an operator."""
+        """Follow `resize_`, by which FSDP2 frees and fills storages without an operator."""
 
         def resize_(storage: UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            life = self._alive.get(id(storage))
-            if life is not None and life.bytes != size:
-                self._note(life, size - life.bytes)
-                life.bytes = size
+            alloc = self._alive.get(id(storage))
+            if alloc is not None and alloc.bytes != size:
+                self._note(alloc, size - alloc.bytes)
+                alloc.bytes = size
             return out
 
         return resize_
@@ -286,11 +293,11 @@ class Meter(TorchDispatchMode):
         self.forward_ended = self.count
         shared = set(storages_of(self._documents, set()))
         host = {id(t.untyped_storage()) for t in self.host()}
-        for key, life in self._alive.items():
+        for key, alloc in self._alive.items():
             # An older batch's documents may outlive it: they point at their parts and back.
-            life.batch, life.host = life.batch or key in shared, key in host
+            alloc.batch, alloc.host = alloc.batch or key in shared, key in host
         # As they are now: a storage may be emptied later.
-        self.kept = [dataclasses.replace(life) for life in self._alive.values() if life.bytes]
+        self.kept = [dataclasses.replace(alloc) for alloc in self._alive.values() if alloc.bytes]
         self._documents.clear()
 
     # ---- where and when -----------------------------------------------------------------------
@@ -306,7 +313,7 @@ class Meter(TorchDispatchMode):
         running = self._where()[0]
         # A part may call another, whose work is then its own: tokens further ahead are looked up.
         self._calls.append((running, name) if running not in ("", part) else (part, path))
-        if self._calls[-1][1]:  # below a part: FSDP2 has gathered what it reads by now
+        if self._calls[-1][1]:  # below a part: FSDP2 has gathered its parameters by now
             for p in module.parameters():
                 storage = local_part(p).untyped_storage()
                 self._parameters[id(storage)] = storage
@@ -328,7 +335,7 @@ class Meter(TorchDispatchMode):
         self._back = part
 
     def _unpacking(self, init: Callable[..., None]) -> Callable[..., None]:
-        """What runs to get a saved tensor back is replayed."""
+        """Count operators that run while a saved tensor is unpacked as replayed."""
 
         def watched(
             hooks: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -346,23 +353,26 @@ class Meter(TorchDispatchMode):
 
 
 def in_backward() -> bool:
-    """The autograd engine runs."""
+    """Return whether the autograd engine is running a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def local_part(t: Tensor) -> Tensor:
-    """What this process stores of a tensor; torchao wraps what FSDP2 is to gather in FP8."""
+    """Return the tensor that this process stores of `t`, of its local shape `[...]`.
+
+    torchao wraps the tensors that FSDP2 gathers in FP8; the wrapper is taken off.
+    """
     own = getattr(t, "_local_tensor", t)
     return getattr(own, "_tensor", own)
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a module or parameter belongs to."""
+    """Return the part of the model (`blocks.3`, `head`) that a module or parameter belongs to."""
     return _split(name)[0]
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The part and the module below it; the whole model is none."""
+    """Return the part and the path of the module below it; both empty for the whole model."""
     words = name.split(".")
     own = 2 if words[0] == "blocks" else 1
     part = ".".join(words[:own])
@@ -370,7 +380,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Callable[[], None]:
-    """Puts `around(original)` in the place of a method; returns what puts it back."""
+    """Replace a method by `around(original)`; return the function that restores it."""
     own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, around(original))
     return partial(setattr, owner, name, original) if own else partial(delattr, owner, name)

@@ -1,4 +1,4 @@
-"""What there is to know of an operator, and of the tensors that go in and come out."""
+"""Properties of an operator's schema, and of the tensors that go in and come out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-# They give memory, not values: what fills it says what it is.
+# They return memory, not values; the operator that writes it names the allocation.
 ALLOCATORS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "new_full"),
@@ -21,7 +21,7 @@ ALLOCATORS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What is to know of an operator."""
+    """Properties of an operator: whether it returns views, allocates without values, or writes."""
 
     name: str
     view: bool
@@ -31,6 +31,7 @@ class Kind:
 
 @cache
 def kind_of(func: Any) -> Kind:
+    """Return the properties of an ATen operator, from its schema."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     writes = tuple(
@@ -45,12 +46,12 @@ def kind_of(func: Any) -> Kind:
 
 @cache
 def wraps(kind: type) -> bool:
-    """A subclass around other tensors; a fake tensor is one by itself."""
+    """Return whether a tensor class wraps other tensors; a fake tensor does not."""
     return not issubclass(kind, FakeTensor) and is_traceable_wrapper_subclass_type(kind)
 
 
 def tensors_in(found: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, tuple | list):
@@ -61,7 +62,7 @@ def tensors_in(found: Any) -> Iterator[Tensor]:
 
 
 def storages_of(found: Any, seen: set[int]) -> Iterator[int]:
-    """Storages of all tensors that hang on an object: documents remember what they made."""
+    """Yield the storages of all tensors that an object refers to, memos of documents included."""
     if id(found) in seen:
         return
     seen.add(id(found))

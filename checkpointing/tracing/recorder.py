@@ -1,4 +1,4 @@
-"""Every allocation of a training step, named: parameters, gradients, state, activations, buffers.
+"""Record of a training step's allocations: parameters, gradients, state, activations, buffers.
 
     with Recorder(model) as recorder:   # before anything has memory
         model.to_empty(device="cpu")
@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from checkpointing.tracing.meter import Life, Meter, _replaced, in_backward, local_part, part_of
+from checkpointing.tracing.meter import (
+    Allocation,
+    Meter,
+    _replaced,
+    in_backward,
+    local_part,
+    part_of,
+)
 from checkpointing.tracing.operators import storages_of
 from megacpp.memory.stream import Block, Stream
 from megacpp.model.documents import Documents
@@ -32,10 +39,10 @@ from megacpp.model.pattern import ENTRANCE, EXIT
 
 
 class Recorder(Meter):
-    """Follows a whole step; `begin` forgets when what is already there was made.
+    """Meter of a whole step; `begin` drops the times of storages that exist already.
 
     Attributes:
-        components: of lives, by identity; what has none is told by when it was made.
+        components: of allocations, by identity; others follow from the time of allocation.
         first_alone: blocks of the stream that the first layer of a kind makes for all others.
     """
 
@@ -74,34 +81,34 @@ class Recorder(Meter):
     # ---- what runs ----------------------------------------------------------------------------
 
     def begin(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The step that is asked for starts here."""
+        """Start the recorded step here; name gradients, parameters and optimizer state so far."""
         self._first = len(self._events)
         self._marks.clear()
         self.name_resting(optimizer)
 
     def name_resting(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Parameters, and the optimizer's state as far as there is some."""
+        """Name parameters, buffers, and the optimizer's state as far as it exists."""
         state = optimizer.state if optimizer is not None else {}
         parameters = list(self.model.named_parameters())
         resting = [("optimizer_state", name, state.get(p)) for name, p in parameters]
         resting += [("parameters", *named) for named in parameters]
         resting += [("parameters", *named) for named in self.model.named_buffers()]
-        resting.append(("optimizer_state", "", list(state.values())))  # and what is of no parameter
+        resting.append(("optimizer_state", "", list(state.values())))  # and state of no parameter
         seen: set[int] = set()
         for component, name, found in resting:
             for key in storages_of(_locals(found), set()):
-                life = self._alive.get(key)
-                if life is None or key in seen:
+                alloc = self._alive.get(key)
+                if alloc is None or key in seen:
                     continue
                 seen.add(key)
                 self._name(key, component)
-                life.part = part_of(name)
+                alloc.part = part_of(name)
                 if component == "parameters":
-                    life.weight = True  # so are the casts that autocast makes of them
+                    alloc.weight = True  # so are the casts that autocast makes of them
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A part of the step outside of forward and backward: `clip`, `optimizer`, ..."""
+        """Mark a stage of the step outside of forward and backward: `clip`, `optimizer`, ..."""
         self._stage, before = name, self._stage
         self.mark(name)
         if name == "clip":
@@ -112,96 +119,98 @@ class Recorder(Meter):
             self.note_gradients()
 
     def mark(self, name: str) -> None:
-        """What happens next is of `name`; the same again says nothing new."""
+        """Note that the next events belong to `name`; the same name again adds no mark."""
         if not self._marks or self._marks[-1][1] != name:
             self._marks.append((len(self._events), name))
 
     def note_gradients(self) -> None:
-        """Gradients of parameters, as they are now."""
+        """Name the gradients that parameters have now."""
         for p in self.model.parameters():
             if p.grad is not None:
                 self._name(id(local_part(p.grad).untyped_storage()), "gradients")
 
     def stream(self) -> Stream:
-        """Blocks and events of the step, those that were there before first."""
+        """Blocks and events of the step, those that existed before it first."""
         found = Stream()
         numbers: dict[int, int] = {}
         marks = [(max(0, index - self._first), name) for index, name in self._marks]
         base: dict[int, list[Any]] = {}
-        for _, change, life, _ in self._events[: self._first]:
-            base.setdefault(id(life), [life, 0])[1] += change
-        for life, size in base.values():
+        for _, change, alloc, _ in self._events[: self._first]:
+            base.setdefault(id(alloc), [alloc, 0])[1] += change
+        for alloc, size in base.values():
             if size > 0:
-                numbers[id(life)] = found.allocate(self._block(life, size))
+                numbers[id(alloc)] = found.allocate(self._block(alloc, size))
         ahead = len(found.events)
         places = [0]
-        for _, change, life, _ in self._events[self._first :]:
+        for _, change, alloc, _ in self._events[self._first :]:
             if change > 0:
-                number = numbers[id(life)] = found.allocate(self._block(life, change))
-                if id(life) in self._first_alone:
+                number = numbers[id(alloc)] = found.allocate(self._block(alloc, change))
+                if id(alloc) in self._first_alone:
                     self.first_alone.add(number)
-            elif change < 0 and id(life) in numbers:
-                found.free(numbers.pop(id(life)))
+            elif change < 0 and id(alloc) in numbers:
+                found.free(numbers.pop(id(alloc)))
             places.append(len(found.events) - ahead)
         found.marks = [(ahead + places[min(i, len(places) - 1)], name) for i, name in marks]
         return found
 
     # ---- whose it is --------------------------------------------------------------------------
 
-    def _block(self, life: Life, size: int) -> Block:
-        shape = "x".join(map(str, life.shape)) or "()"
-        name = f"{life.operator} {shape} {str(life.dtype).removeprefix('torch.')}"
-        part = self._of_unit.get(id(life), life.part)
+    def _block(self, alloc: Allocation, size: int) -> Block:
+        shape = "x".join(map(str, alloc.shape)) or "()"
+        name = f"{alloc.operator} {shape} {str(alloc.dtype).removeprefix('torch.')}"
+        part = self._of_unit.get(id(alloc), alloc.part)
         return Block(
             size,
-            self._component(life),
+            self._component(alloc),
             part,
-            f"{life.path}: {name}" if life.path else name,
-            self._stream_of.get(id(life), 0),
+            f"{alloc.path}: {name}" if alloc.path else name,
+            self._stream_of.get(id(alloc), 0),
         )
 
-    def _component(self, life: Life) -> str:
-        if (named := self.components.get(id(life))) is not None:
+    def _component(self, alloc: Allocation) -> str:
+        if (named := self.components.get(id(alloc))) is not None:
             return named
-        if life.batch:
+        if alloc.batch:
             return "batch"
-        if id(life) in self._of_unit or life.weight:
+        if id(alloc) in self._of_unit or alloc.weight:
             return "communication"
-        if id(life) in self._kept:
-            if life.part in (*ENTRANCE, *EXIT):
+        if id(alloc) in self._kept:
+            if alloc.part in (*ENTRANCE, *EXIT):
                 return "head_loss"
-            return "moe_routing" if self._routes(life) else "activations"
+            return "moe_routing" if self._routes(alloc) else "activations"
         return "workspace"
 
-    def _routes(self, life: Life) -> bool:
-        """Made by the router of an E block, or on the way of rows to its experts and back."""
-        if f"{life.part}.mixer.router" not in self._modules:
+    def _routes(self, alloc: Allocation) -> bool:
+        """Whether an E block's router made it, or the way of rows to their experts and back did."""
+        if f"{alloc.part}.mixer.router" not in self._modules:
             return False
-        weights = life.path == "mixer.experts" and len(life.shape) == 1  # of rows in their slots
-        return weights or life.path == "mixer" or life.path.startswith("mixer.router")
+        weights = alloc.path == "mixer.experts" and len(alloc.shape) == 1  # of rows in their slots
+        return weights or alloc.path == "mixer" or alloc.path.startswith("mixer.router")
 
     def _name(self, storage: int, component: str) -> None:
-        life = self._alive.get(storage)
-        if life is not None:
-            self.components[id(life)] = component
+        alloc = self._alive.get(storage)
+        if alloc is not None:
+            self.components[id(alloc)] = component
 
-    def _bear(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
-        super()._bear(storage, t, *rest)
-        life = self.lives[-1]
+    def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+        super()._on_alloc(storage, t, *rest)
+        alloc = self.allocations[-1]
         if (stream := torch.cpu.current_stream()) is not self._computes:
-            self._stream_of[id(life)] = self._streams.setdefault(id(stream), len(self._streams) + 1)
+            self._stream_of[id(alloc)] = self._streams.setdefault(
+                id(stream), len(self._streams) + 1
+            )
         if self._unit:
-            self._of_unit[id(life)] = self._unit
+            self._of_unit[id(alloc)] = self._unit
         if self._remembering:
-            self._first_alone.add(id(life))
+            self._first_alone.add(id(alloc))
         if self._stage in ("clip", "optimizer"):
-            self.components[id(life)] = "muon_transient"
+            self.components[id(alloc)] = "muon_transient"
         elif self._stage == "batch":
-            self.components[id(life)] = "batch"
+            self.components[id(alloc)] = "batch"
 
     def _end_forward(self) -> None:
         super()._end_forward()
-        self._kept |= {id(life) for life in self._alive.values() if not life.backward}
+        self._kept |= {id(alloc) for alloc in self._alive.values() if not alloc.backward}
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         super()._enter_module(module, args)
@@ -219,7 +228,7 @@ class Recorder(Meter):
         self.mark(f"backward {part}")
 
     def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
-        """What the documents of a batch remember is made by the first layer that asks."""
+        """Note the allocations that documents memoize: the first layer that asks makes them."""
 
         def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
             def made() -> Any:
@@ -245,7 +254,7 @@ def _locals(found: Any) -> Any:
 
 
 def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
-    """What FSDP2 makes for a unit belongs to that unit; yields what undoes the watching."""
+    """Attribute allocations of FSDP2 to their unit; yield functions that undo the patches."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
 
     parts: dict[int, str] = {}
@@ -268,7 +277,7 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
                     recorder._name(id(local_part(local_part(grad)).untyped_storage()), "gradients")
 
     def reduces(method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        """A pipeline's schedule has all units reduce their gradients once, at the end."""
+        """Mark the reductions that a pipeline's schedule runs for all units at a step's end."""
         if not in_backward() and recorder._back != "embed":
             recorder.mark("reduce")
         return around(method, group, *args, **kwargs)
@@ -283,7 +292,7 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
             recorder._unit = before
 
     def begins(method: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        """A block's backward begins where its unit gathers, or fetches for the one before."""
+        """Mark a block's backward where its unit gathers, or prefetches for the block before it."""
         own = part(group)
         if own.startswith(("blocks.", "mtp")) and any(
             names.get(id(m)) == own for m in group.modules
@@ -304,7 +313,7 @@ def _watched_units(recorder: Recorder) -> Iterator[Callable[[], None]]:
 
 
 def _blind_to_layouts(recorder: Recorder) -> Callable[[], None]:
-    """DTensor asks fake tensors of whole shapes what an operator gives: no rank has these."""
+    """Ignore the fake tensors of whole shapes that DTensor runs operators on: no rank has them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator as Propagator
 
     name = "_propagate_tensor_meta_non_cached"

@@ -1,4 +1,4 @@
-"""One step of a running trainer, followed: what was there before, and all that it allocates.
+"""Record of one step of a running trainer: storages that existed before, and all allocations.
 
     watch = StepWatch(model, optimizer)
     with watch:
@@ -6,9 +6,9 @@
     watch.stream()      # megacpp/memory/stream.py, as a trace of that step gives it
 
 (Activation memory, and all the rest.) The recorder starts with an empty model; this one is for the
-middle of a run. It takes in what rests (parameters, gradients, state, and the storages that FSDP2
-empties and fills), and finds the optimizer's part of the step by its hooks. It changes no value.
-It counts the memory of the model's device: beside a GPU what waits on the host isn't counted.
+middle of a run. It adopts resting storages (parameters, gradients, optimizer state, and those that
+FSDP2 empties and fills), and finds the optimizer's part of the step by its hooks. It changes no
+value. It counts the memory of the model's device: beside a GPU the host's memory isn't counted.
 Cost: one Python call an operator, about half a step of a small model on a CPU.
 """
 
@@ -23,14 +23,14 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from checkpointing.tracing.meter import Life, local_part, part_of
+from checkpointing.tracing.meter import Allocation, local_part, part_of
 from checkpointing.tracing.operators import tensors_in
 from checkpointing.tracing.recorder import Recorder
 from megacpp.memory.stream import Stream
 
 
 class StepWatch(Recorder):
-    """A recorder of one step that begins when it is entered."""
+    """Recorder of one step that begins when the context is entered."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model)
@@ -51,12 +51,12 @@ class StepWatch(Recorder):
         return self
 
     def stream(self) -> Stream:
-        """Blocks and events from where the watch began until now."""
+        """Blocks and events from the beginning of the watch until now."""
         self.note_gradients()
         return super().stream()
 
     def rest(self) -> dict[str, int]:
-        """Bytes of what outlives a step, by component, as they are now; nothing is followed."""
+        """Bytes that outlive a step, by component, as they are now; nothing is recorded."""
         found: Counter[str] = Counter()
         seen: set[int] = set()
         for component, _, t in resting(self.model, self.optimizer):
@@ -69,25 +69,27 @@ class StepWatch(Recorder):
         return dict(found)
 
     def _adopt(self, component: str, part: str, t: Tensor) -> None:
-        """A storage that is older than the watch."""
+        """Add a storage that is older than the watch."""
         storage = t.untyped_storage()
         if id(storage) in self._alive or t.device.type != self._device:
             return
         weight = component in ("parameters", "communication")
-        life = Life(part, "", "", tuple(t.shape), t.dtype, storage.nbytes(), 0, False, weight)
-        self.lives.append(life)
-        self._alive[id(storage)] = life
-        self._note(life, life.bytes)
-        # Not `finalize`: parameters live on, and would keep every watch for ever.
-        self._ends.append(ref(storage, partial(self._end, id(storage), life)))
+        alloc = Allocation(
+            part, "", "", tuple(t.shape), t.dtype, storage.nbytes(), 0, False, weight
+        )
+        self.allocations.append(alloc)
+        self._alive[id(storage)] = alloc
+        self._note(alloc, alloc.bytes)
+        # Not `finalize`: parameters outlive the watch, and would keep it alive.
+        self._ends.append(ref(storage, partial(self._end, id(storage), alloc)))
         self._name(id(storage), component)
 
-    def _bear(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
+    def _on_alloc(self, storage: UntypedStorage, t: Tensor, *rest: Any) -> None:
         if t.device.type == self._device:
-            super()._bear(storage, t, *rest)
+            super()._on_alloc(storage, t, *rest)
 
-    def _end(self, key: int, life: Life, _: object) -> None:
-        self._bury(key, life)
+    def _end(self, key: int, alloc: Allocation, _: object) -> None:
+        self._on_free(key, alloc)
 
     def _into_optimizer(self, *_: Any) -> None:
         self.note_gradients()
@@ -101,30 +103,30 @@ class StepWatch(Recorder):
 def resting(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(component, part, tensor of this process) of all that outlives a step."""
+    """Yield component, part and local tensor of everything that outlives a step."""
     for name, p in model.named_parameters():
-        for t in pieces(p):
+        for t in stored_tensors(p):
             yield "parameters", part_of(name), t
         if p.grad is not None:
-            yield from (("gradients", part_of(name), t) for t in pieces(p.grad))
+            yield from (("gradients", part_of(name), t) for t in stored_tensors(p.grad))
     for name, buffer in model.named_buffers():
         yield "parameters", part_of(name), local_part(buffer)
     for state in optimizer.state.values():
         for t in tensors_in(state):
-            yield from (("optimizer_state", "", x) for x in pieces(t))
+            yield from (("optimizer_state", "", x) for x in stored_tensors(t))
     for name, module in model.named_modules():
         yield from (("communication", part_of(name), t) for t in _gathered(module))
 
 
-def pieces(t: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that this process stores of one: shards, packed moments."""
+def stored_tensors(t: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that this process stores of `t` `[...]`: shards, packed moments."""
     local = local_part(t)
     names = getattr(local, "__tensor_flatten__", None)
     if names is None or type(local) in (Tensor, nn.Parameter):
         yield local
         return
     for name in names()[0]:
-        yield from pieces(getattr(local, name))
+        yield from stored_tensors(getattr(local, name))
 
 
 def _gathered(module: nn.Module) -> Iterator[Tensor]:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
     from megacpp.memory.forms.activation_share import Share
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 Group = Literal["muon", "adamw", "vector"]
 
 
 def always(model: ModelConfig) -> bool:
-    """True: the parameter exists in every model."""
+    """Return True: the parameter exists in every model."""
     return True
 
 
@@ -139,7 +139,7 @@ class AllocationSettings:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """A kind of block.
+    """Kind of block, as data.
 
     Attributes:
         letter: in pattern strings.
@@ -176,11 +176,11 @@ class BlockKind:
     layouts: tuple[ActivationLayout, ...]
     multiply_adds: Callable[[ModelConfig, int], float]
     allocations: AllocationSettings
-    regions: Callable[[CheckpointingPolicy, ModelConfig], set[Piece]]
+    regions: Callable[[CheckpointingPolicy, ModelConfig], set[Region]]
     whole: str = ""
     last_product: Callable[[ModelConfig], float] = lambda model: 0.0
     replayed: Callable[[Config], float] = lambda config: 0.0
-    region_multiply_adds: Callable[[Piece, ModelConfig, int], float] = lambda *_: 0.0
+    region_multiply_adds: Callable[[Region, ModelConfig, int], float] = lambda region, m, t: 0.0
     recurrent: bool = False
     context: ContextExchange | None = None
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}

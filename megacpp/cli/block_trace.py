@@ -24,7 +24,7 @@ from megacpp.memory.block_trace import BlockRequest, BlockTrace
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 from megacpp.run.precision import compute_dtype
 from parallel.context.layout import ContextLayout
 from parallel.mesh import World
@@ -63,13 +63,13 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
     if world.parallel:
-        from parallel.apply import cut_blocks  # imports FSDP2
+        from parallel.apply import parallelize_blocks  # imports FSDP2
 
-        cut_blocks(model, config, world, balanced=mesh.ep > 1)
+        parallelize_blocks(model, config, world, balanced=mesh.ep > 1)
     set_kernels(model, traced_kernels(config))
     layer = layer_kinds(config.model).index(request.kind)
     again = [request.pieces if i == layer else NOTHING for i in range(config.model.depth)]
-    ActivationCheckpointing(config, pieces=again)(model)
+    ActivationCheckpointing(config, regions=again)(model)
     device, gpu = CPU if faked else META, config.train.device == "cuda"
     values = meta_tensors(world.parallel, gpu)
     if faked:
@@ -99,5 +99,5 @@ def _documents(request: BlockRequest, world: World) -> Documents:
     batch = fake_batch(config)
     if mesh.cp == 1:
         return batch.docs
-    layout = ContextLayout.of(mesh.cp_order, world.coordinate("cp"), mesh.cp)
+    layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), mesh.cp)
     return batch.take(layout.index(config.data.seq_len), layout.per_rank).docs

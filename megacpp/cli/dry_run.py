@@ -98,7 +98,7 @@ def content(config: Config, size: int, rank: int, found: DryRun) -> dict[str, An
         rank: rank that is shown.
         found: result of the dry run.
     """
-    by_rank = found.census.by_rank
+    by_rank = found.shard_bytes.by_rank
     return {
         "preset": config.preset,
         "world": size,
@@ -114,7 +114,7 @@ def content(config: Config, size: int, rank: int, found: DryRun) -> dict[str, An
             "least": min(by_rank.values()),
             "most": max(by_rank.values()),
             "ranks": len(by_rank),
-            "sum_each_element_once": found.census.once,
+            "sum_each_element_once": found.shard_bytes.once,
             "model": found.model_bytes,
             "equal": found.complete,
         },
@@ -139,7 +139,7 @@ def lines(config: Config, size: int, rank: int, found: DryRun) -> list[str]:
         "",
         *_storage(found),
         "",
-        *_census(found),
+        *_shard_bytes(found),
         "",
         *_collectives(config, found),
     ]
@@ -191,8 +191,8 @@ def _storage(found: DryRun) -> list[str]:
     return table(rows)
 
 
-def _census(found: DryRun) -> list[str]:
-    by_rank = found.census.by_rank
+def _shard_bytes(found: DryRun) -> list[str]:
+    by_rank = found.shard_bytes.by_rank
     least, most = min(by_rank.values()), max(by_rank.values())
     verdict = "equal" if found.complete else "NOT EQUAL"
     return [
@@ -200,7 +200,7 @@ def _census(found: DryRun) -> list[str]:
             f"parameters of {len(by_rank)} rank(s): {readable(least)} to {readable(most)} each"
         ),
         *wrapped(
-            f"all ranks, each element once: {found.census.once:,} bytes; the model: "
+            f"all ranks, each element once: {found.shard_bytes.once:,} bytes; the model: "
             f"{found.model_bytes:,} bytes: {verdict}"
         ),
     ]

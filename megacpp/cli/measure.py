@@ -67,14 +67,14 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
     few = replace(config, model=traced, mesh=replace(mesh, pp=1))
     with fake_world(few, size, rank) as world:
         few = replace(few, mesh=replace(few.mesh, reshard=_reshard(few, config, world, standing)))
-        keeper = ActivationCheckpointing(few)
+        ac = ActivationCheckpointing(few)
         if full:  # groups depend on stages, which this model lacks
-            keeper.groups = places_in_groups(config)
-        if keeper.offloader is not None:
-            keeper.offloader = HostLedger.like(keeper.offloader)
-        model = planned_model(few, world, keeper)
+            ac.groups = places_in_groups(config)
+        if ac.offloader is not None:
+            ac.offloader = HostLedger.like(ac.offloader)
+        model = planned_model(few, world, ac)
         with fake_tensors(memory=True):
-            found = activations(run(few, world, model, keeper), standing)
+            found = activations(run(few, world, model, ac), standing)
     if found.host_bytes > config.recompute.offload_host_gib * 2**30 and not full:
         return measure(given, *place, full=True)  # each offload depends on the previous ones
     received = [_received(config, world) for part in stages if not part.first]
@@ -105,14 +105,14 @@ def coordinates(mesh: MeshConfig, size: int, rank: int) -> dict[str, int]:
     return {axis: found[axis] for axis in (*DENSE, "ep")} if size > 1 else {}
 
 
-def run(config: Config, world: World, model: HybridLM, keeper: ActivationCheckpointing) -> Meter:
+def run(config: Config, world: World, model: HybridLM, ac: ActivationCheckpointing) -> Meter:
     """Run one microbatch on fake tensors as the boundary does, and return its meter.
 
     Args:
         config: configuration of the shortened model.
         world: fake world.
         model: planned model.
-        keeper: recomputation of the model.
+        ac: recomputation of the model.
     """
     model.to_empty(device=world.device)
     model.train()
@@ -121,7 +121,7 @@ def run(config: Config, world: World, model: HybridLM, keeper: ActivationCheckpo
         boundary.accumulate([fake_batch(short(config))])
         model.zero_grad()
     batch = fake_batch(config)
-    host = ledger.buffers if isinstance(ledger := keeper.offloader, HostLedger) else tuple
+    host = ledger.buffers if isinstance(ledger := ac.offloader, HostLedger) else tuple
     with Meter(model, host) as meter:
         boundary.accumulate([batch])
     return meter

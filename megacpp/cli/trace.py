@@ -109,7 +109,7 @@ class Trainee:
                 if self.qk_clip is not None:
                     self.qk_clip.clip()
         self.optimizer.zero_grad()
-        boundary.conclude()
+        boundary.finish_step()
 
 
 def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> Stream:
@@ -208,11 +208,11 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
 
 def prepared(config: Config) -> Callable[[HybridLM], None]:
     """Return the function that prepares the blocks of a traced model before they are sharded."""
-    kernels, keeper = traced_kernels(config), ActivationCheckpointing(config)
+    kernels, ac = traced_kernels(config), ActivationCheckpointing(config)
 
     def prepare(model: HybridLM) -> None:
         set_kernels(model, kernels)
-        keeper(model)
+        ac(model)
 
     return prepare
 

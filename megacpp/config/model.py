@@ -20,7 +20,7 @@ from megacpp.config.settings import WIDEST, setting
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A hybrid: `pattern` letters (A M E R G F) tiled to `depth`; `|` marks pipeline cuts."""
+    """Hybrid model: `pattern` letters (A M E R G F) tiled to `depth`; `|` marks pipeline cuts."""
 
     dim: int = setting(256, "Width of the model.", "dims", at_least=1, at_most=1 << 20)
     depth: int = setting(
@@ -53,5 +53,5 @@ class ModelConfig:
 
     @property
     def needs_full_row(self) -> bool:
-        """Something reads tokens of a row beside its own."""
+        """Whether a part of the model reads tokens of a row beside its own."""
         return bool(self.mtp.depths or self.top.loss or self.ngram.heads or self.engram.layers)

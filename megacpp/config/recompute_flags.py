@@ -24,7 +24,7 @@ FULL: Meaning = {
 NONE: Meaning = {
     **{f"recompute.{kind}": "none" for kind in ("ablock", "eblock", "mblock", "gblock", "fblock")},
     "recompute.rblock": "recurrence",
-    **{f"recompute.{piece}": "false" for piece in ("norms", "core_attn", "mlp")},
+    **{f"recompute.{region}": "false" for region in ("norms", "core_attn", "mlp")},
 }
 COMPILED_BUDGET = 0.5  # for compiled blocks with gradient checkpointing but no budget
 

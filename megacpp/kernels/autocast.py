@@ -1,4 +1,4 @@
-"""What autocast makes of a tensor before a matrix product."""
+"""Dtype of a tensor before a matrix product under autocast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives `x`, or None when it leaves it alone."""
+    """Return the dtype that autocast gives `x`, of any shape, or None when it leaves it alone."""
     device = x.device.type
     # Not torch.amp.is_autocast_available: the compiler of torch 2.11 can't look into it. Of the
     # devices that tensors have here only `meta` knows no autocast.

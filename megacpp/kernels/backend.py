@@ -1,4 +1,4 @@
-"""The backend of each hot operation, as the modules of a model have it.
+"""Backends of the hot operations, as the modules of a model have them.
 
 A module that calls a hot operation has a class attribute `kernels: Kernels = PLAIN_KERNELS`, passes
 the name on (`backend=self.kernels.m2rnn`), and the builder sets it on all of them.
@@ -23,12 +23,12 @@ class Kernels:
     cross_entropy: str = "torch"
 
 
-# Of a module that nobody has told otherwise: what runs everywhere.
+# Default of every module: backends that run everywhere.
 PLAIN_KERNELS = Kernels()
 
 
 def set_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Tells every module of a model that has hot operations which backends do them."""
+    """Set the backends on every module of a model that has hot operations."""
     for module in model.modules():
         if isinstance(getattr(type(module), "kernels", None), Kernels):
             module.kernels = kernels  # type: ignore[assignment]

@@ -26,10 +26,16 @@ def causal_conv(
     activation: Activation = "silu",
     dilation: int = 1,
 ) -> Tensor:
-    """y[t] = act(sum_j weight[K-1-j] * x[t - j dilation]) over the tokens of t's own document.
+    """Return act(sum_j weight[K-1-j] * x[t - j dilation]) over the tokens of t's own document.
 
-    Sums in at least fp32 and keeps only `x_BTC` for backward; the output has the dtype of `x_BTC`.
-    `docs=None`: one document per row. The weight is stored as `nn.Conv1d(groups=C)` stores it.
+    Sums in at least fp32 and saves only `x_BTC` for backward.
+
+    Args:
+        x_BTC: inputs; the output has their shape and dtype.
+        weight_C1K: stored as `nn.Conv1d(groups=C)` stores it.
+        docs: documents; None: one per row.
+        activation: act.
+        dilation: tokens from tap to tap.
     """
     num_taps = weight_C1K.shape[-1]
     keep = None if docs is None or docs.whole else reach(docs, num_taps, dilation)
@@ -45,9 +51,14 @@ def causal_conv_step(
     activation: Activation = "silu",
     dilation: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """One token: the output `[B, C]` and the taps (the last K1 inputs) for the next token.
+    """Return the output `[B, C]` of one token, and the taps (the last K1 inputs) for the next.
 
-    A document starts with taps of zeros.
+    Args:
+        x_BC: the token.
+        taps_BCK1: the last K1 = (K - 1) dilation inputs; zeros in front of a document.
+        weight_C1K: stored as `nn.Conv1d(groups=C)` stores it.
+        activation: of the output.
+        dilation: tokens from tap to tap.
     """
     window = torch.cat([taps_BCK1.to(x_BC.dtype), x_BC[..., None]], -1)
     y_BC = (wide(window[..., ::dilation]) * weight_C1K[:, 0]).sum(-1).to(x_BC.dtype)
@@ -61,7 +72,15 @@ def causal_conv_sequential(
     activation: Activation = "silu",
     dilation: int = 1,
 ) -> Tensor:
-    """Reference of `causal_conv`: token by token, with taps that empty where a document starts."""
+    """Return `causal_conv` token by token, with taps that empty where a document starts: reference.
+
+    Args:
+        x_BTC: inputs.
+        weight_C1K: stored as `nn.Conv1d(groups=C)` stores it.
+        docs: documents; None: one per row.
+        activation: of the output.
+        dilation: tokens from tap to tap.
+    """
     B, T, C = x_BTC.shape
     taps_BCK1 = x_BTC.new_zeros(B, C, (weight_C1K.shape[-1] - 1) * dilation)
     ys_BC = []
@@ -74,8 +93,11 @@ def causal_conv_sequential(
 
 
 class _CausalConv(torch.autograd.Function):
-    """K shifted multiply-adds. By hand, because autograd would keep every masked shift of x, and
-    what the activation is taken of: backward adds that up again."""
+    """Convolution by K shifted multiply-adds, with a backward by hand.
+
+    Autograd would save every masked shift of x, and the argument of the activation: the backward
+    adds that up again.
+    """
 
     @staticmethod
     def forward(
@@ -112,12 +134,12 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _taps(weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
-    """The weight in the dtype of the sums, `[K, C]`: channels side by side, as they are in x."""
+    """Return the weight in the dtype of the sums, `[K, C]`: channels side by side, as in x."""
     return weight_C1K[:, 0].t().to(wide(x_BTC[:0]).dtype).contiguous()
 
 
 def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilation: int) -> Tensor:
-    """The convolution before its activation, in the dtype of `x_BTC`."""
+    """Return the convolution before its activation, in the dtype of `x_BTC`."""
     y_BTC = x_BTC * weight_KC[-1]
     for j in range(1, _reach(x_BTC, weight_KC, dilation)):
         lag = j * dilation
@@ -127,7 +149,7 @@ def _summed(x_BTC: Tensor, weight_KC: Tensor, keep: list[Tensor] | None, dilatio
 
 
 def reach(docs: Documents, num_taps: int, dilation: int = 1) -> list[Tensor]:
-    """Per tap of lag j: which tokens t >= j reach back to t - j in their document, [B, T-j, 1]."""
+    """Return for each lag j the tokens t >= j whose document holds t - j, [B, T-j, 1]."""
     lags = range(0, num_taps * dilation, dilation)
     return docs.memo(
         ("causal_conv", num_taps, dilation),

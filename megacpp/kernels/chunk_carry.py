@@ -1,7 +1,7 @@
-"""What goes from chunk to chunk of a row, as one operator however many chunks there are.
+"""Carry from chunk to chunk of a row, as one operator however many chunks there are.
 
-A loop over chunks in the open would be copied into a compiled graph chunk by chunk: at 4,096 tokens
-a Mamba-3 block had thousands of nodes, and took minutes to compile.
+A loop over chunks outside of an operator would be copied into a compiled graph chunk by chunk: at
+4,096 tokens a Mamba-3 block had thousands of nodes, and took minutes to compile.
 
 Legend: B rows, H heads, J chunks of a row, X whatever is carried of a head.
 """
@@ -17,8 +17,14 @@ from torch.autograd.function import once_differentiable
 
 @torch.library.custom_op("megacpp::carry", mutates_args=())
 def carry(added_BHJX: Tensor, keep_BHJ: Tensor, first_BHX: Tensor, backwards: bool) -> Tensor:
-    """All s, `[B, H, J + 1, ...]` in the dtype of `first`: s[0] = first, s[j+1] = keep[j] s[j] +
-    added[j]; `backwards` s[J] = first, s[j] = keep[j] s[j+1] + added[j]. `keep` may broadcast."""
+    """Return all s `[B, H, J + 1, ...]`: s[0] = first, s[j+1] = keep[j] s[j] + added[j].
+
+    Args:
+        added_BHJX: what each chunk adds.
+        keep_BHJ: factor of each chunk; may broadcast.
+        first_BHX: state that enters; s has its dtype.
+        backwards: s[J] = first, s[j] = keep[j] s[j+1] + added[j].
+    """
     B, H, J, *rest = added_BHJX.shape
     s = first_BHX.new_empty(B, H, J + 1, *rest)
     from_, to, order = (1, 0, reversed(range(J))) if backwards else (0, 1, range(J))
@@ -37,7 +43,7 @@ def _(added_BHJX: Tensor, keep_BHJ: Tensor, first_BHX: Tensor, backwards: bool) 
 
 
 def carried_sum(total_BHJA: Tensor, passes_BJ: Tensor, first_BHA: Tensor | None) -> Tensor:
-    """What enters each chunk, when chunk j adds `total` to whatever `passes` through it.
+    """Return the sum that enters each chunk, when chunk j adds `total` to what `passes` through it.
 
     In fp64: the angle of a long document grows to thousands of radians, and only its remainder
     modulo 2 pi matters.
@@ -64,5 +70,5 @@ class _CarriedSum(torch.autograd.Function):
 
 
 def _kept(passes_BJ: Tensor) -> Tensor:
-    """What carries over, 1 or 0, `[B, 1, J - 1]`: the last chunk is in front of none."""
+    """Return 1 where a sum carries over, else 0, `[B, 1, J - 1]`: the last chunk precedes none."""
     return passes_BJ[:, None, :-1].double()

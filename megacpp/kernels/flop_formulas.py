@@ -1,6 +1,6 @@
 """FLOPs of our own operators, registered for `torch.utils.flop_counter.FlopCounterMode`.
 
-FlopCounterMode doesn't see what an operator does inside. Whoever counts imports this file; training
+FlopCounterMode doesn't see the inside of an operator. Code that counts imports this file; training
 doesn't, because `torch.utils.flop_counter` imports Triton where it is installed.
 """
 
@@ -52,6 +52,6 @@ def _m2rnn_backward(
     _dy: Any, _dfinal: Any, _q: Any, k: torch.Size, v: torch.Size, _f: Any, _w: Any, _initial: Any,
     _starts: Any, _index: Any, kept: Sequence[torch.Size], num_heads: int, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Twice forward's, the states again if they weren't kept, and q h is not made again."""
+    """FLOPs of twice the forward, and of the states again if they weren't saved, without q h."""
     states = 2 * v[0] * v[1] * num_heads * k[3] * v[3]
     return 2 * _m2rnn_products(k, v, num_heads) + states * (1 + (v[3] if len(kept) == 1 else 0))

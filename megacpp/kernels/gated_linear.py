@@ -1,7 +1,7 @@
-"""The second half of a feed-forward, w2 h with h = silu(gate) * up or relu(gate)^2, without h.
+"""Second half of a feed-forward, w2 h with h = silu(gate) * up or relu(gate)^2, without saving h.
 
-Backward rebuilds h from gate and up, the only two things of hidden width that are kept: autograd
-alone would keep silu(gate) and h as well, twice as much.
+The backward computes h again from gate and up, the only two saved activations of hidden width:
+autograd alone would save silu(gate) and h as well, twice as much.
 
 Legend: F hidden, D out; tensors are `(..., F)` and `(..., D)`.
 """
@@ -19,17 +19,27 @@ from megacpp.kernels.wanted import needs_input_grad_now
 
 
 def gated(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up (SwiGLU), or relu(gate)^2 where there is no `up`; keeps its arguments."""
+    """Return silu(gate) * up (SwiGLU), or relu(gate)^2 where there is no `up`; saves its arguments.
+
+    Args:
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+    """
     if torch.compiler.is_compiling():
         return gated_product(gate, up)
     return _Gated.apply(gate, up)  # type: ignore[return-value]
 
 
 def gated_linear(w_DF: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """`F.linear(gated_product(gate, up), w_DF)`, bit for bit; keeps its three arguments.
+    """Return `F.linear(gated_product(gate, up), w_DF)`, bit for bit; saves its three arguments.
 
     Under autocast the product and the weight are cast as `F.linear` casts them, and again in
-    backward: no copy is kept.
+    backward: no copy is saved.
+
+    Args:
+        w_DF: weight.
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
     """
     if torch.compiler.is_compiling():
         return F.linear(gated_product(gate, up), w_DF)
@@ -37,21 +47,32 @@ def gated_linear(w_DF: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor
 
 
 def gated_product(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The definition of `gated`."""
+    """Return the definition of `gated`, in torch's operators.
+
+    Args:
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+    """
     return F.relu(gate).square() if up is None else F.silu(gate) * up
 
 
 def gated_gradients(
     dh: Tensor, gate: Tensor, up: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate and up from that of their product, in autograd's own order of rounding."""
+    """Return the gradients of gate and up, in autograd's own order of rounding.
+
+    Args:
+        dh: gradient of their product, `[..., F]`.
+        gate: `[..., F]`.
+        up: `[..., F]`, or None.
+    """
     return _gradients(dh, F.relu(gate) if up is None else F.silu(gate), gate, up)
 
 
 def _gradients(
     dh: Tensor, active: Tensor, gate: Tensor, up: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`gated_gradients` with relu(gate) or silu(gate) at hand, whose memory is used up."""
+    """Return `gated_gradients`, given relu(gate) or silu(gate), whose memory is reused."""
     if up is None:
         return torch.ops.aten.threshold_backward((2.0 * active).mul_(dh), active, 0.0), None
     return torch.ops.aten.silu_backward(dh * up, gate), active.mul_(dh)
@@ -70,7 +91,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """dw2 = dy^T h, dh = dy w2; the product h is never alive together with its gradient."""
+    """Product w2 h with dw2 = dy^T h, dh = dy w2; h is never alive together with its gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What a run has under it: device, numbers, packages; no torch import here."""
+"""Host of a run: device, dtype, packages; no torch import here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Host:
-    """What a run has under it.
+    """Device, dtype and packages of a run.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -33,7 +33,7 @@ class Host:
 
 
 def installed() -> dict[str, str]:
-    """Versions of what is installed of `PACKAGES`."""
+    """Versions of the installed packages among `PACKAGES`."""
     found = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""How much of a memory a residual stream takes: a gate from how well its key meets the stream.
+"""Gate of a memory in a residual stream: from how well its key matches the stream.
 
 Legend: tensors are `(..., D)` or `(..., S, D)`: S residual streams, D model.
 """
@@ -20,13 +20,20 @@ LEAST = 1e-6  # of |s| under the root, whose slope would grow without bound
 def memory_gate(
     key_SD: Tensor, value_D: Tensor, x_SD: Tensor, key_norm_SD: Tensor, x_norm_SD: Tensor
 ) -> Tensor:
-    """gate * value, `(..., S, D)` in the dtype of `value_D`: one value for all streams.
+    """Return gate * value, `[..., S, D]` in the dtype of `value_D`: one value for all streams.
 
         s = <RMS(key), RMS(x)> / sqrt(D)      gate = sigmoid(sgn(s) sqrt(max(|s|, 1e-6)))
 
-    Each norm has a weight per stream, and the eps of the source: that of the numbers themselves
-    (`nn.RMSNorm`'s default), here at least fp32. Computed in at least fp32; keeps key, value and x
+    Each norm has a weight per stream, and the eps of the source: that of the dtype
+    (`nn.RMSNorm`'s default), here at least fp32. Computed in at least fp32; saves key, value and x
     as they are for backward, and three numbers per token and stream.
+
+    Args:
+        key_SD: key of each stream.
+        value_D: value.
+        x_SD: residual streams.
+        key_norm_SD: weights of the keys' norm.
+        x_norm_SD: weights of the streams' norm.
     """
     return _MemoryGate.apply(  # type: ignore[return-value]
         key_SD, value_D, x_SD, key_norm_SD, x_norm_SD
@@ -36,7 +43,15 @@ def memory_gate(
 def memory_gate_reference(
     key_SD: Tensor, value_D: Tensor, x_SD: Tensor, key_norm_SD: Tensor, x_norm_SD: Tensor
 ) -> Tensor:
-    """The definition of `memory_gate`, in torch's own operators."""
+    """Return `memory_gate` by torch's own operators: the definition.
+
+    Args:
+        key_SD: key of each stream.
+        value_D: value.
+        x_SD: residual streams.
+        key_norm_SD: weights of the keys' norm.
+        x_norm_SD: weights of the streams' norm.
+    """
     key, x = (wide(t) for t in (key_SD, x_SD))
     width, eps = key.shape[-1], torch.finfo(key.dtype).eps
     key = key * torch.rsqrt(key.square().mean(-1, keepdim=True) + eps) * key_norm_SD
@@ -47,8 +62,9 @@ def memory_gate_reference(
 
 
 class _MemoryGate(torch.autograd.Function):
-    """With unit vectors k and x of mean square 1 and w the product of both norms' weights:
+    """Gate with a backward by hand.
 
+    With unit vectors k and x of mean square 1 and w the product of both norms' weights:
     ds/dk = x w / sqrt(D), and through the norm dkey = ds rstd (x w / sqrt(D) - k s / D).
     """
 
@@ -87,13 +103,13 @@ def _rstd(x: Tensor) -> Tensor:
 
 
 def _meet(key: Tensor, key_rstd: Tensor, x: Tensor, x_rstd: Tensor, weight: Tensor) -> Tensor:
-    """<RMS(key), RMS(x)> / sqrt(D), `(..., S, 1)`."""
+    """Return <RMS(key), RMS(x)> / sqrt(D), `[..., S, 1]`."""
     units = (wide(key) * key_rstd).mul_(wide(x) * x_rstd)
     return units.mul_(weight).sum(-1, keepdim=True).div_(math.sqrt(key.shape[-1]))
 
 
 def _gate(s: Tensor) -> tuple[Tensor, Tensor]:
-    """The gate, and its slope by s: none where |s| is held at LEAST."""
+    """Return the gate, and its slope by s: none where |s| is held at LEAST."""
     root = s.abs().clamp_min(LEAST).sqrt()
     gate = torch.sigmoid(s.sign() * root)
     slope = gate * (1.0 - gate) / (2.0 * root)

@@ -1,4 +1,4 @@
-"""Output gates of the recurrent mixers, which keep what they are given and nothing wider.
+"""Output gates of the recurrent mixers, which save their arguments and nothing wider.
 
 Plain autograd would keep the gate in fp32 before and after its SiLU, and both factors of every
 product. Backward works them out again from the narrow tensors: a few elementwise passes.
@@ -27,9 +27,19 @@ def gated_ranks(
     norm_eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
+    """Return the sum over ranks of norm(y) silu(z mimo_z) mimo_o, `[B, T, H, P]` in `dtype`.
 
-    What is None is left out; computed in at least fp32. Keeps y and z as they are for backward.
+    Tensors that are None are left out; computed in at least fp32. Saves y and z as they are for
+    backward.
+
+    Args:
+        y_BTHRP: outputs of the ranks.
+        z_BTHP: gate.
+        norm_HP: weight of the norm.
+        mimo_z_HRP: gate weights of the ranks.
+        mimo_o_HRP: output weights of the ranks.
+        norm_eps: added to the mean square.
+        dtype: of the result.
     """
     return _GatedRanks.apply(  # type: ignore[return-value]
         y_BTHRP, z_BTHP, norm_HP, mimo_z_HRP, mimo_o_HRP, norm_eps, dtype
@@ -37,9 +47,13 @@ def gated_ranks(
 
 
 def gated_residual(y_NV: Tensor, v_NV: Tensor, D_NV: Tensor, g_X: Tensor) -> Tensor:
-    """(y + v D) silu(g), `[..., N V]` in at least fp32, from y and v `[..., N, V]`.
+    """Return (y + v D) silu(g), `[..., N V]` in at least fp32; saves y, v and g for backward.
 
-    Keeps y, v and g as they are for backward.
+    Args:
+        y_NV: `[..., N, V]`.
+        v_NV: `[..., N, V]`.
+        D_NV: skip weights.
+        g_X: gate, `[..., N V]`.
     """
     return _GatedResidual.apply(y_NV, v_NV, D_NV, g_X)  # type: ignore[return-value]
 
@@ -83,8 +97,8 @@ class _GatedRanks(torch.autograd.Function):
         if mimo_o_HRP is not None:
             dmimo_o = (product if silu is None else product * silu).sum((0, 1))
             product, dout_BTHRP = product.mul_(mimo_o_HRP), dout_BTHRP * mimo_o_HRP
-        # Of y, in its layout, that of the chunks, where the scan's backward reads it.
-        if torch.compiler.is_compiling():  # which chooses layouts by itself, and knows no `out`
+        # The gradient of y has y's layout, that of the chunks, for the scan's backward.
+        if torch.compiler.is_compiling():  # which chooses layouts itself, and doesn't support `out`
             dx_BTHRP = dout_BTHRP * (1.0 if silu is None else silu)
         else:
             dx_BTHRP = torch.empty_like(y_BTHRP)
@@ -118,13 +132,13 @@ class _GatedResidual(torch.autograd.Function):
 
 
 def _gate(z_BTHP: Tensor, mimo_z_HRP: Tensor | None) -> Tensor:
-    """What silu is taken of, for each rank, `[B, T, H, R, P]`."""
+    """Return the argument of silu for each rank, `[B, T, H, R, P]`."""
     z_BTH1P = z_BTHP[..., None, :]
     return wide(z_BTH1P if mimo_z_HRP is None else z_BTH1P * mimo_z_HRP)
 
 
 def _normed(y_BTHRP: Tensor, norm_HP: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
-    """RMSNorm over P with a weight per head, and 1 / rms."""
+    """Return the RMSNorm over P with a weight per head, and 1 / rms."""
     if norm_HP is None:
         return y_BTHRP, None
     rstd_BTHR1 = y_BTHRP.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

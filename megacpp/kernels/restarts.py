@@ -1,4 +1,4 @@
-"""Where a recurrent state restarts in a batch of packed documents, forward and backward.
+"""Restarts of a recurrent state in a batch of packed documents, forward and backward.
 
 Legend: B rows, T tokens of a row, N heads, K key, V value, S sequences: runs of tokens that share
 a state, one per document, in the order of the flattened batch.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The sequences of a batch `[B, T]`; the first token of a row always starts one."""
+    """Sequences of a batch `[B, T]`; the first token of a row always starts one."""
 
     starts_BT: Tensor  # bool
     index_BT: Tensor  # int64: the sequence of each token
@@ -28,10 +28,11 @@ class Sequences:
 
     @property
     def ends_BT(self) -> Tensor:
+        """Whether each token ends a sequence."""
         return F.pad(self.starts_BT[:, 1:], (0, 1), value=True)
 
     def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
-        """The state before token t: rows that start a sequence there leave theirs behind."""
+        """Return the state before token t: initial in rows that start a sequence there."""
         # where, not a product: a NaN of another document times zero would still be a NaN.
         starts_B11 = self.starts_BT[:, t, None, None]
         if initial_SNKV is None:
@@ -42,7 +43,14 @@ class Sequences:
     def leave(
         self, dh_NBKV: Tensor, dinitial_SNKV: Tensor | None, dfinal_SNKV: Tensor | None, t: int
     ) -> Tensor:
-        """Gradient of the state after token t - 1, from that of the state before token t."""
+        """Return the gradient of the state after token t - 1, from that of the state before t.
+
+        Args:
+            dh_NBKV: gradient of the state before token t.
+            dinitial_SNKV: gradient of the initial states, to which restarting rows add; None: none.
+            dfinal_SNKV: gradient of the final states; None: zeros.
+            t: token.
+        """
         starts_B11 = self.starts_BT[:, t, None, None]
         if dinitial_SNKV is not None:
             begun_NBKV = torch.where(starts_B11, dh_NBKV, 0.0)
@@ -54,7 +62,7 @@ class Sequences:
 
 
 def sequences_of(docs: Documents | None, like_BTNV: Tensor) -> Sequences:
-    """The sequences of a batch; with documents, made once for all layers."""
+    """Return the sequences of a batch; with documents, made once for all layers."""
     (B, T), device = like_BTNV.shape[:2], like_BTNV.device
     if docs is None or docs.whole:
         starts_T = torch.arange(T, device=device) == 0

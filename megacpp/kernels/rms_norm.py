@@ -1,4 +1,4 @@
-"""RMSNorm that keeps its input as it came and one number per row for backward.
+"""RMSNorm that saves its input as it came and one number per row for backward.
 
 Legend: D normed width; tensors are `(..., D)`, one row per leading index.
 """
@@ -17,11 +17,16 @@ from megacpp.model.fp32 import wide
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight in fp32 or wider (arXiv 1910.07467), in the dtype of `x`.
+    """Return x / rms(x) * weight in the dtype of `x`, computed in fp32 or wider (arXiv 1910.07467).
 
-    Autograd alone would keep x and x / rms(x) in fp32, four times as much in bf16. The compiler
-    chooses by itself what it keeps. Under autocast the result has its dtype: each linear layer that
-    reads it would make and keep a copy of its own.
+    Autograd alone would save x and x / rms(x) in fp32, four times as much in bf16. The compiler
+    chooses by itself what it saves. Under autocast the result has its dtype: each linear layer that
+    reads it would make and save a copy of its own.
+
+    Args:
+        x: `[..., D]`.
+        weight_D: factors.
+        eps: added to the mean square.
     """
     dtype = autocast_dtype(x) or x.dtype
     if torch.compiler.is_compiling():
@@ -32,12 +37,19 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rms_norm_reference(
     x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The definition of `rms_norm`, in torch's own operator."""
+    """Return `rms_norm` by torch's own operator: the definition.
+
+    Args:
+        x: `[..., D]`.
+        weight_D: factors.
+        eps: added to the mean square.
+        dtype: of the result; None: that of x.
+    """
     return F.rms_norm(wide(x), weight_D.shape, weight_D, eps).to(dtype or x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
+    """RMSNorm with n = x / rms: dw = sum dy n and dx = (dy w - n mean(dy w n)) / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -60,7 +72,7 @@ class _RMSNorm(torch.autograd.Function):
 def _fused_gradients(
     dy: Tensor, x: Tensor, weight_D: Tensor, rstd: Tensor, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """torch's kernel, which exists on CUDA only."""
+    """Return the gradients by torch's kernel, which exists on CUDA only."""
     dx, dw_D = torch.ops.aten._fused_rms_norm_backward(
         dy, x, weight_D.shape, rstd, weight_D, needed
     )
@@ -70,7 +82,7 @@ def _fused_gradients(
 def _gradients(
     dy: Tensor, x: Tensor, weight_D: Tensor, rstd: Tensor, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The formula; on a CPU 1 to 5 times as fast as autograd's way through the operators."""
+    """Return the gradients by formula; on a CPU 1 to 5 times as fast as autograd's operators."""
     normed = x * rstd
     product, dx, dw_D = dy * normed, None, None
     if needed[1]:

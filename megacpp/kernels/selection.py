@@ -1,9 +1,9 @@
-"""Which code does each hot operation on a host, and why; no torch import here.
+"""Selection of the code for each hot operation on a host, with its reason; no torch import here.
 
-An operation has backends by name, in the order in which `auto` takes them: the first that nothing
-speaks against. A backend that is asked for by name (`--kernels.m2rnn triton`) and can't run is an
-error, never replaced by another. What speaks against each is in megacpp/kernels/support.py; what
-they are is in megacpp/kernels/.
+An operation has backends by name, in the order in which `auto` tries them: it takes the first that
+can run. A backend that is asked for by name (`--kernels.m2rnn triton`) and can't run is an error,
+never replaced by another. Reasons why a backend can't run are in megacpp/kernels/support.py; the
+backends are in megacpp/kernels/.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ Support = Callable[[Config, Host], str | None]
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to do an operation.
+    """Implementation of an operation.
 
     Attributes:
+        name: in settings.
+        what: description, for tables.
+        unsupported_reason: why it can't run; None: it can.
         by_itself: `auto` may take it. The definitions that others are tested against it may not.
     """
 
@@ -52,22 +55,24 @@ class Backend:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done, the kinds of block that do it (empty: every model), and the ways to do it."""
+    """Hot operation: description, letters of blocks that run it (empty: every model), backends."""
 
     what: str
     letters: str
     backends: tuple[Backend, ...]
 
     def backend(self, name: str) -> Backend:
-        """The backend of that name."""
+        """Return the backend of that name."""
         return next(b for b in self.backends if b.name == name)
 
 
 @dataclass(frozen=True)
 class BackendSelection:
-    """What does an operation in a run.
+    """Backend of an operation in a run.
 
     Attributes:
+        operation: its name.
+        backend: name of the selected one.
         asked: the setting: a backend's name, or `auto`.
         passed_over: of backends that `auto` would rather have taken, why they can't run.
     """
@@ -79,7 +84,7 @@ class BackendSelection:
 
     @property
     def reason(self) -> str:
-        """`asked for by name`, or what speaks against the others."""
+        """Return `asked for by name`, or why backends that `auto` prefers can't run."""
         if self.asked != "auto":
             return "asked for by name"
         unsupported = "; ".join(f"{name}: {why}" for name, why in self.passed_over.items())
@@ -87,7 +92,7 @@ class BackendSelection:
 
     @property
     def taken(self) -> str:
-        """`torch (auto; triton: needs a GPU)`."""
+        """Return the backend and the reason, such as `torch (auto; triton: needs a GPU)`."""
         return f"{self.backend} ({self.reason})"
 
 
@@ -157,7 +162,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def choose(config: Config, host: Host) -> dict[str, BackendSelection]:
-    """The backend of every operation that the model has.
+    """Select the backend of every operation that the model has.
 
     Raises:
         ConfigError: a backend that is asked for by name can't run here.
@@ -165,7 +170,7 @@ def choose(config: Config, host: Host) -> dict[str, BackendSelection]:
     letters = set(block_letters(config.model.pattern, config.model.depth))
     if config.model.mtp.depths:
         letters |= {"A"}  # its blocks attend
-    found = {}
+    found: dict[str, BackendSelection] = {}
     for name, operation in OPERATIONS.items():
         if not operation.letters or letters & set(operation.letters):
             found[name] = _choice(name, operation, config, host)
@@ -179,7 +184,7 @@ def _choice(name: str, operation: Operation, config: Config, host: Host) -> Back
         if unsupported:
             raise refused(name, asked, unsupported)
         return BackendSelection(name, asked, asked, {})
-    passed_over = {}
+    passed_over: dict[str, str] = {}
     for backend in operation.backends:
         if backend.by_itself:
             unsupported = backend.unsupported_reason(config, host)
@@ -190,9 +195,9 @@ def _choice(name: str, operation: Operation, config: Config, host: Host) -> Back
 
 
 def plain_loss(found: Mapping[str, BackendSelection], host: Host) -> str | None:
-    """What a run is warned of: a GPU for whose head there is no kernel; None: nothing.
+    """Return a warning if the run's GPU has no kernel for the head; None: it has one.
 
-    On a CPU the torch form is the one there is, and who asks for it by name knows.
+    On a CPU the torch form is the only one, and a run that asks for it by name isn't warned.
     """
     choice = found["cross_entropy"]
     if host.device == "cpu" or choice.asked != "auto" or choice.backend != "torch":
@@ -204,14 +209,14 @@ def plain_loss(found: Mapping[str, BackendSelection], host: Host) -> str | None:
 
 
 def refused(operation: str, backend: str, why: str) -> ConfigError:
-    """The error of a backend that was asked for by name."""
+    """Return the error of a backend that was asked for by name."""
     return config_error(
         f"kernels.{operation}", backend, why, f"use kernels.{operation}=auto, or mend that"
     )
 
 
 def kernel_rules(config: Config) -> Iterator[ConfigError]:
-    """Named backends that can't run, as far as a configuration and what is installed can tell."""
+    """Yield errors of named backends that the configuration or the installed packages rule out."""
     device = "cpu" if config.train.device == "cpu" else "cuda"
     host = replace(planned_host(config, device), packages=installed())
     for name in (f.name for f in fields(KernelsConfig)):
@@ -223,7 +228,7 @@ def kernel_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def planned_host(config: Config, device: str) -> Host:
-    """A host that nobody has looked at: a CPU, or some GPU with what torch's own builds bring.
+    """Return a host for plans: a CPU, or a GPU of any kind with the packages of torch's builds.
 
     Plans must not depend on what is installed where they are made.
     """
@@ -234,7 +239,7 @@ def planned_host(config: Config, device: str) -> Host:
 
 
 def planned_kernels(config: Config, device: str) -> KernelsConfig:
-    """`auto` settled as on a host that nobody has looked at; names stay as they are."""
+    """Return backends with `auto` resolved for `planned_host`; named backends stay as they are."""
     found = choose(replace(config, kernels=KernelsConfig()), planned_host(config, device))
     free = {n: c.backend for n, c in found.items() if getattr(config.kernels, n) == "auto"}
     return replace(config.kernels, **free)

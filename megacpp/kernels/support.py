@@ -1,7 +1,7 @@
-"""What speaks against a backend for a configuration on a host; no torch import here.
+"""Reasons why a configuration can't use a backend on a host; no torch import here.
 
-A refusal returns the reason why its backend can't do its operation, or None: it can. It is asked
-with a configuration whose other rules hold.
+Each function returns why its backend can't do its operation, or None: it can. It is called with a
+configuration whose other rules hold.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ CAPABILITY = (8, 0)  # the oldest GPU
 
 
 def always(config: Config, host: Host) -> None:
-    """Nothing speaks against it: plain torch, on any device, cut in any way."""
+    """Return None: plain torch runs on any device and mesh."""
 
 
 def whole_rows(config: Config, host: Host) -> str | None:
-    """Definitions that know rows as a whole."""
+    """Return why a definition that needs whole rows can't run; None: it can."""
     if config.mesh.cp > 1:
         return f"needs whole rows on a rank (mesh.cp={config.mesh.cp})"
     return None
 
 
 def whole_vocabulary(config: Config, host: Host) -> str | None:
-    """A definition that makes the logits of all words."""
+    """Return why a definition that makes the logits of all words can't run; None: it can."""
     if config.mesh.tp > 1:
         return f"needs the whole vocabulary on a rank (mesh.tp={config.mesh.tp})"
     return None
 
 
 def triton_kernels(config: Config, host: Host) -> str | None:
-    """Triton kernels that are compiled where they run, for any GPU with bf16 in its hardware."""
+    """Return why Triton kernels, compiled for any GPU with bf16, can't run; None: they can."""
     return old_gpu(host) or old_triton(host)
 
 
 def experts_triton(config: Config, host: Host) -> str | None:
-    """Kernels between the products of the experts, in fp32 inside."""
+    """Return why Triton kernels between the experts' products can't run; None: they can."""
     return triton_kernels(config, host) or wide_numbers(host)
 
 
 def wide_numbers(host: Host) -> str | None:
-    """Kernels with fp32 inside."""
+    """Return why kernels with fp32 inside can't run; None: they can."""
     return "computes in fp32 (precision.dtype=fp64)" if host.dtype == "fp64" else None
 
 
 def old_gpu(host: Host) -> str | None:
-    """No GPU, or one without bf16."""
+    """Return that a host has no GPU, or one without bf16; None: it has one."""
     if host.device != "cuda":
         return "needs a GPU"
     if host.capability is not None and host.capability < CAPABILITY:
@@ -59,7 +59,7 @@ def old_gpu(host: Host) -> str | None:
 
 
 def old_triton(host: Host) -> str | None:
-    """No Triton, or one that our kernels don't know."""
+    """Return that a host has no Triton, or an older one than our kernels need; None: it has one."""
     found = host.packages.get("triton")
     if found is None or version(found) < TRITON:
         return f"needs triton {dotted(TRITON)} (installed: {found or 'none'})"
@@ -67,10 +67,10 @@ def old_triton(host: Host) -> str | None:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version: (3, 6) of `3.6.0+git12ab`."""
+    """Return the first two numbers of a version: (3, 6) of `3.6.0+git12ab`."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """`8.0`."""
+    """Return numbers as text such as `8.0`."""
     return ".".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""Token order: which words come sooner, as a loss of a linear head that never holds `[N, V]`.
+"""Token order: which words come sooner, as a loss of a linear head without logits `[N, V]`.
 
 Of each token, the words among the next `window` tokens of its document are ranked by where they
 come first: a word that is `a` tokens ahead scores -a, all others -inf. The loss is the cross
@@ -30,14 +30,14 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
-    """What comes after each of N tokens, among the M tokens of whole rows, one after the other.
+class TokensAhead:
+    """Tokens that come after each of N tokens, among the M tokens of whole rows, concatenated.
 
     Attributes:
         ids_M: int64 words.
         before_M: int64, the place of the same word the time before; -1: the first time.
         place_N: int64 places of the N tokens.
-        last_N: int64, where the documents of these tokens end.
+        last_N: int64, last place in the document of each of these tokens.
         most: tokens ahead that can count: of the window, and of a row.
     """
 
@@ -48,10 +48,13 @@ class Ahead:
     most: int
 
     @staticmethod
-    def of(ids_BT: Tensor, ends_BT: Tensor, window: int, index_T: Tensor | None = None) -> Ahead:
-        """Of whole rows.
+    def from_rows(
+        ids_BT: Tensor, ends_BT: Tensor, window: int, index_T: Tensor | None = None
+    ) -> TokensAhead:
+        """Return the tokens ahead in whole rows.
 
         Args:
+            ids_BT: words.
             ends_BT: bool, the last tokens of documents; the last of a row is one.
             window: tokens ahead that count.
             index_T: positions in the row of the N tokens; None: all.
@@ -68,7 +71,7 @@ class Ahead:
         if index_T is not None:
             places_M = places_M.view(B, T)[:, index_T].flatten()
             last_M = last_M[places_M]
-        return Ahead(ids_M, before_M, places_M, last_M, max(1, min(window, T - 1)))
+        return TokensAhead(ids_M, before_M, places_M, last_M, max(1, min(window, T - 1)))
 
     def targets(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Words `[n, K]` ahead of some of the tokens, and the target probability of each.
@@ -88,14 +91,14 @@ class Ahead:
         return self.ids_M[there_nK], share_nK
 
     def reach(self, dtype: torch.dtype) -> int:
-        """K: tokens ahead that count at all."""
+        """Return K, the tokens ahead that count at all."""
         return min(self.most, 1 + math.floor(-math.log(torch.finfo(dtype).tiny)))
 
 
 def token_order_loss(
     x_ND: Tensor,
     weight_VD: Tensor,
-    ahead: Ahead,
+    ahead: TokensAhead,
     chunk: int | None = None,
     shard: VocabularyShard | None = None,
     backend: str = "torch",
@@ -123,14 +126,14 @@ def token_order_loss(
 
 
 def token_order_loss_plain(x_ND: Tensor, weight_VD: Tensor, target_NV: Tensor) -> Tensor:
-    """The same from whole scores (-inf: not ahead) and autograd: the reference."""
+    """Return `token_order_loss` from whole scores (-inf: not ahead) and autograd: the reference."""
     logits_NV = F.linear(x_ND, weight_VD)
     share_NV = torch.nan_to_num(target_NV.softmax(1), nan=0.0)
     return -(share_NV * logits_NV.log_softmax(1)).sum()
 
 
 class ListFunction(Protocol):
-    """A `ChunkFunction` for lists of words, each with its share of the target; 0: not here."""
+    """Function of a chunk (`ChunkFunction`) for lists of words with shares of the target."""
 
     def __call__(
         self,
@@ -141,11 +144,13 @@ class ListFunction(Protocol):
         has_n: Tensor,
         shard: VocabularyShard | None,
         want: bool,
-    ) -> tuple[ShardStatistics, Tensor | None]: ...
+    ) -> tuple[ShardStatistics, Tensor | None]:
+        """Return statistics of n tokens over all words, and their logits' gradient if wanted."""
+        ...
 
 
 def list_function(backend: str) -> ListFunction:
-    """What goes over a chunk of logits, by the name of the backend of `cross_entropy`."""
+    """Return the function that computes a chunk of logits, by the backend of `cross_entropy`."""
     if backend == "triton":
         from megacpp.kernels.linear_cross_entropy.triton import list_chunk
 
@@ -160,7 +165,7 @@ class _TokenOrderLoss(torch.autograd.Function):
         ctx: FunctionCtx,
         x_ND: Tensor,
         weight_VD: Tensor,
-        ahead: Ahead,
+        ahead: TokensAhead,
         rows: int,
         grad: bool,
         shard: VocabularyShard | None,
@@ -213,7 +218,7 @@ def _list_chunk(
     shard: VocabularyShard | None,
     want: bool,
 ) -> tuple[ShardStatistics, Tensor | None]:
-    """A `ListFunction` of torch operators, on logits of at least fp32."""
+    """Compute a chunk by torch operators, on logits of at least fp32 (`ListFunction`)."""
     logits_nV = (x_nD @ w_vD.T).to(share_nK.dtype)
     own = _exponentiate(logits_nV, words_nK, share_nK)
     whole = own if shard is None else shard.merge(own)

@@ -1,4 +1,4 @@
-"""Which gradients the running backward asks an autograd Function for."""
+"""Gradients that the running backward asks an autograd Function for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def needs_input_grad_now(ctx: Any) -> tuple[bool, ...]:
-    """Of each input of the Function: its gradient is used in this walk over the graph.
+    """Return for each input of the Function whether its gradient is used in this walk of the graph.
 
-    `ctx.needs_input_grad` is settled in the forward (pytorch#56500). Zero-bubble pipelines walk a
+    `ctx.needs_input_grad` is fixed in the forward (pytorch#56500). Zero-bubble pipelines walk a
     graph twice, once for gradients of inputs and once for those of weights: a Function that heeds
     this instead computes neither of them twice. Call it within `backward`; tensors must be the
     first inputs.

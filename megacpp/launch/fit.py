@@ -233,7 +233,7 @@ def knobs_between(before: Config, after: Config) -> tuple[str, ...]:
     return tuple(dict.fromkeys("recompute" if k.startswith("recompute.") else k for k in keys))
 
 
-def judged(records: Sequence[Mapping[str, Any]]) -> Outcome:
+def outcome_of(records: Sequence[Mapping[str, Any]]) -> Outcome:
     """Return the outcome of the steps that a trial recorded in metrics.jsonl.
 
     Gradient norms are compared with their average by the rules of `Health`: a non-finite norm, a

@@ -193,7 +193,7 @@ class Estimator:
             config.memory.calibration,
         )
 
-    def judge(self, found: Admission) -> None:
+    def check(self, found: Admission) -> None:
         """Reject a run that doesn't fit, on a machine's first rank, unless `memory.gate` is off.
 
         Raises:
@@ -217,7 +217,7 @@ def check_memory(resolved: Resolved, size: int, device: torch.device) -> Admissi
     """
     estimator = Estimator(resolved.config, size, device)
     found = estimator.assess(resolved.config)
-    estimator.judge(found)
+    estimator.check(found)
     return found
 
 

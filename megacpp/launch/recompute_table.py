@@ -9,9 +9,9 @@ from typing import Any
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import Config
 from megacpp.model.pattern import block_letters
-from megacpp.model.pieces import Piece, layer_pieces
+from megacpp.model.regions import Region, layer_regions
 
-WORDS: dict[Piece, str] = {
+WORDS: dict[Region, str] = {
     "block": "all of the block",
     "norm": "norms",
     "core_attn": "core attention",
@@ -31,10 +31,10 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
         compiled: layers in which the compiler decides about all or a part, with a description.
     """
     letters = block_letters(config.model.pattern, config.model.depth)
-    pieces = layer_pieces(config.recompute, config.model)
+    regions = layer_regions(config.recompute, config.model)
     rows, in_fp8 = [], fp8_blocks(config)
-    for layer, (letter, chosen) in enumerate(zip(letters, pieces, strict=True)):
-        names = [word for piece, word in WORDS.items() if piece in chosen]
+    for layer, (letter, chosen) in enumerate(zip(letters, regions, strict=True)):
+        names = [word for region, word in WORDS.items() if region in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")
         if layer in compiled:  # in an E block, only the shared expert is compiled
@@ -56,7 +56,7 @@ def table_lines(config: Config, compiled: Mapping[int, str]) -> list[str]:
     found.append(f"last {last['kind']} {names or 'keeps all, its backward comes at once'}")
     policy = config.recompute
     if policy.offload != "none":
-        what = {"block_inputs": "what pieces start from", "saved_tensors": "all that is kept"}
+        what = {"block_inputs": "arguments of regions", "saved_tensors": "all that is kept"}
         found.append(
             f"{what[policy.offload]} from {policy.offload_min_mib:g} MiB waits on the host, "
             f"up to {policy.offload_host_gib:g} GiB"

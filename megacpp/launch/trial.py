@@ -28,7 +28,7 @@ from typing import IO, Any, Protocol
 from megacpp.config.arguments import flatten, parse_run, replace_keys
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
-from megacpp.launch.fit import STEPS, Outcome, judged
+from megacpp.launch.fit import STEPS, Outcome, outcome_of
 from megacpp.launch.rank_store import POLL_S, RankStore
 from megacpp.run.failure import PEER_LOST
 from megacpp.run.oom import NO_MEMORY
@@ -202,7 +202,7 @@ def _outcome(ends: Sequence[Mapping[str, Any]], folder: Path) -> Outcome:
         kind = "unsound" if end["code"] == 5 else "failed"
         return Outcome(kind, said, code=end["code"] if end["code"] > 0 else 1)
     rows = (folder / "metrics.jsonl").read_text().splitlines()
-    return judged([json.loads(row) for row in rows])
+    return outcome_of([json.loads(row) for row in rows])
 
 
 def out_of_memory(end: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megacpp.config.schema import Config, DataConfig
 from megacpp.memory.forms.moment import Moment
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 
 # t: a tensor of tokens; g: the gradient of a weight; w: made of weights alone; o: what the block
 # returns, which the next one keeps; b: made once for all layers of the batch (masks, angles).
@@ -45,7 +45,7 @@ class BlockRequest:
 
     config: Config
     kind: str
-    pieces: frozenset[Piece]
+    pieces: frozenset[Region]
     context: int
     sharded: bool
     counts: tuple[tuple[str, int], ...] = ()

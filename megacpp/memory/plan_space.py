@@ -11,8 +11,8 @@ from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.data.schedule import BatchSchedule
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
-from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.primes import divisors
+from megacpp.model.regions import BLOCK, Region, layer_regions
 from megacpp.model.stages import pipeline_rules
 
 # Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
@@ -67,7 +67,7 @@ class Policy:
     recompute: CheckpointingPolicy
     checkpointing: bool
     replayed: float
-    pieces: tuple[frozenset[Piece], ...]
+    pieces: tuple[frozenset[Region], ...]
 
     def keeps_less(self, other: Policy) -> bool:
         """All that `other` runs again this one does too, or it runs the whole block again."""
@@ -88,7 +88,7 @@ def policies(config: Config, fixed: Collection[str] = ()) -> list[Policy]:
         found["preset"] = config.recompute
     ladder: dict[Any, Policy] = {}
     for name, policy in found.items():
-        pieces = tuple(layer_pieces(policy, config.model))
+        pieces = tuple(layer_regions(policy, config.model))
         rung = replace(config, recompute=policy)
         busy = any(pieces) or policy.activation_memory_budget < 1
         ladder.setdefault(

@@ -14,7 +14,7 @@ from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
 from megacpp.model.flops import ahead_flops, block_flops, connection_flops
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.pieces import BLOCK, layer_pieces
+from megacpp.model.regions import BLOCK, layer_regions
 
 
 def replayed_flops_per_token(config: Config) -> float:
@@ -22,7 +22,7 @@ def replayed_flops_per_token(config: Config) -> float:
     model, policy = config.model, config.recompute
     total, (read, mix) = 0.0, connection_flops(model)
     layers = zip(
-        layer_kinds(model), layer_pieces(policy, model), places_in_groups(config), strict=True
+        layer_kinds(model), layer_regions(policy, model), places_in_groups(config), strict=True
     )
     for kind, pieces, group in layers:
         if group is not None:

@@ -24,7 +24,7 @@ from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
 from megacpp.memory.forms.weights import COPY, Weight, weights
-from megacpp.model.pieces import BLOCK, pieces_of
+from megacpp.model.regions import BLOCK, regions_of
 from megacpp.model.sizes import ngram_width
 from megacpp.model.stages import SPLIT_BACKWARD, choice_bytes, stage_parts
 
@@ -171,7 +171,7 @@ def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
     return [
         kind[0] in KINDS
         and after not in ("norm", "collapse")
-        and pieces_of(policy, model, kind[0]) >= BLOCK
+        and regions_of(policy, model, kind[0]) >= BLOCK
         for kind, after in zip(kinds, following, strict=True)
     ]
 

@@ -1,8 +1,8 @@
-"""Losses beside the main one: what their owners share with the accumulation boundary.
+"""Losses beside the main one: the interface between their owners and the accumulation boundary.
 
-An owner makes a loss that is a sum over tokens, hangs it onto a tensor of the main path
-(`AttachLoss`) and notes it; the boundary says before each step what a sum is multiplied by, and
-afterwards what the mean was.
+An owner makes a loss that is a sum over tokens, attaches it to a tensor of the main path
+(`AttachLoss`) and records it. The boundary sets the factor of a sum before each step, and reads the
+means afterwards.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ BUFFERS = ("aux_scale", "loss_sums")
 
 
 class AuxiliarySource(Fp32Contract):
-    """A module with losses of its own; its directly owned tensors stay at least fp32.
+    """Module with losses of its own; its directly owned tensors stay at least fp32.
 
     Attributes:
-        aux_scale: set before the forward of a step to 1 / tokens of the step (all ranks, all
+        aux_scale: 0-d, set before the forward of a step to 1 / tokens of the step (all ranks, all
             microbatches): the gradient of every loss, which are sums over tokens.
-        loss_sums: for the record, coefficient * loss * T of each of TERMS: sums over the tokens of
+        loss_sums: `[len(TERMS)]`, coefficient * loss * T of each of TERMS: sums over the tokens of
             all microbatches since the last `forget`.
-        gradient_share: part of the gradient that is this process's, where several make the same
-            one and it is added up over them.
-        record_share: the same of what is noted.
+        gradient_share: this process's part of the gradient, where several processes compute the
+            same one and it is summed over them.
+        record_share: this process's part of `loss_sums`, likewise.
     """
 
     aux_scale: Tensor
@@ -37,24 +37,24 @@ class AuxiliarySource(Fp32Contract):
     record_share = 1.0
 
     def register_losses(self) -> None:
-        """Makes the buffers."""
+        """Register the buffers `aux_scale` and `loss_sums`."""
         self.register_buffer("aux_scale", torch.empty(()), persistent=False)
         self.register_buffer("loss_sums", torch.empty(len(TERMS)), persistent=False)
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        """Those of TERMS that are on."""
+        """Names of TERMS whose losses are on."""
         raise NotImplementedError
 
     @torch.no_grad()
     def record(self, losses: dict[str, Tensor]) -> None:
-        """Adds to `loss_sums`."""
+        """Add losses, 0-d sums by name, to `loss_sums`."""
         for term, loss in losses.items():
             self.loss_sums[TERMS.index(term)] += loss
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Drops what was recorded."""
+        """Zero `loss_sums`."""
         self.loss_sums.zero_()
 
 
@@ -67,11 +67,20 @@ class AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        """Return `x` unchanged.
+
+        Args:
+            ctx: autograd's context.
+            x: `[...]`, any shape.
+            loss: 0-d, a sum over tokens.
+            scale: 0-d, the gradient that `loss` gets.
+        """
         ctx.save_for_backward(scale)
         ctx.loss_dtype = loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of x, loss and scale."""
         (scale,) = ctx.saved_tensors
         return grads[0], scale.to(ctx.loss_dtype), None

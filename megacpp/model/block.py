@@ -1,4 +1,4 @@
-"""One residual layer: x + mixer(norm(x)), with the mixer that its letter names."""
+"""Residual layer: x + mixer(norm(x)), with the mixer that its letter names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Block(nn.Module):
@@ -24,7 +24,7 @@ class Block(nn.Module):
     run again without them (megacpp/blocks/hyper_connections/module.py).
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, kind: str, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -38,22 +38,28 @@ class Block(nn.Module):
         self.connection = HyperConnection(config, layer) if several else None
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
+        """Return the residual stream behind the layer, `[B, T, D]`.
+
+        With hyper-connections the stream is `[B, T, n, D]`, before and behind.
+        """
         if self.connection is None:
-            return self.seam("block", self._forward, x_BTD, docs)
-        return self.seam("connected", self._forward, x_BTD, docs)
+            return self.recompute("block", self._forward, x_BTD, docs)
+        return self.recompute("connected", self._forward, x_BTD, docs)
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """Decoding state of `batch` empty sequences."""
+        """Return the decoding state of `batch` empty sequences."""
         state = self.mixer.init_state(batch, device, dtype)
         if self.engram is None:
             return state
         return self.engram.init_state(batch, device, dtype), state
 
     def step(self, x_BD: Tensor, state: Any, ids_B: Tensor | None = None) -> tuple[Tensor, Any]:
-        """One token: output `[B, D]` and the next state.
+        """Decode one token: return the output `[B, D]` and the next state.
 
         Args:
-            ids_B: the token itself, which an n-gram memory looks up.
+            x_BD: residual stream of the token.
+            state: from `init_state` or the step before.
+            ids_B: ids of the token, which an n-gram memory looks up.
         """
         if self.engram is None:
             return self._step(x_BD, state)
@@ -64,6 +70,7 @@ class Block(nn.Module):
         return y_BD, (memory, state)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the block."""
         parts = {"engram": self.engram, "mixer": self.mixer, "connection": self.connection}
         rules = {"norm.weight": self.norm.init_rules()["weight"]}
         for name, part in parts.items():
@@ -73,12 +80,12 @@ class Block(nn.Module):
 
     def _forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
         if self.engram is not None:
-            x_BTD = self.seam("engram", torch.add, x_BTD, self.engram(x_BTD, docs))
+            x_BTD = self.recompute("engram", torch.add, x_BTD, self.engram(x_BTD, docs))
         if self.connection is None:
             return x_BTD + self._mixed(x_BTD, docs)
-        u_BTD, *coefficients = self.seam("read_streams", self.connection.read, x_BTD)
-        y_BTD = self.seam("block", self._mixed, u_BTD, docs)
-        return self.seam("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)
+        u_BTD, *coefficients = self.recompute("read_streams", self.connection.read, x_BTD)
+        y_BTD = self.recompute("block", self._mixed, u_BTD, docs)
+        return self.recompute("mix_streams", self.connection.mix, x_BTD, y_BTD, *coefficients)
 
     def _step(self, x_BD: Tensor, state: Any) -> tuple[Tensor, Any]:
         if self.connection is None:
@@ -89,5 +96,5 @@ class Block(nn.Module):
         return self.connection.mix(x_BD, y_BD, *coefficients), state
 
     def _mixed(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """What is added to the stream."""
-        return self.mixer(self.seam("norm", self.norm, x_BTD), docs)
+        """Return the mixer's output, which is added to the stream, `[B, T, D]`."""
+        return self.mixer(self.recompute("norm", self.norm, x_BTD), docs)

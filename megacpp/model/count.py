@@ -34,7 +34,7 @@ class ParameterCount:
 
 
 def meta_model(config: ModelConfig) -> HybridLM:
-    """The model without storage: shapes and names only, in milliseconds at any size."""
+    """Return the model without storage: shapes and names only, in milliseconds at any size."""
     import torch
 
     from megacpp.model.hybrid import HybridLM
@@ -44,7 +44,7 @@ def meta_model(config: ModelConfig) -> HybridLM:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Counts a configuration without a model."""
+    """Count the parameters of a configuration without building a model."""
     vocabulary = config.vocab_size * config.dim
     ngram = embedding_parameters(config) - vocabulary
     by_kind = {"embed": vocabulary, **({"ngram": ngram} if ngram else {})}
@@ -63,10 +63,10 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 def published_reading(config: ModelConfig) -> ParameterCount:
-    """Counts of a hybrid whose M *and* R layers are Mamba-2 style mixers (arXiv 2405.21060).
+    """Count a hybrid whose M *and* R layers are Mamba-2 style mixers (arXiv 2405.21060).
 
-    The reading under which the NAM56R shapes give the published 4.73B total / 3.03B active, to
-    0.4 % (4.737B / 3.041B; the gap between the two, idle experts, agrees to every digit given):
+    The NAM56R shapes give the published 4.73B total / 3.03B active under this reading, to 0.4 %
+    (4.737B / 3.041B; the gap between the two, idle experts, agrees to every digit given):
     grouped-query attention without an MLP, mixers with z, x, B, C and dt projections, a width-4
     conv with bias over x, B, C, three numbers per head and a gated norm; layer norms as here.
     """
@@ -90,7 +90,7 @@ def published_reading(config: ModelConfig) -> ParameterCount:
 
 
 def table_lines(config: ModelConfig) -> list[str]:
-    """The model table: layers and parameters of each block kind."""
+    """Return the lines of the model table: layers and parameters of each block kind."""
     count, letters = count_parameters(config), block_letters(config.pattern, config.depth)
     lines = [f"{count}; pattern {config.pattern} x depth {config.depth}, width {config.dim}"]
     for kind, number in count.by_kind.items():
@@ -100,7 +100,7 @@ def table_lines(config: ModelConfig) -> list[str]:
 
 
 def short(number: float) -> str:
-    """`4.73B`, `113M`, `64K`: three digits, in the unit that holds them once rounded."""
+    """Return a number in three digits with its unit, such as `4.73B`, `113M` or `64K`."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if float(f"{number / size:.3g}") >= 1:
             return f"{number / size:.3g}{letter}"

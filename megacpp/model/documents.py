@@ -1,4 +1,4 @@
-"""Where packed documents start and end in a batch of rows; every mixer stops there.
+"""Boundaries of packed documents in a batch of rows; every mixer stops there.
 
 Legend: B rows, T tokens of a row.
 """
@@ -44,20 +44,20 @@ class Documents:
     boundaries: Tensor | None = None
 
     def __post_init__(self) -> None:
-        # No field: FSDP2 looks for tensors in the fields of what a module is given, and a part
-        # that is remembered here points back to its row.
+        # No field: FSDP2 looks for tensors in the fields of a module's arguments, and a part that
+        # is memoized here points back to its row.
         object.__setattr__(self, "_memo", {})
 
     @staticmethod
     def rows(batch: int, tokens: int, device: torch.device | str = "cpu") -> Documents:
-        """One document per row."""
+        """Return documents of a batch `[batch, tokens]` in which each row is one document."""
         positions_T = torch.arange(tokens, device=device)
         ids_BT = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
         return Documents(ids_BT, positions_T.expand(batch, tokens), whole=True)
 
     @staticmethod
     def from_ids(ids_BT: Tensor) -> Documents:
-        """From document ids; a change of id starts a document."""
+        """Return documents from ids `[B, T]`; a change of id starts a document."""
         starts_BT = torch.ones_like(ids_BT, dtype=torch.bool)
         starts_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
         steps_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -66,19 +66,23 @@ class Documents:
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Tensor) -> Documents:
-        """From the boundaries `[0, ..., T]` of one packed row (B = 1)."""
+        """Return documents of one packed row (B = 1).
+
+        Args:
+            cu_seqlens: boundaries `[0, ..., T]` of the documents.
+        """
         lengths = cu_seqlens.diff().to(torch.int64)
         ids_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return Documents.from_ids(ids_T[None])
 
     @property
     def starts_BT(self) -> Tensor:
-        """bool: the first token of a document."""
+        """Whether each token is the first of a document, bool."""
         return self.positions_BT == 0
 
     @property
     def ends_BT(self) -> Tensor:
-        """bool: the last token of a document."""
+        """Whether each token is the last of a document, bool."""
         if self.row is not None:
             row, index_T = self.row, self.index_T
             return self.memo("ends", lambda: row.ends_BT[:, index_T])
@@ -98,24 +102,24 @@ class Documents:
         return self.memo("cu_seqlens", self._cu_seqlens)
 
     def memo(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """`make()` once per batch and key: masks and angles that every layer shares."""
+        """Return `make()`, run once per batch and key: masks and angles that every layer shares."""
         memo: dict[Hashable, object] = vars(self)["_memo"]
         if key not in memo:
             memo[key] = make()
         return memo[key]  # type: ignore[return-value]
 
     def note(self, key: Hashable, value: object) -> None:
-        """Leaves something for later layers (`noted`); a new value takes the place of an old."""
+        """Memoize a value for later layers (`noted`); a new value replaces an old one."""
         vars(self)["_memo"][key] = value
 
     def noted(self, key: Hashable) -> Any:
-        """What an earlier layer left."""
+        """Return the value that an earlier layer memoized under `key`."""
         memo = vars(self)["_memo"]
         assert key in memo, f"no layer before this one noted {key}"
         return memo[key]
 
     def forget(self) -> None:
-        """Lets go of what was remembered, when no backward is to come.
+        """Drop all memos, when no backward is to come.
 
         A part that its row remembers points back at it: the two would wait for the garbage
         collector, and hold their masks until then.
@@ -125,8 +129,11 @@ class Documents:
             self.row.forget()
 
     def take(self, index_T: Tensor, pieces: int = 1) -> Documents:
-        """Some tokens of every row, in the order of `index_T`; ids and positions stay those of
-        the row, which the part remembers. A part of a part is a part of the row."""
+        """Return the documents of some tokens of every row, in the order of `index_T`.
+
+        Ids and positions stay those of the row, which the part refers to. A part of a part is a
+        part of the row.
+        """
         if self.row is not None:
             assert self.index_T is not None
             return self.row.take(self.index_T[index_T], pieces)
@@ -134,24 +141,29 @@ class Documents:
         return Documents(ids_BT, positions_BT, False, self, index_T, pieces)
 
     def with_tokens(self, tokens_BT: Tensor, labels_BT: Tensor) -> Documents:
-        """The same boundaries, and what stands in the rows (of whole rows; nothing is remembered
-        of what was)."""
+        """Return the same boundaries with ids and labels of whole rows; memos are dropped."""
         assert self.row is None, "ids of a part of the tokens"
         return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT)
 
     def tokens_beside(self, by: int, fill: int) -> Tensor:
-        """`[B, T]`: of each token, the id `by` tokens after it (before it: `by` < 0).
+        """Return for each token the id `by` tokens after it (before it: `by` < 0), `[B, T]`.
 
-        `fill` where its document has no such token.
+        The id is `fill` where the token's document has no such token.
         """
         return self._beside("tokens_BT", by, fill)
 
     def labels_beside(self, by: int, fill: int) -> Tensor:
-        """`[B, T]`: of each token, the label `by` tokens after it; `fill` outside its document."""
+        """Return for each token the label `by` tokens after it, `[B, T]`.
+
+        The label is `fill` where the token's document has no such token.
+        """
         return self._beside("labels_BT", by, fill)
 
     def to(self, device: torch.device | str) -> Documents:
-        """The same boundaries on another device, with what only the host finds without waiting."""
+        """Return the documents on another device, with boundaries that only the host can compute.
+
+        Computing them on a GPU would make the host wait for the number of documents.
+        """
         leaves = self.ids_BT.device.type == "cpu" != torch.device(device).type
         here = replace(self, boundaries=self.cu_seqlens) if leaves and not self.whole else self
         there = {k: to_device(x, device) for k, x in vars(here).items() if isinstance(x, Tensor)}
@@ -177,7 +189,14 @@ class Documents:
 
 
 def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tensor:
-    """Values of whole rows moved `by` tokens to the left, within documents; `fill` elsewhere."""
+    """Return values of whole rows moved `by` tokens to the left within documents, `[B, T]`.
+
+    Args:
+        values_BT: ids or labels.
+        documents_BT: document ids.
+        by: tokens; negative ones move to the right.
+        fill: value where the document has no such token.
+    """
     if by == 0:
         return values_BT
     moved_BT = torch.full_like(values_BT, fill)
@@ -190,7 +209,7 @@ def beside(values_BT: Tensor, documents_BT: Tensor, by: int, fill: int) -> Tenso
 
 
 def documents_of(x_BTD: Tensor, docs: Documents | None) -> Documents:
-    """`docs`, or one document per row of `x_BTD` when it is None."""
+    """Return `docs`, or documents of one per row of `x_BTD` when it is None."""
     return (
         docs if docs is not None else Documents.rows(x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
     )

@@ -22,7 +22,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of one token in training: every block, the head, and what is beside them."""
+    """Forward FLOPs of one token in training: every block, the head, features beside them."""
     layers = sum(block_flops(kind, config, seq_len) for kind in layer_kinds(config))
     layers += config.depth * sum(connection_flops(config))
     unembeddings = 2 if config.top.loss else 1
@@ -50,9 +50,9 @@ def block_flops(kind: str, config: ModelConfig, seq_len: int) -> float:
 def indexer_flops(config: ModelConfig, seq_len: int) -> float:
     """Forward FLOPs of one token in an indexer: projections, and a score of every key of the row.
 
-    Backward is twice that, as of any product. Attention to chosen keys multiplies queries with all
-    keys and masks the others, so it is counted as attention. The second scores that the loss is
-    made of and the logits that it compares them with are no more counted than recomputation.
+    Backward FLOPs are twice that, as of any product. Attention to chosen keys multiplies queries
+    with all keys and masks the others, so it is counted as attention. The scores and logits that
+    the indexer's loss computes again are not counted, as recomputation is not.
     """
     a, sparse, d = config.attention, config.attention.sparse, config.dim
     into = (a.q_lora_rank or d) if a.kind == "mla" else d
@@ -61,7 +61,7 @@ def indexer_flops(config: ModelConfig, seq_len: int) -> float:
 
 
 def connection_flops(config: ModelConfig) -> tuple[float, float]:
-    """Of one token around one block: coefficients and what is read, and the streams behind it."""
+    """FLOPs of one token around one block: coefficients with the read, and streams behind it."""
     n, d = config.mhc.streams, config.dim
     if n == 1:
         return 0.0, 0.0
@@ -69,5 +69,5 @@ def connection_flops(config: ModelConfig) -> tuple[float, float]:
 
 
 def _engram(config: ModelConfig) -> float:
-    """A key for each residual stream, and a value for all; looking up multiplies nothing."""
+    """Multiply-adds of a key for each residual stream and of a value for all of them."""
     return (config.mhc.streams + 1) * config.dim * memory_width(config)

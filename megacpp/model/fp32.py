@@ -1,4 +1,4 @@
-"""The fp32 contract: parameters that no mixed-precision wrapper may store or gather below fp32."""
+"""Contract of parameters that no mixed-precision wrapper may store or gather below fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Fp32Contract(nn.Module):
-    """A module whose directly owned parameters and floating buffers stay at least fp32.
+    """Module whose directly owned parameters and floating buffers stay at least fp32.
 
     `.to(torch.bfloat16)`, `.bfloat16()` and `.half()` move children as usual and leave the own
     tensors alone: no round trip through a narrow type, no copy per step. `.double()` widens.
@@ -32,7 +32,7 @@ def contract_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in fp32, or unchanged when it is fp64 already."""
+    """Return `x` in fp32, or unchanged when it is fp64 already; any shape."""
     return x if x.dtype == torch.float64 else x.float()
 
 

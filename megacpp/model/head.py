@@ -1,4 +1,4 @@
-"""The language-model head: hidden states to a summed loss, or to logits for sampling.
+"""Language-model head: hidden states to a summed loss, or to logits for sampling.
 
 Legend: B rows, T tokens, D model, V vocabulary.
 """
@@ -26,13 +26,13 @@ from megacpp.model.init import Normal, Rule
 
 @dataclass(frozen=True, eq=False)
 class LossSum:
-    """A loss as a sum and a count: the accumulation boundary alone divides.
+    """Loss as a sum and a count: the accumulation boundary alone divides.
 
     Attributes:
-        loss_sum: what is differentiated: cross entropy plus z-loss, summed over valid tokens.
-        valid_tokens: int64 number of labels that aren't -100.
-        nll_sum: cross entropy alone in nats, for reports; carries no gradient.
-        ahead_sum: weighted losses of tokens further ahead (`Ahead`), beside `loss_sum`.
+        loss_sum: 0-d, differentiated: cross entropy plus z-loss, summed over valid tokens.
+        valid_tokens: 0-d int64, number of labels that aren't -100.
+        nll_sum: 0-d, cross entropy alone in nats, for reports; carries no gradient.
+        ahead_sum: 0-d, weighted losses of tokens further ahead (`AheadStates`).
     """
 
     loss_sum: Tensor
@@ -41,7 +41,7 @@ class LossSum:
     ahead_sum: Tensor | None = None
 
 
-class Ahead(NamedTuple):
+class AheadStates(NamedTuple):
     """Further hidden states `[N, T, D]` with labels `[N, T]` (-100: ignored), for the same head.
 
     Each label's loss counts `weight_N`; with `detached` the head learns nothing from them.
@@ -59,13 +59,14 @@ pytree.register_dataclass(LossSum)
 
 
 class LanguageModelHead(nn.Module):
-    """Linear head with fused cross entropy; `[B, T, V]` logits never exist in training.
+    """Linear head with fused cross entropy: training never materialises logits `[B, T, V]`.
 
     Args:
+        config: sizes, soft cap and z-loss.
         tied: the embedding weight `[V, D]`, when it is the head's weight too.
 
     Attributes:
-        shard: which words the weight holds, when the vocabulary is spread over processes.
+        shard: words that the weight holds, when the vocabulary is sharded over processes.
     """
 
     kernels: Kernels = PLAIN_KERNELS
@@ -79,8 +80,10 @@ class LanguageModelHead(nn.Module):
         self.weight = tied
         self.shard: VocabularyShard | None = None
 
-    def forward(self, x_BTD: Tensor, labels_BT: Tensor, ahead: Ahead | None = None) -> LossSum:
-        """Loss of `labels_BT` (already shifted; -100 is ignored), summed over valid tokens.
+    def forward(
+        self, x_BTD: Tensor, labels_BT: Tensor, ahead: AheadStates | None = None
+    ) -> LossSum:
+        """Return the loss of `labels_BT` (shifted; -100: ignored), summed over valid tokens.
 
         `ahead` has the same soft cap and z-loss. It comes with the same call: FSDP2 would reduce
         the weight's gradient once for each.
@@ -107,8 +110,9 @@ class LanguageModelHead(nn.Module):
         )
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """`[..., V]` of hidden states `[..., D]`, in their dtype, soft-capped: for sampling."""
+        """Return logits `[..., V]` of hidden states `[..., D]`, in their dtype, soft-capped."""
         return soft_cap(F.linear(x_BTD, self.weight), self.softcap)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of the weight; a tied one is the embedding's."""
         return {"weight": Normal(self.init_std)}

@@ -1,4 +1,4 @@
-"""The hybrid language model: embedding, blocks in pattern order, norm, head.
+"""Hybrid language model: embedding, blocks in pattern order, norm, head.
 
 Legend: B rows, T tokens of a row, D model, V vocabulary.
 """
@@ -65,10 +65,10 @@ class HybridLM(nn.Module):
             freeze_all_but_indexers(self)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None) -> LossSum:
-        """Summed loss of the valid labels (-100: ignored) and their number.
+        """Return the loss summed over valid labels (-100: ignored), and their number.
 
-        A model that looks around (`ModelConfig.needs_full_row`) finds ids and labels of whole rows
-        in `docs`; where there are none, those that it is given are whole rows.
+        A model that reads whole rows (`ModelConfig.needs_full_row`) finds ids and labels of whole
+        rows in `docs`; without them, the given ids and labels are whole rows.
         """
         docs = self._documents(ids_BT, labels_BT, docs)
         if self.config.engram.layers:
@@ -79,7 +79,7 @@ class HybridLM(nn.Module):
         return finish(self, x_BTD, labels_BT, docs)
 
     def hidden(self, ids_BT: Tensor, docs: Documents | None = None) -> Tensor:
-        """Final hidden states `[B, T, D]`, after the last norm."""
+        """Return the final hidden states `[B, T, D]`, behind the last norm."""
         docs = self._documents(ids_BT, ids_BT, docs)
         if self.config.engram.layers:
             look_ahead(self.blocks.values(), docs)
@@ -89,12 +89,12 @@ class HybridLM(nn.Module):
         return self.norm(collapsed(self, x_BTD))
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> list[Any]:
-        """Decoding state of every block for `batch` empty sequences, then of hashed n-grams."""
+        """Return the decoding state of every block for `batch` empty sequences, then of n-grams."""
         found: list[Any] = [self._block(i).init_state(batch, device, dtype) for i in self.blocks]
         return [*found, self.ngram.init_state(batch, device)] if hasattr(self, "ngram") else found
 
     def step(self, ids_B: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
-        """Logits `[B, V]` of the next token after feeding one token, and the next state."""
+        """Decode one token: return logits `[B, V]` of the next one, and the next state."""
         x_BD, following, choice = self.embed(ids_B), [], None
         of_ngrams: list[Any] = []
         if hasattr(self, "ngram"):
@@ -115,7 +115,7 @@ class HybridLM(nn.Module):
         return {f"{name}.mixer": (block.letter, block.mixer) for name, block in blocks}
 
     def keep(self, layers: Collection[int], first: bool, last: bool) -> None:
-        """Lets go of what a part of the model doesn't run; names of the rest stay as they are.
+        """Drop the modules that a part of the model doesn't run; names of the rest stay.
 
         A tied weight is called `embed.weight` wherever it is, so a last part keeps that module too;
         and multi-token prediction looks tokens up there.
@@ -138,7 +138,7 @@ class HybridLM(nn.Module):
                 delattr(self, name)
 
     def init_rules(self) -> dict[str, Rule]:
-        """One rule per parameter and buffer that is kept, by full name."""
+        """Return the rule of every parameter and persistent buffer, by full name."""
         rules: dict[str, Rule] = {}
         if hasattr(self, "embed"):
             rules["embed.weight"] = Normal(self.config.init_std)
@@ -152,7 +152,7 @@ class HybridLM(nn.Module):
         return rules
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridLM:
-        """Keeps a tied weight one tensor: leaving the meta device makes each module its own.
+        """Keep a tied weight one tensor: leaving the meta device makes each module its own.
 
         (pytorch/torchtitan#2252; no thread known of torch itself.)
         """
@@ -161,7 +161,7 @@ class HybridLM(nn.Module):
         return self
 
     def tie(self) -> None:
-        """Makes a tied weight one parameter again, after either module got a new one."""
+        """Make a tied weight one parameter again, after either module got a new one."""
         if self.config.tie_embeddings and hasattr(self, "head"):
             used, named = (self.embed, self.head) if self.begins else (self.head, self.embed)
             named._parameters["weight"] = used._parameters["weight"]
@@ -180,7 +180,10 @@ class HybridLM(nn.Module):
 
 
 def begin(parts: nn.Module, ids_BT: Tensor, docs: Documents) -> Tensor:
-    """What the first block gets: of a HybridLM, or of the stage of one that has its embedding."""
+    """Return the input `[B, T, D]` of the first block; with hyper-connections `[B, T, n, D]`.
+
+    `parts` is a HybridLM, or the stage of one that has its embedding.
+    """
     x_BTD = parts.embed(ids_BT)  # type: ignore[operator]
     if hasattr(parts, "ngram"):
         x_BTD = parts.ngram(x_BTD, docs)  # type: ignore[operator]
@@ -188,30 +191,47 @@ def begin(parts: nn.Module, ids_BT: Tensor, docs: Documents) -> Tensor:
 
 
 def spread(parts: nn.Module, x: Tensor) -> Tensor:
-    """What blocks add to: one stream `[..., D]`, or several alike `[..., n, D]`."""
+    """Return the residual stream: `[..., D]` as it is, or n equal streams `[..., n, D]`.
+
+    Args:
+        parts: model or first stage.
+        x: `[..., D]`.
+    """
     return parts.spread(x) if hasattr(parts, "spread") else x  # type: ignore[operator]
 
 
 def collapsed(parts: nn.Module, x: Tensor) -> Tensor:
-    """Behind the last block: one stream `[..., D]`, before the last norm."""
+    """Return one stream `[..., D]` behind the last block, before the last norm.
+
+    Args:
+        parts: model or last stage.
+        x: residual stream, `[..., D]` or `[..., n, D]`.
+    """
     return parts.collapse(x) if hasattr(parts, "collapse") else x  # type: ignore[operator]
 
 
 def finish(parts: nn.Module, x_BTD: Tensor, labels_BT: Tensor, docs: Documents) -> LossSum:
-    """The loss, from what the last block made: of a HybridLM or of its last stage."""
+    """Return the loss from the output of the last block.
+
+    Args:
+        parts: a HybridLM or its last stage.
+        x_BTD: residual stream behind the last block.
+        labels_BT: -100: ignored.
+        docs: document boundaries.
+    """
     x_BTD = collapsed(parts, x_BTD)
     normed_BTD = parts.norm(x_BTD)  # type: ignore[operator]
     if hasattr(parts, "top"):
         normed_BTD = parts.top.attached(normed_BTD, docs)  # type: ignore[operator]
     mtp = getattr(parts, "mtp", None)
-    if mtp is not None and mtp.training:  # it predicts nothing for anybody else
+    if mtp is not None and mtp.training:  # only training uses its predictions
         ends = cast(nn.Module, parts.embed), cast(nn.Module, parts.head)
         return with_depths(mtp, *ends, x_BTD, normed_BTD, labels_BT, docs)
     return parts.head(normed_BTD, labels_BT)  # type: ignore[operator]
 
 
 def has_embedding_copy(config: ModelConfig) -> bool:
-    """Whether the last part of a model cut in parts has `embed` too: a second copy of the first's.
+    """Whether the last pipeline stage has `embed` too: a second copy of the first stage's.
 
     For its head, or to look up the tokens that multi-token prediction is fed.
     """

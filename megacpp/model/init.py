@@ -1,7 +1,7 @@
 """Initial values as a pure function of (seed, parameter name, global index).
 
 Each element hashes its own global index, so any shard on any mesh computes exactly its slice of
-the same tensor, in any order, without a generator. Values are made in fp64 and cast once.
+the same tensor, in any order, without a generator. Values are computed in fp64 and cast once.
 """
 
 from __future__ import annotations
@@ -21,62 +21,69 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 class Rule(Protocol):
-    """How one tensor starts: fp64 values for flat global indices of a tensor of `shape`."""
+    """Initial values of one tensor."""
 
-    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor: ...
+    def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return fp64 values for flat global indices of a tensor of `shape`, hashed with `key`."""
+        ...
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is `value`."""
+    """Equal elements, `value`."""
 
     value: float
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return the value for every index."""
         return torch.full(index.shape, self.value, dtype=torch.float64, device=index.device)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent uniform values in [low, high)."""
+    """Uniform values in [low, high), independent of each other."""
 
     low: float
     high: float
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return values of the shape of `index`."""
         return self.low + (self.high - self.low) * uniform(index, key)
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Independent normal values of mean 0, by the inverse distribution function."""
+    """Normal values of mean 0, independent of each other, by the inverse distribution function."""
 
     std: float
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return values of the shape of `index`."""
         return self.std * math.sqrt(2.0) * torch.erfinv(2.0 * uniform(index, key) - 1.0)
 
 
 @dataclass(frozen=True)
 class LogUniform:
-    """log of a uniform value in [low, high): decay rates A (Mamba, M2RNN `A_log`)."""
+    """Logarithm of a uniform value in [low, high): decay rates A (Mamba, M2RNN `A_log`)."""
 
     low: float
     high: float
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return values of the shape of `index`."""
         return torch.log(self.low + (self.high - self.low) * uniform(index, key))
 
 
 @dataclass(frozen=True)
 class TimeStepBias:
-    """softplus^-1 of a step drawn log-uniformly in [low, high], at least `floor` (Mamba)."""
+    """Inverse softplus of a log-uniform step in [low, high], at least `floor` (Mamba)."""
 
     low: float
     high: float
     floor: float
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return values of the shape of `index`."""
         span = math.log(self.high) - math.log(self.low)
         dt = torch.exp(math.log(self.low) + span * uniform(index, key)).clamp(min=self.floor)
         return dt + torch.log(-torch.expm1(-dt))
@@ -87,21 +94,26 @@ class Identity:
     """Identity matrices over the last two dims."""
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return 1 on the diagonal of the last two dims of `shape`, else 0."""
         rows, cols = shape[-2:]
         within = index % (rows * cols)
         return (within // cols == within % cols).double()
 
 
 def tensor_key(seed: int, name: str) -> int:
-    """64-bit key of one tensor: SHA-256 of seed and name, as a signed integer."""
+    """Return the 64-bit key of one tensor: SHA-256 of seed and name, as a signed integer."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def uniform(index: Tensor, key: int) -> Tensor:
-    """fp64 uniform values in (0, 1), one per global index: splitmix64 (Steele et al. 2014).
+    """Return fp64 uniform values in (0, 1), one per global index: splitmix64 (Steele et al. 2014).
 
-    52 bits, so that adding a half is exact: with 53 the largest value would round to 1.
+    Values have 52 bits, so that adding a half is exact: with 53 the largest value would round to 1.
+
+    Args:
+        index: int64 global indices `[...]`, any shape.
+        key: hash key of the tensor.
     """
     z = index * _GOLDEN + key  # int64 wraps, as the algorithm wants
     z = (z ^ _shift(z, 30)) * _MIX1
@@ -117,7 +129,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a tensor that this process stores."""
+    """Part of a tensor that this process stores."""
 
     local: Tensor
     shape: tuple[int, ...]  # of the whole tensor
@@ -125,7 +137,11 @@ class Slice:
 
 
 def whole(t: Tensor) -> Slice:
-    """The part of an unsharded tensor: all of it."""
+    """Return the slice of an unsharded tensor, all of it.
+
+    Args:
+        t: any shape.
+    """
     return Slice(t, tuple(t.shape), (0,) * t.dim())
 
 
@@ -133,11 +149,13 @@ def whole(t: Tensor) -> Slice:
 def initialise(
     model: nn.Module, rules: Mapping[str, Rule], seed: int, part: Callable[[Tensor], Slice] = whole
 ) -> None:
-    """Fills every parameter and buffer of a materialised model by its rule.
+    """Fill every parameter and buffer of a materialised model by its rule.
 
     Args:
+        model: on its final device.
         rules: exactly one rule per parameter and buffer name.
-        part: what this process stores of a tensor (parallel/fsdp.py passes one for DTensors).
+        seed: of the run.
+        part: returns the part that this process stores (parallel/fsdp.py passes one for DTensors).
 
     Raises:
         AssertionError: a tensor without a rule or a rule without a tensor.
@@ -150,7 +168,7 @@ def initialise(
 
 
 def _fill(piece: Slice, rule: Rule, key: int, most: int = 0) -> None:
-    """Writes the values of one slice, at most `most` elements at a time (0: what suits the device).
+    """Write the values of one slice, at most `most` elements at a time (0: chosen by device).
 
     On a CPU a pass stays in the cache, which is five times faster; a GPU wants fewer launches.
     """

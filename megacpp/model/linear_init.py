@@ -1,4 +1,4 @@
-"""Initial values of every Linear in a block: one rule into the block, one out of it."""
+"""Initial values of the linear layers of a block: one rule into the block, one out of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megacpp.model.init import Normal
 
 
 def input_rule(config: ModelConfig) -> Normal:
-    """Normal(init_std): projections that read the (normed) residual stream or hidden values."""
+    """Return Normal(init_std), for projections of the (normed) residual stream or hidden values."""
     return Normal(config.init_std)
 
 
 def output_rule(config: ModelConfig) -> Normal:
-    """Normal(init_std / sqrt(2 depth)): projections that write to the residual stream.
+    """Return Normal(init_std / sqrt(2 depth)), for projections into the residual stream.
 
     The stream is a sum over layers, so its variance would grow with depth; smaller writers keep
     it about constant (GPT-2, Radford et al. 2019).

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 
 class Lookup(nn.Module):
-    """Rows of a table that is all here."""
+    """Rows of a table that this process holds whole."""
 
     def forward(self, ids: Tensor, weight_VD: Tensor) -> Tensor:
-        """`[..., D]` of ids `[...]`."""
+        """Return the rows `[..., D]` of ids `[...]`."""
         return F.embedding(ids, weight_VD)
 
 
 class Table(nn.Embedding):
-    """Embeddings by id. It starts without values: nobody's initialisation but the model's."""
+    """Embeddings by id. It starts without values: only the model's rules initialise it."""
 
     def __init__(self, rows: int, dim: int) -> None:
         # A given weight skips nn.Embedding's own init, which on meta costs an import of dynamo
@@ -28,4 +28,5 @@ class Table(nn.Embedding):
         self.lookup: nn.Module = Lookup()
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the rows `[..., D]` of ids `input` `[...]`."""
         return self.lookup(input, self.weight)

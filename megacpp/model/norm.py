@@ -12,7 +12,7 @@ from megacpp.model.init import Constant, Rule
 
 
 class RMSNorm(Fp32Contract):
-    """x / rms(x) * weight over the last dim, computed in fp32 (arXiv 1910.07467).
+    """Norm x / rms(x) * weight over the last dim, computed in fp32 (arXiv 1910.07467).
 
     Input and output `(..., dim)` in the dtype of `x`; under autocast the output in its dtype.
     """
@@ -23,17 +23,25 @@ class RMSNorm(Fp32Contract):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the RMS norm of `x` `[..., dim]`, in its dtype."""
         return rms_norm(x, self.weight, self.eps)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of the weight: ones."""
         return {"weight": Constant(1.0)}
 
 
 class Normalise(nn.Module):
-    """RMSNorm over a last dim that is all here."""
+    """RMSNorm over a last dim that this process holds whole."""
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`(..., dim)` to `(..., dim)`."""
+        """Return the RMS norm of `x` over its last dim, in the dtype of `x`.
+
+        Args:
+            x: `[..., dim]`.
+            weight: `[dim]`.
+            eps: added to the mean square.
+        """
         return rms_norm(x, weight, eps)
 
 
@@ -45,11 +53,12 @@ class NormOverHeads(RMSNorm):
         self.normalise: nn.Module = Normalise()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the RMS norm of `x` `[..., dim]` over all heads."""
         return self.normalise(x, self.weight, self.eps)
 
 
 class LayerNorm(Fp32Contract):
-    """(x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
+    """Norm (x - mean) / deviation * weight + bias over the last dim, in fp32; dtype of `x`."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -58,7 +67,9 @@ class LayerNorm(Fp32Contract):
         self.bias = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the layer norm of `x` `[..., dim]` in its dtype, computed in at least fp32."""
         return F.layer_norm(wide(x), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rules of weight (ones) and bias (zeros)."""
         return {"weight": Constant(1.0), "bias": Constant(0.0)}

@@ -42,12 +42,12 @@ def expand_pattern(pattern: str, depth: int) -> tuple[str, ...]:
 
 
 def block_letters(pattern: str, depth: int) -> str:
-    """The `depth` letters of a pattern in layer order, stages joined."""
+    """Return the `depth` letters of a pattern in layer order, stages joined."""
     return "".join(expand_pattern(pattern, depth))
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
-    """What each layer is: its letter, and for A blocks what is special about them.
+    """Return the kind of each layer: its letter, and for A blocks their variant.
 
     Layers of one kind have the same parameters and run the same code:
 
@@ -57,7 +57,7 @@ def layer_kinds(model: ModelConfig) -> list[str]:
         ...+engram   with an n-gram memory in front
 
     Raises:
-        ConfigError: the pattern, or ranks that no A block has.
+        ConfigError: the pattern is broken, or a setting names an A block that doesn't exist.
     """
     kinds = list(block_letters(model.pattern, model.depth))
     places = [i for i, letter in enumerate(kinds) if letter == "A"]
@@ -73,12 +73,12 @@ def layer_kinds(model: ModelConfig) -> list[str]:
 
 
 def choosing_layer(kinds: Sequence[str], layer: int) -> int:
-    """The layer whose choice of keys a sparse layer attends to: the last indexer up to it."""
+    """Return the layer whose choice of keys a sparse layer uses: the last indexer up to it."""
     return next(i for i in range(layer, -1, -1) if "A.index" in kinds[i])
 
 
 def choice_across(model: ModelConfig, layer: int) -> int | None:
-    """The layer before `layer` whose choice of keys layers from `layer` on attend to, if any.
+    """Return the layer before `layer` whose choice of keys layers from `layer` on use, if any.
 
     There is one at most: a layer that shares takes the last choice before it.
     """
@@ -95,13 +95,13 @@ EXIT = ("collapse", "norm", "top", "mtp", "head")  # and behind the last
 
 
 def entrance(model: ModelConfig) -> tuple[str, ...]:
-    """Those of ENTRANCE that a model has."""
+    """Return the names in ENTRANCE that a model has."""
     has = {"embed": True, "ngram": model.ngram.heads > 0, "spread": model.mhc.streams > 1}
     return tuple(name for name in ENTRANCE if has[name])
 
 
 def exit_parts(model: ModelConfig) -> tuple[str, ...]:
-    """Those of EXIT that a model has."""
+    """Return the names in EXIT that a model has."""
     has = {
         "collapse": model.mhc.streams > 1,
         "norm": True,
@@ -113,7 +113,7 @@ def exit_parts(model: ModelConfig) -> tuple[str, ...]:
 
 
 def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
-    """A model of other layers; the first sparse one must choose keys."""
+    """Return the model with layers of other kinds; the first sparse one must choose keys."""
     ranked = [kind for kind in kinds if kind[0] == "A"]
 
     def ranks(wanted: str) -> str:
@@ -134,7 +134,7 @@ def with_kinds(model: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
 
 
 def _first_table(model: ModelConfig, kinds: Sequence[str]) -> int:
-    """Where fewer memories begin with their tables to end with as many rows as the model's."""
+    """Return the table size from which fewer memories end with as many rows as the model's."""
     e = model.engram
     if not any("+engram" in kind for kind in kinds):
         return e.table_size
@@ -165,7 +165,7 @@ def named_ranks(key: str, text: str, count: int) -> list[int]:
 
 
 def letter_counts(pattern: str, depth: int) -> dict[str, int]:
-    """How many layers of each kind, e.g. `{'A': 13, 'E': 22, 'M': 13, 'R': 4}`."""
+    """Return the number of layers by letter, e.g. `{'A': 13, 'E': 22, 'M': 13, 'R': 4}`."""
     counts = Counter(block_letters(pattern, depth))
     return {letter: counts[letter] for letter in LETTERS if counts[letter]}
 

@@ -12,7 +12,7 @@ BASES = (2, 3, 5, 7)
 
 @lru_cache(maxsize=64)
 def primes_from(least: int, count: int) -> tuple[int, ...]:
-    """The first `count` primes that are not below `least`, in order."""
+    """Return the first `count` primes that are not below `least`, in order."""
     found: list[int] = []
     number = max(2, least)
     while len(found) < count:
@@ -23,7 +23,7 @@ def primes_from(least: int, count: int) -> tuple[int, ...]:
 
 
 def is_prime(number: int) -> bool:
-    """Whether a number below 3,215,031,751 is prime."""
+    """Return whether a number below 3,215,031,751 is prime."""
     if number < 2:
         return False
     for prime in BASES:
@@ -44,5 +44,5 @@ def divisors(n: int) -> list[int]:
 
 
 def nearest_divisor(n: int, wanted: int) -> int:
-    """The divisor of `n` that is closest to `wanted`, the smaller of two."""
+    """Return the divisor of `n` that is closest to `wanted`, the smaller of two."""
     return min(divisors(n), key=lambda d: (abs(d - wanted), d))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megacpp.kernels.causal_conv import causal_conv
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule, Uniform
-from megacpp.model.pieces import Piece
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.regions import Region
 
 
 class ShortConv(nn.Module):
@@ -26,13 +26,13 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
 
     def rule(self) -> Rule:
-        """How the weight starts: uniform, with the bound of `nn.Conv1d`."""
+        """Return the rule of the weight: uniform, with the bound of `nn.Conv1d`."""
         bound = 1 / math.sqrt(self.num_taps)
         return Uniform(-bound, bound)
 
 
 def stacked(*convs: ShortConv) -> Tensor:
-    """One weight for the channels of all of them: a few numbers each, cheaper than more calls."""
+    """Return the weights of all convolutions as one `[C, 1, K]`, for a single call."""
     return torch.cat([conv.weight for conv in convs])
 
 
@@ -44,13 +44,15 @@ class Convolve(nn.Module):
         dilation: tokens from tap to tap.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
-    def __init__(self, region: Piece = "conv_bc", dilation: int = 1) -> None:
+    def __init__(self, region: Region = "conv_bc", dilation: int = 1) -> None:
         super().__init__()
-        self.region: Piece = region
+        self.region: Region = region
         self.dilation = dilation
 
     def forward(self, x_BTC: Tensor, weight_C1K: Tensor, docs: Documents | None) -> Tensor:
-        """`[B, T, C]` to `[B, T, C]`, within documents."""
-        return self.seam(self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation)
+        """Return the causal convolution `[B, T, C]` of `x_BTC` within documents, through SiLU."""
+        return self.recompute(
+            self.region, causal_conv, x_BTC, weight_C1K, docs, "silu", self.dilation
+        )

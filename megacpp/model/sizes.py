@@ -39,14 +39,16 @@ def embedding_parameters(config: ModelConfig) -> int:
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Parameters behind the last layer: its norm, blocks of multi-token prediction, and the heads,
-    of which one may share the embedding's."""
+    """Parameters behind the last layer: its norm, blocks of multi-token prediction, and the heads.
+
+    A tied head shares the embedding's weight and isn't counted.
+    """
     unembeddings = 2 if config.top.loss else 1
     return config.dim + mtp_parameters(config) + unembeddings * config.vocab_size * config.dim
 
 
 def copied_parameters(config: ModelConfig) -> int:
-    """Parameters that a last stage of several has beside its own: what it looks tokens up in."""
+    """Parameters of the copy of the embedding that a last stage of several has."""
     copied = config.mtp.depths > 0 and not config.tie_embeddings
     return config.vocab_size * config.dim * copied
 
@@ -67,7 +69,7 @@ def ngram_primes(ngram: NgramConfig) -> tuple[int, ...]:
 
 
 def ngram_rows(ngram: NgramConfig) -> int:
-    """Of all n-gram tables together, and a few more: any usual number of ranks shares them."""
+    """Rows of all n-gram tables together, rounded up so that usual numbers of ranks divide them."""
     return -(-sum(ngram_primes(ngram)) // NGRAM_ROWS) * NGRAM_ROWS
 
 
@@ -77,7 +79,7 @@ def ngram_width(ngram: NgramConfig) -> int:
 
 
 def _connection(config: ModelConfig) -> int:
-    """Of hyper-connections, around every layer."""
+    """Parameters of hyper-connections around one layer."""
     n = config.mhc.streams
     return (n * n + 2 * n) * (n * config.dim + 1) + 3 if n > 1 else 0
 

@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each one runs, which rank owns it; no torch import here.
+"""Pipeline stages: their layers and the rank of each; no torch import here.
 
 A schedule gives every rank of the `pp` axis one stage or two. Stages are numbered in the order in
 which a token meets them:
@@ -35,16 +35,16 @@ SPLIT_BACKWARD = V_SHAPED  # gradients of inputs and of weights are made apart
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage runs of the model.
+    """Part of the model that one pipeline stage runs.
 
     Attributes:
         index: number of the stage.
         layers: its blocks.
-        first: it looks tokens up.
+        first: it has the embedding.
         last: it has the last norm, the head and the loss.
-        takes: layer of an earlier stage whose choice of keys the stage before hands to it.
+        takes: layer of an earlier stage whose choice of keys it receives from the stage before.
         reads: layers of its own attend to that choice; else it only passes it on.
-        hands: layer, of this stage or an earlier one, whose choice it hands to the next.
+        hands: layer, of this stage or an earlier one, whose choice it sends to the next.
     """
 
     index: int
@@ -69,13 +69,13 @@ def stage_ids(schedule: str, pp: int, rank: int) -> tuple[int, ...]:
 
 
 def owners(schedule: str, pp: int) -> list[int]:
-    """The rank of every stage."""
+    """Return the rank of every stage."""
     of_stage = {stage: rank for rank in range(pp) for stage in stage_ids(schedule, pp, rank)}
     return [of_stage[stage] for stage in sorted(of_stage)]
 
 
 def stage_parts(model: ModelConfig, mesh: MeshConfig, rank: int) -> list[StagePart]:
-    """What a rank of the `pp` axis runs, one part for each of its stages.
+    """Return the parts that a rank of the `pp` axis runs, one for each of its stages.
 
     Raises:
         ConfigError: the layers can't be split so (see `split_layers`).
@@ -102,11 +102,11 @@ def choice_bytes(model: ModelConfig, row: int) -> int:
 
 
 def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
-    """The layers of every stage: at the cuts of the pattern, or so that weights are even.
+    """Return the layers of every stage: at the cuts of the pattern, or balanced by weight.
 
     Balanced means: the heaviest stage is as light as it can be, then the sum of squares is
-    smallest. The embedding weighs on the first stage, the head on the last, and where that one
-    looks tokens up, a copy of the embedding too.
+    smallest. The embedding weighs on the first stage, the head on the last, and multi-token
+    prediction adds a copy of the embedding to the last.
 
     Raises:
         ConfigError: fewer layers than stages, or a pattern with cuts into another number of them.
@@ -215,7 +215,7 @@ def _layer_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def _split_context_rules(config: Config) -> Iterator[ConfigError]:
-    """Exchanges over `cp` that a backward in two walks would have to make twice."""
+    """Yield errors of `cp` exchanges that a split backward would have to make twice."""
     mesh, model = config.mesh, config.model
     letters = {letter for stage in expand_pattern(model.pattern, model.depth) for letter in stage}
     why, fix = "walks a graph twice", "use mesh.pp_schedule=interleaved or 1f1b"
@@ -251,7 +251,7 @@ def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigErr
 
 @lru_cache(maxsize=256)  # a plan asks for every mesh
 def _balanced(weights: tuple[int, ...], num_stages: int) -> tuple[range, ...]:
-    """Contiguous ranges, none empty: least heaviest stage, then least sum of squares."""
+    """Return contiguous ranges, none empty: least heaviest stage, then least sum of squares."""
     heaviest, _ = _cut(weights, num_stages, lambda own: own, max)
     _, starts = _cut(
         weights, num_stages, lambda own: own * own if own <= heaviest else math.inf, add
@@ -265,7 +265,7 @@ def _cut(
     cost: Callable[[int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """The cheapest cut by dynamic programming: joint cost, and where each stage starts.
+    """Return the cheapest cut by dynamic programming: joint cost, and the start of each stage.
 
     `best[i]` is that of the first i layers in as many stages as the loop has reached.
     """

@@ -1,4 +1,4 @@
-"""Numbers of the host on a device, without waiting for what the device has to do before.
+"""Copies of the host's numbers to a device, without waiting for its queued work.
 
 A copy from memory that the system may page out waits until it is done, and so for everything that
 was put into the device's queue before it. From pinned memory it takes its place in the queue;
@@ -14,7 +14,12 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """`x.to(device)`; from the host to a GPU nobody waits."""
+    """Return `x.to(device)`; a copy from the host to a GPU doesn't make the host wait.
+
+    Args:
+        x: any shape.
+        device: target.
+    """
     there = torch.device(device)
     real = type(x) is Tensor and x.device.type == "cpu"
     if real and there.type == "cuda" and torch.cuda.is_available():
@@ -24,7 +29,10 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def listed(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """`(len(values),)`: a few numbers that the host knows. A compiler makes them constants."""
+    """Return a tensor `[len(values)]` of a few numbers that the host knows.
+
+    A compiler makes them constants.
+    """
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)

@@ -1,6 +1,6 @@
-"""The authors' checkpoints of recurrent blocks: their fused projections, and our parts of them.
+"""Checkpoints of the recurrent blocks' authors: their fused projections, and our parts of them.
 
-Upstream keeps all that reads the input of a block in one matrix, and all channels of the short
+Upstream keeps all projections of a block's input in one matrix, and all channels of the short
 convolution in one more. Here every part is a module of its own, so that tensor parallelism can
 shard each by its heads. Same rows, same order: splitting and joining are exact, for gradients as
 well. `BlockKind.upstream` says which parts a fused tensor has: state-spaces mamba for Mamba-3,
@@ -21,7 +21,7 @@ from megacpp.config.schema import ModelConfig
 def from_upstream(
     kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors of a mixer of the authors; names that aren't fused stay.
+    """Return our tensors of an upstream mixer; names that aren't fused stay.
 
     Raises:
         AssertionError: a fused tensor hasn't the rows of `model`.
@@ -40,7 +40,7 @@ def from_upstream(
 def to_upstream(
     kind: BlockKind, state: Mapping[str, Tensor], model: ModelConfig
 ) -> dict[str, Tensor]:
-    """Tensors, or gradients, under the authors' names: the inverse of `from_upstream`."""
+    """Return tensors, or gradients, under upstream names: the inverse of `from_upstream`."""
     parts = {part for _, names in kind.upstream for part in names}
     theirs = {name: t for name, t in state.items() if name not in parts}
     for name, names in kind.upstream:

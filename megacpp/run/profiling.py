@@ -3,7 +3,7 @@
     --run.profile 10:12     # RUN/profile/steps-10-12-rank-0.json.gz, ... of the first ranks
 
 The trace names the parts of a step: `data`, `accumulate`, `forward`, `backward`, `clip`,
-`Optimizer.step`, `judge`. On meshes FSDP2 adds `FSDP::` regions by module.
+`Optimizer.step`, `check_step`. On meshes FSDP2 adds `FSDP::` regions by module.
 """
 
 from __future__ import annotations

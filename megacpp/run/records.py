@@ -4,7 +4,7 @@
     for step in ...:
         records.begin(step)
         ...                           # the whole step
-        records.end(step, verdict, ...)
+        records.end(step, status, ...)
     records.close(sum_over_ranks, ranks)
 
 Records observe the run and change nothing.
@@ -24,7 +24,7 @@ from megacpp.run.health import Health
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
 from megacpp.run.profiling import StepProfile
-from megacpp.run.verdict import Verdict
+from megacpp.run.step_status import StepStatus
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Records:
     def end(
         self,
         step: int,
-        verdict: Verdict,
+        status: StepStatus,
         *,
         tokens: int,
         grad_accum: int,
@@ -73,7 +73,7 @@ class Records:
 
         Args:
             step: index of the step.
-            verdict: status that all ranks agree on.
+            status: statistics of the step that all ranks agree on.
             tokens: tokens of the step, over all ranks.
             grad_accum: microbatches of the step.
             lr: learning rate of AdamW in this step.
@@ -84,32 +84,32 @@ class Records:
         say = self.log.warn
         say(self.profile.end(step))
         say(self.forensics.end(step))
-        if verdict.healthy:
-            say(self.health.observe(step, verdict.loss, verdict.grad_norm))
-            say(self.balance.observe(step, verdict.loads))
-        if verdict.trouble:
-            fate = "left out" if not verdict.healthy else "taken with zeros instead"
+        if status.healthy:
+            say(self.health.observe(step, status.loss, status.grad_norm))
+            say(self.balance.observe(step, status.loads))
+        if status.trouble:
+            fate = "left out" if not status.healthy else "taken with zeros instead"
             where = self.where() or "no rank's gradients before the reduction"
-            say([f"step {step + 1}: {fate}: {verdict.trouble} ({where})"])
+            say([f"step {step + 1}: {fate}: {status.trouble} ({where})"])
         record = StepRecord(
             step=step,
-            loss=verdict.loss,
-            bits_per_byte=bits_per_byte(verdict.nll_sum, verdict.target_bytes),
-            grad_norm=verdict.grad_norm,
+            loss=status.loss,
+            bits_per_byte=bits_per_byte(status.nll_sum, status.target_bytes),
+            grad_norm=status.grad_norm,
             lr=lr,
             tokens=tokens,
-            valid_tokens=verdict.valid_tokens,
+            valid_tokens=status.valid_tokens,
             tokens_per_s=tokens / step_s,
             step_s=step_s,
             peak_bytes=peak_memory_bytes(self.forensics.device),
             grad_accum=grad_accum,
-            nonfinite=verdict.nonfinite,
-            skipped=not verdict.healthy,
+            nonfinite=status.nonfinite,
+            skipped=not status.healthy,
             mfu=self.mfu(tokens / step_s),
-            more=self._further(verdict) | {"lr_groups": rates} | dict(figures),
+            more=self._further(status) | {"lr_groups": rates} | dict(figures),
         )
         self.log.write(record)
-        say(self.calibrator.after_step(verdict.healthy, self.forensics.seen))
+        say(self.calibrator.after_step(status.healthy, self.forensics.seen))
 
     def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
         """Close all records at the end of the run; every rank calls it."""
@@ -117,13 +117,13 @@ class Records:
         self.forensics.close(sum_over_ranks, ranks)
         self.log.close()
 
-    def _further(self, verdict: Verdict) -> dict[str, float | Mapping[str, float] | None]:
+    def _further(self, status: StepStatus) -> dict[str, float | Mapping[str, float] | None]:
         """Return figures that only some runs have."""
-        compared = self.health.figures() if verdict.healthy else {}
+        compared = self.health.figures() if status.healthy else {}
         return {
-            **{f"aux_{term}": value for term, value in verdict.auxiliary.items()},
+            **{f"aux_{term}": value for term, value in status.auxiliary.items()},
             **compared,
-            "aux_gradient_ratio": verdict.auxiliary_ratio,
-            "loss_scale": verdict.loss_scale,
-            **load_figures(verdict.loads),
+            "aux_gradient_ratio": status.auxiliary_ratio,
+            "loss_scale": status.loss_scale,
+            **load_figures(status.loads),
         }

@@ -34,7 +34,7 @@ Kind = Literal["all_gather", "ring", "heads"]
 
 
 class ContextAttention(ParallelStyle):
-    """Swaps the core attention of an A mixer for that of the 1-D context mesh.
+    """Style that swaps the core attention of an A mixer for that of the 1-D context mesh.
 
     Its documents must then be a part of whole rows (`Documents.take`) in the layout's order.
     `heads` needs the query heads and the key/value heads that this process holds to divide by the
@@ -60,7 +60,7 @@ class ContextAttention(ParallelStyle):
 
 
 class ContextCore(CoreAttention):
-    """Core attention of some tokens of whole rows; it takes what `CoreAttention.forward` takes."""
+    """Core attention of some tokens of whole rows, with the arguments of `CoreAttention`."""
 
     def __init__(
         self, plain: CoreAttention, layout: ContextLayout, group: dist.ProcessGroup
@@ -70,7 +70,7 @@ class ContextCore(CoreAttention):
 
 
 class GatheredAttention(ContextCore):
-    """Own queries on all keys: one all-gather, back one reduce-scatter of as many numbers.
+    """Attention of own queries to all keys: one all-gather, back one equal reduce-scatter.
 
     A row's keys and values are T K (H + V) numbers, its latents T (C + R).
     """
@@ -83,6 +83,15 @@ class GatheredAttention(ContextCore):
         docs: Documents,
         latents: LatentKeys | None = None,
     ) -> Tensor:
+        """Return the output `[B, t, N, V]` of this rank's queries over the keys of whole rows.
+
+        Args:
+            q_BtNH: queries of this rank's tokens.
+            k_BtKH: their keys, or normed latents `[B, t, C]` with `latents`.
+            v_BtKV: their values, or rotated shared keys `[B, t, R]` with `latents`.
+            docs: documents of this rank's tokens.
+            latents: expands latents to keys and values; None: there are none.
+        """
         k_BTKH, v_BTKV = of_all_ranks((k_BtKH, v_BtKV), self.group)
         if latents is not None:
             k_BTKH, v_BTKV = latents.keys_values(k_BTKH, v_BTKV)
@@ -91,7 +100,7 @@ class GatheredAttention(ContextCore):
 
 
 class RingAttention(ContextCore):
-    """Own queries on the keys that come by, blocks of t K (H + V) numbers a row.
+    """Attention of own queries to passing blocks of keys, t K (H + V) numbers a row each.
 
     Latents come by as t (C + R) numbers a row and are expanded at every stop, in backward again.
     """
@@ -104,6 +113,15 @@ class RingAttention(ContextCore):
         docs: Documents,
         latents: LatentKeys | None = None,
     ) -> Tensor:
+        """Return the output `[B, t, N, V]` of this rank's queries over the keys of whole rows.
+
+        Args:
+            q_BtNH: queries of this rank's tokens.
+            k_BtKH: their keys, or normed latents `[B, t, C]` with `latents`.
+            v_BtKV: their values, or rotated shared keys `[B, t, R]` with `latents`.
+            docs: documents of this rank's tokens.
+            latents: expands latents to keys and values; None: there are none.
+        """
         heads, dims = k_BtKH.shape[2:-1], (k_BtKH.shape[-1], v_BtKV.shape[-1])
 
         def expand(block_BSX: Tensor, *weight_XC: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +139,7 @@ class RingAttention(ContextCore):
 
 
 class AttentionByHeads(ContextCore):
-    """Whole rows of the rank's heads: one all-to-all there and one back, in backward again.
+    """Attention over whole rows of the rank's heads: one all-to-all there and one back.
 
     Latents, which heads share, are gathered and expanded for the rank's heads alone.
     """
@@ -134,6 +152,15 @@ class AttentionByHeads(ContextCore):
         docs: Documents,
         latents: LatentKeys | None = None,
     ) -> Tensor:
+        """Return the output `[B, t, N, V]`, computed for whole rows of some heads.
+
+        Args:
+            q_BtNH: queries of this rank's tokens.
+            k_BtKH: their keys, or normed latents `[B, t, C]` with `latents`.
+            v_BtKV: their values, or rotated shared keys `[B, t, R]` with `latents`.
+            docs: documents of this rank's tokens.
+            latents: expands latents to keys and values; None: there are none.
+        """
         layout, group, row = self.layout, self.group, row_of(docs, self.layout)
         if latents is not None:
             (q,) = to_heads((q_BtNH,), layout, group)
@@ -162,7 +189,7 @@ class KeysOfRows(nn.Module):
     def forward(
         self, parts: Sequence[Tensor], docs: Documents
     ) -> tuple[tuple[Tensor, ...], Documents]:
-        """Each `[B, t, ...]` as `[B, T, ...]`, and their documents."""
+        """Return each `[B, t, ...]` as `[B, T, ...]`, and their documents."""
         gathered = of_all_ranks([x.flatten(2) for x in parts], self.group)
         in_row = [in_order_of_row(x, self.layout) for x in gathered]
         whole = (x.unflatten(2, y.shape[2:]) for x, y in zip(in_row, parts, strict=True))
@@ -179,7 +206,7 @@ def in_order_of_row(x_BTX: Tensor, layout: ContextLayout) -> Tensor:
 
 
 def of_all_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Each `[B, t, ..., X]` as `[B, T, ..., X]` in rank order: one all-gather.
+    """Return each `[B, t, ..., X]` as `[B, T, ..., X]` in rank order: one all-gather.
 
     They are joined along X with tokens in front, so that neither the all-gather nor the
     reduce-scatter of backward copies what it moves.

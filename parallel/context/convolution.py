@@ -1,4 +1,4 @@
-"""Short convolutions over the context axis: each chunk borrows the tokens in front of it.
+"""Short convolutions over the context axis: each chunk receives the tokens in front of it.
 
 Legend: B rows, t this rank's tokens of a row, J chunks of a rank, C tokens of a chunk, S = B J
 segments, L chunks of a row, X channels, K taps; a suffix K1 is (K - 1) * dilation past tokens.
@@ -32,7 +32,7 @@ class ContextConvolve(nn.Module):
         self.convolve, self.layout, self.group = convolve, layout, group
 
     def forward(self, x_BtX: Tensor, weight_X1K: Tensor, docs: Documents | None) -> Tensor:
-        """`[B, t, X]` to `[B, t, X]`, within documents of whole rows."""
+        """Return the convolution `[B, t, X]` of this rank's tokens; documents span whole rows."""
         layout, convolve = self.layout, self.convolve
         segments = segment_documents(docs, layout)
         num_past = (weight_X1K.shape[-1] - 1) * convolve.dilation
@@ -49,12 +49,12 @@ class ContextConvolve(nn.Module):
         ends_LBK1X = gather(ends_JBK1X.contiguous(), 0, self.group)
         with_past = segments.memo(("past", num_past), lambda: _with_past(segments, num_past))
         past_SK1X = _in_front(ends_LBK1X, layout)
-        y_BtX = convolve.seam(convolve.region, convolved, x_SCX, past_SK1X, weight_X1K)
+        y_BtX = convolve.recompute(convolve.region, convolved, x_SCX, past_SK1X, weight_X1K)
         return linked(y_BtX, ends_LBK1X)
 
 
 class ContextConv(ParallelStyle):
-    """Swaps `convolve` of a module on the 1-D context mesh, whatever its taps' distance."""
+    """Style that swaps `convolve` of a module on the 1-D context mesh, with any dilation."""
 
     def __init__(self, layout: ContextLayout) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class ContextConv(ParallelStyle):
 
 
 def _in_front(ends_LBK1X: Tensor, layout: ContextLayout) -> Tensor:
-    """In front of each segment: the end of the chunk before it, zeros before a row's first."""
+    """Return the tokens in front of each segment: the end of the chunk before, or zeros."""
     place = {chunk: i for i, chunk in enumerate(layout.gathered_chunks())}
     nothing = torch.zeros_like(ends_LBK1X[0])
     mine = layout.chunks[layout.rank]
@@ -76,7 +76,7 @@ def _in_front(ends_LBK1X: Tensor, layout: ContextLayout) -> Tensor:
 
 
 def _with_past(segments: Documents, num_past: int) -> Documents:
-    """The segments with `num_past` tokens in front of each, whose own outputs nobody reads."""
+    """Return the segments with `num_past` tokens in front of each, whose outputs are dropped."""
     if segments.whole:  # in front of a row's first chunk are zeros, as a document's past is
         S, C = segments.ids_BT.shape
         return Documents.rows(S, num_past + C, segments.ids_BT.device)

@@ -1,4 +1,4 @@
-"""A mixer's heads instead of its tokens: whole rows of some heads on every context rank.
+"""Exchange of a mixer's tokens for heads: whole rows of some heads on every context rank.
 
 Legend: B rows, T tokens of a row, t this rank's tokens of it, H heads, h the rank's share of them,
 G things that neighbouring heads share.
@@ -18,7 +18,7 @@ from parallel.context.layout import ContextLayout
 
 
 def own_heads(num_heads: int, layout: ContextLayout) -> slice:
-    """The heads that this rank works on."""
+    """Return the heads that this rank works on."""
     share, rest = divmod(num_heads, layout.degree)
     assert rest == 0, f"{num_heads} heads over {layout.degree} context ranks"
     return slice(layout.rank * share, (layout.rank + 1) * share)
@@ -27,7 +27,7 @@ def own_heads(num_heads: int, layout: ContextLayout) -> slice:
 def to_heads(
     parts: Sequence[Tensor], layout: ContextLayout, group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Each `[B, t, H, ...]` as `[B, T, h, ...]`, tokens in the order of the row.
+    """Return each `[B, t, H, ...]` as `[B, T, h, ...]`, tokens in the order of the row.
 
     One all-to-all for all parts of a dtype, which may differ in H: each divides by the ranks.
     """
@@ -42,8 +42,16 @@ def to_heads(
 def to_own_heads(
     parts: dict[str, Tensor], num_heads: int, layout: ContextLayout, group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """Whole rows of what this rank's heads want, of `[B, t, G, ...]` each: G heads, or what they
-    share. What the ranks can't divide is gathered instead."""
+    """Return whole rows of the tensors that this rank's heads need, by name.
+
+    Tensors whose G the ranks can't divide are gathered instead.
+
+    Args:
+        parts: `[B, t, G, ...]` each: G heads, or things that heads share.
+        num_heads: heads of the layer.
+        layout: of the tokens.
+        group: the context ranks.
+    """
     by_head = {name: x for name, x in parts.items() if x.shape[2] % layout.degree == 0}
     shared = {name: x for name, x in parts.items() if name not in by_head}
     rows = dict(zip(by_head, to_heads(list(by_head.values()), layout, group), strict=True))
@@ -53,7 +61,7 @@ def to_own_heads(
 
 
 def from_heads(x_BThD: Tensor, layout: ContextLayout, group: dist.ProcessGroup) -> Tensor:
-    """`[B, T, h, ...]` back as `[B, t, H, ...]`: one all-to-all."""
+    """Return `[B, T, h, ...]` as `[B, t, H, ...]`: one all-to-all."""
     if layout.per_rank > 1:
         index_T = layout.gathered_index(x_BThD.shape[1])
         x_BThD = x_BThD.index_select(1, to_device(index_T, x_BThD.device))
@@ -63,7 +71,7 @@ def from_heads(x_BThD: Tensor, layout: ContextLayout, group: dist.ProcessGroup) 
 def to_rows(
     parts: Sequence[Tensor], layout: ContextLayout, group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Each `[B, t, ...]` as `[B, T, ...]` in the order of the row: one all-gather per dtype."""
+    """Return each `[B, t, ...]` as `[B, T, ...]` in row order: one all-gather per dtype."""
 
     def send(x_BtD: Tensor) -> Tensor:
         return _in_row_order(gather(x_BtD, 1, group), layout)
@@ -72,9 +80,16 @@ def to_rows(
 
 
 def for_own_heads(x_G: Tensor, dim: int, num_heads: int, layout: ContextLayout) -> Tensor:
-    """Of the G along `dim` that all heads share, what this rank's heads want.
+    """Return the entries along `dim` that this rank's heads read, out of G that all heads share.
 
-    Fewer than the rank's heads when equally many neighbours share each, else one per head.
+    There are fewer than the rank's heads when equally many neighbours share each, else one per
+    head.
+
+    Args:
+        x_G: any shape, with G entries along `dim`.
+        dim: dim of the entries.
+        num_heads: heads of the layer.
+        layout: of the tokens.
     """
     each = num_heads // x_G.shape[dim]
     own = own_heads(num_heads, layout)
@@ -87,7 +102,7 @@ def for_own_heads(x_G: Tensor, dim: int, num_heads: int, layout: ContextLayout) 
 
 
 def _in_row_order(x_BTD: Tensor, layout: ContextLayout) -> Tensor:
-    """Tokens of the ranks in order, as an exchange leaves them, put in the order of the row."""
+    """Return tokens in the order of the row, from the rank order of an exchange."""
     if layout.per_rank == 1:
         return x_BTD
     index_T = layout.gathered_index(x_BTD.shape[1]).argsort()
@@ -95,7 +110,7 @@ def _in_row_order(x_BTD: Tensor, layout: ContextLayout) -> Tensor:
 
 
 def _together(send: Callable[[Tensor], Tensor], parts: Sequence[Tensor], lead: int) -> list[Tensor]:
-    """`send` of all parts of a dtype at once, joined behind their first `lead` dims."""
+    """Apply `send` to all parts of a dtype at once, joined behind their first `lead` dims."""
     sent: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in parts):
         same = [i for i, x in enumerate(parts) if x.dtype == dtype]

@@ -34,13 +34,16 @@ Observe = Callable[[Tensor, Tensor, Documents, Documents], None]
 
 @dataclass(frozen=True)
 class Ring:
-    """What the ranks of a ring agree on.
+    """Settings that the ranks of a ring share.
 
     Attributes:
+        layout: of the tokens.
+        group: the ranks.
         docs: of this rank's tokens, a part of whole rows in the layout's order.
         expand: keys `[B, S, K, H]` and values `[B, S, K, V]` of a block `[B, S, X]` in fp32 or
             wider and of the weights, in any dtype; differentiable, without collectives.
-        observe: is shown, in forward, the queries `[B, t, N, H]` and the keys `[B, S, K, H]` of
+        scores: scale and soft cap.
+        observe: called in forward with the queries `[B, t, N, H]` and the keys `[B, S, K, H]` of
             every block that some of them see, and the documents of both.
     """
 
@@ -64,22 +67,28 @@ class Look:
 def ring_attention(
     q_BtNH: Tensor, block_BtX: Tensor, ring: Ring, weights: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks, `[B, t, N, V]`.
+    """Return attention of this rank's queries to the keys of all ranks, `[B, t, N, V]`.
 
     W - 1 blocks leave each rank in forward; in backward W - 1 blocks and as many gradients, these
     in at least fp32. Weights get the gradient of this rank's queries alone.
+
+    Args:
+        q_BtNH: queries of this rank's tokens.
+        block_BtX: this rank's block, of which `ring.expand` makes keys and values.
+        ring: settings.
+        weights: passed to `ring.expand`.
     """
     with torch.autocast(q_BtNH.device.type, enabled=False):
         return _RingAttention.apply(q_BtNH, block_BtX, ring, *weights)  # type: ignore[return-value]
 
 
 def seen_chunks(layout: ContextLayout, chunk: int, source: int) -> tuple[int, ...]:
-    """The chunks of a rank at which queries of a chunk may look: those not behind it."""
+    """Return the chunks of a rank that queries of a chunk may see: those not behind it."""
     return tuple(c for c in layout.chunks[source] if c <= chunk)
 
 
 def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int]) -> Documents:
-    """Documents of the tokens of some chunks of the rows of `docs`. Once per batch."""
+    """Return the documents of some chunks of the rows of `docs`, memoized per batch."""
     row = row_of(docs, layout)
 
     def make() -> Documents:
@@ -91,7 +100,7 @@ def chunk_documents(docs: Documents, layout: ContextLayout, chunks: Sequence[int
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keeps queries, own block, output and one number per query and head for backward."""
+    """Ring attention that saves queries, own block, output and one number per query and head."""
 
     @staticmethod
     def forward(
@@ -129,12 +138,12 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, do_BtNV: Tensor) -> tuple[Tensor | None, ...]:
-    """Of q, the own block and the weights."""
+    """Return the gradients of q, the own block and the weights."""
     q_BtNH, block_BtX, o_BtNV, lse_BKtG1, *weights = ctx.saved_tensors
     ring: Ring = ctx.ring
     heads = lse_BKtG1.shape[1]
     q, o, do = (_grouped(x, heads) for x in (q_BtNH, o_BtNV, do_BtNV))
-    gradient = AttentionGradient.of(q, o, do, lse_BKtG1, ring.scores)
+    gradient = AttentionGradient.begin(q, o, do, lse_BKtG1, ring.scores)
     d_weights = [
         torch.zeros_like(wide(w)) if need else None
         for w, need in zip(weights, ctx.needs_input_grad[3:], strict=True)
@@ -169,9 +178,9 @@ def _block_gradient(
     weights: list[Tensor],
     d_weights: list[Tensor | None],
 ) -> Tensor:
-    """What this rank's queries give to a block, `[B, t, X]` in fp32 or wider.
+    """Return the gradient of a block from this rank's queries, `[B, t, X]` in fp32 or wider.
 
-    What they give to queries and weights is added to `gradient` and `d_weights`.
+    Gradients of queries and weights are added to `gradient` and `d_weights`.
     """
     d_block = torch.zeros_like(wide(block_BtX))
     if not looks:
@@ -199,7 +208,7 @@ def _block_gradient(
 
 
 def _looks(ring: Ring, source: int) -> list[Look]:
-    """This rank's chunks that see something of the rank `source`: none behind its last token."""
+    """Return this rank's chunks that see tokens of the rank `source`, with keys and masks."""
     layout, docs = ring.layout, ring.docs
     size = docs.ids_BT.shape[1] // layout.per_rank
     looks = []
@@ -216,7 +225,7 @@ def _looks(ring: Ring, source: int) -> list[Look]:
 
 
 class _Passing:
-    """A tensor on its way to the right neighbour, and its like from the left."""
+    """Tensor on its way to the right neighbour, while its counterpart arrives from the left."""
 
     def __init__(self, leaving: Tensor, ring: Ring) -> None:
         rank, degree = ring.layout.rank, ring.layout.degree
@@ -236,7 +245,7 @@ class _Passing:
 
 
 def _around(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's block and the rank, from the own to the left; the next arrives meanwhile."""
+    """Yield rank and block from the own to the left; the next one arrives meanwhile."""
     rank, degree = ring.layout.rank, ring.layout.degree
     for step in range(degree):
         passing = _Passing(block, ring) if step + 1 < degree else None
@@ -246,23 +255,23 @@ def _around(block: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
 
 
 def _seen(block_BtX: Tensor, looks: list[Look]) -> Tensor:
-    """The tokens of a block at which some query looks."""
+    """Return the tokens of a block that some query sees."""
     return block_BtX[:, : max(look.num_keys for look in looks)]
 
 
 def _documents_seen(ring: Ring, source: int, looks: list[Look]) -> Documents:
-    """Of the tokens that `_seen` takes of the block of a rank."""
+    """Return the documents of the tokens that `_seen` takes of a rank's block."""
     size = ring.docs.ids_BT.shape[1] // ring.layout.per_rank
     num_chunks = max(look.num_keys for look in looks) // size
     return chunk_documents(ring.docs, ring.layout, ring.layout.chunks[source][:num_chunks])
 
 
 def _grouped(x_BtNH: Tensor, num_kv_heads: int) -> Tensor:
-    """`[B, t, N, H]` as `[B, K, t, G, H]`."""
+    """Return `[B, t, N, H]` as `[B, K, t, G, H]`."""
     return x_BtNH.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
 
 
 def _by_head(keys_values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Keys and values `[B, S, K, ...]` as `[B, K, S, ...]`."""
+    """Return keys and values `[B, S, K, ...]` as `[B, K, S, ...]`."""
     k, v = (x.transpose(1, 2) for x in keys_values)
     return k, v

@@ -43,7 +43,7 @@ Kind = Literal["heads", "state", "serial"]
 
 
 class ContextScan(ParallelStyle):
-    """Swaps `scan` and `convolve` of a mixer for those of the 1-D context mesh.
+    """Style that swaps `scan` and `convolve` of a mixer for those of the 1-D context mesh.
 
     The mixer's documents must then be a part of whole rows (`Documents.take`) in the layout's
     order. `heads` needs the heads that this process holds to divide by the number of context ranks;
@@ -66,7 +66,7 @@ class ContextScan(ParallelStyle):
 
 
 def heads_if_divisible(wanted: Kind | Literal["auto"], num_heads: int, degree: int) -> Kind:
-    """`auto` as heads where the heads of a process divide by the context ranks, else serial."""
+    """Return `heads` for `auto` if context ranks divide a process's heads, else `serial`."""
     if wanted != "auto":
         return wanted
     return "serial" if num_heads % degree else "heads"
@@ -84,7 +84,7 @@ class ScanByHeads(nn.Module):
         self.scan, self.layout, self.group = scan, layout, group
 
     def forward(self, inputs: TokenTensors, weights: HeadTensors, docs: Documents | None) -> Tensor:
-        """`[B, t, H, V]` of this rank's tokens."""
+        """Return outputs `[B, t, H, V]` of this rank's tokens."""
         layout, num_heads = self.layout, inputs.num_heads
         in_order = inputs.map_dims(lambda x, dims: x.movedim(dims, (1, 2)))
         rows = to_own_heads(in_order.tensors(), num_heads, layout, self.group)
@@ -106,7 +106,7 @@ class ScanFromStates(nn.Module):
         self.scan, self.layout, self.group = scan, layout, group
 
     def forward(self, inputs: TokenTensors, weights: HeadTensors, docs: Documents) -> Tensor:
-        """`[B, t, H, V]` of this rank's tokens."""
+        """Return outputs `[B, t, H, V]` of this rank's tokens."""
         layout, scan = self.layout, self.scan
         segments = segment_documents(docs, layout)
         parts = inputs.map_dims(lambda x, dims: cut(x, layout, dims.tokens))
@@ -121,13 +121,13 @@ class ScanFromStates(nn.Module):
 
 
 def _in_row_order(flat_LBX: Tensor, like: RowTensors, layout: ContextLayout) -> list[RowTensors]:
-    """The gathered summaries of all chunks, from left to right."""
+    """Return the gathered summaries of all chunks, from left to right."""
     summaries = [like.unpacked(flat_BX) for flat_BX in flat_LBX]
     place = {chunk: i for i, chunk in enumerate(layout.gathered_chunks())}
     return [summaries[place[chunk]] for chunk in range(layout.num_chunks)]
 
 
 def _own(states: Sequence[RowTensors], layout: ContextLayout) -> RowTensors:
-    """The states that enter this rank's chunks, by segment."""
+    """Return the states that enter this rank's chunks, by segment."""
     mine = [states[chunk] for chunk in layout.chunks[layout.rank]]
     return RowTensors.joined(mine, lambda xs: torch.stack(xs, 1).flatten(0, 1))

@@ -1,4 +1,4 @@
-"""The chunks of a row that a context rank holds, as rows of their own: segments.
+"""Segments: the chunks of a row that a context rank holds, as rows of their own.
 
 Legend: B rows, t this rank's tokens of a row, J chunks of a rank, C tokens of a chunk, S = B J
 segments (the chunks of row 0 first), L chunks of a row.
@@ -17,24 +17,24 @@ from parallel.context.layout import ContextLayout
 
 
 def row_of(docs: Documents | None, layout: ContextLayout) -> Documents:
-    """The documents of whole rows, which a part of them remembers."""
+    """Return the documents of whole rows, to which documents of a part refer."""
     assert docs is not None and docs.row is not None, "a context rank's documents are a part"
     assert docs.ids_BT.shape[1] * layout.degree == docs.row.ids_BT.shape[1], "a rank's even share"
     return docs.row
 
 
 def cut(x: Tensor, layout: ContextLayout, dim: int = 1) -> Tensor:
-    """`[B, ..., t, ...]` with its tokens along `dim` as `[S, ..., C, ...]`."""
+    """Return `[B, ..., t, ...]`, with its tokens along `dim`, as `[S, ..., C, ...]`."""
     return x.unflatten(dim, (layout.per_rank, -1)).movedim(dim, 1).flatten(0, 1)
 
 
 def joined(x_SC: Tensor, layout: ContextLayout) -> Tensor:
-    """`[S, C, ...]` as `[B, t, ...]`, the inverse of `cut`."""
+    """Return `[S, C, ...]` as `[B, t, ...]`, the inverse of `cut`."""
     return x_SC.unflatten(0, (-1, layout.per_rank)).flatten(1, 2)
 
 
 def segment_documents(docs: Documents | None, layout: ContextLayout) -> Documents:
-    """Documents of the segments; ids and positions stay those of the row. Once per batch."""
+    """Return the documents of the segments; ids and positions stay those of the row."""
     whole = row_of(docs, layout).whole
     assert docs is not None
 
@@ -47,12 +47,12 @@ def segment_documents(docs: Documents | None, layout: ContextLayout) -> Document
 
 
 def continues(segments: Documents) -> Tensor:
-    """bool `[S]`: the segment's first token belongs to the document of the token before it."""
+    """Return bool `[S]`: the segment's first token belongs to the document of the token before."""
     return segments.positions_BT[:, 0] > 0
 
 
 def carries(docs: Documents, layout: ContextLayout) -> Tensor:
-    """bool `[L, B]`: no document starts in the chunk, its first token included."""
+    """Return bool `[L, B]`: no document starts in the chunk, its first token included."""
     row = row_of(docs, layout)
 
     def make() -> Tensor:
@@ -63,9 +63,13 @@ def carries(docs: Documents, layout: ContextLayout) -> Tensor:
 
 
 def linked(x: Tensor, other: Tensor) -> Tensor:
-    """`x`, with `other` in its past: backward runs through `other` too, with no gradient from here.
+    """Return `x`; backward runs through `other` too, with no gradient from here.
 
-    A collective's backward needs every rank, also one that has no use for what it received.
+    A collective's backward needs every rank, also one that doesn't use the received tensor.
+
+    Args:
+        x: any shape.
+        other: any shape.
     """
     return _Linked.apply(x, other)  # type: ignore[return-value]
 

@@ -23,7 +23,7 @@ from parallel.context.segments import continues, cut, linked, row_of
 
 
 class SerialScan(nn.Module):
-    """Scan of this rank's chunks, entered by what the chunk before left behind.
+    """Scan of this rank's chunks, each entered by the state behind the chunk before.
 
     A state, at least fp32, from rank to rank at every boundary between two ranks' chunks, and as
     much back. Each receipt and dispatch is a step of one chain in autograd's graph, so that
@@ -35,7 +35,7 @@ class SerialScan(nn.Module):
         self.scan, self.layout, self.group = scan, layout, group
 
     def forward(self, inputs: TokenTensors, weights: HeadTensors, docs: Documents | None) -> Tensor:
-        """`[B, t, H, V]` of this rank's tokens."""
+        """Return outputs `[B, t, H, V]` of this rank's tokens."""
         layout, scan, group = self.layout, self.scan, self.group
         owners = {chunk: rank for rank, held in enumerate(layout.chunks) for chunk in held}
         h, ys_BCHV = scan.empty_state(inputs, weights), []
@@ -59,7 +59,7 @@ class SerialScan(nn.Module):
 
 
 def _segments(docs: Documents | None, layout: ContextLayout) -> list[Documents]:
-    """The documents `[B, C]` of each of this rank's chunks, from left to right. Once per batch."""
+    """Return the documents `[B, C]` of each of this rank's chunks, from left to right."""
     whole = row_of(docs, layout).whole
     assert docs is not None
 
@@ -71,9 +71,13 @@ def _segments(docs: Documents | None, layout: ContextLayout) -> list[Documents]:
 
 
 def receive(chain: Tensor, like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """A state from the rank of the chunk before; backward sends its gradient there.
+    """Receive a state from the rank of the chunk before; backward sends its gradient there.
 
-    `chain` is what must come earlier in forward, and waits for this in backward.
+    Args:
+        chain: any shape; must come earlier in forward, and waits for this in backward.
+        like: a tensor of the state's shape `[B, ...]` and dtype.
+        source: rank of the group.
+        group: the context ranks.
     """
     return _Receive.apply(chain, like, source, group)  # type: ignore[return-value]
 

@@ -53,10 +53,12 @@ from parallel.collectives import send_rows, send_rows_plain
 
 @dataclass(frozen=True)
 class Owners:
-    """Who holds which experts: rank r of the group has experts [r * each, (r + 1) * each).
+    """Owners of experts: rank r of the group has experts [r * each, (r + 1) * each).
 
     Attributes:
-        backend: of `experts`, what moves rows within a rank.
+        num_experts: of the layer.
+        group: the expert ranks.
+        backend: kernels that move rows within a rank, one of `experts`.
     """
 
     num_experts: int
@@ -65,10 +67,12 @@ class Owners:
 
     @property
     def ranks(self) -> int:
+        """Ranks of the group."""
         return self.group.size()
 
     @property
     def each(self) -> int:
+        """Experts of a rank."""
         assert self.num_experts % self.ranks == 0, f"{self.num_experts} experts, {self.ranks} ranks"
         return self.num_experts // self.ranks
 
@@ -84,7 +88,7 @@ class Copies:
     at_experts: Groups
 
     def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Rows in expert order to outputs of this rank's tokens, `[T, D]` in fp32 (or fp64)."""
+        """Return outputs of this rank's tokens, `[T, D]` in fp32 (or fp64), from expert rows."""
         rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
         rows_SD = send_rows(rows_RD, self.arriving, self.leaving, self.owners.group)
         return gather_rows(rows_SD, weights_TK, self.at_source)
@@ -101,7 +105,7 @@ class Tokens:
     at_experts: Groups
 
     def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """As `Copies.back`; rows are weighed already."""
+        """Return outputs of this rank's tokens (`Copies.back`) from rows that are weighed."""
         part_RD = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype)
         part_SD = send_rows(part_RD, self.arriving, self.leaving, self.owners.group)
         return sum_rows(part_SD, self.at_source)
@@ -116,7 +120,7 @@ class Slots:
     at_experts: Groups
 
     def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
-        """As `Copies.back`; a token gets nothing from an expert that had no slot for it."""
+        """Return outputs of this rank's tokens (`Copies.back`); a dropped copy adds nothing."""
         each = [len(rows_SD) // self.owners.ranks] * self.owners.ranks
         rows_RD = rows_SD.index_select(0, self.at_experts.slot_KT[0])
         rows_SD = send_rows(rows_RD, each, each, self.owners.group)
@@ -129,7 +133,7 @@ Exchanged = tuple[list[list[int]], list[list[int]]]  # to each rank, from each r
 
 @dataclass(frozen=True)
 class EvenRouting:
-    """Choices that any host can foretell: all experts get an even share, on every rank alike.
+    """Choices known in advance: all experts get an even share, on every rank alike.
 
     Of the columns of the choices the first top_k are real experts, which is their mean.
 
@@ -145,7 +149,8 @@ class EvenRouting:
     top_k_groups: int = 1
 
     @staticmethod
-    def of(moe: MoEConfig) -> EvenRouting:
+    def from_config(moe: MoEConfig) -> EvenRouting:
+        """Return the even routing of a configuration's experts, groups and columns."""
         groups = moe.num_groups, moe.top_k_groups
         return EvenRouting(moe.num_experts, moe.top_k, columns(moe), *groups)
 
@@ -155,7 +160,7 @@ class EvenRouting:
         return circle(self.num_experts, self.num_groups, self.top_k_groups)
 
     def indices(self, tokens: int, device: torch.device) -> Tensor:
-        """`[T, K]`."""
+        """Return the chosen experts `[T, K]` of `tokens` tokens; nulls are `num_experts`."""
         place_N = torch.arange(tokens * self.top_k, device=device) % self.num_experts
         circle_E = listed(self.circle, device)
         chosen_TK = circle_E[place_N].view(tokens, self.top_k)
@@ -163,7 +168,7 @@ class EvenRouting:
         return F.pad(chosen_TK, (0, nulls), value=self.num_experts) if nulls else chosen_TK
 
     def copies(self, tokens: int, ranks: int, rank: int) -> Exchanged:
-        """Copies that a rank sends to each expert of each rank, and that each rank sends here.
+        """Return copies sent to each expert of each rank, and copies that each rank sends here.
 
         Args:
             tokens: of every rank.
@@ -200,7 +205,15 @@ class EvenRouting:
 def send_copies(
     x_TD: Tensor, indices_TK: Tensor, owners: Owners, multiple: int, even: EvenRouting | None
 ) -> tuple[Arrived, Copies]:
-    """One row per chosen expert; groups are padded to a multiple of `multiple` rows."""
+    """Send one row per chosen expert; return the arrived rows and the way back.
+
+    Args:
+        x_TD: tokens of this rank.
+        indices_TK: their experts.
+        owners: of the experts.
+        multiple: groups of rows are padded to a multiple of it.
+        even: routing whose counts every rank knows; None: ranks exchange counts and wait.
+    """
     E, W, e = owners.num_experts, owners.ranks, owners.each
     counts_We = _count(indices_TK, E + 1)[:E].view(W, e)
     if even is None:
@@ -230,7 +243,16 @@ def send_tokens(
     multiple: int,
     even: EvenRouting | None,
 ) -> tuple[Arrived, Tokens]:
-    """One row per rank that holds a chosen expert, with the ids and weights of its experts."""
+    """Send one row per rank that holds a chosen expert, with ids and weights of its experts.
+
+    Args:
+        x_TD: tokens of this rank.
+        indices_TK: their experts.
+        weights_TK: weights of these.
+        owners: of the experts.
+        multiple: groups of rows are padded to a multiple of it.
+        even: routing whose counts every rank knows; None: ranks exchange counts and wait.
+    """
     W, e = owners.ranks, owners.each
     expert_TK, order_TK = indices_TK.sort(1)  # experts of one rank are neighbours, nulls last
     weights_TK = weights_TK.gather(1, order_TK)
@@ -261,9 +283,15 @@ def send_tokens(
 def send_slots(
     x_TD: Tensor, indices_TK: Tensor, owners: Owners, capacity: int
 ) -> tuple[Arrived, Slots]:
-    """`capacity` rows of every rank for every expert; copies past that are dropped, latest first.
+    """Send `capacity` rows to every expert; copies past that are dropped, latest first.
 
-    Nothing waits for the host and no shape depends on a value.
+    The host never waits and no shape depends on a value.
+
+    Args:
+        x_TD: tokens of this rank.
+        indices_TK: their experts.
+        owners: of the experts.
+        capacity: rows of each rank for each expert.
     """
     at_source = group_rows_to_capacity(indices_TK, owners.num_experts, capacity).by(owners.backend)
     rows_SD = spread_rows(x_TD, at_source)
@@ -284,7 +312,7 @@ def _regrouped(rows: int, outer: int, inner: int, device: torch.device) -> Group
 
 
 def _label(expert_TK: Tensor, weights_TK: Tensor, groups: Groups, each: int) -> Tensor:
-    """Of each row that leaves `[S, 2L]`: weights and local ids of the experts it wants.
+    """Return weights and local ids of the experts that each leaving row wants, `[S, 2L]`.
 
     Experts of a token are sorted, so those of a rank follow the copy that stands for the row. The
     ids are exact as floating numbers and so travel with the weights; a place without an expert has
@@ -308,20 +336,20 @@ def _label(expert_TK: Tensor, weights_TK: Tensor, groups: Groups, each: int) -> 
 
 
 def _count(ids: Tensor, kinds: int) -> Tensor:
-    """int64 `(kinds,)`: how often each id occurs."""
+    """Return int64 `[kinds]`: how often each id occurs."""
     ids_N = ids.flatten()
     return ids_N.new_zeros(kinds).scatter_add_(0, ids_N, torch.ones_like(ids_N))
 
 
 def _announce(counts_Wn: Tensor, owners: Owners) -> Tensor:
-    """Row w to rank w; what rank w has for this one as row w."""
+    """Send row w to rank w; return the rows that the ranks send to this one."""
     each = [counts_Wn.shape[1]] * owners.ranks
     arrived_N = send_rows_plain(counts_Wn.flatten(), each, each, owners.group)
     return arrived_N.view_as(counts_Wn)
 
 
 def _agree(counts_Wn: Tensor, owners: Owners) -> tuple[list[list[int]], list[list[int]]]:
-    """The counts and what the others have for this rank, on the host: the one wait."""
+    """Return the counts for other ranks and theirs for this one, on the host: the one wait."""
     to_Wn, from_Wn = torch.stack([counts_Wn, _announce(counts_Wn, owners)]).tolist()
     return to_Wn, from_Wn
 

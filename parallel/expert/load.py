@@ -23,10 +23,12 @@ from megacpp.run.expert_load import ExpertLoad
 
 
 class LoadTable:
-    """Where in the table this rank's routers write, and how it is read.
+    """Rows of this rank's routers in the load table of all E layers, and its reading.
 
     Args:
-        ranks: that have the same routers as this one, each with other tokens.
+        model: this rank's part.
+        config: the whole model.
+        ranks: number of ranks with the same routers, each with other tokens.
     """
 
     def __init__(self, model: nn.Module, config: ModelConfig, ranks: int) -> None:
@@ -40,7 +42,7 @@ class LoadTable:
                 self.routers[self.layers.index(int(found[1]))] = module
 
     def numbers(self, device: torch.device) -> Tensor:
-        """fp64 `(L * N,)`: counts of experts (and nulls), and the range of the bias."""
+        """Return fp64 `[L * N]`: counts of experts (and nulls), and the range of the bias."""
         counts = self.moe.num_experts + (null_copies(self.moe) > 0)
         table_LN = torch.zeros(len(self.layers), counts + 1, dtype=torch.float64, device=device)
         for row, router in self.routers.items():
@@ -50,7 +52,10 @@ class LoadTable:
         return table_LN.flatten()
 
     def read(self, numbers: Sequence[float]) -> tuple[ExpertLoad, ...]:
-        """Of the sum over all ranks, on the host; a step without a token has no load."""
+        """Return the load of each layer from the table's sum over all ranks, on the host.
+
+        A step without a token has no load.
+        """
         if not self.layers:
             return ()
         moe, width = self.moe, len(numbers) // len(self.layers)

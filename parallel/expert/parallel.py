@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of `ep` holds some experts, and every token goes where its are.
+"""Expert parallelism: each rank of `ep` holds some experts, and every token goes to its experts.
 
 An E mixer routes the tokens of its own rank. `ExpertParallel` swaps its `dispatch` and `combine`;
- between them the mixer's own `experts` work on the rows of all ranks that want them, so
-that recomputing `experts` alone sends nothing again. It does not touch parameters: whoever cuts
-them gives each rank the experts [r * E / ep, (r + 1) * E / ep) in order.
+between them the mixer's own `experts` work on the rows of all ranks, so that recomputing `experts`
+alone sends nothing again. It does not touch parameters: the plan gives each rank the experts
+[r * E / ep, (r + 1) * E / ep) in order.
 
 Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
 """
@@ -35,7 +35,7 @@ Kind = Literal["per_rank", "per_expert"]
 
 
 class ExpertParallel(ParallelStyle):
-    """Swaps `dispatch` and `combine` of an E mixer whose experts lie on the ranks of a mesh axis.
+    """Style that swaps `dispatch` and `combine` of an E mixer with experts sharded over an axis.
 
     Args:
         kind: what travels when nothing is dropped: one row per rank that holds a chosen expert
@@ -58,7 +58,7 @@ class ExpertParallel(ParallelStyle):
 
 
 class ExpertDispatch(nn.Module):
-    """Sends tokens to the ranks of their experts; takes what `Dispatch.forward` takes."""
+    """Dispatch of tokens to the ranks of their experts, with the arguments of `Dispatch`."""
 
     kernels: Kernels = PLAIN_KERNELS
 
@@ -70,15 +70,32 @@ class ExpertDispatch(nn.Module):
         balanced: bool,
         kernels: Kernels,
     ) -> None:
+        """Set up the exchange.
+
+        Args:
+            moe: settings of the experts.
+            group: the expert ranks.
+            kind: a row per chosen expert, or per rank that holds some.
+            balanced: choose experts evenly instead of by the router.
+            kernels: backends; `experts` moves rows within a rank.
+        """
         super().__init__()
         self.moe, self.kind, self.kernels = moe, kind, kernels
         self.owners = Owners(moe.num_experts, group)
         assert self.owners.each * self.owners.ranks == moe.num_experts
-        self.even = EvenRouting.of(moe) if balanced else None
+        self.even = EvenRouting.from_config(moe) if balanced else None
 
     def forward(
         self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
     ) -> tuple[Arrived, DispatchCounts]:
+        """Return the rows that arrived for this rank's experts, and the way back.
+
+        Args:
+            x_TD: tokens of this rank.
+            indices_TK: their experts.
+            weights_TK: weights of these.
+            decoding: nothing is dropped and nothing is padded.
+        """
         owners = replace(self.owners, backend=self.kernels.experts)
         if self.even is not None:
             indices_TK = self.even.indices(len(x_TD), x_TD.device)
@@ -91,8 +108,8 @@ class ExpertDispatch(nn.Module):
 
 
 class ExpertCombine(nn.Module):
-    """Sends what the experts made back to the tokens' ranks, and adds it up there."""
+    """Return of the experts' outputs to the tokens' ranks, where they are summed."""
 
     def forward(self, rows_SD: Tensor, weights_TK: Tensor, counts: DispatchCounts) -> Tensor:
-        """Sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
+        """Return the sum of each token's rows, `[T, D]` in fp32 (or fp64)."""
         return counts.back(rows_SD, weights_TK)

@@ -25,11 +25,11 @@ from parallel.collectives import all_sum_plain, gather_plain
 
 
 class SpreadRouter(ParallelStyle):
-    """A router of some tokens of a microbatch; applied over all ranks of a stage.
+    """Style of a router of some tokens of a microbatch; applied over all ranks of a stage.
 
     Args:
         row: the ranks that hold tokens of the same rows. Where there is more than one, `docs` must
-            be a part that remembers its rows (`Documents.take`), of as many tokens on each rank.
+            be a part that refers to its rows (`Documents.take`), of as many tokens on each rank.
     """
 
     def __init__(self, row: DeviceMesh) -> None:
@@ -53,7 +53,14 @@ class BatchLoadOfRanks(nn.Module):
         self.num_experts, self.group = num_experts, group
 
     def forward(self, chosen_tK: Tensor, dtype: torch.dtype) -> Tensor:
-        """`(E,)`: the part of all ranks' tokens that chose each expert; one small all-reduce."""
+        """Return the fraction of all ranks' tokens that chose each expert, `[E]`.
+
+        One small all-reduce.
+
+        Args:
+            chosen_tK: `[t, K]` experts of this rank's tokens.
+            dtype: of the result.
+        """
         chosen = chosen_tK.flatten()
         counts_E = chosen.new_zeros(self.num_experts)
         counts_E = counts_E.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -75,19 +82,27 @@ class DocumentLoadOfRanks(nn.Module):
         self.num_experts, self.group = num_experts, group
 
     def forward(self, chosen_tK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
-        """`[t, E]`: the part of each token's document that chose each expert."""
+        """Return the fraction of each token's document that chose each expert, `[t, E]`.
+
+        Args:
+            chosen_tK: `[t, K]` experts of this rank's tokens.
+            docs: documents of these tokens.
+            dtype: of the result.
+        """
         group, E = self.group, self.num_experts
-        spread = docs.memo(("documents of ranks", group.group_name), lambda: _spread(docs, group))
+        slots = docs.memo(
+            ("documents of ranks", group.group_name), lambda: _document_slots(docs, group)
+        )
         bytes_tK = chosen_tK.to(torch.int16).view(torch.uint8)  # not every backend sends int16
         chosen_nK = gather_plain(bytes_tK, 0, group).view(torch.int16).to(torch.int64)
-        place_N = (spread.slot_n[:, None] * E + chosen_nK).flatten()
+        place_N = (slots.slot_n[:, None] * E + chosen_nK).flatten()
         ones_N = torch.ones_like(place_N, dtype=dtype)
         counts = ones_N.new_zeros((len(chosen_tK) + 1) * E).index_add_(0, place_N, ones_N)
-        return counts.view(-1, E).index_select(0, spread.slot_t) / spread.length_t[:, None]
+        return counts.view(-1, E).index_select(0, slots.slot_t) / slots.length_t[:, None]
 
 
 @dataclass(frozen=True)
-class _Spread:
+class _DocumentSlots:
     """Documents of this rank's tokens, numbered by slots of which there are t.
 
     Attributes:
@@ -101,7 +116,7 @@ class _Spread:
     length_t: Tensor
 
 
-def _spread(docs: Documents, group: dist.ProcessGroup) -> _Spread:
+def _document_slots(docs: Documents, group: dist.ProcessGroup) -> _DocumentSlots:
     """Slots of documents; one small all-gather of the ranks' positions, once per batch."""
     row, index_t = docs.row, docs.index_T
     assert row is not None and index_t is not None, "documents of a part know the whole rows"
@@ -114,4 +129,4 @@ def _spread(docs: Documents, group: dist.ProcessGroup) -> _Spread:
     # A document's slot is its first token here, so that its size follows from shapes.
     slot_D = document_t.new_full((B * T,), t)
     slot_D.scatter_reduce_(0, document_t, torch.arange(t, device=slot_D.device), "amin")
-    return _Spread(slot_D[document_n], slot_D[document_t], length_BT[:, index_t].flatten())
+    return _DocumentSlots(slot_D[document_n], slot_D[document_t], length_BT[:, index_t].flatten())

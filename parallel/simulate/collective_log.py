@@ -1,10 +1,10 @@
-"""The collectives that a rank issues: which, over which mesh axis, how many bytes, where.
+"""Log of the collectives that a rank issues: kind, mesh axis, bytes, scope.
 
     with CollectiveLog(world.meshes) as log:
         loss.backward()
     log.count("reduce_scatter", axis="fsdp"), log.bytes("all_gather", axis="tp")
 
-It records what reaches the process group: FSDP2's in-place operations, `torch.distributed` calls,
+It records calls that reach the process group: FSDP2's in-place operations, `torch.distributed`,
 functional collectives and those that DTensor issues inside an operator, on real, fake and simulated
 groups, with real and fake tensors. Only this thread's forward and the backward that it starts are
 seen; collectives that torch issues from C++ (the buckets of DDP) are not.
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operator name (of `c10d` or `_c10d_functional`) -> what it is. Waits count as nothing; `barrier`
+# Operator name (of `c10d` or `_c10d_functional`) -> kind. Waits aren't counted; `barrier`
 # is counted because it synchronises.
 KINDS = {
     "_allgather_base_": "all_gather",
@@ -73,16 +73,16 @@ ELSEWHERE = "?"  # a group that is no mesh axis
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on this rank.
+    """Call of a collective on this rank.
 
     `numel` is of the larger side that this rank knows: gathered, or before the reduction; of a
-    scatter or gather only the root knows more than its own part. Where a call was made is no part
-    of what it is: two of the same kind, type and size are equal.
+    scatter or gather only the root knows more than its own part. Two calls are equal if kind, dtype
+    and size are, wherever they were made.
 
     Attributes:
         axis: mesh axis or view that the ranks are, by PREFERRED.
         axes: every axis and view with the same ranks.
-        scope: what was going on (`CollectiveLog.scope`).
+        scope: `CollectiveLog.scope` at the time of the call.
         in_place: into a tensor that existed, as FSDP2 and `torch.distributed` do it.
         shapes: of the first tensor that goes in and the first that comes out.
     """
@@ -98,11 +98,12 @@ class Collective:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the larger side."""
         return self.numel * self.dtype.itemsize
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Records every collective issued inside the `with` block, in order, as `calls`.
+    """Log of every collective issued inside the `with` block, in order, as `calls`.
 
     Args:
         meshes: axes and views by name (`World.meshes`), to name calls by; two-dimensional meshes
@@ -118,10 +119,17 @@ class CollectiveLog(TorchDispatchMode):
         self.scope = ""
         self._axes = group_names(meshes or {})
 
-    def of(
+    def select(
         self, kind: str = "", dtype: torch.dtype | None = None, axis: str = "", scope: str = ""
     ) -> list[Collective]:
-        """The recorded calls of a kind, dtype, axis (or view) and scope, as far as given."""
+        """Return the recorded calls that match all given properties.
+
+        Args:
+            kind: such as `all_gather`; empty: any.
+            dtype: None: any.
+            axis: axis or view; empty: any.
+            scope: empty: any.
+        """
         return [
             c
             for c in self.calls
@@ -134,12 +142,28 @@ class CollectiveLog(TorchDispatchMode):
     def count(
         self, kind: str = "", dtype: torch.dtype | None = None, axis: str = "", scope: str = ""
     ) -> int:
-        return len(self.of(kind, dtype, axis, scope))
+        """Return the number of matching calls.
+
+        Args:
+            kind: such as `all_gather`; empty: any.
+            dtype: None: any.
+            axis: axis or view; empty: any.
+            scope: empty: any.
+        """
+        return len(self.select(kind, dtype, axis, scope))
 
     def bytes(
         self, kind: str = "", dtype: torch.dtype | None = None, axis: str = "", scope: str = ""
     ) -> int:
-        return sum(c.bytes for c in self.of(kind, dtype, axis, scope))
+        """Return the bytes of matching calls, each of its larger side.
+
+        Args:
+            kind: such as `all_gather`; empty: any.
+            dtype: None: any.
+            axis: axis or view; empty: any.
+            scope: empty: any.
+        """
+        return sum(c.bytes for c in self.select(kind, dtype, axis, scope))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -153,7 +177,7 @@ class CollectiveLog(TorchDispatchMode):
         return out
 
     def _call(self, kind: str, given: Any, out: Any, in_place: bool) -> Collective | None:
-        """The largest list of tensors, or tensor, among arguments and results tells the size."""
+        """Return the call, of the size of the largest tensor or list of tensors in or out."""
         lists = pytree.tree_leaves((given, out), is_leaf=_is_tensor_list)
         tensors = [v for v in lists if isinstance(v, Tensor) or _is_tensor_list(v)]
         numel, dtype = max(map(_size, tensors), key=lambda s: s[0], default=(0, torch.uint8))
@@ -165,7 +189,7 @@ class CollectiveLog(TorchDispatchMode):
 
 
 def group_names(meshes: Mapping[str, DeviceMesh]) -> dict[str, tuple[str, ...]]:
-    """Process group name -> the axes and views whose ranks it has, most specific first."""
+    """Return the axes and views of each process group by its name, most specific first."""
     found: dict[str, set[str]] = {}
     for name, mesh in meshes.items():
         dims = mesh.mesh_dim_names or ()
@@ -178,7 +202,7 @@ def group_names(meshes: Mapping[str, DeviceMesh]) -> dict[str, tuple[str, ...]]:
 
 
 def _axis(kind: str, axes: tuple[str, ...], in_place: bool) -> str:
-    """What to call a call on a group that several axes share, going by who calls what.
+    """Return the name of the axis of a call on a group that several axes share, by its kind.
 
     Of all-reduces on all ranks only those of `tp` belong to an axis, the rest are about the run;
     all-to-alls that write in place are an optimizer's; `tp` never exchanges.
@@ -209,7 +233,7 @@ def _group_of(given: Any) -> str:
 
 
 def _is_tensor_list(value: Any) -> bool:
-    """A list of tensors, or of such lists (`all_gather` has one list per rank)."""
+    """Whether a value is a list of tensors, or of such lists (`all_gather` has one per rank)."""
     return (
         isinstance(value, list)
         and len(value) > 0

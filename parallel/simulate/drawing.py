@@ -1,10 +1,10 @@
-"""What moves in each kind of block of a model on a mesh, in order and with bytes.
+"""Collectives of each kind of block of a model on a mesh, in order and with bytes.
 
-The moves are recorded, not looked up: a model with one block of each kind takes a forward and a
-backward under fake tensors (parallel/simulate/fake.py), and every collective of a block is drawn as
-the door of the plan that made it, or else by its shapes. FSDP2 moves its gathers ahead of time, so
-these are worked out from the parameters of a block; tests/parallel/test_explain.py adds everything
-up.
+Moves are recorded, not looked up: a model with one block of each kind takes a forward and a
+backward under fake tensors (parallel/simulate/fake.py). A collective of a block is drawn as the
+activation layout of the plan that made it, or else by its shapes. FSDP2 gathers ahead of time, so
+its moves are computed from the parameters of a block; tests/parallel/test_explain.py adds
+everything up.
 
 Legend: B rows, T tokens of a row, D model.
 """
@@ -31,10 +31,10 @@ from megacpp.model.pattern import layer_kinds, with_kinds
 from megacpp.run.precision import compute_dtype
 from parallel.build import stages_of
 from parallel.fsdp import RESHARD_ABOVE_BYTES
-from parallel.local_shapes import cuts_of, local_shape
+from parallel.local_shapes import local_shape, shards_of
 from parallel.mesh import World
 from parallel.notation import Array, Redistribute
-from parallel.plans import doors_of
+from parallel.plans import activation_layouts
 from parallel.simulate.collective_log import MODEL_AXES, Collective, CollectiveLog
 from parallel.simulate.fake import (
     CPU,
@@ -50,11 +50,11 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "once a step"
 
 @dataclass(frozen=True)
 class Drawn:
-    """One collective of a block.
+    """Collective of a block.
 
     Attributes:
         phase: FORWARD and BACKWARD are of every microbatch, STEP of its last alone.
-        picture: what moves, in brackets where the plan has a word for it.
+        picture: layouts before and after, in brackets where the plan has a row for it.
         bytes: of the larger side.
     """
 
@@ -67,12 +67,14 @@ class Drawn:
 
 
 def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Drawn]]:
-    """The collectives of each kind of block in the order in which they happen, by kind.
+    """Return the collectives of each kind of block, in the order in which they happen.
 
     Pipeline stages are left out: a block sends the same in each of them.
 
     Args:
         config: resolved for `size` ranks.
+        size: ranks of the run.
+        rank: the one whose collectives are drawn.
         again: blocks are gathered a second time for their backward (`gathers_again`).
     """
     size, rank = size // config.mesh.pp, rank % (size // config.mesh.pp)
@@ -92,7 +94,10 @@ def draw(config: Config, size: int, rank: int, again: bool) -> dict[str, list[Dr
 
 
 def gathers_again(model: HybridLM, config: Config) -> bool:
-    """What `mesh.reshard` means for a rank's planned model (see `shard_model`)."""
+    """Return whether blocks of a planned model are gathered again for their backward.
+
+    This is `mesh.reshard`, with `auto` decided (see `shard_model`).
+    """
     if config.mesh.reshard != "auto":
         return config.mesh.reshard == "always"
     dtype = compute_dtype(config.precision, CPU)
@@ -103,7 +108,7 @@ def gathers_again(model: HybridLM, config: Config) -> bool:
 
 
 def _one_of_each(config: Config, again: bool) -> Config:
-    """One block of every kind, in the order in which they first appear; one stage."""
+    """Return a configuration with one block of every kind, in order of appearance; one stage."""
     model = with_kinds(config.model, list(dict.fromkeys(layer_kinds(config.model))))
     mesh = replace(config.mesh, pp=1, reshard="always" if again else "never")
     return replace(config, model=model, mesh=mesh)
@@ -120,24 +125,24 @@ def _of_block(
     in_fp8: set[str],
 ) -> list[Drawn]:
     gathers, ends = _storage(model.blocks[str(i)], config, world, in_fp8)
-    doors = _doors(model, i, config)
+    layouts = _layout_pictures(model, i, config)
     drawn = [] if once else [replace(move, phase=FORWARD) for move in gathers]
     ends = [replace(move, phase=STEP) for move in gathers] + ends if once else ends
     for phase in (FORWARD, BACKWARD):
         if phase == BACKWARD and again:
             drawn += [replace(move, phase=BACKWARD) for move in gathers]
-        calls = [c for c in log.of(scope=f"{i} {phase}") if not of_storage(c)]
-        drawn += _pictures(calls, phase, doors, model.kinds[i], config.model)
+        calls = [c for c in log.select(scope=f"{i} {phase}") if not of_storage(c)]
+        drawn += _pictures(calls, phase, layouts, model.kinds[i], config.model)
     return drawn + ends
 
 
 def of_storage(call: Collective) -> bool:
-    """A call of FSDP2, which alone gathers and reduces into buffers of its own."""
+    """Return whether FSDP2 made a call: it alone gathers and reduces into buffers of its own."""
     return call.in_place and call.kind in ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _recorded(model: HybridLM, world: World, config: Config) -> CollectiveLog:
-    """One microbatch; calls carry the layer and phase in which they were made as their scope."""
+    """Run one microbatch; the scope of each recorded call is its layer and phase."""
     model.to_empty(device=CPU)
     model.train()
     boundary, batch = FakeBoundary(model, world, config), fake_batch(config)
@@ -170,7 +175,7 @@ def _recorded(model: HybridLM, world: World, config: Config) -> CollectiveLog:
 
 
 def _gathered_in_fp8(config: Config) -> dict[str, set[str]]:
-    """By letter, linear layers that FSDP2 gathers in FP8, in those blocks that compute in it."""
+    """Linear layers that FSDP2 gathers in FP8, by the letter of their block."""
     if not config.precision.fp8_all_gather:
         return {}
     letters, found = layer_kinds(config.model), dict[str, set[str]]()
@@ -182,9 +187,12 @@ def _gathered_in_fp8(config: Config) -> dict[str, set[str]]:
 def _storage(
     block: nn.Module, config: Config, world: World, in_fp8: set[str]
 ) -> tuple[list[Drawn], list[Drawn]]:
-    """What FSDP2 does for a block: gathers of a microbatch, and sums at the end of a step.
+    """Return FSDP2's collectives for a block: gathers of a microbatch, and sums of a step.
 
     Args:
+        block: of the planned model.
+        config: resolved.
+        world: of the rank.
         in_fp8: linear layers whose weights travel in FP8; ranks agree on the scale of each.
     """
     gathers, ends = [], []
@@ -231,7 +239,7 @@ def _padded(p: Tensor, shards: int) -> int:
     data = [i for i, name in enumerate(names) if name not in MODEL_AXES]
     first = [0 if i in data else at for i, at in enumerate(p.device_mesh.get_coordinate() or ())]
     return shards * math.prod(
-        local_shape(p.shape, cuts_of(p.placements), p.device_mesh.shape, first)
+        local_shape(p.shape, shards_of(p.placements), p.device_mesh.shape, first)
     )
 
 
@@ -240,23 +248,23 @@ def _numel_of_ranks(p: Tensor) -> int:
     if not is_dtensor(p):
         return p.numel()
     mesh, names = p.device_mesh, p.device_mesh.mesh_dim_names or ()
-    cuts = tuple((i, dim) for i, dim in cuts_of(p.placements) if names[i] in MODEL_AXES)
+    cuts = tuple((i, dim) for i, dim in shards_of(p.placements) if names[i] in MODEL_AXES)
     return math.prod(local_shape(p.shape, cuts, mesh.shape, mesh.get_coordinate() or ()))
 
 
-Door = tuple[str, str, str, int]  # phase, kind, axis and elements -> what is drawn
+MoveKey = tuple[str, str, str, int]  # phase, kind, axis and elements of a call
 
 
-def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
-    """The moves of a block's doors, and their adjoints, by what a log shows of them."""
+def _layout_pictures(model: HybridLM, i: int, config: Config) -> dict[MoveKey, str]:
+    """Return pictures of a block's activation layouts and their adjoints, by their logged call."""
     B, T = config.train.device_batch_size, config.data.seq_len // config.mesh.cp
-    found: dict[Door, str] = {}
-    for name, _, enter, leave in doors_of(model):
+    found: dict[MoveKey, str] = {}
+    for name, _, enter, leave in activation_layouts(model):
         if not name.startswith(f"blocks.{i}."):
             continue
         for move in (enter, leave):
             if move is not None:
-                numel = B * T * door_width(name, config.model)
+                numel = B * T * moved_width(name, config.model)
                 if move.kind == "exchange":  # there and back are as many numbers
                     picture = _text(move.before, move.after, config).replace("->", "<->")
                     here = numel // config.mesh.tp
@@ -271,15 +279,15 @@ def _doors(model: HybridLM, i: int, config: Config) -> dict[Door, str]:
     return found
 
 
-def door_width(name: str, model: ModelConfig) -> int:
-    """Numbers of a token that a door moves."""
+def moved_width(name: str, model: ModelConfig) -> int:
+    """Return the numbers of a token that an activation layout moves."""
     if name.endswith("engram.tables"):
         return memory_width(model)
     return model.dim * (model.mhc.streams if name.endswith("engram.conv") else 1)
 
 
 def _adjoint(move: Redistribute) -> tuple[Array, Array]:
-    """What the gradient does on its way back through a door."""
+    """Return the layouts of the gradient before and after the adjoint of a move."""
     before, after, axis = move.before, move.after, move.axis
     name = f"d{before.name}"
     if move.kind == "gather":
@@ -288,7 +296,7 @@ def _adjoint(move: Redistribute) -> tuple[Array, Array]:
 
 
 def _text(before: Array, after: Array, config: Config) -> str:
-    """A move, with the tokens that `cp` has cut already."""
+    """Return a move as text, with the tokens that `cp` has sharded already."""
     return f"{_with_context(before, config)} -> {_with_context(after, config)}"
 
 
@@ -303,14 +311,18 @@ def _with_context(array: Array, config: Config) -> Array:
 
 
 def _pictures(
-    calls: Sequence[Collective], phase: str, doors: dict[Door, str], kind: str, model: ModelConfig
+    calls: Sequence[Collective],
+    phase: str,
+    layouts: dict[MoveKey, str],
+    kind: str,
+    model: ModelConfig,
 ) -> Iterator[Drawn]:
-    """The calls of a block as doors of the plan, as context moves, or in words and shapes."""
+    """Yield the calls of a block drawn as activation layouts, as context moves, or by shapes."""
     letter = kind[0]
     rows = 0  # exchanges of whole rows so far: to the experts, and back
     turns = [call for call in calls if call.axis == "cp" and call.kind == "all_to_all"]
     for call in calls:
-        picture = doors.get((phase, call.kind, call.axis, call.numel))
+        picture = layouts.get((phase, call.kind, call.axis, call.numel))
         if letter == "E" and call.kind == "all_to_all":  # ep may be the very ranks of cp
             call = replace(call, axis="ep")
         if picture is None and call.axis == "cp":
@@ -327,11 +339,15 @@ def _pictures(
 def _context_move(
     call: Collective, phase: str, kind: str, model: ModelConfig, by_heads: bool, back: bool
 ) -> str | None:
-    """What a mixer exchanges over `cp`: T tokens, J chunks of a row, heads Q.
+    """Return the picture of an exchange over `cp`: T tokens, J chunks of a row, heads Q.
 
     Args:
-        by_heads: the mixer gives tokens for heads.
-        back: the exchange that gives heads for tokens again.
+        call: the collective.
+        phase: FORWARD or BACKWARD.
+        kind: of the block.
+        model: its settings.
+        by_heads: the mixer exchanges tokens for heads.
+        back: this exchange turns heads into tokens again.
     """
     letter, d = kind[0], "" if phase == FORWARD else "d "
     if call.kind == "all_to_all":
@@ -363,7 +379,7 @@ def _context_move(
 
 
 def _word(call: Collective, phase: str, whole_rows: bool, before: int, letter: str) -> str:
-    """What an exchange is for that no door of the plan describes."""
+    """Return the purpose of an exchange that no activation layout of the plan describes."""
     if letter == "A" and call.kind == "all_reduce":
         return "attention of all heads "  # that the indexer is to resemble
     if call.kind == "all_gather" and not call.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Bytes that one rank of any mesh stores and sends in an optimizer step, found without the ranks.
+"""Bytes that one rank of any mesh stores and sends in an optimizer step, without the ranks.
 
 The step itself is run (parallel/simulate/fake.py), so these are facts about it, not estimates, but
 for one thing: of many microbatches only two steps are run, of n and of n + s microbatches; every
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from parallel.local_shapes import Census, census, own_shape
+from parallel.local_shapes import ShardBytes, own_shape, shard_bytes
 from parallel.mesh import World
 from parallel.plans import row_of
 from parallel.simulate.collective_log import PREFERRED, Collective, CollectiveLog
@@ -44,20 +44,28 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     @property
-    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]: ...
-    def step(self) -> Any: ...
-    def zero_grad(self) -> None: ...
+    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        """State of each parameter, by name."""
+        ...
+
+    def step(self) -> Any:
+        """Update the parameters."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a step needs of rooms that this one doesn't import.
+    """Functions of packages that this one doesn't import, which a step needs.
 
     Attributes:
         optimizers: of a materialised model, its configuration and `World.holders`.
         clip: scales its gradients by their norm over all ranks, in which some don't count; other
             numbers travel along with it.
-        prepare: what is done to the blocks of a model before they are sharded.
+        prepare: prepares the blocks of a model before they are sharded.
     """
 
     optimizers: Callable[[HybridLM, Config, Sequence[dist.ProcessGroup]], Optimizer]
@@ -92,7 +100,7 @@ class DryRun:
         degrees, coordinates: of each axis, and this rank's place on it.
         parameters, gradients: bytes by class.
         state: bytes of optimizer state by algorithm and class.
-        census: parameter bytes of all ranks.
+        shard_bytes: parameter bytes of all ranks.
         model_bytes: parameter bytes of the model before any mesh.
         traffic: of one optimizer step.
         traced: microbatches of the steps that were run.
@@ -103,7 +111,7 @@ class DryRun:
     parameters: Bytes
     gradients: Bytes
     state: dict[str, Bytes]
-    census: Census
+    shard_bytes: ShardBytes
     model_bytes: int
     traffic: dict[CollectiveKind, CollectiveTraffic]
     traced: tuple[int, ...]
@@ -111,16 +119,19 @@ class DryRun:
     @property
     def complete(self) -> bool:
         """Whether all ranks together store the model, each element counted once."""
-        return self.census.once == self.model_bytes
+        return self.shard_bytes.once == self.model_bytes
 
 
 def dry_run(
     config: Config, size: int, rank: int, dependencies: Dependencies, full: bool = False
 ) -> DryRun:
-    """What rank `rank` of `size` stores and sends in one optimizer step.
+    """Return the bytes that rank `rank` of `size` stores, and its collectives in one step.
 
     Args:
         config: resolved for `size` ranks.
+        size: ranks of the run.
+        rank: the one that is simulated.
+        dependencies: functions of other packages.
         full: run every microbatch, instead of two steps of few.
     """
     config = as_trained(config)
@@ -131,7 +142,7 @@ def dry_run(
         for p in model.parameters():
             local = p.to_local() if is_dtensor(p) else p
             assert local.shape == own_shape(p), f"{local.shape} of {p.shape}"
-        counted = _census(model)
+        counted = _shard_bytes(model)
         with fake_tensors():
             step = _Step(config, world, model, dependencies)
             logs = [step.run(n) for n in few]
@@ -152,24 +163,30 @@ def dry_run(
     )
 
 
-def count_all(config: Config, size: int) -> Census:
+def count_all(config: Config, size: int) -> ShardBytes:
     """Parameter bytes of all ranks: every pipeline stage, every coordinate."""
     by_rank: dict[int, int] = {}
     once = 0
     for stage in range(config.mesh.pp):
         with fake_world(config, size, stage * (size // config.mesh.pp)) as world:
-            found = _census(planned_model(config, world))
+            found = _shard_bytes(planned_model(config, world))
         by_rank |= found.by_rank
         once += found.once
-    return Census(by_rank, once)
+    return ShardBytes(by_rank, once)
 
 
-def _census(model: HybridLM) -> Census:
-    return census(model.parameters(), tied_copies(model))
+def _shard_bytes(model: HybridLM) -> ShardBytes:
+    return shard_bytes(model.parameters(), tied_copies(model))
 
 
 def class_of(model: HybridLM, name: str, parameter: Tensor) -> str:
-    """Class of a parameter: `dense`, `experts` or `replicated`."""
+    """Return the class of a parameter: `dense`, `experts` or `replicated`.
+
+    Args:
+        model: that has it.
+        name: of the parameter.
+        parameter: any shape.
+    """
     if row_of(model, name).dim_on("ep") is not None:
         return "experts"
     if is_dtensor(parameter):
@@ -215,7 +232,7 @@ class _Step:
             self.optimizer.step()
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.optimizer.zero_grad()
-            self.boundary.conclude()
+            self.boundary.finish_step()
         self.gradients = _by_class(self.model, {n: g for n, g in grads.items() if g is not None})
         return log
 
@@ -242,7 +259,7 @@ def _by_class(model: HybridLM, tensors: Mapping[str, Tensor]) -> Bytes:
 
 def _local_bytes(t: Tensor) -> int:
     local = t.to_local() if is_dtensor(t) else t
-    if is_traceable_wrapper_subclass(local):  # packed moments: codes and what they stand for
+    if is_traceable_wrapper_subclass(local):  # packed moments: codes and scales
         names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
         return sum(_local_bytes(getattr(local, name)) for name in names)
     return local.numel() * local.itemsize
@@ -258,7 +275,7 @@ def _identity(call: Collective) -> Identity:
 def _extrapolate(
     logs: Sequence[Counter[Identity]], microbatches: Sequence[int], total: int
 ) -> dict[Identity, int]:
-    """Calls of a step of `total` microbatches from those of steps of some."""
+    """Return the calls of a step of `total` microbatches from those of steps of fewer."""
     if len(logs) == 1:
         return dict(logs[0])
     (first, second), (n, m) = logs, microbatches
@@ -270,7 +287,7 @@ def _extrapolate(
 
 
 def _sums(calls: Mapping[Identity, int]) -> dict[CollectiveKind, CollectiveTraffic]:
-    """Calls by axis, kind and dtype, in the order of the axes."""
+    """Sum calls by axis, kind and dtype, in the order of the axes."""
     found: dict[CollectiveKind, CollectiveTraffic] = {}
     for (kind, size), count in calls.items():
         before = found.get(kind, CollectiveTraffic(0, 0))

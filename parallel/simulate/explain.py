@@ -1,4 +1,4 @@
-"""Where every parameter of a model lies on a mesh, in the letters of parallel/plans.py.
+"""Layout of every parameter of a model on a mesh, in the letters of parallel/plans.py.
 
 Placements are those of the DTensors that the plan and FSDP2 made on the meta device.
 """
@@ -15,23 +15,24 @@ from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.dtensor import is_dtensor
 from megacpp.model.hybrid import HybridLM
-from parallel.local_shapes import cuts_of, own_shape
+from parallel.local_shapes import own_shape, shards_of
 from parallel.plans import row_of
 from parallel.simulate.drawing import Drawn, draw, gathers_again
 from parallel.simulate.dry_run import count_all
 from parallel.simulate.fake import as_trained, fake_world, planned_model, whole_model
 
-OUTSIDE = "-"  # the letter of what is in no block
+OUTSIDE = "-"  # letter of parameters outside of blocks
 
 
 @dataclass(frozen=True)
 class ParameterLine:
-    """One parameter.
+    """Parameter with its layout and bytes.
 
     Attributes:
         letter: kind of the block that it is in (`layer_kinds`), or OUTSIDE.
         block: its layer, or None.
-        brackets: `[Q_tp·fsdp, D]`: after `_` the axes that cut a dim, the first one first.
+        shape, local_shape: of the whole, and of the part on this rank.
+        brackets: `[Q_tp·fsdp, D]`: after `_` the axes that shard a dim, the first one first.
         bytes: stored on this rank.
         fp8: multiplied in FP8.
     """
@@ -76,12 +77,17 @@ def parameter_lines(
 
 
 def brackets(p: Tensor, letters: Sequence[str]) -> str:
-    """The layout of a parameter as its placements say, on all axes of more than one rank."""
+    """Return the layout of a parameter by its placements, on all axes of more than one rank.
+
+    Args:
+        p: any shape; plain or DTensor.
+        letters: of its dims.
+    """
     cutting: list[list[str]] = [[] for _ in letters]
     if is_dtensor(p):
         mesh = p.device_mesh
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        for axis, dim in cuts_of(p.placements):
+        for axis, dim in shards_of(p.placements):
             if mesh.size(axis) > 1:
                 cutting[dim].append(names[axis])
     dims = (
@@ -93,13 +99,14 @@ def brackets(p: Tensor, letters: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A model on a mesh, seen from one rank.
+    """Model on a mesh, seen from one rank.
 
     Attributes:
         parameters: of this rank, in the model's order.
         all_ranks: their bytes on all ranks, each element counted once.
         model_bytes: of the model before any mesh.
         drawn: collectives by kind of block.
+        coordinates: of the rank, by axis.
     """
 
     parameters: list[ParameterLine]
@@ -110,7 +117,7 @@ class Explanation:
 
 
 def explain(config: Config, size: int, rank: int = 0) -> Explanation:
-    """Looks at rank `rank` of `size`; `config` must be resolved for that many ranks."""
+    """Return the model as rank `rank` of `size` holds it; `config` is resolved for that many."""
     config = as_trained(config)
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world)

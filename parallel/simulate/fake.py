@@ -1,8 +1,8 @@
-"""A rank without peers and a model without memory: fake process groups, fake tensors.
+"""Ranks without peers and models without memory: fake process groups, fake tensors.
 
 The process group is fake (peers answer at once, with anything), the model is built on the meta
 device by the functions that build every run, and its tensors are fake: they have shapes and types,
-no values. Everything that a mesh does to a model can be seen on them, for any number of ranks.
+no values. So the effects of a mesh on a model can be seen, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
-    """Rank `rank` of `size`, of which this process is the only one; one rank has no meshes.
+    """Yield the world of rank `rank` of `size` without other processes; one rank has no meshes.
 
     No process group may exist. `config.mesh` must be resolved.
     """
@@ -62,7 +62,7 @@ def fake_world(config: Config, size: int, rank: int = 0) -> Iterator[World]:
 def fake_tensors(
     memory: bool = False, every_chunk: bool = True, gpu: bool = False
 ) -> Iterator[None]:
-    """Tensors made inside of the block have no values; local work is replaced by its shape.
+    """Make tensors without values inside of the block; local work is replaced by its shape.
 
     Args:
         memory: replace only what keeps and computes the same (parallel/simulate/stand_ins.py).
@@ -108,7 +108,7 @@ def _no_autocast_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _real_offsets() -> Iterator[None]:
-    """Lets a DTensor read where its strided shards lie, from tensors that would be fake as well.
+    """Let a DTensor read the offsets of its strided shards, from tensors that would be fake.
 
     Shapes alone are asked for, and torch 2.13 makes no more than these (pytorch#184945).
     """
@@ -126,7 +126,7 @@ def _real_offsets() -> Iterator[None]:
 
 
 def as_trained(config: Config) -> Config:
-    """`auto` means bf16, as on a GPU, in compute and in Muon, unless the run is to be on a CPU.
+    """Return the configuration with `auto` as bf16, as on a GPU, unless the run is on a CPU.
 
     Blocks are not compiled: the compiler takes no tensors without values.
     """
@@ -142,14 +142,14 @@ def as_trained(config: Config) -> Config:
 
 
 def whole_model(config: Config) -> HybridLM:
-    """The model on the meta device, of no mesh."""
+    """Return the model on the meta device, without a mesh."""
     return plan_model(config, World(0, 1, CPU))
 
 
 def planned_model(
     config: Config, world: World, prepare: Callable[[HybridLM], object] | None = None
 ) -> HybridLM:
-    """The model on the meta device, cut and sharded: what `build_model` then materialises.
+    """Return the model on the meta device, parallelized: `build_model` then materialises it.
 
     Where experts lie on several ranks they are chosen evenly: sizes can't depend on values here.
     """
@@ -157,7 +157,7 @@ def planned_model(
 
 
 def fake_batch(config: Config) -> Batch:
-    """The rows of a rank's microbatch; make it where tensors are fake."""
+    """Return the rows of a rank's microbatch; make it where tensors are fake."""
     shape = config.train.device_batch_size, config.data.seq_len
     ids_BT = torch.zeros(shape, dtype=torch.int64)
     numel = ids_BT.numel()
@@ -165,7 +165,7 @@ def fake_batch(config: Config) -> Batch:
 
 
 class FakeBoundary(AccumulationBoundary):
-    """The boundary without peers to agree with."""
+    """Accumulation boundary without peers to agree with."""
 
     def __init__(self, model: HybridLM, world: World, config: Config) -> None:
         super().__init__(model, world, config)
@@ -189,7 +189,7 @@ class _NoPeers(TorchDispatchMode):
 
 
 class _RealStaysReal(TorchDispatchMode):
-    """Real tensors (ranks of a mesh) keep their values; what the host reads of others is made up.
+    """Real tensors (ranks of a mesh) keep their values; values read of others are made up.
 
     A fraction is 1.0 and a truth value true: the host looks at a scale or a norm to see whether
     there is something to do. A whole number must be real: it could be a size.

@@ -1,8 +1,8 @@
-"""What a step allocates on a GPU, on fake tensors of a CPU: our Triton kernels without launches.
+"""Allocations of a GPU step on a CPU's fake tensors: our Triton kernels without launches.
 
-The Python around a kernel makes its results and its scratch. Run as it is, but for the launches, on
-tensors without values it allocates what it allocates on a GPU. Beside that, what asks `is_cuda`
-goes the way of a GPU, and groups of experts are padded as there.
+The Python around a kernel allocates its results and its scratch. Run as it is, but for the
+launches, on tensors without values it allocates the same bytes as on a GPU. Besides, code that
+asks `is_cuda` takes the GPU's branch, and groups of experts are padded as there.
 
 Kernels of mamba-ssm and compiled FlexAttention have stand-ins (library_stand_ins.py). torch's flash
 kernels for packed rows are operators whose results and scratch torch itself tells. Of what has
@@ -42,7 +42,7 @@ document_tokens = DOCUMENT
 
 
 def traced_kernels(config: Config) -> Kernels:
-    """The backends that a trace counts: on a GPU those named, as far as it can; else torch's."""
+    """Return the backends that a trace counts: on a GPU those named, where it can; else torch's."""
     if config.train.device != "cuda":
         return PLAIN_KERNELS
     triton = importlib.util.find_spec("triton") is not None
@@ -53,7 +53,7 @@ def traced_kernels(config: Config) -> Kernels:
 
 @contextmanager
 def on_gpu() -> Iterator[None]:
-    """Tensors without values tell whom asks that they are on a GPU; kernels aren't launched."""
+    """Let tensors without values report a GPU as their device; kernels aren't launched."""
     changed: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, instead: Any) -> None:
@@ -76,7 +76,7 @@ def on_gpu() -> Iterator[None]:
 
         put(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
         put(m2rnn_triton.Launch, "_start", lambda *_, **__: None)
-        for module in (m2rnn_triton, experts_triton):  # operators: what is inside of them
+        for module in (m2rnn_triton, experts_triton):  # run the inside of custom operators
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.library.CustomOpDef):
                     put(module, name, value._init_fn)

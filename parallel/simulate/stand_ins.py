@@ -1,15 +1,15 @@
-"""Local work that a run without values only needs the shape of.
+"""Stand-ins for local work of which a run without values only needs the shapes.
 
 A recurrence runs token by token, and how many rows an expert gets is a value: under fake tensors
-the one is minutes of Python for results without values, the other isn't there. None of the
+the first takes minutes of Python for results without values, the second doesn't exist. None of the
 functions below calls a collective, so a dry run puts outputs of the right shape and type in their
 place, joined to the same inputs in autograd's graph. tests/parallel/test_dry_run.py holds that real
 ranks, which compute everything, issue the same collectives.
 
-Who asks what a forward keeps gets `memory_stand_ins` instead: nothing is left out but the loop over
-tokens inside the chunks of M2RNN, a product of as many FLOPs in its place, and the number of rows
-that each expert gets. tests/checkpointing/test_meter.py holds that real tensors are the same, byte
-by byte.
+Measurements of saved activations get `memory_stand_ins` instead: nothing is left out but the loop
+over tokens inside the chunks of M2RNN, with a product of as many FLOPs in its place, and the number
+of rows that each expert gets. tests/checkpointing/test_meter.py holds that real tensors are the
+same, byte by byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megacpp.blocks.experts.rows import ExpertRows
 from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts.rows import Groups, group_rows, most_slots
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
-from megacpp.kernels.m2rnn.chunks import Chunked, Plan
+from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.sparse_attention.indexer import query_blocks
@@ -35,7 +35,7 @@ from megacpp.memory.block_trace import DOCUMENT
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 from parallel.expert.exchange import EvenRouting, Exchanged
 from parallel.expert.parallel import ExpertDispatch
 from parallel.simulate import gpu_stand_ins
@@ -45,7 +45,7 @@ Shape = tuple[Sequence[int], torch.dtype]
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Puts the stand-ins wherever a module of the project has imported an original."""
+    """Replace the originals by stand-ins wherever a module of the project has imported them."""
     with _instead(
         (mamba3_chunked, scan),
         (Chunked, Recurrence),
@@ -56,13 +56,13 @@ def stand_ins() -> Iterator[None]:
 
 @contextmanager
 def memory_stand_ins(every_chunk: bool = True) -> Iterator[None]:
-    """The same for fewer originals: what is kept and computed is as it always is.
+    """Replace fewer originals: saved tensors and FLOPs are those of a real step.
 
     Args:
-        every_chunk: of M2RNN, and of the queries of an indexer; else the first and the last ones
-            are run. They need what others need, and do less.
+        every_chunk: run all chunks of M2RNN and of an indexer's queries; else the first and the
+            last ones, which allocate as much as others and take less time.
     """
-    few = () if every_chunk else ((Plan, FewChunks), (query_blocks, ends_of_queries))
+    few = () if every_chunk else ((ChunkPlan, FewChunks), (query_blocks, ends_of_queries))
     with _instead((group_rows, balanced_rows), (m2rnn_chunks._Chunk, ChunkAtOnce), *few):
         yield
 
@@ -90,7 +90,7 @@ def given_batch(model: HybridLM, counts: Mapping[str, int], document: int) -> It
 
 @contextmanager
 def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
-    """Puts the second of each pair wherever a module of the project has imported the first."""
+    """Replace the first of each pair by the second in every module of the project that has it."""
     changed: list[tuple[Any, str, Any]] = []
     modules = [m for name, m in sys.modules.items() if name.startswith(("megacpp.", "parallel."))]
     for module in modules:
@@ -114,9 +114,19 @@ def scan(
     chunk_size: int,
     initial: Mamba3State | None = None,
     *,
-    seam: Seam = PLAIN,
+    recompute: Recompute = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
-    """In place of `mamba3_chunked`."""
+    """Stand-in for `mamba3_chunked`: outputs `[B, T, H, P]` and state of the right shapes.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: not used.
+        pairing: not used.
+        chunk_size: not used.
+        initial: state in front; joined to the graph.
+        recompute: not used.
+    """
     (B, _, H, P), dtype, state_dtype = inputs.V.shape, inputs.V.dtype, wide(inputs.V[:0]).dtype
     R, N, A = inputs.Q.shape[2], inputs.Q.shape[-1], inputs.Angles.shape[-1]
     shapes: list[Shape] = [
@@ -132,7 +142,7 @@ def scan(
 
 
 class Recurrence:
-    """In place of `m2rnn_chunks.Chunked`."""
+    """Stand-in for `m2rnn_chunks.Chunked`."""
 
     @staticmethod
     def apply(
@@ -142,8 +152,19 @@ class Recurrence:
         f_BTN1: Tensor,
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
-        plan: Plan,
+        plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs `[B, T, N, V]` and final states of the right shapes.
+
+        Args:
+            q_BTNK: queries.
+            k_BTNK: keys.
+            v_BTNV: values.
+            f_BTN1: forget gates.
+            w_NVV: state weights.
+            initial_SNKV: initial states.
+            plan: whether final states are returned.
+        """
         (B, T, _, V), K, N = v_BTNV.shape, k_BTNK.shape[-1], plan.num_heads
         shapes: list[Shape] = [((B, T, N, V), v_BTNV.dtype)]
         if plan.final_states:
@@ -157,7 +178,14 @@ class Recurrence:
 def balanced_rows(
     expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
 ) -> Groups:
-    """In place of `group_rows`: every expert has an even share of the copies."""
+    """Stand-in for `group_rows`: every expert has an even share of the copies.
+
+    Args:
+        expert_TK: chosen experts, without values.
+        num_experts: of the layer.
+        multiple: groups are padded to a multiple of it.
+        expected: copies of a token that aren't nulls, on average; None: no nulls.
+    """
     (T, K), new = expert_TK.shape, expert_TK.new_zeros
     sizes = [(T * (expected or K) + e) // num_experts for e in range(num_experts)]
     slots = sum(-(-size // multiple) * multiple for size in sizes)
@@ -216,13 +244,13 @@ class GivenRouting(EvenRouting):
 
 
 class ChunkAtOnce(m2rnn_chunks._Chunk):
-    """In place of `m2rnn_chunks._Chunk`: the tokens of a chunk meet W in one product.
+    """Stand-in for `m2rnn_chunks._Chunk`: the tokens of a chunk meet W in one product.
 
-    It is as large as theirs are together. Every token could start a document, for all that tensors
-    without values say; none is taken to.
+    The product is as large as theirs together. Any token could start a document, as tensors without
+    values can't tell; none is assumed to.
     """
 
-    def __init__(self, plan: Plan, span: slice, *rest: Any) -> None:
+    def __init__(self, plan: ChunkPlan, span: slice, *rest: Any) -> None:
         super().__init__(replace(plan, seqs=replace(plan.seqs, entries=())), span, *rest)
 
     def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
@@ -237,6 +265,14 @@ class ChunkAtOnce(m2rnn_chunks._Chunk):
         dinitial_SNKV: Tensor | None,
         dfinal_SNKV: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dL/dh, dL/dx and the gradient that leaves the chunk to the left, by one product.
+
+        Args:
+            dy_CNBV: gradient of the outputs.
+            dh_NBKV: gradient of the state behind the chunk.
+            dinitial_SNKV: not used: no document starts.
+            dfinal_SNKV: not used: no document ends.
+        """
         dafter_CNBKV = self.q_CNBK[..., :, None] * dy_CNBV[..., None, :]
         dx_CNBKV = (1 - self.z_CNBKV.square()).mul_(1 - self.f_CNB11)
         w_back_NVV = self.w_NVV.transpose(1, 2).contiguous()
@@ -245,7 +281,7 @@ class ChunkAtOnce(m2rnn_chunks._Chunk):
 
 
 class _Ends(list[slice]):
-    """As long as all chunks of a row; goes through those at its ends."""
+    """List as long as all chunks of a row, whose iteration visits those at its ends."""
 
     def __iter__(self) -> Iterator[slice]:
         last = max(2, len(self) - 2)
@@ -253,26 +289,27 @@ class _Ends(list[slice]):
 
 
 @dataclass(frozen=True, eq=False)
-class FewChunks(Plan):
-    """In place of `m2rnn_chunks.Plan`: what a chunk leaves behind is overwritten by the next."""
+class FewChunks(ChunkPlan):
+    """Stand-in for `ChunkPlan` in which each chunk writes over the memory of the one before."""
 
     def spans(self) -> list[slice]:
+        """Return all chunks of a row; iteration visits the first two and the last two."""
         return _Ends(super().spans())
 
 
 def ends_of_queries(tokens: int) -> list[slice]:
-    """In place of `lightning_indexer.query_blocks`: the first block, and the last, the fullest."""
+    """Stand-in for `query_blocks`: the first block, and the last, which is the fullest."""
     blocks = query_blocks(tokens)
     return [*blocks[:-1][:1], blocks[-1]]
 
 
 def _by_head(x_CNBKV: Tensor) -> Tensor:
-    """The memory of `[C, N, B, K, V]` as rows of N matrices; without values their order is free."""
+    """View the memory of `[C, N, B, K, V]` as rows of N matrices; the order has no meaning here."""
     return x_CNBKV.view(x_CNBKV.shape[1], -1, x_CNBKV.shape[-1])
 
 
 def shaped(outputs: Sequence[Shape], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of these shapes and dtypes that depend on `inputs`, without values."""
+    """Return tensors of these shapes and dtypes that depend on `inputs`, without values."""
     apply: Callable[..., tuple[Tensor, ...]] = _Shaped.apply  # type: ignore[assignment]
     return apply(outputs, *inputs)
 

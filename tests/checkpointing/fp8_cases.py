@@ -41,10 +41,10 @@ def config_with(fp8: str = "torchao", model: ModelConfig | None = None, **policy
 
 
 def built(config: Config) -> tuple[HybridLM, ActivationCheckpointing]:
-    model, keeper = HybridLM(config.model), ActivationCheckpointing(config)
-    keeper(model)
+    model, ac = HybridLM(config.model), ActivationCheckpointing(config)
+    ac(model)
     initialise(model, model.init_rules(), 0)
-    return model, keeper
+    return model, ac
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def test_numbers_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     }
     for name, lever in found["levers"].items():
         assert lever["saved_bytes"] > 0, name
-    # The only R layer is the last one: its states are a choice of the kernel, not a piece.
+    # The only R layer is the last one: its states are a choice of the kernel, not a region.
     assert found["levers"]["norms"]["replayed_flops"] == 0
 
 

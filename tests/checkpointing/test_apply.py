@@ -1,4 +1,4 @@
-"""Recompute policy on a model: the seam of each block, recomputed pieces, and their counts.
+"""Recompute policy on a model: the regions that each block recomputes, and their counts.
 
 One process, fp64, a hybrid of every letter.
 """
@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing.apply import ActivationCheckpointing, depth_seam, set_seams
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.apply import ActivationCheckpointing, recompute_of_depths, set_recompute
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.attention.gqa import CoreAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
@@ -23,8 +23,8 @@ from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.pieces import BLOCK, NOTHING, layer_pieces
-from megacpp.model.seam import PLAIN
+from megacpp.model.recompute import PLAIN
+from megacpp.model.regions import BLOCK, NOTHING, layer_regions
 from parallel.build import build_model
 from parallel.mesh import World
 from tests.parallel.parity import models
@@ -38,7 +38,7 @@ FULL = CheckpointingPolicy(
     rblock="full_plus_norms",
     fblock="full",
 )
-ALL_PIECES = replace(PER_BLOCK, ablock="selective", rblock="recurrence")
+ALL_REGIONS = replace(PER_BLOCK, ablock="selective", rblock="recurrence")
 
 
 def hybrid(name: str = "plain") -> ModelConfig:
@@ -49,8 +49,8 @@ def build(
     policy: CheckpointingPolicy, model: ModelConfig | None = None
 ) -> tuple[HybridLM, ActivationCheckpointing]:
     config = Config(model=model or hybrid(), recompute=policy, precision=PrecisionConfig("fp64"))
-    keeper = ActivationCheckpointing(config)
-    return build_model(config, ONE, keeper), keeper
+    ac = ActivationCheckpointing(config)
+    return build_model(config, ONE, ac), ac
 
 
 def train(model: HybridLM, rows: range = range(4)) -> list[Tensor]:
@@ -72,7 +72,7 @@ POLICIES = {
     "mlp": CheckpointingPolicy(mlp=True),
     "experts": CheckpointingPolicy(eblock="expert_gemm_only"),
     "conv": CheckpointingPolicy(mblock="conv_bc_only"),
-    "all pieces": ALL_PIECES,
+    "all regions": ALL_REGIONS,
     "full": FULL,
 }
 
@@ -95,35 +95,35 @@ def test_states_kept_or_rebuilt_give_the_same_bits() -> None:
 
 
 def test_what_runs_again() -> None:
-    """Check A E M R F E A: all but the last layer; norms of six blocks, and each kind's pieces."""
-    model, keeper = build(ALL_PIECES)
+    """Check A E M R F E A: all but the last layer; norms of six blocks, and each kind's regions."""
+    model, ac = build(ALL_REGIONS)
     train(model)
-    counts = keeper.replays.counts
+    counts = ac.replays.counts
     assert counts["core_attn"] == 1 and counts["expert_gemm"] == 2
     assert counts["norm"] >= 6 and counts["mlp"] == 3 and "block" not in counts
-    model, keeper = build(FULL)
+    model, ac = build(FULL)
     train(model)
-    assert keeper.replays.counts["block"] == 5  # A E R F E; M has its own piece
+    assert ac.replays.counts["block"] == 5  # A E R F E; M has its own region
     train(model)
-    assert keeper.replays.counts["block"] == 10
+    assert ac.replays.counts["block"] == 10
 
 
 def test_the_last_layer_is_never_wrapped() -> None:
     for policy in POLICIES.values():
         model, _ = build(policy)
-        assert model.get_submodule("blocks.6").seam is PLAIN
+        assert model.get_submodule("blocks.6").recompute is PLAIN
 
 
 def test_only_blocks_of_experts_go_without_the_shape_check() -> None:
-    for policy in (ALL_PIECES, FULL):
+    for policy in (ALL_REGIONS, FULL):
         model, _ = build(policy)
         for key, block in model.blocks.items():
             assert isinstance(block, Block)
-            if isinstance(block.seam, BlockSeam):
+            if isinstance(block.recompute, BlockRecompute):
                 expected = "none" if block.letter == "E" else "default"
-                assert block.seam.check == expected, key
+                assert block.recompute.check == expected, key
             for module in block.modules():
-                assert getattr(module, "seam", block.seam) is block.seam
+                assert getattr(module, "recompute", block.recompute) is block.recompute
 
 
 def test_experts_run_again_without_router_permutation_or_scan() -> None:
@@ -142,7 +142,7 @@ def test_experts_run_again_without_router_permutation_or_scan() -> None:
 
         return mock.patch.object(module, name, call)
 
-    model, _ = build(ALL_PIECES)
+    model, _ = build(ALL_REGIONS)
     with (
         counted(moe, "group_rows"),
         counted(Router, "choose"),
@@ -196,8 +196,8 @@ def test_a_router_that_would_choose_otherwise_is_not_asked() -> None:
 def test_every_preset_says_what_it_keeps() -> None:
     for make in PRESETS.values():
         config = make()
-        pieces = layer_pieces(config.recompute, config.model)
-        assert len(pieces) == config.model.depth and pieces[-1] == NOTHING
+        regions = layer_regions(config.recompute, config.model)
+        assert len(regions) == config.model.depth and regions[-1] == NOTHING
         if "M" in config.model.pattern:
             assert config.recompute == PER_BLOCK
 
@@ -207,26 +207,26 @@ def test_slot_for_depths() -> None:
     policy, replays = CheckpointingPolicy(), Replays()
     linear = torch.nn.Linear(8, 8).double()
 
-    def steps(seam: object, x: Tensor) -> Tensor:
+    def steps(recompute: object, x: Tensor) -> Tensor:
         for _ in range(4):
-            x = seam("block", lambda x: linear(x).tanh(), x)  # type: ignore[operator]
+            x = recompute("block", lambda x: linear(x).tanh(), x)  # type: ignore[operator]
         return x
 
     found = []
-    for seam in (PLAIN, depth_seam(policy, replays)):
+    for recompute in (PLAIN, recompute_of_depths(policy, replays)):
         linear.zero_grad()
-        steps(seam, torch.ones(3, 8).double()).sum().backward()
+        steps(recompute, torch.ones(3, 8).double()).sum().backward()
         assert linear.weight.grad is not None
         found.append(linear.weight.grad.clone())
     assert torch.equal(*found) and replays.counts == {"block": 4}
-    off = depth_seam(replace(policy, mtp=False), replays)
-    assert isinstance(off, BlockSeam) and off.pieces == NOTHING
+    off = recompute_of_depths(replace(policy, mtp=False), replays)
+    assert isinstance(off, BlockRecompute) and off.regions == NOTHING
 
 
 def test_a_global_switch_for_comparison() -> None:
     """Recompute every block as a whole, the scan too, which no policy offers."""
     model, _ = build(CheckpointingPolicy())
     replays = Replays()
-    set_seams(model, [BLOCK] * 7, CheckpointingPolicy(), replays)
+    set_recompute(model, [BLOCK] * 7, CheckpointingPolicy(), replays)
     expected = train(build(CheckpointingPolicy())[0])
     assert all(map(torch.equal, train(model), expected)) and replays.counts == {"block": 7}

@@ -31,7 +31,7 @@ from checkpointing.compile import (
     compile_blocks,
     why_eager,
 )
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.attention.logits import LogitRecorder
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.mamba3.module import Mamba3
@@ -49,8 +49,8 @@ from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.pieces import BLOCK
-from megacpp.model.seam import PLAIN
+from megacpp.model.recompute import PLAIN
+from megacpp.model.regions import BLOCK
 from parallel.build import build_model
 from parallel.context.layout import ContextLayout
 from parallel.context.scan import ScanByHeads
@@ -186,7 +186,7 @@ def test_a_scan_that_is_cut_or_done_by_a_kernel_stays_eager() -> None:
     set_kernels(block, Kernels(mamba3="of a library"))
     assert why_eager(block) == BY_HAND
     set_kernels(block, PLAIN_KERNELS)
-    layout = ContextLayout.of("contiguous", 0, 2)
+    layout = ContextLayout.for_rank("contiguous", 0, 2)
     block.mixer.scan = ScanByHeads(block.mixer.scan, layout, None)  # type: ignore[arg-type]
     assert why_eager(block) == CUT
 
@@ -266,10 +266,10 @@ def test_what_a_block_keeps_follows_the_budget() -> None:
             assert kept[budget] <= allowed + input_bytes // 2, (layer, budget, kept)
 
 
-# ---- one authority: no seam inside, and the flag reaches the compiler ---------------------------
+# ---- one authority: no recompute regions inside, and the flag reaches the compiler --------------
 
 
-def test_no_seam_is_active_in_a_compiled_block() -> None:
+def test_no_recompute_region_is_active_in_a_compiled_block() -> None:
     """S0-3: a policy for every kind, and in compiled blocks it is gone; elsewhere it works."""
     config = Config(
         model=small("AEFAF"),
@@ -285,20 +285,20 @@ def test_no_seam_is_active_in_a_compiled_block() -> None:
             activation_memory_budget=0.5,
         ),
     )
-    keeper = ActivationCheckpointing(config)
-    model = build_model(config, ONE, keeper)
-    assert set(keeper.compiled) >= {0, 2, 3, 4}
+    ac = ActivationCheckpointing(config)
+    model = build_model(config, ONE, ac)
+    assert set(ac.compiled) >= {0, 2, 3, 4}
     for key in "0234":
-        modules = [m for m in model.blocks[key].modules() if hasattr(m, "seam")]
-        assert len(modules) > 1 and all(m.seam is PLAIN for m in modules)
-    assert model.blocks["1"].seam is not PLAIN
+        modules = [m for m in model.blocks[key].modules() if hasattr(m, "recompute")]
+        assert len(modules) > 1 and all(m.recompute is PLAIN for m in modules)
+    assert model.blocks["1"].recompute is not PLAIN
     plain = build_model(replace(config, recompute=CheckpointingPolicy(), train=TrainConfig()), ONE)
     batch = ragged_batch(range(B), T)
     for each in (plain, model):
         backward(each, batch, batch.docs)
     assert_same_gradients(model, plain)
-    assert keeper.replays.counts == {"block": 1}, "of the one E block"
-    give(model.blocks["0"], BlockSeam(BLOCK, Replays()))
+    assert ac.replays.counts == {"block": 1}, "of the one E block"
+    give(model.blocks["0"], BlockRecompute(BLOCK, Replays()))
     with pytest.raises(AssertionError, match="both decide"):
         backward(model, batch, batch.docs)
 

@@ -190,10 +190,10 @@ def test_a_model_loses_nothing_but_the_width_of_some_gradients(name: str) -> Non
 def test_what_runs_again_projects_alike(name: str, policy: CheckpointingPolicy) -> None:
     config = variants()[name]
     once, model = build(config), build(config)
-    keeper = ActivationCheckpointing(Config(model=config, recompute=policy))
-    keeper(model)
+    ac = ActivationCheckpointing(Config(model=config, recompute=policy))
+    ac(model)
     assert backward(once) == backward(model)
-    assert keeper.replays.counts
+    assert ac.replays.counts
     for (n, p), q in zip(once.named_parameters(), model.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) == n.endswith(tuple(frozen(once)))
         assert p.grad is None or torch.equal(p.grad, q.grad), n  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def train(rank: int, run: Run, folder: Path, source: Path | None = None) -> Trac
         trace.norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-        boundary.conclude()
+        boundary.finish_step()
         state.advance(updated=True)
         if state.step == SAVED and source is None:
             state.save(keep=1)

@@ -89,9 +89,9 @@ def test_recomputation_finds_the_same_scales(policy: dict[str, Any]) -> None:
     """Bitwise: the scales of torchao come from what is multiplied, and that is the same again."""
     plain, _ = built(config_with())
     wide, _ = built(config_with("off"))
-    again, keeper = built(config_with(**policy))
+    again, ac = built(config_with(**policy))
     expected = gradients_of(plain)
-    assert same(gradients_of(again), expected) and sum(keeper.replays.counts.values()) >= 3
+    assert same(gradients_of(again), expected) and sum(ac.replays.counts.values()) >= 3
     assert not same(gradients_of(wide), expected), "FP8 rounds"
 
 

@@ -165,8 +165,8 @@ def test_even_groups_are_counted_groups() -> None:
 
 def test_which_layers_of_all_kinds() -> None:
     config = changed(config_with(model=expert_model()), precision={"fp8_layers": "AEFMR"})
-    model, keeper = built(config)
-    layers = keeper.fp8
+    model, ac = built(config)
+    layers = ac.fp8
     assert layers is not None and layers.experts == ("blocks.1.mixer.experts",)
     mixers = {0: "wq wk wv wo", 1: "shared.w1 shared.w2 shared.w3", 2: "in_z in_x out_proj"}
     mixers |= {4: "w1 w2 w3"}
@@ -174,7 +174,7 @@ def test_which_layers_of_all_kinds() -> None:
     assert set(layers.converted) == names
     assert {n.split(".")[1] for n in layers.left} == {"3"}, "12 values of R are no multiple of 16"
     assert [m.fp8 for m in model.modules() if hasattr(m, "fp8")] == [EMULATED]
-    assert keeper.words()[0].startswith("13 linear layers and 1 stacks of experts of AEFMR blocks")
+    assert ac.words()[0].startswith("13 linear layers and 1 stacks of experts of AEFMR blocks")
     assert not any("embed" in n or "head" in n or "router" in n for n in layers.converted)
 
 
@@ -227,10 +227,10 @@ def test_experts_that_run_again_find_the_same_scales(policy: dict[str, Any]) -> 
     model = expert_model("EMERE")
     precision = {"fp8_layers": "EMR"}
     plain, _ = built(changed(config_with(model=model), precision=precision))
-    again, keeper = built(changed(config_with(model=model, **policy), precision=precision))
+    again, ac = built(changed(config_with(model=model, **policy), precision=precision))
     wide, _ = built(config_with("off", model=model))
     expected = gradients_of(plain)
-    assert same(gradients_of(again), expected) and sum(keeper.replays.counts.values()) >= 1
+    assert same(gradients_of(again), expected) and sum(ac.replays.counts.values()) >= 1
     assert not same(gradients_of(wide), expected), "FP8 rounds"
 
 

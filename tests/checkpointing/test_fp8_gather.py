@@ -81,11 +81,11 @@ def steps(rank: int, world_size: int, run: Run, gather: bool) -> tuple[dict[str,
     for step in range(2):
         sums = boundary.accumulate(batches_of(step, world, run), step)
         norm = clip_gradients(model, 1.0, copies=boundary.copies, along=sums.along)
-        verdict = boundary.judge(sums, norm)
-        figures += [verdict.loss, verdict.grad_norm]
+        status = boundary.check_step(sums, norm)
+        figures += [status.loss, status.grad_norm]
         optimizer.step()
         optimizer.zero_grad()
-        boundary.conclude(verdict)
+        boundary.finish_step(status)
     weights = gather_weights(model) or {}  # whole, on the first rank, of all stages
     state = {n: t for n, t in optimizer.state_tensors().items() if not isinstance(t, DTensor)}
     assert all(type(t) is Tensor for t in state.values())

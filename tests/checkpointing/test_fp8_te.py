@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from checkpointing.apply import ActivationCheckpointing, set_seams
+from checkpointing.apply import ActivationCheckpointing, set_recompute
 from checkpointing.fp8 import to_fp8
-from checkpointing.rebuild import Replays
+from checkpointing.recompute import Replays
 from megacpp.config.checks.fp8 import fp8_mesh_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, TrainConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from megacpp.model.pieces import layer_pieces
+from megacpp.model.regions import layer_regions
 from tests.checkpointing.fp8_cases import (
     CPU,
     IDS_BT,
@@ -122,7 +122,7 @@ def kept_wrongly(config: Config) -> HybridLM:
     model, again = HybridLM(config.model), CheckpointingPolicy(**FULL)  # type: ignore[arg-type]
     layers = to_fp8(model, config, torch.device("cuda"))
     assert len(layers.converted) == 14 and not layers.emulated
-    set_seams(model, layer_pieces(again, config.model), again, Replays())
+    set_recompute(model, layer_regions(again, config.model), again, Replays())
     initialise(model, model.init_rules(), 0)
     return model
 

@@ -13,7 +13,7 @@ import pytest
 from megacpp.config.schema import CheckpointingPolicy, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
-PIECES = CheckpointingPolicy(
+REGIONS = CheckpointingPolicy(
     ablock="selective",
     eblock="expert_gemm_only",
     mblock="conv_bc_only",
@@ -30,30 +30,30 @@ BLOCKS = CheckpointingPolicy(
 )
 KEEP_STATES = CheckpointingPolicy(rblock="none")
 RUNS = [
-    Run("plain", recompute=PIECES, accum=2),
+    Run("plain", recompute=REGIONS, accum=2),
     Run("plain", recompute=BLOCKS, accum=2),
     Run("options", recompute=KEEP_STATES),
-    Run("plain", MeshConfig(dp_shard=2), recompute=PIECES, accum=2),
+    Run("plain", MeshConfig(dp_shard=2), recompute=REGIONS, accum=2),
     Run("plain", MeshConfig(dp_shard=2), recompute=BLOCKS, accum=2, sync="each"),
-    Run("options", MeshConfig(tp=2, dp_shard=1), recompute=PIECES),
+    Run("options", MeshConfig(tp=2, dp_shard=1), recompute=REGIONS),
     Run("mla", MeshConfig(tp=2, dp_shard=1), recompute=BLOCKS),
-    Run("options", MeshConfig(cp=2, dp_shard=1), recompute=PIECES),
+    Run("options", MeshConfig(cp=2, dp_shard=1), recompute=REGIONS),
     Run("plain", MeshConfig(cp=2, dp_shard=1, cp_attention="ring"), recompute=BLOCKS),
     Run(
         "mla",
         MeshConfig(cp=2, dp_shard=1, cp_attention="heads", cp_mamba3="heads"),
-        recompute=PIECES,
+        recompute=REGIONS,
     ),
-    Run("plain", MeshConfig(dp_shard=2, ep=2), recompute=PIECES, accum=2),
+    Run("plain", MeshConfig(dp_shard=2, ep=2), recompute=REGIONS, accum=2),
     Run("options", MeshConfig(dp_shard=2, ep=2, ep_dispatch="per_expert"), recompute=BLOCKS),
-    Run("plain", MeshConfig(pp=2, dp_shard=1), recompute=PIECES, accum=4),
+    Run("plain", MeshConfig(pp=2, dp_shard=1), recompute=REGIONS, accum=4),
     Run("mla", MeshConfig(pp=2, dp_shard=1, pp_schedule="interleaved"), recompute=BLOCKS, accum=4),
-    Run("plain", MeshConfig(pp=2, dp_shard=1, pp_schedule="zbv"), recompute=PIECES, accum=4),
-    Run("options", MeshConfig(dp_shard=2, tp=2, ep=2), recompute=PIECES, accum=2),
+    Run("plain", MeshConfig(pp=2, dp_shard=1, pp_schedule="zbv"), recompute=REGIONS, accum=4),
+    Run("options", MeshConfig(dp_shard=2, tp=2, ep=2), recompute=REGIONS, accum=2),
     Run("plain", MeshConfig(dp_shard=2, tp=2, ep=4), recompute=BLOCKS, accum=2),
-    Run("plain", MeshConfig(pp=2, dp_shard=2, ep=2), recompute=PIECES, accum=4),
+    Run("plain", MeshConfig(pp=2, dp_shard=2, ep=2), recompute=REGIONS, accum=4),
     Run(
-        "options", MeshConfig(dp_replicate=2, dp_shard=2), recompute=PIECES, optimizer="muon_adamw"
+        "options", MeshConfig(dp_replicate=2, dp_shard=2), recompute=REGIONS, optimizer="muon_adamw"
     ),
 ]
 
@@ -67,7 +67,7 @@ def traces() -> dict[Run, list[Trace]]:
 def test_the_same_run(run: Run, traces: dict[Run, list[Trace]]) -> None:
     check(traces[run], traces[run.reference][0], run.dtype)
     ran = set().union(*(trace.again for trace in traces[run]))
-    wanted = {PIECES: {"norm", "core_attn", "mlp", "expert_gemm", "conv_bc"}, BLOCKS: {"block"}}
+    wanted = {REGIONS: {"norm", "core_attn", "mlp", "expert_gemm", "conv_bc"}, BLOCKS: {"block"}}
     assert wanted.get(run.recompute, set()) <= ran
 
 
@@ -82,11 +82,11 @@ SENDS = [
 
 @pytest.fixture(scope="module")
 def sends() -> dict[Run, list[Trace]]:
-    return traces_of([*SENDS, *(replace(run, recompute=PIECES) for run in SENDS)])
+    return traces_of([*SENDS, *(replace(run, recompute=REGIONS) for run in SENDS)])
 
 
 @pytest.mark.parametrize("run", SENDS, ids=str)
 def test_no_piece_sends_anything_again(run: Run, sends: dict[Run, list[Trace]]) -> None:
     """Not a byte: the collectives of a step are the same, one by one, in the same order."""
-    for keeps, rebuilds in zip(sends[run], sends[replace(run, recompute=PIECES)], strict=True):
+    for keeps, rebuilds in zip(sends[run], sends[replace(run, recompute=REGIONS)], strict=True):
         assert keeps.collectives and keeps.collectives == rebuilds.collectives

@@ -81,7 +81,9 @@ def test_what_is_kept_by_hand() -> None:
     model, x = TwoLayers(), torch.ones(10, 4)
     with Meter(model) as meter:
         model(x).backward()
-    kept = [(life.part, life.path, life.operator, life.shape, life.bytes) for life in meter.kept]
+    kept = [
+        (alloc.part, alloc.path, alloc.operator, alloc.shape, alloc.bytes) for alloc in meter.kept
+    ]
     assert kept == [
         ("blocks.0", "up", "mm", (10, 6), 240),
         ("blocks.0", "", "silu", (10, 6), 240),
@@ -100,7 +102,7 @@ def test_what_runs_again_is_replayed() -> None:
     with Meter(model) as meter:
         model(x).backward()
     product = 2 * 10 * 4 * 6
-    assert [life.shape for life in meter.kept if life.part] == []
+    assert [alloc.shape for alloc in meter.kept if alloc.part] == []
     assert meter.flops["blocks.0", "forward"] == 2 * product
     assert meter.flops["blocks.0", "replayed"] in (product, 2 * product)  # stops when it can
     assert meter.flops["blocks.0", "backward"] == 3 * product
@@ -122,14 +124,17 @@ def test_lives_begin_and_end() -> None:
         d = c * 2
         del c
         d.add_(1.0)
-    assert [(life.operator, life.bytes, life.born, life.died) for life in meter.lives] == [
+    assert [
+        (alloc.operator, alloc.bytes, alloc.allocated_at, alloc.freed_at)
+        for alloc in meter.allocations
+    ] == [
         ("zeros", 400, 1, 2),
         ("cat", 800, 2, 3),
         ("mul", 800, 3, None),
     ]
     assert meter.timeline() == [(1, 400), (2, 800), (3, 800)]
     assert meter.peak(backward=False) == (2, 800)
-    assert [(life.operator, size) for life, size in meter.alive_at(2)] == [("cat", 800)]
+    assert [(alloc.operator, size) for alloc, size in meter.alive_at(2)] == [("cat", 800)]
     assert len(d) == 200
 
 
@@ -143,7 +148,7 @@ def test_memory_is_what_first_fills_it() -> None:
         gathered.untyped_storage().resize_(0)
         now = dict(meter.timeline())
         gathered.untyped_storage().resize_(64)
-    found = {life.operator: life.weight for life in meter.kept}
+    found = {alloc.operator: alloc.weight for alloc in meter.kept}
     assert found == {"_to_copy": True, "mm": False, "copy_": True}
     assert list(now.values())[-1] == 32 + 64 and meter.timeline()[-1][1] == 32 + 64 + 64
     assert len(copy) == 4
@@ -194,11 +199,18 @@ def described(meter: Meter) -> tuple[Counter[Any], Counter[Any]]:
     collectives hold on to what they send from until they notice that it has arrived.
     """
     kept: Counter[Any] = Counter()
-    for life in meter.kept:
-        if life.weight and "gather" in life.operator:
+    for alloc in meter.kept:
+        if alloc.weight and "gather" in alloc.operator:
             continue
-        place = life.part, life.path, life.shape, str(life.dtype), bool(life.weight), life.batch
-        kept[place] += life.bytes
+        place = (
+            alloc.part,
+            alloc.path,
+            alloc.shape,
+            str(alloc.dtype),
+            bool(alloc.weight),
+            alloc.batch,
+        )
+        kept[place] += alloc.bytes
     return kept, +Counter(meter.flops)
 
 
@@ -238,10 +250,10 @@ def real(config: Config, world: World) -> tuple[Counter[Any], Counter[Any]]:
 
 def fake(config: Config, size: int, rank: int) -> tuple[Counter[Any], Counter[Any]]:
     with fake_world(config, size, rank) as world:
-        keeper = ActivationCheckpointing(config)
-        model = planned_model(config, world, keeper)
+        ac = ActivationCheckpointing(config)
+        model = planned_model(config, world, ac)
         with fake_tensors(memory=True):
-            return described(run(config, world, model, keeper))
+            return described(run(config, world, model, ac))
 
 
 def same(found: tuple[Counter[Any], Counter[Any]], real: tuple[Counter[Any], Counter[Any]]) -> None:
@@ -369,5 +381,5 @@ def test_the_meter_counts_what_live_bytes_counts() -> None:
         alive = live.alive()
     with Meter(model) as meter:
         model(x).backward()
-    assert alive == sum(life.bytes for life in meter.kept if life.operator != "ones_like")
+    assert alive == sum(alloc.bytes for alloc in meter.kept if alloc.operator != "ones_like")
     assert loss.requires_grad

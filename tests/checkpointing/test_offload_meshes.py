@@ -27,24 +27,24 @@ def one_step(
     run: Run, rank: int, policy: CheckpointingPolicy
 ) -> tuple[Slices, ActivationCheckpointing]:
     config = dataclasses.replace(config_of(run), recompute=policy)
-    world, keeper = world_of(rank, run), ActivationCheckpointing(config, CPU)
-    if keeper.offloader is not None:  # small tensors, and all of them leave
-        keeper.offloader = Offloader(64, 1 << 26, CPU, window_bytes=0)
-    model = build_model(config, world, keeper)
+    world, ac = world_of(rank, run), ActivationCheckpointing(config, CPU)
+    if ac.offloader is not None:  # small tensors, and all of them leave
+        ac.offloader = Offloader(64, 1 << 26, CPU, window_bytes=0)
+    model = build_model(config, world, ac)
     AccumulationBoundary(model, world, config).accumulate(batches_of(0, world, run))
-    return gradients(model), keeper
+    return gradients(model), ac
 
 
 def body(rank: int, world_size: int, run: Run) -> list[tuple[int, int]]:
-    """Bytes out and back, with offload of what pieces start from, and of all that is saved."""
+    """Bytes out and back, with offload of the arguments of regions, and of all saved tensors."""
     plain, _ = one_step(run, rank, CheckpointingPolicy(rblock="none"))
     found: list[tuple[int, int]] = []
     for offload in ("block_inputs", "saved_tensors"):
         policy = CheckpointingPolicy(offload=offload, ablock="full", fblock="full")  # type: ignore[arg-type]
-        moved, keeper = one_step(run, rank, policy)
+        moved, ac = one_step(run, rank, policy)
         assert all(torch.equal(moved[n].local, plain[n].local) for n in plain), offload
-        assert keeper.offloader is not None
-        traffic = keeper.offloader.traffic
+        assert ac.offloader is not None
+        traffic = ac.offloader.traffic
         found.append((traffic.out_bytes, traffic.back_bytes))
     return found
 

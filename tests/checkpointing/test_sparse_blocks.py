@@ -33,11 +33,11 @@ POLICIES = {
 def test_every_policy_gives_the_same_bits(name: str, policy: CheckpointingPolicy) -> None:
     model = sparse_model(name)
     expected = train(build(model))
-    keepers: list[ActivationCheckpointing] = []
+    acs: list[ActivationCheckpointing] = []
 
     def prepare(config):  # type: ignore[no-untyped-def]
-        keepers.append(ActivationCheckpointing(config))
-        return keepers[-1]
+        acs.append(ActivationCheckpointing(config))
+        return acs[-1]
 
     built = build(model, policy, prepare)
     indexed = sum(kind == "A.index" for kind in built.kinds)
@@ -48,7 +48,7 @@ def test_every_policy_gives_the_same_bits(name: str, policy: CheckpointingPolicy
         assert torch.equal(found[key], value), key
     assert chooses.call_count == (0 if "warmup" in name else indexed), "never chosen again"
     if policy.ablock != "none" or policy.core_attn:
-        assert sum(keepers[0].replays.counts.values()) > 0
+        assert sum(acs[0].replays.counts.values()) > 0
 
 
 def test_sparse_blocks_stay_eager_and_say_why() -> None:

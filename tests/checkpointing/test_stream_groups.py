@@ -43,8 +43,8 @@ def config_of(**policy: Any) -> Config:
 
 def run(config: Config, watched: bool = True) -> tuple[list[Tensor], dict[str, int], int]:
     """Loss and gradients, what ran again, and bytes alive behind a forward, beyond the first."""
-    keeper = ActivationCheckpointing(config)
-    model, kept = build_model(config, ONE, keeper), 0
+    ac = ActivationCheckpointing(config)
+    model, kept = build_model(config, ONE, ac), 0
     batch = ragged_batch(list(range(ROWS)), T, config.model.vocab_size)
     loss = torch.zeros(())
     for _ in range(STEPS):
@@ -54,7 +54,7 @@ def run(config: Config, watched: bool = True) -> tuple[list[Tensor], dict[str, i
             kept = live.now if live is not None else 0
         loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return [loss.detach(), *grads], keeper.replays.counts, kept
+    return [loss.detach(), *grads], ac.replays.counts, kept
 
 
 @cache
@@ -92,7 +92,7 @@ def test_streams_are_kept_by_group_not_by_layer(size: int) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """No seam holds a forward's tensors when its backward is over."""
+    """No block holds a forward's tensors when its backward is over."""
     config = config_of(mhc_group_size=3)
     model = build_model(config, ONE, ActivationCheckpointing(config))
     batch = ragged_batch(list(range(ROWS)), T, config.model.vocab_size)

@@ -82,7 +82,7 @@ def on_rank(
     mesh = init_device_mesh("cpu", (world,))
     found = []
     for case in cases:
-        layout = ContextLayout.of(case.order, rank, world)
+        layout = ContextLayout.for_rank(case.order, rank, world)
         index_T = layout.index(d_out.shape[1])
         mine = {name: part(name, x, index_T).requires_grad_() for name, x in leaves.items()}
         inputs, weights, _ = arguments(mine, mimo)
@@ -127,7 +127,7 @@ def part(name: str, x: Tensor, index_T: Tensor) -> Tensor:
 
 
 def compare(golden: GoldenFile, case: Case, results: list[dict[str, Tensor]]) -> None:
-    layout = ContextLayout.of(case.order, 0, case.ranks)
+    layout = ContextLayout.for_rank(case.order, 0, case.ranks)
     index_T = layout.gathered_index(golden.input("d_out").shape[1]).argsort()
     for name in results[0]:
         parts = [result[name] for result in results]
@@ -146,7 +146,7 @@ def check_boundaries(
     """What each slice says of itself, and the state that enters the next, in both frames."""
     inputs, weights, _ = arguments(leaves, pairing == "half")
     T = inputs.V.shape[1]
-    layout = ContextLayout.of("contiguous", 0, cut)
+    layout = ContextLayout.for_rank("contiguous", 0, cut)
     slices = [slice(w * T // cut, (w + 1) * T // cut) for w in range(cut)]
     parts = [inputs.part(slice(None), tokens) for tokens in slices]
     of_parts = [docs.take(torch.arange(T)[tokens]) for tokens in slices]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.kernels.token_order import Ahead, token_order_loss
+from megacpp.kernels.token_order import TokensAhead, token_order_loss
 from tests.golden.harness import GoldenFile
 
 KNOWN = ("top*.safetensors",)
@@ -26,12 +26,12 @@ def check(golden: GoldenFile) -> None:
     cut_BT = ends_BT.clone()
     cut_BT[:, golden.input("cu_seqlens")[1:].long() - 1] = True
     index_T = torch.arange(tokens)
-    check_one(golden, "naive", Ahead.of(ids_BT, ends_BT, window + 1, index_T))
-    check_one(golden, "triton", Ahead.of(ids_BT, ends_BT, window, index_T))
-    check_one(golden, "docs", Ahead.of(ids_BT, cut_BT, window, index_T))
+    check_one(golden, "naive", TokensAhead.from_rows(ids_BT, ends_BT, window + 1, index_T))
+    check_one(golden, "triton", TokensAhead.from_rows(ids_BT, ends_BT, window, index_T))
+    check_one(golden, "docs", TokensAhead.from_rows(ids_BT, cut_BT, window, index_T))
 
 
-def check_one(golden: GoldenFile, name: str, ahead: Ahead) -> None:
+def check_one(golden: GoldenFile, name: str, ahead: TokensAhead) -> None:
     x_BTD, weight_VD = golden.input("x", grad=True), golden.input("weight", grad=True)
     (B, T, _), V = x_BTD.shape, len(weight_VD)
     scores_NV = scores(ahead, V, golden.config["window"])
@@ -56,7 +56,7 @@ def check_one(golden: GoldenFile, name: str, ahead: Ahead) -> None:
             golden.expect(f"grad_{leaf}_{name}", tensor.grad)
 
 
-def scores(ahead: Ahead, vocab: int, window: int) -> Tensor:
+def scores(ahead: TokensAhead, vocab: int, window: int) -> Tensor:
     """`[N, V]`: window - words between, -1 where there is none, out of the lists."""
     words_NK, share_NK = ahead.targets(slice(None), torch.float64)
     ahead_K = torch.arange(words_NK.shape[1])

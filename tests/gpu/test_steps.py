@@ -98,7 +98,7 @@ POLICIES = {
 @on_any_device
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_host_waits_for_one_number_a_step(policy: str, device: torch.device) -> None:
-    """Forwards, backwards, clipping and the optimizer are sent ahead; `judge` is the one wait."""
+    """Forwards, backwards, clipping and optimizer are sent ahead; `check_step` is the one wait."""
     dtype = "bf16" if device.type == "cuda" else "fp32"
     settings = Settings(dtype=dtype, recompute=POLICIES[policy])  # type: ignore[arg-type]
     trainer = Trainer(settings.config, World(0, 1, device))
@@ -106,11 +106,11 @@ def test_the_host_waits_for_one_number_a_step(policy: str, device: torch.device)
     batches = list(trainer.loader.take(ACCUM))
     with nobody_waits(device):
         sums, norm = trainer.forward_backward(batches, 1)
-    verdict = trainer.boundary.judge(sums, norm)
+    status = trainer.boundary.check_step(sums, norm)
     with nobody_waits(device):
         trainer.update()
-        trainer.boundary.conclude(verdict)
-    assert verdict.healthy and math.isfinite(verdict.loss)
+        trainer.boundary.finish_step(status)
+    assert status.healthy and math.isfinite(status.loss)
 
 
 @contextmanager

@@ -84,8 +84,8 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, folder: Path | None = None) -> None:
         self.config, self.world = config, world
-        self.keeper = ActivationCheckpointing(config, world.device)
-        self.model = build_model(config, world, self.keeper)
+        self.ac = ActivationCheckpointing(config, world.device)
+        self.model = build_model(config, world, self.ac)
         self.optimizer = build_optimizer(self.model, config, world.holders)
         self.boundary = AccumulationBoundary(self.model, world, config)
         source = Source(config.model.vocab_size)
@@ -110,13 +110,13 @@ class Trainer:
     def step(self) -> float:
         """Run one step; return its loss."""
         sums, norm = self.forward_backward(list(self.loader.take(ACCUM)))
-        verdict = self.boundary.judge(sums, norm)
-        assert verdict.healthy, verdict
+        status = self.boundary.check_step(sums, norm)
+        assert status.healthy, status
         self.update()
-        self.boundary.conclude(verdict)
+        self.boundary.finish_step(status)
         if hasattr(self, "state"):
             self.state.advance(True, good=True)
-        return verdict.loss
+        return status.loss
 
     def weights(self) -> dict[str, Tensor]:
         """Copies, on the host."""

@@ -118,7 +118,7 @@ def _choose_evenly(model: HybridLM) -> None:
     """In the place of what routers chose."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.dispatch = EvenDispatch(module.dispatch, EvenRouting.of(module.moe))
+            module.dispatch = EvenDispatch(module.dispatch, EvenRouting.from_config(module.moe))
 
 
 class EvenDispatch(nn.Module):

@@ -12,7 +12,7 @@ from megacpp.blocks.top.config import TOPConfig
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
-from megacpp.kernels.token_order import Ahead
+from megacpp.kernels.token_order import TokensAhead
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.working import backward, forward
 from megacpp.memory.forms.working_around import FARTHEST
@@ -62,6 +62,6 @@ def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
 
 def test_words_reach_as_far_as_the_kernel_says() -> None:
     ends_BT = torch.zeros(1, 4096, dtype=torch.bool)
-    ahead = Ahead.of(torch.zeros(1, 4096, dtype=torch.int64), ends_BT, 4096)
+    ahead = TokensAhead.from_rows(torch.zeros(1, 4096, dtype=torch.int64), ends_BT, 4096)
     for dtype, bytes_of_it in ((torch.float32, 4), (torch.float64, 8)):
         assert ahead.reach(dtype) == FARTHEST[bytes_of_it]

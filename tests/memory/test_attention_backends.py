@@ -10,7 +10,7 @@ from megacpp.config.schema import Config, KernelsConfig
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.traced import traced_kept
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64)
 MLA = AttentionConfig(

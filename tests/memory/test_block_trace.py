@@ -24,7 +24,7 @@ from megacpp.memory.budget import as_run
 from megacpp.memory.forms import traced
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.traced import ANCHORS, request_of
-from megacpp.model.pieces import NOTHING, pieces_of
+from megacpp.model.regions import NOTHING, regions_of
 from parallel.simulate.fake import fake_world
 from tests.memory.working_cases import misses
 
@@ -43,7 +43,7 @@ def config_of(kind: str, size: int, flags: str = "") -> Config:
 def request(kind: str, size: int, flags: str, rows: int, device: str = "cpu") -> BlockRequest:
     config = config_of(kind, size, f"{flags} --train.device_batch_size {rows}")
     config = as_run(config, device, narrow=device == "cuda")
-    pieces = pieces_of(config.recompute, config.model, kind)
+    pieces = regions_of(config.recompute, config.model, kind)
     return request_of(Share.of(config, size, 0), kind, pieces)
 
 

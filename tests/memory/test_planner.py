@@ -301,14 +301,14 @@ def test_the_ladder_repeats_more_and_keeps_less() -> None:
 def test_the_ends_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
     """`--gradient-checkpointing true | false`, whose states a retry must not mix up."""
     from megacpp.config.arguments import replace_keys
-    from megacpp.model.pieces import layer_pieces
+    from megacpp.model.regions import layer_regions
 
     words = {"true": True, "false": False}
     config = small()
     ladder = {rung.name: rung for rung in policies(config)}
     for name, meaning in (("full", FULL), ("none", NONE)):
         said = replace_keys(config, {k: words.get(v, v) for k, v in meaning.items()})
-        assert layer_pieces(said.recompute, config.model) == list(ladder[name].pieces)
+        assert layer_regions(said.recompute, config.model) == list(ladder[name].pieces)
 
 
 def test_a_dense_model_has_no_rung_twice() -> None:

@@ -177,7 +177,7 @@ def test_boundaries_of_a_context_rank(
     order: Order, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its chunks as rows of their own, of which two may follow one another."""
-    layout = ContextLayout.of(order, rank, 3)
+    layout = ContextLayout.for_rank(order, rank, 3)
     part = Documents.from_ids(random_ids(2, 24, 2)).take(layout.index(24), layout.per_rank)
     segments = segment_documents(part, layout)
     want = Documents(segments.ids_BT, segments.positions_BT).cu_seqlens.tolist()

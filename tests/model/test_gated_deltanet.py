@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
@@ -27,7 +27,7 @@ from megacpp.kernels.host import Host
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.init import initialise
-from megacpp.model.pieces import Piece, layer_pieces
+from megacpp.model.regions import Region, layer_regions
 from megacpp.model.scan import HeadTensors
 from megacpp.model.upstream import from_upstream, to_upstream
 from tests.livebytes import LiveBytes
@@ -347,19 +347,19 @@ def test_the_rule_keeps_its_inputs_alone(dtype: torch.dtype) -> None:
     assert saved_bytes(lambda: summarize(*inputs[1:], None, 5)) < own + 4 * B * N * K * (K + V) + 1
 
 
-CONV_GATE: tuple[frozenset[Piece], ...] = (frozenset(), frozenset({"conv_bc"}))
+CONV_GATE: tuple[frozenset[Region], ...] = (frozenset(), frozenset({"conv_bc"}))
 
 
 def run(
-    mixer: GatedDeltaNet, pieces: frozenset[Piece], x: Tensor, docs: Documents
+    mixer: GatedDeltaNet, regions: frozenset[Region], x: Tensor, docs: Documents
 ) -> tuple[Tensor, Replays]:
-    """The layer as the mixer of a block whose policy recomputes `pieces`."""
-    seam = BlockSeam(pieces, replays := Replays())
-    give(mixer, seam)
-    return seam("block", mixer, x, docs), replays
+    """The layer as the mixer of a block whose policy recomputes `regions`."""
+    recompute = BlockRecompute(regions, replays := Replays())
+    give(mixer, recompute)
+    return recompute("block", mixer, x, docs), replays
 
 
-def kept_per_token(mixer: GatedDeltaNet, pieces: frozenset[Piece]) -> float:
+def kept_per_token(mixer: GatedDeltaNet, regions: frozenset[Region]) -> float:
     """Bytes alive behind a forward that grow with the tokens."""
     alive = []
     for tokens in (20, 40):
@@ -368,7 +368,7 @@ def kept_per_token(mixer: GatedDeltaNet, pieces: frozenset[Piece]) -> float:
         mixer(x, docs)
         gc.collect()
         with LiveBytes() as live:
-            y, _ = run(mixer, pieces, x, docs)
+            y, _ = run(mixer, regions, x, docs)
             gc.collect()
             alive.append(live.alive())
         assert y.requires_grad
@@ -393,11 +393,11 @@ def test_bytes_that_a_layer_keeps_per_token(dtype: torch.dtype, gate: bool) -> N
 def test_recompute_gives_the_same_bits(dtype: torch.dtype) -> None:
     x = torch.randn(B, T, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
-    for pieces in CONV_GATE:
+    for regions in CONV_GATE:
         mixer, row = layer(dtype=dtype), x.clone().requires_grad_()
-        y, replays = run(mixer, pieces, row, Documents.from_ids(IDS_BT))
+        y, replays = run(mixer, regions, row, Documents.from_ids(IDS_BT))
         found.append([y, *torch.autograd.grad(y.sum(), [row, *mixer.parameters()])])
-        assert replays.counts == ({"conv_bc": 2} if pieces else {})  # convolution; norm and gate
+        assert replays.counts == ({"conv_bc": 2} if regions else {})  # convolution; norm and gate
     assert all(map(torch.equal, *found))
 
 
@@ -406,7 +406,7 @@ def test_policies_choose_the_regions() -> None:
     wanted = {"none": set(), "conv_gate": {"conv_bc"}, "full": {"block"}}
     for gblock, regions in wanted.items():
         policy = CheckpointingPolicy(gblock=gblock)  # type: ignore[arg-type]
-        assert layer_pieces(policy, model) == [regions, set()]  # the last layer keeps all
+        assert layer_regions(policy, model) == [regions, set()]  # the last layer keeps all
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.schema import ModelConfig
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 from tests.livebytes import LiveBytes
 
 B, T, D = 2, 64, 256
@@ -41,18 +41,18 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], 
 
 
 def kept_per_token(
-    letters: str, model: ModelConfig, dtype: torch.dtype, pieces: Iterable[Piece] = ()
+    letters: str, model: ModelConfig, dtype: torch.dtype, regions: Iterable[Region] = ()
 ) -> float:
     """Bytes per token that the backward of these blocks, one after another, holds on to.
 
-    `pieces` run again in backward.
+    `regions` run again in backward.
     """
     blocks = [Block(letter, model).to(dtype) for letter in letters]
     for block in blocks:
         assert all(p.dtype == torch.float32 for _, p in contract_parameters(block))
         for p in block.parameters():
             torch.nn.init.normal_(p, std=0.1)
-        give(block, BlockSeam(frozenset(pieces), Replays()))
+        give(block, BlockRecompute(frozenset(regions), Replays()))
     docs = Documents.rows(B, T)
     for live in (LiveBytes(), LiveBytes()):  # the first forward makes the rotary table
         with live:
@@ -141,7 +141,7 @@ def test_a_dense_layer_keeps_27_bytes_per_token_channel() -> None:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(
-    ("pieces", "kept"),
+    ("regions", "kept"),
     [
         (("norm",), 23.0 + 4 * LSE / D),  # what projections read; norms of q and k leave nothing
         (("norm", "mlp"), 9.0 + 4 * LSE / D),  # gate and up too
@@ -150,10 +150,10 @@ def test_a_dense_layer_keeps_27_bytes_per_token_channel() -> None:
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_pieces_that_run_again_keep_their_arguments(
-    pieces: tuple[Piece, ...], kept: float, qk_norm: bool
+    regions: tuple[Region, ...], kept: float, qk_norm: bool
 ) -> None:
     model = replace(MODEL, attention=replace(GQA, qk_norm=qk_norm))
-    assert kept_per_token("AF", model, torch.bfloat16, pieces) / D == kept
+    assert kept_per_token("AF", model, torch.bfloat16, regions) / D == kept
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_pieces_that_run_again_keep_their_arguments(
 def test_latent_attention_can_keep_its_latents_alone(attention: AttentionConfig) -> None:
     """C + R of keys and values, R of the rotated key, the queries' latent: nothing has heads."""
     latents = MLA.q_lora_rank + MLA.kv_lora_rank + 2 * MLA.qk_rope_head_dim
-    pieces: tuple[Piece, ...] = ("norm", "mla_q_upproj", "mla_kv", "core_attn")
-    kept = kept_per_token("A", replace(MODEL, attention=attention), torch.bfloat16, pieces)
+    regions: tuple[Region, ...] = ("norm", "mla_q_upproj", "mla_kv", "core_attn")
+    kept = kept_per_token("A", replace(MODEL, attention=attention), torch.bfloat16, regions)
     assert kept == (D + latents) * 2
     normed = kept_per_token("A", replace(MODEL, attention=attention), torch.bfloat16)
     heads = MLA.num_heads * (MLA.qk_nope_head_dim + MLA.qk_rope_head_dim + attention.v_head_dim)

@@ -259,7 +259,7 @@ def test_some_of_the_heads_give_their_share_of_the_output() -> None:
         assert_close(a, b, FP64)
 
 
-def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_looks_back_goes_through_two_submodules(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the convolution and the recurrence out, no token's output depends on another token."""
     mixer = layer()
     monkeypatch.setattr(mixer.convolve, "forward", lambda x, weight, docs: x * weight[:, 0, -1])

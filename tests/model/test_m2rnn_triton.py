@@ -118,7 +118,7 @@ def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
         "DINITIAL": False, "DFINAL": False, "CLIP": 1,
     }  # fmt: skip
     again = flags | {"OUTPUTS": False, "FRONTS": False, "KEEP": True}
-    cases = [(kernels.run_kernel, flags), (kernels.walk_kernel, flags)]
+    cases = [(kernels.run_kernel, flags), (kernels.state_gradients_kernel, flags)]
     if K == 64:
         cases += [(kernels.run_kernel, again), (kernels.gradients_kernel, flags)]
     found = []
@@ -145,7 +145,7 @@ def compiled(K: int, V: int, capability: int) -> list[tuple[str, str]]:
 def loops_and_spills(code: str) -> tuple[int, list[str]]:
     """Loops of machine code, and reads and writes of local memory within them.
 
-    Triton 3.7 keeps an address of `walk_kernel` there while its loop runs; that costs nothing.
+    Triton 3.7 keeps an address of `state_gradients_kernel` there while its loop runs, at no cost.
     """
     starts, loops, local, new = {}, [], [], []
     for line in code.splitlines():

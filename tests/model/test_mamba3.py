@@ -109,7 +109,7 @@ def test_some_of_the_heads_give_their_share_of_the_output(variant: str) -> None:
         assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 
-def test_all_that_looks_back_goes_through_two_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_looks_back_goes_through_two_submodules(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the convolution and the scan taken out, no token's output depends on another token."""
     layer, x_BTD = random_layer("mimo_groups_conv_outnorm"), random_input(9)
     monkeypatch.setattr(layer.convolve, "forward", lambda x, weight, docs: x * weight[:, 0, -1])

@@ -26,7 +26,7 @@ from megacpp.kernels.mamba3 import library
 from megacpp.kernels.mamba3.carried import final_state
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.library import (
-    Laid,
+    PackedLayout,
     mamba3_library,
     mimo_kernel,
     mimo_scan,
@@ -145,25 +145,25 @@ def test_a_row_cut_for_context_ranks(shape: str, docs: str) -> None:
 
 def test_rows_are_laid_one_after_another_without_a_copy() -> None:
     inputs, _, _ = random_scan(TOKENS)
-    laid = Laid.of(DOCS["packed"])
-    assert laid is Laid.of(DOCS["packed"])
-    assert laid.cu_seqlens is not None and laid.first_B is not None
-    assert laid.cu_seqlens.dtype == torch.int32
-    assert laid.cu_seqlens[laid.first_B].tolist() == [0, TOKENS]
+    layout = PackedLayout.for_documents(DOCS["packed"])
+    assert layout is PackedLayout.for_documents(DOCS["packed"])
+    assert layout.cu_seqlens is not None and layout.first_B is not None
+    assert layout.cu_seqlens.dtype == torch.int32
+    assert layout.cu_seqlens[layout.first_B].tolist() == [0, TOKENS]
     by_token = inputs.ADT.detach().mT.contiguous().mT  # as the model makes it
-    assert laid.heads(by_token).data_ptr() == by_token.data_ptr()
-    assert laid.tokens(inputs.V).data_ptr() == inputs.V.data_ptr()
-    assert torch.equal(laid.heads(by_token)[0, :, TOKENS:], by_token[1])
+    assert layout.heads(by_token).data_ptr() == by_token.data_ptr()
+    assert layout.tokens(inputs.V).data_ptr() == inputs.V.data_ptr()
+    assert torch.equal(layout.heads(by_token)[0, :, TOKENS:], by_token[1])
 
 
 def test_rows_that_chunks_do_not_divide_are_packed() -> None:
     """The kernels for MIMO have no backward for the rest of a row."""
-    assert Laid.of(DOCS["whole"], 7).cu_seqlens is None
-    laid = Laid.of(DOCS["whole"], CHUNK)
-    assert laid.cu_seqlens is not None and laid.first_B is not None
-    assert laid.cu_seqlens.dtype == torch.int32
-    assert laid.cu_seqlens.tolist() == [0, TOKENS, 2 * TOKENS]
-    assert laid.first_B.tolist() == [0, 1]
+    assert PackedLayout.for_documents(DOCS["whole"], 7).cu_seqlens is None
+    layout = PackedLayout.for_documents(DOCS["whole"], CHUNK)
+    assert layout.cu_seqlens is not None and layout.first_B is not None
+    assert layout.cu_seqlens.dtype == torch.int32
+    assert layout.cu_seqlens.tolist() == [0, TOKENS, 2 * TOKENS]
+    assert layout.first_B.tolist() == [0, 1]
 
 
 def test_only_bf16_is_given_to_a_kernel() -> None:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.experts import module as moe_module
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
@@ -29,8 +29,8 @@ from megacpp.config.schema import ModelConfig
 from megacpp.kernels.experts import fp8 as fp8_products
 from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
-from megacpp.model.pieces import Piece
-from megacpp.model.seam import PLAIN
+from megacpp.model.recompute import PLAIN
+from megacpp.model.regions import Region
 from tests.livebytes import LiveBytes
 
 B, T, D = 2, 140, 32
@@ -46,8 +46,8 @@ KINDS = {
     "sequence": replace(MOE, sequence_loss=0.3),
     "z": replace(MOE, z_loss=0.2),
 }
-EXPERT_GEMM: frozenset[Piece] = frozenset({"expert_gemm"})
-WHOLE: frozenset[Piece] = frozenset({"block"})
+EXPERT_GEMM: frozenset[Region] = frozenset({"expert_gemm"})
+WHOLE: frozenset[Region] = frozenset({"block"})
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -111,14 +111,14 @@ def kept(layer: MixtureOfExperts, x_BTD: Tensor, docs: Documents) -> tuple[int, 
     """Bytes alive after the forward beside its input and output; and the output."""
     gc.collect()
     with LiveBytes() as live:
-        y_BTD = layer.experts.seam("block", layer, x_BTD, docs)
+        y_BTD = layer.experts.recompute("block", layer, x_BTD, docs)
         alive = live.alive()
     return alive - y_BTD.untyped_storage().nbytes(), y_BTD
 
 
-def with_seam(layer: MixtureOfExperts, pieces: frozenset[Piece]) -> Replays:
+def with_recompute(layer: MixtureOfExperts, regions: frozenset[Region]) -> Replays:
     replays = Replays()
-    give(layer, BlockSeam(pieces, replays))
+    give(layer, BlockRecompute(regions, replays))
     return replays
 
 
@@ -143,7 +143,7 @@ def test_with_expert_gemm(kind: str, dtype: torch.dtype) -> None:
     moe = KINDS[kind]
     layer, (x, docs) = layer_of(moe, dtype), inputs(dtype)
     slots = len(spread(layer, x).token_S)
-    with_seam(layer, EXPERT_GEMM)
+    with_recompute(layer, EXPERT_GEMM)
     want = routing_bytes(moe) + slot_bytes(moe, slots)
     if moe.num_shared:
         want += shared_bytes(moe, dtype)
@@ -179,7 +179,7 @@ def gradients(layer: MixtureOfExperts, x: Tensor, docs: Documents) -> list[Tenso
     """Output, gradients and all that the router counted and recorded."""
     x.grad = None
     layer.zero_grad()
-    y = layer.experts.seam("block", layer, x, docs)
+    y = layer.experts.recompute("block", layer, x, docs)
     layer.router.expert_bias += torch.linspace(3.0, -3.0, 6)  # would choose others from here on
     y.backward(torch.randn(y.shape, generator=torch.manual_seed(3)).to(y))
     grads = [x.grad, *(p.grad for p in layer.parameters())]
@@ -189,19 +189,19 @@ def gradients(layer: MixtureOfExperts, x: Tensor, docs: Documents) -> list[Tenso
     return [y.detach(), *grads, *counted]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("pieces", [EXPERT_GEMM, WHOLE], ids=["expert_gemm", "block"])
+@pytest.mark.parametrize("regions", [EXPERT_GEMM, WHOLE], ids=["expert_gemm", "block"])
 @pytest.mark.parametrize("kind", ["swiglu", "relu2", "shared", "capacity", "losses", "softmax"])
-def test_again_is_the_same(kind: str, pieces: frozenset[Piece]) -> None:
+def test_again_is_the_same(kind: str, regions: frozenset[Region]) -> None:
     """Bitwise, with a router that by then would choose others, and counted once.
 
-    The experts' piece makes gate and up again and nothing else; nothing is sorted again.
+    The experts' region makes gate and up again and nothing else; nothing is sorted again.
     """
     losses = replace(MOE, balance_loss=0.7, sequence_loss=0.3, z_loss=0.2)
     moe = {**KINDS, "losses": losses, "softmax": replace(losses, score="softmax")}[kind]
     (x, docs), found = inputs(), []
-    for chosen in (frozenset[Piece](), pieces):
+    for chosen in (frozenset[Region](), regions):
         layer = layer_of(moe)
-        replays = with_seam(layer, chosen)
+        replays = with_recompute(layer, chosen)
         with calls() as counts, FlopCounterMode(display=False) as flops:
             slots = len(spread(layer, x).token_S)
             found.append((gradients(layer, x, docs), counts, flops.get_total_flops(), slots))
@@ -209,7 +209,7 @@ def test_again_is_the_same(kind: str, pieces: frozenset[Piece]) -> None:
     (plain, once, flops, slots), (again, twice, more_flops, _) = found
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a, b)
-    if pieces == EXPERT_GEMM:
+    if regions == EXPERT_GEMM:
         into = 2 if moe.activation == "swiglu" else 1
         assert once == {"sort": 2, "products": 2 * (into + 1), "outer_products": into + 1}
         assert twice == once | {"products": 2 * (into + 1) + into}
@@ -220,7 +220,7 @@ def test_again_is_the_same(kind: str, pieces: frozenset[Piece]) -> None:
 def test_decisions_are_decided_once() -> None:
     """A recomputed block asks neither for experts nor for loads again."""
     layer, (x, docs) = layer_of(replace(MOE, balance_loss=0.7, sequence_loss=0.3)), inputs()
-    with_seam(layer, WHOLE)
+    with_recompute(layer, WHOLE)
     asked: list[str] = []
 
     def noted(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,10 +234,10 @@ def test_decisions_are_decided_once() -> None:
         setattr(layer.router, name, noted(name, getattr(layer.router, name)))
     loads = layer.router.batch_load
     loads.forward = noted("batch_load", loads.forward)
-    layer.experts.seam("block", layer, x, docs).sum().backward()
+    layer.experts.recompute("block", layer, x, docs).sum().backward()
     assert asked == ["_choose", "_plain", "batch_load"]
 
 
-def test_a_seam_is_plain_unless_given() -> None:
+def test_regions_are_plain_unless_given() -> None:
     layer = layer_of(MOE)
-    assert layer.experts.seam is layer.router.seam is PLAIN
+    assert layer.experts.recompute is layer.router.recompute is PLAIN

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import megacpp.model.head
-from checkpointing.apply import set_seams
-from checkpointing.rebuild import Replays
+from checkpointing.apply import set_recompute
+from checkpointing.recompute import Replays
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.mtp.plan import coefficient, depth_weights, hidden_width
 from megacpp.config.arguments import parse_run
@@ -27,7 +27,7 @@ from megacpp.model.count import count_parameters, meta_model
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
 from optim.groups import assign
 from optim.qk_clip import QKClip
@@ -304,7 +304,7 @@ def test_depths_that_run_again_change_no_bit_and_keep_no_block(shared: bool) -> 
     for again in (False, True):
         model = build(model_of(replace(MTP, shared=shared), pattern="F"))
         policy, replays = CheckpointingPolicy(mtp=again), Replays()
-        set_seams(model, [NOTHING], policy, replays)
+        set_recompute(model, [NOTHING], policy, replays)
         edge, of = boundary(model), batch(range(2), T)
         with LiveBytes() as live:
             sums = edge.accumulate([of])

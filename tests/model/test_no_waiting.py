@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
-from megacpp.kernels.mamba3.library import Laid
+from megacpp.kernels.mamba3.library import PackedLayout
 from megacpp.model import transfer
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
@@ -122,7 +122,10 @@ def test_library_scans_do_not_wait_for_the_documents(
     rank: int | None, meta_as_gpu: list[str]
 ) -> None:
     """Of whole rows, and of a context rank's chunks: those of rank 1 follow one another."""
-    host, layout = packed(((7, 1, 12, 4), (1, 1, 22))), ContextLayout.of("head_tail", rank or 0, 2)
+    host, layout = (
+        packed(((7, 1, 12, 4), (1, 1, 22))),
+        ContextLayout.for_rank("head_tail", rank or 0, 2),
+    )
     if rank is not None:
         host = host.take(layout.index(24), layout.per_rank)
     docs = host.to("meta")
@@ -130,8 +133,10 @@ def test_library_scans_do_not_wait_for_the_documents(
         ids = torch.zeros(2, 24, dtype=torch.int64, device="meta")
         docs = docs.with_tokens(ids, ids)
     with Waits() as waits:
-        laid = Laid.of(docs if rank is None else segment_documents(docs, layout))
-    assert laid.cu_seqlens is not None and laid.cu_seqlens.device.type == "meta"
+        packed_layout = PackedLayout.for_documents(
+            docs if rank is None else segment_documents(docs, layout)
+        )
+    assert packed_layout.cu_seqlens is not None and packed_layout.cu_seqlens.device.type == "meta"
     assert waits.found == meta_as_gpu == []
 
 

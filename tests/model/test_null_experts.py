@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.attention.choices import circle, columns, null_copies, slots, visited_ranks
 from megacpp.blocks.experts import module as moe_module
 from megacpp.blocks.experts.config import MoEConfig
@@ -305,23 +305,23 @@ def test_step_is_forward(kind: str) -> None:
         assert (y_BD - y[:, t]).abs().max() < FP64
 
 
-@pytest.mark.parametrize("piece", ["expert_gemm", "block"])
+@pytest.mark.parametrize("region", ["expert_gemm", "block"])
 @pytest.mark.parametrize("kind", ["sigmoid", "softmax_post", "roomy"])
-def test_again_is_the_same(kind: str, piece: Any) -> None:
+def test_again_is_the_same(kind: str, region: Any) -> None:
     """Bitwise, with biases that by then would choose others: decisions are kept."""
     x, docs, found = randn(2, 40, 12).float(), Documents.rows(2, 40), []
-    for pieces in (frozenset(), frozenset({piece})):
+    for regions in (frozenset(), frozenset({region})):
         layer, replays = layer_of(replace(KINDS[kind], **LOSSES), torch.float32), Replays()
-        give(layer, BlockSeam(pieces, replays))
+        give(layer, BlockRecompute(regions, replays))
 
         def forward(x: Tensor, layer: MixtureOfExperts = layer) -> Tensor:
-            y = layer.experts.seam("block", layer, x, docs)
+            y = layer.experts.recompute("block", layer, x, docs)
             layer.router.expert_bias += torch.linspace(1.0, -1.0, 8)
             layer.router.null_bias += 0.3
             return y
 
         found.append([*gradients(layer, forward, x).values(), layer.router.tokens_per_expert])
-        assert replays.counts == dict.fromkeys(pieces, 1)
+        assert replays.counts == dict.fromkeys(regions, 1)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.blocks.mamba3.config import Mamba3Config
@@ -27,7 +27,7 @@ from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked
 from megacpp.kernels.mamba3 import chunks as mamba3_chunks
 from megacpp.model.documents import Documents
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 from tests.livebytes import LiveBytes
 from tests.model.mamba3_cases import packed
 
@@ -41,7 +41,7 @@ MAMBA = {
         mimo_rank=4, conv_kernel=3, ngroups=2, out_norm=True, rope_fraction=1.0
     ),
 }
-CONV_BC: tuple[frozenset[Piece], ...] = (frozenset(), frozenset({"conv_bc"}))
+CONV_BC: tuple[frozenset[Region], ...] = (frozenset(), frozenset({"conv_bc"}))
 DTYPES = torch.float32, torch.bfloat16
 FP32 = 4  # bytes
 
@@ -79,16 +79,16 @@ def documents(kind: str, tokens: int) -> Documents:
 
 
 def run(
-    layer: Mamba3 | M2RNN, pieces: frozenset[Piece], x_BTD: Tensor, docs: Documents
+    layer: Mamba3 | M2RNN, regions: frozenset[Region], x_BTD: Tensor, docs: Documents
 ) -> tuple[Tensor, Replays]:
-    """The layer as the mixer of a block whose policy runs `pieces` again."""
-    seam = BlockSeam(pieces, replays := Replays())
-    give(layer, seam)
-    return seam("block", layer, x_BTD, docs), replays
+    """The layer as the mixer of a block whose policy runs `regions` again."""
+    recompute = BlockRecompute(regions, replays := Replays())
+    give(layer, recompute)
+    return recompute("block", layer, x_BTD, docs), replays
 
 
 def kept(
-    layer: Mamba3 | M2RNN, pieces: frozenset[Piece], kind: str, tokens: int
+    layer: Mamba3 | M2RNN, regions: frozenset[Region], kind: str, tokens: int
 ) -> tuple[int, int]:
     """Bytes that are alive after a forward, and those of the largest storage among them.
 
@@ -99,16 +99,16 @@ def kept(
     layer(x_BTD, docs)
     gc.collect()
     with LiveBytes() as live:
-        y_BTD, _ = run(layer, pieces, x_BTD, docs)
+        y_BTD, _ = run(layer, regions, x_BTD, docs)
         gc.collect()
         sizes = [storage.nbytes() for r in live._alive.values() if (storage := r()) is not None]
         assert y_BTD.requires_grad and sum(sizes) == live.alive()
         return live.alive(), max(sizes)
 
 
-def per_token(layer: Mamba3 | M2RNN, pieces: frozenset[Piece], kind: str) -> float:
+def per_token(layer: Mamba3 | M2RNN, regions: frozenset[Region], kind: str) -> float:
     """Kept bytes that grow with the tokens; weights side by side and such do not."""
-    (short, _), (long, _) = (kept(layer, pieces, kind, tokens) for tokens in (T, 2 * T))
+    (short, _), (long, _) = (kept(layer, regions, kind, tokens) for tokens in (T, 2 * T))
     return (long - short) / (B * T)
 
 
@@ -145,8 +145,8 @@ def expected_of_mamba(layer: Mamba3, dtype: torch.dtype, again: bool) -> float:
 @pytest.mark.parametrize("name", MAMBA)
 def test_what_mamba_keeps(name: str, dtype: torch.dtype, kind: str) -> None:
     layer = mamba(name, dtype)
-    for pieces in CONV_BC:
-        assert per_token(layer, pieces, kind) == expected_of_mamba(layer, dtype, bool(pieces))
+    for regions in CONV_BC:
+        assert per_token(layer, regions, kind) == expected_of_mamba(layer, dtype, bool(regions))
 
 
 def expected_of_m2rnn(layer: M2RNN, dtype: torch.dtype, again: bool) -> float:
@@ -164,9 +164,9 @@ def expected_of_m2rnn(layer: M2RNN, dtype: torch.dtype, again: bool) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_m2rnn_keeps(dtype: torch.dtype, keep_states: bool) -> None:
     layer = m2rnn(dtype, keep_states)
-    for pieces in CONV_BC:
-        expected = expected_of_m2rnn(layer, dtype, bool(pieces))
-        assert per_token(layer, pieces, "packed") == expected
+    for regions in CONV_BC:
+        expected = expected_of_m2rnn(layer, dtype, bool(regions))
+        assert per_token(layer, regions, "packed") == expected
 
 
 @pytest.mark.parametrize("name", MAMBA)
@@ -176,18 +176,18 @@ def test_nothing_kept_has_a_row_of_a_chunk_for_every_token(name: str) -> None:
     R, H, N, P = layer.mamba.mimo_rank, layer.num_heads, layer.mamba.d_state, layer.mamba.headdim
     widest = max(N, P) * R * H * FP32
     assert widest < T * H * FP32 * R
-    for pieces in CONV_BC:
-        assert kept(layer, pieces, "whole", 2 * T)[1] <= B * 2 * T * widest
+    for regions in CONV_BC:
+        assert kept(layer, regions, "whole", 2 * T)[1] <= B * 2 * T * widest
 
 
 def results(
-    layer: Mamba3 | M2RNN, pieces: frozenset[Piece], kind: str, tokens: int = 29
+    layer: Mamba3 | M2RNN, regions: frozenset[Region], kind: str, tokens: int = 29
 ) -> tuple[list[Tensor], Replays]:
     """Output and every gradient."""
     generator = torch.Generator().manual_seed(1)
     dtype = dtype_of(layer)
     x_BTD = torch.randn(B, tokens, D, generator=generator).to(dtype).requires_grad_()
-    y_BTD, replays = run(layer, pieces, x_BTD, documents(kind, tokens))
+    y_BTD, replays = run(layer, regions, x_BTD, documents(kind, tokens))
     leaves = [x_BTD, *layer.parameters()]
     return [y_BTD, *torch.autograd.grad(y_BTD.float().square().sum(), leaves)], replays
 
@@ -229,12 +229,12 @@ def test_m2rnn_runs_again_to_the_same_bits(
     dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, chunks = [], -(-29 // C)
-    for keep_states, pieces in product((False, True), CONV_BC):
+    for keep_states, regions in product((False, True), CONV_BC):
         layer = m2rnn(dtype, keep_states)
         with counted(monkeypatch, m2rnn_chunks._Chunk, "_run") as recurrences:
-            found, replays = results(layer, pieces, kind)
+            found, replays = results(layer, regions, kind)
         assert len(recurrences) == (chunks if keep_states else 2 * chunks)
-        assert replays.counts == ({"conv_bc": 3} if pieces else {})
+        assert replays.counts == ({"conv_bc": 3} if regions else {})
         runs.append(found)
     for found in runs[1:]:
         assert all(map(torch.equal, found, runs[0]))

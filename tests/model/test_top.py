@@ -20,7 +20,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     VocabularyShard,
     merge_statistics,
 )
-from megacpp.kernels.token_order import Ahead, token_order_loss, token_order_loss_plain
+from megacpp.kernels.token_order import TokensAhead, token_order_loss, token_order_loss_plain
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
@@ -39,9 +39,9 @@ def rows(vocab: int = V, seed: int = 3) -> tuple[Tensor, Documents]:
     return ids_BT, Documents.from_ids((torch.rand(B, T, generator=g) < 0.15).cumsum(1))
 
 
-def ahead_of(window: int, index_T: Tensor | None = None, vocab: int = V) -> Ahead:
+def ahead_of(window: int, index_T: Tensor | None = None, vocab: int = V) -> TokensAhead:
     ids_BT, docs = rows(vocab)
-    return Ahead.of(ids_BT, docs.ends_BT, window, index_T)
+    return TokensAhead.from_rows(ids_BT, docs.ends_BT, window, index_T)
 
 
 def by_definition(window: int, vocab: int = V) -> Tensor:
@@ -84,7 +84,7 @@ def test_a_word_far_ahead_counts_as_long_as_its_weight_is_a_number() -> None:
     ends_BT = torch.zeros(1, 1000, dtype=torch.bool)
     ends_BT[:, -1] = True
     for dtype, most in ((torch.float32, 88), (torch.float64, 709)):
-        ahead = Ahead.of(torch.arange(1000)[None], ends_BT, 2000)
+        ahead = TokensAhead.from_rows(torch.arange(1000)[None], ends_BT, 2000)
         words_nK, share_nK = ahead.targets(slice(0, 1), dtype)
         assert words_nK.tolist() == [list(range(1, most + 1))]
         close(share_nK[0], torch.arange(0, -most, -1, dtype=dtype).softmax(0), 1e-6)
@@ -97,7 +97,7 @@ def test_a_token_with_nothing_ahead_adds_exactly_nothing() -> None:
     ends_N = rows()[1].ends_BT.flatten()
     assert not dx_ND[ends_N].count_nonzero() and dx_ND[~ends_N].abs().amax(1).min() > 0
     alone = Documents.from_ids(torch.arange(N)[None])
-    nothing = Ahead.of(torch.zeros(1, N, dtype=torch.int64), alone.ends_BT, 5)
+    nothing = TokensAhead.from_rows(torch.zeros(1, N, dtype=torch.int64), alone.ends_BT, 5)
     loss = token_order_loss(x_ND, weight_VD, nothing)
     assert loss.item() == 0
     assert not any(g.count_nonzero() for g in torch.autograd.grad(loss, (x_ND, weight_VD)))
@@ -162,7 +162,7 @@ def test_nothing_waits_for_the_device() -> None:
     ids_BT, docs = rows()
     x_ND, weight_VD = (t.detach() for t in problem())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        ahead = Ahead.of(ids_BT * 1, docs.ends_BT & True, 5)
+        ahead = TokensAhead.from_rows(ids_BT * 1, docs.ends_BT & True, 5)
         x_ND, weight_VD = ((t * 1).requires_grad_() for t in (x_ND, weight_VD))
         token_order_loss(x_ND, weight_VD, ahead).backward()
         with pytest.raises(DataDependentOutputException):
@@ -182,7 +182,7 @@ def test_memory_no_target_of_all_tokens() -> None:
     weight_VD = torch.randn(vocab, dim, generator=g).requires_grad_()
     ends_BT = Documents.rows(1, tokens).ends_BT
     with LiveBytes() as live:
-        ahead = Ahead.of(ids_BT, ends_BT, window)
+        ahead = TokensAhead.from_rows(ids_BT, ends_BT, window)
         token_order_loss(x_ND, weight_VD, ahead).backward()
         del ahead
     chunk_bytes, gradient_bytes = 4 * 128 * vocab, 4 * (tokens * dim + vocab * dim)
@@ -227,7 +227,7 @@ def test_its_gradient_is_added_to_the_heads() -> None:
 
 
 def of_batch(ids_BT: Tensor, docs: Documents, window: int, vocab: int = 50) -> Tensor:
-    ahead = Ahead.of(ids_BT, docs.ends_BT, window)
+    ahead = TokensAhead.from_rows(ids_BT, docs.ends_BT, window)
     words_NK, share_NK = ahead.targets(slice(None), torch.float64)
     empty_NV = torch.zeros(ids_BT.numel(), vocab, dtype=torch.float64)
     return empty_NV.scatter_reduce(1, words_NK, share_NK, "amax").log()
@@ -264,7 +264,7 @@ def test_only_training_makes_it() -> None:
 def test_the_target_alone_leads_the_softmax_there() -> None:
     """Gradient descent on the logits of one token: softmax becomes e^-a over the words ahead."""
     ids_BT, ends_BT = torch.tensor([[9, 4, 7, 4, 2]]), torch.tensor([[False] * 4 + [True]])
-    ahead = Ahead.of(ids_BT, ends_BT, 10)
+    ahead = TokensAhead.from_rows(ids_BT, ends_BT, 10)
     logits_NV = torch.zeros(5, V, dtype=torch.float64, requires_grad=True)
     for _ in range(3000):
         loss = token_order_loss(logits_NV, torch.eye(V, dtype=torch.float64), ahead)

@@ -29,7 +29,7 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
     merge_statistics,
 )
 from megacpp.kernels.linear_cross_entropy.triton import statistics
-from megacpp.kernels.token_order import Ahead, token_order_loss
+from megacpp.kernels.token_order import TokensAhead, token_order_loss
 from tests.golden import check_linear_ce
 from tests.golden.harness import GoldenFile
 from tests.livebytes import LiveBytes
@@ -239,7 +239,7 @@ def test_token_order(cut: bool, dtype: torch.dtype) -> None:
     ids_BT = target_N.clamp(min=0)[None]
     ends_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     ends_BT[:, [20, 36]] = True
-    ahead = Ahead.of(ids_BT, ends_BT, 5)
+    ahead = TokensAhead.from_rows(ids_BT, ends_BT, 5)
 
     def doubled(own: ShardStatistics) -> ShardStatistics:
         other = ShardStatistics(own.max_N + 1, own.sumexp_N * 0.5, own.correct_N * 0)

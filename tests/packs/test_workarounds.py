@@ -323,7 +323,7 @@ FOR_OLDER = [
 # Names without a promise that our code imports or calls, and who does.
 PRIVATE = {
     "torch._C:_will_engine_execute_node": "megacpp/kernels/wanted.py",
-    "torch._C:_current_graph_task_id": "megacpp/model/seam.py",
+    "torch._C:_current_graph_task_id": "megacpp/model/recompute.py",
     "torch._C:_accelerator_setAllocatorSettings": "megacpp/launch/gate.py",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter": (
         "parallel/guard.py"

@@ -82,7 +82,7 @@ def whole(parts: Iterable[Pass], order: Order) -> Pass:
     """Rows from the parts of all ranks, parameter gradients summed over them."""
     parts = list(parts)
     tokens = sum(part.y_BTD.shape[1] for part in parts)
-    index_T = ContextLayout.of(order, 0, len(parts)).gathered_index(tokens).argsort()
+    index_T = ContextLayout.for_rank(order, 0, len(parts)).gathered_index(tokens).argsort()
     return Pass(
         torch.cat([part.y_BTD for part in parts], 1)[:, index_T],
         torch.cat([part.dx_BTD for part in parts], 1)[:, index_T],

@@ -167,7 +167,7 @@ def mixer_of(moe: MoEConfig, dtype: torch.dtype, preferred: list[int]) -> Mixtur
 
 
 def spread_over(mixer: MixtureOfExperts, world: World, style: ExpertParallel) -> None:
-    """Experts over `ep` (and `efsdp`), its seams replaced."""
+    """Experts over `ep` (and `efsdp`), its submodules replaced."""
     for leaf in dict(mixer.experts.named_parameters()):
         shard_parameter(mixer.experts, leaf, Array.parse("[E_ep, I, D]"), world.meshes["ep"])
     parallelize_module(mixer, world.meshes["ep"], style)
@@ -182,7 +182,7 @@ def own_tokens(world: World) -> tuple[slice, Tensor]:
     """This rank's rows, and the positions of its tokens: cut over `cp`, then over `tp`."""
     share = B // world.degree("batch")
     first = world.coordinate("batch") * share
-    layout = ContextLayout.of("head_tail", world.coordinate("cp"), world.degree("cp"))
+    layout = ContextLayout.for_rank("head_tail", world.coordinate("cp"), world.degree("cp"))
     index_t = layout.index(T).chunk(world.degree("tp"))[world.coordinate("tp")]
     return slice(first, first + share), index_t
 

@@ -126,7 +126,7 @@ class Trace:
     scatters: dict[str, int] = field(default_factory=dict)  # of each unit of FSDP2, in that step
     replicated: int = 0  # of these units, those whose shards are added up over replicas, too
     sharded: bool = True
-    again: dict[str, int] = field(default_factory=dict)  # pieces that ran again, and how often
+    again: dict[str, int] = field(default_factory=dict)  # regions that ran again, and how often
 
 
 def config_of(run: Run) -> Config:
@@ -182,9 +182,9 @@ def gradients(model: HybridLM) -> Slices:
 def train(rank: int, run: Run) -> Trace:
     """Three optimizer steps as `train.py` makes them."""
     trace, world, config = Trace(run), world_of(rank, run), config_of(run)
-    keeper = ActivationCheckpointing(config)
+    ac = ActivationCheckpointing(config)
     with awake():
-        model = build_model(config, world, keeper)
+        model = build_model(config, world, ac)
     boundary, optimizers = (
         AccumulationBoundary(model, world, config),
         build_optimizer(model, config, world.holders),
@@ -215,15 +215,15 @@ def train(rank: int, run: Run) -> Trace:
             model, config.optim.clip_norm, copies=boundary.copies, along=sums.along
         )
         trace.clipped.append(gradients(model))
-        verdict = boundary.judge(sums, norm)
-        assert verdict.healthy and not verdict.nonfinite
-        trace.norms.append(verdict.grad_norm)
-        trace.loads.append(verdict.loads)
-        trace.auxiliary.append(verdict.auxiliary | {"ratio": verdict.auxiliary_ratio or 0.0})
+        status = boundary.check_step(sums, norm)
+        assert status.healthy and not status.nonfinite
+        trace.norms.append(status.grad_norm)
+        trace.loads.append(status.loads)
+        trace.auxiliary.append(status.auxiliary | {"ratio": status.auxiliary_ratio or 0.0})
         optimizers.step()
         trace.stepped.append(slices(dict(model.named_parameters())))
         optimizers.zero_grad()
-        boundary.conclude(verdict)
+        boundary.finish_step(status)
         if run.evaluate:
             size, rank_of = world.degree("batch"), world.coordinate("batch")
             rows = [row for row in HELD_OUT if row % size == rank_of]
@@ -232,7 +232,7 @@ def train(rank: int, run: Run) -> Trace:
             kinds = {isinstance(p, DTensor) for p in model.parameters()}
             trace.sharded &= kinds == {run.world > 1}
     trace.parameters = trace.stepped[-1]
-    trace.again = keeper.replays.counts
+    trace.again = ac.replays.counts
     trace.router_bias = {n: b.clone() for n, b in model.named_buffers() if n.endswith("_bias")}
     return trace
 
@@ -412,7 +412,7 @@ def check(found: list[Trace], expected: Trace, dtype: Dtype) -> None:
 
 
 def summary(found: list[Trace], expected: Trace) -> dict[str, Any]:
-    """The same figures without a verdict, for a person who looks for a cause."""
+    """The same figures without a status, for a person who looks for a cause."""
     return {
         "loss": max(
             abs(a / b - 1) for t in found for a, b in zip(t.losses, expected.losses, strict=True)

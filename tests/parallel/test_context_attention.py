@@ -129,7 +129,7 @@ def whole(case: Case) -> Part:
 
 
 def part(rank: int, mesh: DeviceMesh, case: Case) -> Part:
-    layout = ContextLayout.of(case.order, rank, mesh.size())
+    layout = ContextLayout.for_rank(case.order, rank, mesh.size())
     mixer = applied(mixer_of(case.mixer, case.dtype), case.kind, layout, mesh)
     index_T = layout.index(T)
     return forward_backward(mixer, case, index_T, DOCS[case.docs].take(index_T))
@@ -259,7 +259,7 @@ def test_heads_of_a_tensor_parallel_rank() -> None:
             (row,) = (r for r in rows if r.when(config))
             owner = mixer.get_submodule(name.rpartition(".")[0])
             shard_parameter(owner, "weight", Array.parse(row.array), tp)
-        layout = ContextLayout.of(case.order, mesh["cp"].get_local_rank(), 2)
+        layout = ContextLayout.for_rank(case.order, mesh["cp"].get_local_rank(), 2)
         applied(mixer, case.kind, layout, mesh["cp"])
         index_T = layout.index(T)
         found = forward_backward(mixer, case, index_T, DOCS[case.docs].take(index_T))
@@ -303,7 +303,7 @@ def traffic(mixer: str, order: Order, kind: Kind) -> list[tuple[list[Collective]
     """Of 4 ranks: collectives, numbers sent, and how often latents were expanded."""
 
     def body(rank: int, world: int) -> tuple[list[Collective], list[int], int]:
-        layout, mesh = ContextLayout.of(order, rank, world), init_device_mesh("cpu", (world,))
+        layout, mesh = ContextLayout.for_rank(order, rank, world), init_device_mesh("cpu", (world,))
         block, index_T, calls = mixer_of(mixer), layout.index(T), [0]
         if isinstance(block, MultiHeadLatentAttention):
             block.expand_kv = counted(block.expand_kv, calls)  # type: ignore[method-assign]
@@ -365,14 +365,14 @@ def test_heads_are_exchanged_there_and_back(order: Order) -> None:
 
 
 def test_which_chunks_a_chunk_sees() -> None:
-    first, second = (ContextLayout.of("head_tail", rank, 2) for rank in range(2))
+    first, second = (ContextLayout.for_rank("head_tail", rank, 2) for rank in range(2))
     assert first.chunks == ((0, 3), (1, 2))
     assert [seen_chunks(first, chunk, source=0) for chunk in (0, 3)] == [(0,), (0, 3)]
     assert [seen_chunks(first, chunk, source=1) for chunk in (0, 3)] == [(), (1, 2)]
     assert [seen_chunks(second, chunk, source=0) for chunk in (1, 2)] == [(0,), (0,)]
 
     def pairs(order: Order, rank: int) -> int:
-        layout = ContextLayout.of(order, rank, 4)
+        layout = ContextLayout.for_rank(order, rank, 4)
         mine = layout.chunks[rank]
         return sum(len(seen_chunks(layout, c, s)) for c in mine for s in range(4))
 
@@ -392,7 +392,7 @@ def test_memory_of_a_ring_does_not_grow_with_its_ranks() -> None:
     tokens, dim = 16, 32
 
     def peak(rank: int, world: int) -> int:
-        layout = ContextLayout.of("contiguous", rank, world)
+        layout = ContextLayout.for_rank("contiguous", rank, world)
         index_T = layout.index(tokens * world)
         docs = Documents.rows(1, tokens * world).take(index_T)
         group = init_device_mesh("cpu", (world,)).get_group()

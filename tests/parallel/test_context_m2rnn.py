@@ -85,7 +85,7 @@ def cases_of(world: int) -> list[Case]:
 def on_rank(rank: int, world: int, cases: list[Case]) -> list[Pass]:
     passes = []
     for case in cases:
-        layout = ContextLayout.of(case.order, rank, world)
+        layout = ContextLayout.for_rank(case.order, rank, world)
         layer, style = LAYERS[case.heads, case.clip], ContextScan(case.kind, layout)
         passes.append(run_part(layer, style, layout, *DATA, DOCS[case.docs])[0])
     return passes
@@ -139,7 +139,7 @@ def narrow(dtype: torch.dtype) -> M2RNN:
 
 
 def widths_on_rank(rank: int, world: int, dtype: torch.dtype) -> list[Pass]:
-    layer, layout = narrow(dtype), ContextLayout.of("head_tail", rank, world)
+    layer, layout = narrow(dtype), ContextLayout.for_rank("head_tail", rank, world)
     x_BTD, dy_BTD = (x.to(dtype) for x in DATA)
     return [
         run_part(layer, ContextScan(kind, layout), layout, x_BTD, dy_BTD, DOCS["packed"])[0]
@@ -163,7 +163,7 @@ def test_other_widths(dtype: torch.dtype) -> None:
 def isolation_on_rank(rank: int, world: int) -> list[list[float]]:
     mesh, found = init_device_mesh("cpu", (world,)), []
     for kind, order in product(KINDS, ORDERS):
-        layout = ContextLayout.of(order, rank, world)
+        layout = ContextLayout.for_rank(order, rank, world)
         layer = layer_of("one_qk", "carried")
         parallelize_module(layer, mesh, ContextScan(kind, layout))
         found.append(outside(layer, layout, *DATA, DOCS["packed"]))
@@ -178,7 +178,7 @@ def test_documents_are_isolated_exactly() -> None:
 def recompute_on_rank(rank: int, world: int) -> list[float]:
     """Largest difference of dx with and without recomputation, by kind."""
     mesh, differences = init_device_mesh("cpu", (world,)), []
-    layout = ContextLayout.of("head_tail", rank, world)
+    layout = ContextLayout.for_rank("head_tail", rank, world)
     index_T = layout.index(TOKENS)
     part = DOCS["packed"].take(index_T)
     x_BtD, dy_BtD = (x[:, index_T] for x in DATA)
@@ -201,7 +201,7 @@ def kept_states_on_rank(rank: int, world: int) -> list[bool]:
     """Bit by bit the same gradients with the states of every token kept, set after the cut."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     for kind, order in product(KINDS, ORDERS):
-        layout, layer = ContextLayout.of(order, rank, world), layer_of("one_qk", "carried")
+        layout, layer = ContextLayout.for_rank(order, rank, world), layer_of("one_qk", "carried")
         parallelize_module(layer, mesh, ContextScan(kind, layout))
         index_T, runs = layout.index(TOKENS), []
         (scan,) = (m for m in layer.modules() if isinstance(m, M2RNNScan))
@@ -237,7 +237,7 @@ class Messages(TorchDispatchMode):
 
 
 def sent_on_rank(rank: int, world: int) -> dict[str, Any]:
-    layout, found = ContextLayout.of("head_tail", rank, world), {}
+    layout, found = ContextLayout.for_rank("head_tail", rank, world), {}
     layer = LAYERS["one_qk", "carried"]
     for kind in KINDS:
         with Messages() as messages:

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
 from megacpp.model.documents import Documents
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 from megacpp.model.short_conv import Convolve
 from parallel.context.convolution import ContextConvolve
 from parallel.context.heads import for_own_heads, own_heads
@@ -43,7 +43,7 @@ from tests.ranks import run_ranks
 
 DIM = 16  # 8 heads of 4
 KINDS: tuple[Literal["state", "heads"], ...] = ("state", "heads")
-PIECES: tuple[frozenset[Piece], ...] = (frozenset(), frozenset({"conv_bc"}))
+REGIONS: tuple[frozenset[Region], ...] = (frozenset(), frozenset({"conv_bc"}))
 FP64, FP32 = 1e-12, 1e-5  # rounding: of max |reference|
 
 
@@ -94,7 +94,7 @@ def data(docs: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor,
 def on_rank(rank: int, world: int, cases: list[Case]) -> list[Pass]:
     passes = []
     for case in cases:
-        layout = ContextLayout.of(case.order, rank, world)
+        layout = ContextLayout.for_rank(case.order, rank, world)
         style = ContextScan(case.kind, layout)
         passes.append(run_part(LAYERS[case.layer], style, layout, *data(case.docs))[0])
     return passes
@@ -120,7 +120,7 @@ def narrow(name: str, dtype: torch.dtype) -> Mamba3:
 def widths_on_rank(rank: int, world: int, dtype: torch.dtype) -> list[Pass]:
     layer, layout = (
         narrow("mimo_groups_conv_outnorm", dtype),
-        ContextLayout.of("head_tail", rank, world),
+        ContextLayout.for_rank("head_tail", rank, world),
     )
     arguments = (layout, *data("packed", dtype))
     return [run_part(layer, ContextScan(kind, layout), *arguments)[0] for kind in KINDS]
@@ -142,7 +142,7 @@ def test_other_widths(dtype: torch.dtype) -> None:
 def isolation_on_rank(rank: int, world: int, cases: list[Case]) -> list[list[float]]:
     mesh, found = init_device_mesh("cpu", (world,)), []
     for case in cases:
-        layout = ContextLayout.of(case.order, rank, world)
+        layout = ContextLayout.for_rank(case.order, rank, world)
         layer = layer_of(case.layer)
         parallelize_module(layer, mesh, ContextScan(case.kind, layout))
         found.append(outside(layer, layout, *data("packed")))
@@ -156,7 +156,7 @@ def test_documents_are_isolated_exactly() -> None:
 
 
 def sent_on_rank(rank: int, world: int) -> dict[str, list[list[Collective]]]:
-    layout, found = ContextLayout.of("head_tail", rank, world), {}
+    layout, found = ContextLayout.for_rank("head_tail", rank, world), {}
     for kind in KINDS:
         for name, dtype in (("siso_conv_softplus", torch.float32), ("siso", torch.bfloat16)):
             style, layer = ContextScan(kind, layout), narrow(name, dtype)
@@ -206,24 +206,27 @@ def test_what_is_sent() -> None:
 
 
 def recompute_on_rank(rank: int, world: int) -> list[bool]:
-    """Bit by bit the same gradients, and the same collectives, with pieces that run again."""
+    """Bit by bit the same gradients, and the same collectives, with regions that run again."""
     mesh, found = init_device_mesh("cpu", (world,)), []
     x_BTD, dy_BTD, docs = data("packed")
     for kind, order in product(KINDS, ORDERS):
-        layout, layer = ContextLayout.of(order, rank, world), layer_of("mimo_groups_conv_outnorm")
+        layout, layer = (
+            ContextLayout.for_rank(order, rank, world),
+            layer_of("mimo_groups_conv_outnorm"),
+        )
         parallelize_module(layer, mesh, ContextScan(kind, layout))
         index_T, runs = layout.index(TOKENS), []
-        for pieces in PIECES:
-            seam = BlockSeam(pieces, replays := Replays())
-            give(layer, seam)
+        for regions in REGIONS:
+            recompute = BlockRecompute(regions, replays := Replays())
+            give(layer, recompute)
             x_BtD = x_BTD[:, index_T].requires_grad_()
             with CollectiveCounter() as counter:
-                y_BtD = seam("block", layer, x_BtD, docs.take(index_T))
+                y_BtD = recompute("block", layer, x_BtD, docs.take(index_T))
                 leaves = [x_BtD, *layer.parameters()]
                 grads = torch.autograd.grad(y_BtD, leaves, dy_BTD[:, index_T])
             runs.append((counter.calls, [y_BtD, *grads]))
             # Two convolutions, norms, rotation; the gate where its result isn't sent on and kept.
-            assert replays.counts == ({"conv_bc": 5 if kind == "state" else 4} if pieces else {})
+            assert replays.counts == ({"conv_bc": 5 if kind == "state" else 4} if regions else {})
         (calls, plain), (calls_again, again) = runs
         found.append(calls == calls_again and all(map(torch.equal, plain, again)))
     return found
@@ -238,14 +241,14 @@ def test_groups_of_own_heads(groups: int, degree: int) -> None:
     """Repeated for the heads that share them, they are this rank's part of all heads' groups."""
     num_heads, x_G = 6, torch.arange(groups)
     for rank in range(degree):
-        layout = ContextLayout.of("contiguous", rank, degree)
+        layout = ContextLayout.for_rank("contiguous", rank, degree)
         want = x_G.repeat_interleave(num_heads // groups)[own_heads(num_heads, layout)]
         got = for_own_heads(x_G, 0, num_heads, layout)
         assert torch.equal(got.repeat_interleave(len(want) // len(got)), want)
 
 
 def test_refused() -> None:
-    layout, docs = ContextLayout.of("head_tail", 0, 4), DOCS["packed"]
+    layout, docs = ContextLayout.for_rank("head_tail", 0, 4), DOCS["packed"]
     with pytest.raises(AssertionError, match="6 heads over 4 context ranks"):
         own_heads(6, layout)
     part = docs.take(layout.index(TOKENS))

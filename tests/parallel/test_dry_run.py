@@ -86,7 +86,7 @@ def _real_step(run: Run) -> dict[str, Any]:
             optimizers.step()
             grads = {name: p.grad for name, p in model.named_parameters()}
             optimizers.zero_grad()
-            boundary.conclude()
+            boundary.finish_step()
         gradients = by_class(model, grads)
     return {
         "traffic": Counter((c.axis, c.kind, c.dtype, c.bytes) for c in log.calls),
@@ -133,7 +133,7 @@ def test_a_dry_run_is_the_run(number: int) -> None:
         assert sent == expected
         assert found.parameters == real["parameters"] and found.gradients == real["gradients"]
         assert sum(sum(of_class.values()) for of_class in found.state.values()) == real["state"]
-        assert found.complete and found.census.by_rank[rank] == sum(found.parameters.values())
+        assert found.complete and found.shard_bytes.by_rank[rank] == sum(found.parameters.values())
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from checkpointing.apply import give
-from checkpointing.rebuild import BlockSeam, Replays
+from checkpointing.recompute import BlockRecompute, Replays
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig
 from megacpp.model.documents import Documents
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 from parallel.expert import exchange as expert_exchange
 from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.mesh import join
@@ -32,23 +32,23 @@ TWO = MeshConfig(dp_shard=2, ep=2)
 
 
 def recomputing_rank(rank: int, _size: int) -> dict[str, Any]:
-    """With and without the experts' piece: gradients, collectives, and what is made again."""
+    """With and without the experts' region: gradients, collectives, and what is made again."""
     world, found = join(TWO, CPU), {}
     styles = {kind: (MOE, ExpertParallel(kind)) for kind in KINDS}
     styles["slots"] = replace(MOE, capacity_factor=1.25), ExpertParallel()
     for name, (moe, style) in styles.items():
         runs = []
-        for pieces in (frozenset[Piece](), EXPERT_GEMM):
+        for regions in (frozenset[Region](), EXPERT_GEMM):
             mixer = mixer_of(moe, torch.float64, [])
             spread_over(mixer, world, style)
-            seam = BlockSeam(pieces, Replays())
-            give(mixer, seam)
+            recompute = BlockRecompute(regions, Replays())
+            give(mixer, recompute)
             x, docs = randn(1, 40, D, seed=rank).requires_grad_(), Documents.rows(1, 40)
             with CollectiveCounter() as seen, calls(expert_exchange) as counts:
-                seam("block", mixer, x, docs).square().sum().backward()
+                recompute("block", mixer, x, docs).square().sum().backward()
             grads = [x.grad, *(p.grad for p in mixer.parameters())]
             assert mixer.router.tokens_per_expert.sum() == 40 * moe.top_k
-            runs.append((grads, seen.calls, counts, seam.replays.counts))
+            runs.append((grads, seen.calls, counts, recompute.replays.counts))
         (grads, sent, once, _), (again, sent_again, twice, replayed) = runs
         same = all(torch.equal(local(a), local(b)) for a, b in zip(grads, again, strict=True))
         found[name] = same, sent == sent_again, len(sent), replayed, once, twice

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megacpp.config.schema import MeshConfig
 from megacpp.errors import NonFiniteError
 from megacpp.model.hybrid import HybridLM
-from megacpp.run.verdict import Verdict
+from megacpp.run.step_status import StepStatus
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.local import local_part
@@ -75,9 +75,9 @@ class Case:
 
 @dataclass
 class Seen:
-    """What a rank saw: verdicts, states between steps, what was raised."""
+    """What a rank saw: statuses, states between steps, what was raised."""
 
-    verdicts: list[Verdict]
+    statuses: list[StepStatus]
     states: list[dict[str, Tensor]]
     raised: str = ""
     where: str = ""
@@ -170,17 +170,17 @@ def play(rank: int, case: Case) -> Seen:
             hook.remove()
         norm = clip_gradients(model, 1.0, copies=boundary.copies, along=sums.along)
         try:
-            verdict = boundary.judge(sums, norm)
+            status = boundary.check_step(sums, norm)
         except NonFiniteError as error:
             seen.raised = str(error)
             return seen
-        seen.verdicts.append(verdict)
+        seen.statuses.append(status)
         if step == BAD and not case.without:
             seen.where = boundary.where()
-        if verdict.healthy:
+        if status.healthy:
             optimizers.step()
         optimizers.zero_grad()
-        boundary.conclude(verdict)
+        boundary.finish_step(status)
         seen.states.append(state_of(model, optimizers))
     return seen
 
@@ -244,18 +244,18 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_one_bad_rank_costs_one_step(case: Case) -> None:
     """Nothing moves in the bad step, on any rank; afterwards it is as if it had never been."""
     for seen, other in zip(results()[case], results()[without(case)], strict=True):
-        assert [v.healthy for v in seen.verdicts] == [True, False, True]
+        assert [v.healthy for v in seen.statuses] == [True, False, True]
         before, after = seen.states[BAD], seen.states[BAD + 1]
         assert equal(before, after) and not equal(after, seen.states[BAD + 2])
         assert equal(seen.states[-1], other.states[-1])
-        assert len({v.nonfinite for s in results()[case] for v in s.verdicts[BAD : BAD + 1]}) == 1
+        assert len({v.nonfinite for s in results()[case] for v in s.statuses[BAD : BAD + 1]}) == 1
         if case.where in ("shard", "value"):  # after a reduction nobody could have seen it before
-            assert seen.verdicts[BAD].nonfinite == (3 if case.mesh == "ep2" else 0)
+            assert seen.statuses[BAD].nonfinite == (3 if case.mesh == "ep2" else 0)
         else:
-            assert seen.verdicts[BAD].nonfinite > 0
-            assert torch.isfinite(torch.tensor(seen.verdicts[BAD].grad_norm))
+            assert seen.statuses[BAD].nonfinite > 0
+            assert torch.isfinite(torch.tensor(seen.statuses[BAD].grad_norm))
             assert f"rank {case.run.world + case.guilty}: " in seen.where
-        assert all(v.nonfinite == 0 for i, v in enumerate(seen.verdicts) if i != BAD)
+        assert all(v.nonfinite == 0 for i, v in enumerate(seen.statuses) if i != BAD)
 
 
 def test_where_it_was() -> None:
@@ -277,8 +277,8 @@ def test_training_on_what_is_left(case: Case) -> None:
     """Taken with zeros in place of what wasn't finite; not if a sum or the loss itself is so."""
     for seen in results()[case]:
         taken = case.where not in UNTAKEN
-        assert [v.healthy for v in seen.verdicts] == [True, taken, True]
-        assert (seen.verdicts[BAD].nonfinite > 0) == (taken or case.where == "forward")
+        assert [v.healthy for v in seen.statuses] == [True, taken, True]
+        assert (seen.statuses[BAD].nonfinite > 0) == (taken or case.where == "forward")
         before, after = seen.states[BAD], seen.states[BAD + 1]
         assert equal(before, after) != taken
         for name in (name for name in before if name.endswith(CHOICES)):
@@ -290,7 +290,7 @@ def test_training_on_what_is_left(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in cases() if c.policy == "raise"], ids=str)
 def test_raising_names_the_rank(case: Case) -> None:
     for seen in results()[case]:
-        assert len(seen.verdicts) == BAD and "Fix:" in seen.raised
+        assert len(seen.statuses) == BAD and "Fix:" in seen.raised
         if case.where not in ("shard", "value"):
             assert f"rank {case.run.world - 1}: " in seen.raised
 

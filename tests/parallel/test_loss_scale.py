@@ -49,12 +49,12 @@ def play(rank: int, _world: int, precision: PrecisionConfig) -> dict[str, Seen]:
             norm = clip_gradients(
                 model, 1.0, copies=boundary.copies, along=sums.along, loss_scale=before
             )
-            verdict = boundary.judge(sums, norm)
-            if verdict.healthy:
+            status = boundary.check_step(sums, norm)
+            if status.healthy:
                 optimizer.step()
             optimizer.zero_grad()
-            boundary.conclude(verdict)
-            seen.append((before, verdict.healthy, verdict.grad_norm))
+            boundary.finish_step(status)
+            seen.append((before, status.healthy, status.grad_norm))
         found[name] = seen
     return found
 
@@ -98,7 +98,7 @@ def test_what_the_optimizer_sees_has_no_scale(mesh: str) -> None:
     model = build_model(config, world)
     boundary = AccumulationBoundary(model, world, config)
     sums = boundary.accumulate(batches_of(number % 3, world, run))
-    wide = boundary.judge(sums, clip_gradients(model, 1.0, along=sums.along)).grad_norm
+    wide = boundary.check_step(sums, clip_gradients(model, 1.0, along=sums.along)).grad_norm
     assert abs(norm / wide - 1) < 2**-8, (norm, wide)
 
 

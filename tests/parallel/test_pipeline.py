@@ -253,7 +253,7 @@ def reference(case: Case) -> Trace:
         trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
         trace.norms.append(norm(model, world))
         optimizer = step_of(model, optimizer)
-        boundary.conclude()
+        boundary.finish_step()
         if step == 1:
             held_out = boundary.evaluate([ragged_batch([row], T) for row in HELD_OUT])
             trace.held_out = [held_out.loss_sum.item(), held_out.nll_sum.item()]

@@ -65,17 +65,17 @@ def train(config: Config, steps: int) -> Trained:
         scale = boundary.loss_scale.value
         sums = boundary.accumulate([batch_of(step)], step)
         norm = clip_gradients(model, 1.0, copies=boundary.copies, loss_scale=scale)
-        verdict = boundary.judge(sums, norm)
-        if verdict.healthy:
+        status = boundary.check_step(sums, norm)
+        if status.healthy:
             if not found.gradients:
                 named = model.named_parameters()
                 found.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
             optimizer.step()
         optimizer.zero_grad()
-        boundary.conclude(verdict)
-        found.losses.append(verdict.loss)
+        boundary.finish_step(status)
+        found.losses.append(status.loss)
         found.scales.append(scale)
-        found.skipped += not verdict.healthy
+        found.skipped += not status.healthy
     return found
 
 

@@ -111,7 +111,7 @@ def test_the_warm_up_moves_indexers_alone(run: Run) -> None:
 @pytest.mark.parametrize("order", ["head_tail", "contiguous"])
 def test_what_is_gathered_is_put_in_order(order: str) -> None:
     tokens = torch.arange(24.0).view(1, 24, 1).expand(2, 24, 3)
-    layout = ContextLayout.of(order, 1, 4)  # type: ignore[arg-type]
+    layout = ContextLayout.for_rank(order, 1, 4)  # type: ignore[arg-type]
     arrived = tokens[:, layout.gathered_index(24)]
     assert torch.equal(in_order_of_row(arrived, layout), tokens)
 
@@ -144,14 +144,14 @@ def moves(found: dict[str, list[Drawn]], kind: str, phase: str) -> Counter[tuple
 
 @pytest.mark.parametrize("model", ["sparse_mla", "sparse_gqa"])
 def test_over_tp_the_indexer_adds_one_sum_a_block_of_queries(model: str) -> None:
-    """Doors as of any A block; the probabilities of the chosen keys."""
+    """Activation layouts as of any A block; the probabilities of the chosen keys."""
     found, chosen = drawn(model, tp=2), models()[model].attention.sparse.top_k
     for kind, sums in (("A.index", T // QUERIES), ("A.share", 0)):
         residual = B * T * models()[model].dim
-        door = {("all_gather", residual): 1, ("reduce_scatter", residual): 1}
-        assert moves(found, kind, "backward") == door
+        layout = {("all_gather", residual): 1, ("reduce_scatter", residual): 1}
+        assert moves(found, kind, "backward") == layout
         added = {("all_reduce", B * QUERIES * chosen): sums} if sums else {}
-        assert moves(found, kind, "forward") == door | added
+        assert moves(found, kind, "forward") == layout | added
 
 
 @pytest.mark.parametrize(("model", "numbers"), [("sparse_mla", 12 + 4), ("sparse_gqa", 4 * 16)])

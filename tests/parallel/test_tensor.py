@@ -16,7 +16,7 @@ from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.notation import Array, Redistribute
-from parallel.plans import DOORS, PARAMETERS, Row, row_of
+from parallel.plans import ACTIVATIONS, PARAMETERS, Row, row_of
 from tests.model.small import variants
 from tests.parallel.parity import (
     Run,
@@ -130,25 +130,25 @@ def test_rows_of_one_kind_stand_together() -> None:
     assert order.count("M") == order.count("R") == 1
 
 
-def test_what_leaves_a_door_as_a_part_was_summed_over_a_cut_dim() -> None:
+def test_what_leaves_a_module_as_a_part_was_summed_over_a_cut_dim() -> None:
     """A partial sum needs a matrix whose last dim, over which it sums, is cut; and only one."""
-    for door in DOORS:
-        if door.leave is None or Redistribute.parse(door.leave).before.partial is None:
+    for layout in ACTIVATIONS:
+        if layout.leave is None or Redistribute.parse(layout.leave).before.partial is None:
             continue
-        for letter in door.letters or [""]:
+        for letter in layout.letters or [""]:
             names = [
                 (name, Array.parse(row.array))
                 for row in PARAMETERS
                 if (letter in row.letters if letter else not row.letters)
                 for name in row.names
-                if name.startswith(door.module)
+                if name.startswith(layout.module)
             ]
             summed = [
                 name for name, array in names if array.axes[-1] == "tp" and len(array.dims) == 2
             ]
             tables = ("embed.weight", "tables.weight")
             looked_up = [name for name, array in names if name.endswith(tables) and array.axes[0]]
-            assert len({*summed, *looked_up}) == 1, (door, letter, summed)
+            assert len({*summed, *looked_up}) == 1, (layout, letter, summed)
 
 
 # ---- what sequence parallelism saves ------------------------------------------------------------

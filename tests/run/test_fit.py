@@ -21,7 +21,7 @@ from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
 from megacpp.launch import trial
-from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, judged, knobs_between
+from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
 from megacpp.launch.rank_store import RankStore
 from megacpp.launch.resolve import _Orders
 from megacpp.launch.trial import (
@@ -203,7 +203,7 @@ def steps(norms: Sequence[float | None], **of_last: Any) -> list[dict[str, Any]]
 
 
 def test_the_first_step_counts_for_nothing() -> None:
-    found = judged(steps([1.0, 1.1, 1.2, 1.3]))
+    found = outcome_of(steps([1.0, 1.1, 1.2, 1.3]))
     assert found.kind == "ok" and found.median_step_s == 2.0 and found.median_tokens_per_s == 20.0
     assert found.peak_bytes == 10
 
@@ -226,7 +226,7 @@ def test_the_first_step_counts_for_nothing() -> None:
 def test_gradient_norms_against_their_average(
     norms: list[float | None], of_last: dict[str, Any], kind: str
 ) -> None:
-    assert judged(steps(norms, **of_last)).kind == kind
+    assert outcome_of(steps(norms, **of_last)).kind == kind
 
 
 # ---- what is started -----------------------------------------------------------------------------

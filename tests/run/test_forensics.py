@@ -252,15 +252,15 @@ def test_a_followed_step_is_what_the_trace_foretold_and_changes_no_bit(
 def test_a_run_that_runs_out_of_memory_shows_where_it_went(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge, calls = parallel.boundary.AccumulationBoundary.judge, []
+    check_step, calls = parallel.boundary.AccumulationBoundary.check_step, []
 
     def fourth_fails(self: object, *arguments: object) -> object:
         calls.append(0)
         if len(calls) == 4:
             torch.empty(1 << 58, dtype=torch.uint8)
-        return judge(self, *arguments)  # type: ignore[arg-type]
+        return check_step(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(parallel.boundary.AccumulationBoundary, "judge", fourth_fails)
+    monkeypatch.setattr(parallel.boundary.AccumulationBoundary, "check_step", fourth_fails)
     folder = tmp_path / "run"
     done = run(corpus, folder, "--memory.snapshot-every", "2", "--memory.snapshot-gap", "1")
     assert done.returncode == 1

@@ -110,10 +110,10 @@ def test_ten_percent_stay_free(point: float, upper: float, verdict: str) -> None
     found = of.assess(config_of())
     assert found.estimate.verdict == verdict
     if verdict != "does_not_fit":
-        of.judge(found)
+        of.check(found)
         return
     with pytest.raises(ConfigError, match=r"memory.gate=on: rank 0 of 2 needs 9.01 GiB") as caught:
-        of.judge(found)
+        of.check(found)
     assert "9.00 GiB may be used (10.0 GiB given, 10% headroom). Fix: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_ten_percent_stay_free(point: float, upper: float, verdict: str) -> None
 def test_the_gate_can_be_off_and_says_so() -> None:
     of = assessor(9.5, 9.5)
     found = of.assess(config_of("--memory.gate", "off"))
-    of.judge(found)
+    of.check(found)
     assert any("DOES NOT FIT; memory.gate=off" in line for line in found.lines())
     assert found.as_dict()["gate"] == "off"
     assert found.as_dict()["estimate"]["verdict"] == "does_not_fit"
@@ -130,10 +130,10 @@ def test_the_gate_can_be_off_and_says_so() -> None:
 def test_one_rank_of_a_machine_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     of = assessor(9.5, 9.5)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    of.judge(of.assess(config_of()))
+    of.check(of.assess(config_of()))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ConfigError):
-        of.judge(of.assess(config_of()))
+        of.check(of.assess(config_of()))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_was_measured_widens_the_margin(tmp_path: Path, measured: float, ve
     assert found.estimate.budget == 9 * GIB - extra
     if verdict == "does_not_fit":
         with pytest.raises(ConfigError, match=r"1\.10 GiB for what was misjudged"):
-            of.judge(found)
+            of.check(found)
 
 
 def test_validate_shows_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:

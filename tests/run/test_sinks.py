@@ -71,7 +71,7 @@ def test_a_trace_names_the_parts_of_its_steps(run: tuple[Path, str]) -> None:
         with gzip.open(path, "rt") as file:
             events = json.load(file)["traceEvents"]
         spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"}
-        parts = ["data", "accumulate", "forward", "backward", "clip", "judge"]
+        parts = ["data", "accumulate", "forward", "backward", "clip", "check_step"]
         parts += ["Optimizer.step#MuonAdamW.step"]
         assert set(parts) <= set(spans), "the last of each, in the last step"
         steps = [name for name in spans if name.startswith("step ")]

@@ -120,7 +120,7 @@ def train(rank: int, run: Run, folder: Path, source: Path | None) -> Trace:
         norm = clip_gradients(model, config.optim.clip_norm, copies=boundary.copies)
         optimizer.step()
         optimizer.zero_grad()
-        boundary.conclude()
+        boundary.finish_step()
         loss = sums.loss_sum.item() / sums.valid_tokens
         health.observe(state.step, loss, norm.item())
         state.advance(updated=True)

@@ -1,4 +1,4 @@
-"""How many experts a token chooses, and where they can lie; no torch import here.
+"""Number of experts that a token chooses, and of ranks that hold them; no torch import here.
 
 With null experts (arXiv 2601.15370) the router of N experts chooses `slots` of a pool of N and
 `null_copies`, top_k of them real ones on average. Copies of one null are all alike, so the chosen
@@ -33,12 +33,12 @@ def slots(moe: MoEConfig) -> int:
 
 
 def columns(moe: MoEConfig) -> int:
-    """The most real experts of a token; top_k without null experts."""
+    """Most real experts of a token; top_k without null experts."""
     return min(slots(moe), open_experts(moe))
 
 
 def visited_ranks(moe: MoEConfig, ep: int) -> int:
-    """The most ranks of `ep` that hold experts of one token; groups lie as the rules want them."""
+    """Most ranks of `ep` that hold experts of one token, with groups placed as the rules say."""
     most = min(columns(moe), ep)
     if moe.num_groups == 1:
         return most
@@ -46,7 +46,7 @@ def visited_ranks(moe: MoEConfig, ep: int) -> int:
 
 
 def first_null_score(config: ModelConfig) -> float:
-    """What the score of a null starts with: about top_k experts of a token are better.
+    """Return the score that a null starts with: about top_k experts of a token are better.
 
     The logits of a token that a norm made are normal with deviation init_std sqrt(D).
     """

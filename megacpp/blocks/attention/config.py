@@ -49,7 +49,7 @@ class SparseAttentionConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """A blocks: grouped-query attention or DeepSeek's multi-head latent attention."""
+    """Attention of A blocks: grouped-query, or DeepSeek's multi-head latent attention."""
 
     kind: Literal["gqa", "mla"] = setting("gqa", "Grouped-query or multi-head latent attention.")
     num_heads: int = setting(8, "Query heads of attention.", "heads", at_least=1, at_most=MANY)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megacpp.config.schema import CheckpointingPolicy, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
-    """The mixer of a layer `A`, `A.index` or `A.share`."""
+    """Return the mixer of a layer `A`, `A.index` or `A.share`."""
     mla = is_mla(model)
     if kind.startswith("A."):
         from megacpp.blocks.attention.sparse import (
@@ -49,27 +49,27 @@ def build(kind: str, model: ModelConfig, layer: int) -> nn.Module:
 
 
 def is_mla(model: ModelConfig) -> bool:
-    """Multi-head latent attention."""
+    """Return whether attention is multi-head latent attention."""
     return model.attention.kind == "mla"
 
 
 def is_gqa(model: ModelConfig) -> bool:
-    """Grouped-query attention."""
+    """Return whether attention is grouped-query attention."""
     return not is_mla(model)
 
 
 def latent_queries(model: ModelConfig) -> bool:
-    """Queries are made of a latent."""
+    """Return whether queries are projected from a latent."""
     return is_mla(model) and model.attention.q_lora_rank > 0
 
 
 def direct_queries(model: ModelConfig) -> bool:
-    """Queries are projected directly."""
+    """Return whether queries are projected directly from the input."""
     return not latent_queries(model)
 
 
 def normed_heads(model: ModelConfig) -> bool:
-    """Queries and keys of grouped-query attention are normalised."""
+    """Return whether queries and keys of grouped-query attention are normalised."""
     return is_gqa(model) and model.attention.qk_norm
 
 
@@ -98,12 +98,12 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def latent_rows(model: ModelConfig) -> tuple[int, ...]:
-    """The latent | the rotary key that all heads share."""
+    """Return the rows of the latent, and of the rotary key that all heads share."""
     return model.attention.kv_lora_rank, model.attention.qk_rope_head_dim
 
 
 def key_value_rows(model: ModelConfig) -> tuple[int, ...]:
-    """k | v of every head in turn."""
+    """Return the rows of k and v of every head in turn."""
     a = model.attention
     return (a.qk_nope_head_dim, a.v_head_dim) * a.num_heads
 
@@ -137,20 +137,20 @@ PARAMETERS = (
 
 
 def tensor_dims(model: ModelConfig) -> dict[str, int]:
-    """Heads, and those of keys and values where they are sharded."""
+    """Numbers of heads, and of key and value heads where they are sharded, by setting."""
     a = model.attention
     found = {"model.attention.num_heads": a.num_heads}
     return found | ({"model.attention.num_kv_heads": a.num_kv_heads} if is_gqa(model) else {})
 
 
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
-    """Heads of keys and values: where these divide, so do the query heads."""
+    """Name and number of key and value heads: where these divide, so do the query heads."""
     name = "num_kv_heads" if is_gqa(model) else "num_heads"
     return f"model.attention.{name}", getattr(model.attention, name)
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections, scores and values over the whole row."""
+    """Multiply-adds a token of projections, scores and values over the whole row."""
     a, d = model.attention, model.dim
     if is_gqa(model):
         projections = 2 * d * a.head_dim * (a.num_heads + a.num_kv_heads)
@@ -163,25 +163,25 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def last_product(model: ModelConfig) -> float:
-    """The output projection."""
+    """Multiply-adds a token of the output projection."""
     size = dims(model)
     return float(model.dim * size["W" if is_mla(model) else "Q"])
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
-    """Core attention, MLA's projections from latents, and the n-gram memory in front."""
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
+    """Recompute regions: core attention, MLA's projections, the n-gram memory in front."""
     mla, selective = is_mla(model), policy.ablock == "selective"
-    wanted: dict[Piece, bool] = {
+    wanted: dict[Region, bool] = {
         "core_attn": selective or policy.core_attn,
         "mla_q_upproj": mla and (selective or policy.mla_q_upproj),
         "mla_kv": mla and (selective or policy.mla_kv),
         "engram": selective and bool(model.engram.layers),
     }
-    return {piece for piece, is_wanted in wanted.items() if is_wanted}
+    return {region for region, is_wanted in wanted.items() if is_wanted}
 
 
-def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
-    """Scores and values; queries, or keys and values, from their latents."""
+def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
+    """Multiply-adds a token of scores and values, or of projections from latents."""
     a = model.attention
     query = a.head_dim if is_gqa(model) else a.qk_nope_head_dim + a.qk_rope_head_dim
     if region == "core_attn":

@@ -1,4 +1,4 @@
-"""A blocks: grouped-query attention with rotary positions.
+"""Grouped-query attention with rotary positions, for A blocks.
 
 Legend: B rows, T tokens, S cached tokens, D model, N query heads, K key/value heads, H head dim,
 V value head dim.
@@ -24,7 +24,7 @@ from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam, recomputing
+from megacpp.model.recompute import PLAIN, Recompute, recomputing
 
 
 class LatentKeys(Protocol):
@@ -49,15 +49,15 @@ class LatentKeys(Protocol):
 
 
 class CoreAttention(nn.Module):
-    """softmax(cap(scale q k^T)) v within documents: where all tokens of a document meet.
+    """Attention softmax(cap(scale q k^T)) v within documents; all tokens of a document meet here.
 
     A submodule without parameters, which context parallelism swaps.
 
     Attributes:
-        recorder: keeps how large the logits of training forwards get; None: nobody asks.
+        recorder: records the largest logits of training forwards; None: nothing is recorded.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, scale: float, softcap: float | None) -> None:
@@ -102,8 +102,10 @@ class CoreAttention(nn.Module):
         parts, settings = (q_BTNH, k_BSKH, v_BSKV), (self.scale, self.softcap)
         backend = self.kernels.attention
         if keys is None:
-            return self.seam("core_attn", causal_attention, *parts, docs, *settings, backend)
-        return self.seam("core_attn", attention_between, *parts, docs, keys, *settings, backend)
+            return self.recompute("core_attn", causal_attention, *parts, docs, *settings, backend)
+        return self.recompute(
+            "core_attn", attention_between, *parts, docs, keys, *settings, backend
+        )
 
     def observe(
         self,
@@ -113,14 +115,29 @@ class CoreAttention(nn.Module):
         keys: Documents,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Shows the recorder what a training forward attends to; see `LogitRecorder.record`."""
+        """Pass queries and keys of a training forward to the recorder; see `LogitRecorder.record`.
+
+        Args:
+            q_BTNH: queries.
+            k_BSKH: keys among which those of the queries are.
+            queries: documents of the queries.
+            keys: documents of the keys.
+            share: (i, n): these are the i-th of n equal parts of the process's heads.
+        """
         if self.recorder is not None and self.training and not recomputing():
             self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
     def decode(
         self, q_B1NH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, chosen_B1C: Tensor | None = None
     ) -> Tensor:
-        """One query that sees every cached token, or those chosen (-1: none): `[B, 1, N, V]`."""
+        """Return the output `[B, 1, N, V]` of one query over every cached token or the chosen ones.
+
+        Args:
+            q_B1NH: the query.
+            k_BSKH: cached keys.
+            v_BSKV: cached values.
+            chosen_B1C: positions of chosen keys (-1: none); None: all.
+        """
         q_B1NH, mask_B1TS = q_B1NH.to(k_BSKH.dtype), None
         if chosen_B1C is not None:
             mask_B1TS = chosen_mask(chosen_B1C, k_BSKH.shape[1])[:, None]
@@ -135,7 +152,7 @@ class KVCache:
     v_BSKH: Tensor
 
     def append(self, k_B1KH: Tensor, v_B1KH: Tensor) -> KVCache:
-        """The cache with one token more; the old one stays valid (several continuations)."""
+        """Return the cache with one more token; the old one stays valid for other continuations."""
         k_BSKH = torch.cat((self.k_BSKH, k_B1KH.to(self.k_BSKH.dtype)), dim=1)
         return KVCache(k_BSKH, torch.cat((self.v_BSKH, v_B1KH.to(self.v_BSKH.dtype)), dim=1))
 
@@ -151,7 +168,7 @@ class GroupedQueryAttention(nn.Module):
         ConfigError: heads that don't divide, an odd head dim, a soft cap that isn't positive.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -170,14 +187,14 @@ class GroupedQueryAttention(nn.Module):
             self.k_norm = RMSNorm(attention.head_dim, config.norm_eps)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        """Return the output `[B, T, D]`; positions restart at every document."""
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
         return self.wo(o_BTNH.flatten(2)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
-        """A cache of no tokens."""
+        """Return an empty cache of `batch_size` rows."""
         shape = (batch_size, 0, self.config.attention.num_kv_heads, self.head_dim)
         empty = torch.empty(shape, device=device, dtype=dtype)
         return KVCache(empty, empty)
@@ -185,9 +202,12 @@ class GroupedQueryAttention(nn.Module):
     def step(
         self, x_BD: Tensor, state: KVCache, chosen: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
-        """One token `[B, D]` after those in the cache: its output `[B, D]` and the longer cache.
+        """Decode one token after those in the cache; return its output `[B, D]` and the new cache.
 
-        It attends to all of them and itself, or to the chosen ones.
+        Args:
+            x_BD: the token.
+            state: keys and values of the tokens before it.
+            chosen: `[B, 1, C]` positions of the keys that it attends to (-1: none); None: all.
         """
         position, attention = state.k_BSKH.shape[1], self.config.attention
         table_11P2 = rotary_table_at(position, self.head_dim, attention, like=x_BD)
@@ -197,6 +217,7 @@ class GroupedQueryAttention(nn.Module):
         return self.wo(o_B1NH.flatten(2))[:, 0].to(x_BD.dtype), state
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         rules: dict[str, Rule] = {
             f"{name}.weight": input_rule(self.config) for name in ("wq", "wk", "wv")
         }
@@ -213,16 +234,20 @@ class GroupedQueryAttention(nn.Module):
             for project in (self.wq, self.wk, self.wv)
         )
         if self.config.attention.qk_norm:
-            return *self.seam("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH
+            return *self.recompute("norm", self._normed, q_BTNH, k_BTKH, table_BTP2), v_BTKH
         return rotate(q_BTNH, table_BTP2), rotate(k_BTKH, table_BTP2), v_BTKH
 
     def _normed(self, q: Tensor, k: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed and rotated: rotary goes along, its results are what is kept."""
+        """Norm and rotate queries and keys; as one region, only the arguments are saved."""
         return rotate(self.q_norm(q), table_BTP2), rotate(self.k_norm(k), table_BTP2)
 
 
 def check_heads(config: AttentionConfig) -> None:
-    """Raises ConfigError for a soft cap, head counts or dims that attention can't work with."""
+    """Check the soft cap, head counts and head dims of attention.
+
+    Raises:
+        ConfigError: a value that attention can't work with.
+    """
     key = "model.attention"
     if config.softcap is not None and config.softcap <= 0:
         raise config_error(

@@ -1,10 +1,10 @@
-"""The lightning indexer of a sparse A block: a few small heads that score every key (DSA).
+"""Lightning indexer of a sparse A block: a few small heads that score every key (DSA).
 
-It looks at what the block looks at and learns from a loss of its own alone: its input is detached,
-so neither does its loss reach the rest of the model nor the model's loss the indexer. Source:
+Its input is that of the block, detached, and it learns from its own loss alone: neither does its
+loss reach the rest of the model nor the model's loss the indexer. Source:
 DeepSeek-V3.2 (arXiv 2512.02556); the mathematics is in megacpp/kernels/sparse_attention/indexer.py.
 
-Legend: B rows, T tokens, S key tokens, D model, L width of what queries are made of, I indexer
+Legend: B rows, T tokens, S key tokens, D model, L width of the queries' input, I indexer
 heads, X indexer head dim, C chosen keys of a query.
 """
 
@@ -27,19 +27,20 @@ from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.norm import LayerNorm
-from megacpp.model.seam import recomputing
+from megacpp.model.recompute import recomputing
 
 KEY_EPS = 1e-6  # of the norm of keys (DeepSeek-V3.2)
 
 
 class Index(NamedTuple):
-    """What keys are scored with: `sum_h w[t, h] relu(q[t, h] . k[s])`."""
+    """Tensors that score keys: `sum_h w[t, h] relu(q[t, h] . k[s])`."""
 
     q_BTIX: Tensor
     k_BSX: Tensor
     w_BTI: Tensor  # fp32 or wider
 
     def detached(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and w without gradient."""
         return self.q_BTIX.detach(), self.k_BSX.detach(), self.w_BTI.detach()
 
 
@@ -61,32 +62,33 @@ class Indexer(AuxiliarySource):
         self.wq_b = nn.Linear(query_width, heads * dim, bias=False)
         self.wk = nn.Linear(config.dim, dim, bias=False)
         self.k_norm = LayerNorm(dim, KEY_EPS)
-        self.weights_proj = HeadWeights(config.dim, heads)
+        self.weights_proj = IndexHeadWeights(config.dim, heads)
         self.register_losses()
 
     def forward(self, x_BTD: Tensor, latent_BTL: Tensor, docs: Documents) -> Index:
-        """Of tokens of the batch; nothing flows back to the arguments."""
+        """Return the index of the batch's tokens; no gradient flows back to the arguments."""
         table = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         return self._index(x_BTD.detach(), latent_BTL.detach(), table)
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
+        """Name of the indexer's loss."""
         return ("indexer",)
 
     @property
     def learns(self) -> bool:
-        """This forward is one that a backward follows."""
+        """Return whether a backward follows this forward."""
         return self.training and torch.is_grad_enabled()
 
     def attach(self, o: Tensor, index: Index, target: Target) -> Tensor:
-        """`o`, whose backward also gives the indexer the gradient of its loss."""
+        """Return `o`, whose backward also gives the indexer the gradient of its loss."""
         loss = self.sparse.loss * indexer_loss(*index, target)
         if not recomputing():
             self.record({"indexer": loss})
         return AttachLoss.apply(o, loss, self.aux_scale)  # type: ignore[return-value]
 
     def step(self, x_B1D: Tensor, latent_B1L: Tensor, keys_BSX: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token after `keys_BSX`: the longer cache of keys, and its choice `[B, 1, C]`."""
+        """Return the cache of keys with the next token's, and the token's choice `[B, 1, C]`."""
         batch, position = keys_BSX.shape[:2]
         table = rotary_table_at(position, self.rope_dim, self.config.attention, like=x_B1D)
         q_B1IX, k_B1X, w_B1I = self._index(x_B1D, latent_B1L, table)
@@ -97,6 +99,7 @@ class Indexer(AuxiliarySource):
         return keys_BSX, choose_keys(q_B1IX, keys_BSX, w_B1I, last, row, self.sparse.top_k)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the indexer."""
         rules: dict[str, Rule] = {
             f"{name}.weight": input_rule(self.config) for name in ("wq_b", "wk", "weights_proj")
         }
@@ -117,14 +120,15 @@ class Indexer(AuxiliarySource):
         return torch.cat((turned, still), dim=-1) if rest else turned
 
 
-class HeadWeights(Fp32Contract):
-    """A weight for each indexer head, from x, computed in fp32 as upstream does."""
+class IndexHeadWeights(Fp32Contract):
+    """Projection of x to a weight for each indexer head, in fp32 as upstream."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, dim))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the weights `[B, T, I]`, in at least fp32."""
         with torch.autocast(x_BTD.device.type, enabled=False):
             w_TI = WideLinear.apply(x_BTD.flatten(0, 1), self.weight)
         assert isinstance(w_TI, Tensor)
@@ -132,5 +136,5 @@ class HeadWeights(Fp32Contract):
 
 
 def index_rope_dim(config: AttentionConfig) -> int:
-    """How many dims of an indexer head turn: as many as in MLA, or all for grouped queries."""
+    """Return the dims of an indexer head that rotate: as in MLA, or all for grouped queries."""
     return config.qk_rope_head_dim if config.kind == "mla" else config.sparse.head_dim

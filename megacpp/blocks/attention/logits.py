@@ -1,9 +1,9 @@
-"""How large attention logits get, head by head: what QK-clip (optim/qk_clip.py) acts on.
+"""Largest attention logits, head by head, for QK-clip (optim/qk_clip.py).
 
-Fused attention never shows its logits, so by default only norms of queries and keys are kept: their
-product is a bound (Cauchy-Schwarz), at O(T) a forward. The true maximum is there for tests and
-small runs; it makes the logits a second time. Logits are meant before a soft cap, as scale q . k:
-that is what grows with the weights, and what scaling these can bring down.
+Fused attention never returns its logits, so by default only norms of queries and keys are recorded:
+their product is a bound (Cauchy-Schwarz), at O(T) a forward. The true maximum is for tests and
+small runs; it computes the logits a second time. Logits are meant before a soft cap, as
+scale q . k: these grow with the weights, and scaling the weights brings them down.
 
 Legend: B rows, T query tokens, S key tokens, N query heads, K key/value heads, G = N / K query
 heads that share one, H query/key head dim, P parts of H, X heads of one kind.
@@ -48,23 +48,26 @@ class LogitRecorder:
 
     @property
     def least(self) -> float:
-        """The maximum over no tokens."""
+        """Maximum over no tokens."""
         return 0.0 if self.statistic == "bound" else float("-inf")
 
     @property
     def maxima(self) -> tuple[Tensor, ...]:
-        """What was recorded, query heads first; empty before the first forward."""
+        """Recorded maxima, query heads first; empty before the first forward."""
         kept = (self.max_q_PN, self.max_k_PK, self.max_logit_1N)
         return tuple(x for x in kept if x is not None)
 
     def rows(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], ...]:
-        """Shapes of `maxima` for that many heads."""
+        """Return the shapes of `maxima` for that many heads."""
         if self.statistic == "max":
             return ((1, num_heads),)
         return (len(self.parts), num_heads), (len(self.parts), num_kv_heads)
 
     def logits(self, *maxima: Tensor) -> Tensor:
-        """`[..., N]` in fp32 or wider from maxima `[..., P, X]`, which may be of many layers."""
+        """Return largest logits `[..., N]`, in at least fp32, from maxima `[..., P, X]`.
+
+        The maxima may be stacked over layers.
+        """
         if self.statistic == "max":
             return maxima[0][..., 0, :]
         max_q, max_k = maxima
@@ -72,7 +75,7 @@ class LogitRecorder:
         return self.scale * (max_q * max_k.repeat_interleave(group, dim=-1)).sum(-2)
 
     def reset(self) -> None:
-        """Forgets everything: a new step."""
+        """Drop all maxima, for a new step."""
         self.max_q_PN = self.max_k_PK = self.max_logit_1N = None
 
     @torch.no_grad()
@@ -84,9 +87,13 @@ class LogitRecorder:
         keys: Documents,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Looks at queries and the keys among which theirs are.
+        """Record maxima of queries and of the keys among which theirs are.
 
         Args:
+            q_BTNH: queries.
+            k_BSKH: keys.
+            queries: documents of the queries.
+            keys: documents of the keys.
             share: (i, n): these are the i-th of n equal parts of the process's heads.
         """
         with torch.autocast(q_BTNH.device.type, enabled=False):
@@ -102,7 +109,7 @@ class LogitRecorder:
             self.max_k_PK = self._grown(self.max_k_PK, max_k_PK, share)
 
     def _grown(self, old: Tensor | None, new_PX: Tensor, share: tuple[int, int]) -> Tensor:
-        """The maximum of both; heads outside of the share keep theirs."""
+        """Return the maximum of both; heads outside of the share keep the old one."""
         index, count = share
         if count > 1:
             heads = new_PX.shape[1]
@@ -113,7 +120,7 @@ class LogitRecorder:
 
 
 def largest_norms(x_BTXH: Tensor, parts: Sequence[int]) -> Tensor:
-    """The largest 2-norm of a token, `[P, X]`, of each part of the head dim; fp32 or wider."""
+    """Return the largest 2-norm of a token by part of the head dim, `[P, X]`, in at least fp32."""
     dtype = torch.promote_types(x_BTXH.dtype, torch.float32)
     of_parts = [
         torch.linalg.vector_norm(part, dim=-1, dtype=dtype).amax((0, 1))
@@ -125,9 +132,17 @@ def largest_norms(x_BTXH: Tensor, parts: Sequence[int]) -> Tensor:
 def largest_logits(
     q_BTNH: Tensor, k_BSKH: Tensor, queries: Documents, keys: Documents, scale: float
 ) -> Tensor:
-    """The largest scale q . k `(N,)` of a query and a key of its document that isn't later.
+    """Return the largest scale q . k `[N]` of a query and a key of its document that isn't later.
 
-    Minus infinity where no query sees a key. Some queries at a time: nothing is `[T, S]`.
+    Minus infinity where no query sees a key. Blocks of queries are computed one after another, so
+    no tensor is `[T, S]`.
+
+    Args:
+        q_BTNH: queries.
+        k_BSKH: keys.
+        queries: documents of the queries.
+        keys: documents of the keys.
+        scale: factor of the products.
     """
     q_BKTGH = q_BTNH.unflatten(2, (k_BSKH.shape[2], -1)).transpose(1, 2)
     k_BKSH, found = k_BSKH.transpose(1, 2), []

@@ -1,4 +1,4 @@
-"""A blocks: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; V3, arXiv 2412.19437).
+"""Multi-head latent attention of A blocks (DeepSeek-V2, arXiv 2405.04434; V3, arXiv 2412.19437).
 
 Legend: B rows, T tokens, S cached tokens, D model, N heads, C latent rank (kv_lora_rank), R
 rotary dim shared by all heads, L = C + R, H = qk_nope_head_dim + R query/key head dim, V value
@@ -20,7 +20,7 @@ from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 LATENT_EPS = 1e-6  # of both latent norms, whatever the model's norm_eps (DeepSeek-V3)
 
@@ -33,7 +33,7 @@ class LatentCache:
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Attention whose keys and values are rebuilt from a latent of C + R numbers per token.
+    """Attention whose keys and values are expanded from a latent of C + R numbers per token.
 
     Training expands the latent to full heads and attends; decoding absorbs the expansion into the
     queries and the output and attends to the latents themselves, as if to one shared head.
@@ -42,7 +42,7 @@ class MultiHeadLatentAttention(nn.Module):
         ConfigError: an odd rotary dim or a soft cap that isn't positive.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,30 +66,35 @@ class MultiHeadLatentAttention(nn.Module):
         self.inner = CoreAttention(softmax_scale(self.query_dim, attention), attention.softcap)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        """Return the output `[B, T, D]`; positions restart at every document."""
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         latent = self.query_latent(x_BTD)
-        q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
+        q_BTNH = self.recompute("mla_q_upproj", self._joined_queries, latent, table_BTP2)
         o_BTNV = self.inner(q_BTNH, *self.latent(x_BTD, table_BTP2), docs, self)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
     def query_latent(self, x_BTD: Tensor) -> Tensor:
-        """What queries are made of: a latent before its norm, or x where there is none."""
+        """Return the queries' input: a latent before its norm, or x where there is none."""
         return self.wq_a(x_BTD) if self.config.attention.q_lora_rank else x_BTD
 
     def queries(self, latent: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries of every head: `[B, T, N, H - R]` without position, `[B, T, N, R]` rotated."""
+        """Return queries of every head: `[B, T, N, H - R]` unrotated, `[B, T, N, R]` rotated.
+
+        Args:
+            latent: `[B, T, q_lora_rank]`, or the input `[B, T, D]` without a query latent.
+            table_BTP2: rotary table.
+        """
         low_rank = self.config.attention.q_lora_rank > 0
-        q = self.wq_b(self.seam("norm", self.q_norm, latent)) if low_rank else self.wq(latent)
+        q = self.wq_b(self.recompute("norm", self.q_norm, latent)) if low_rank else self.wq(latent)
         q_BTNH = q.unflatten(-1, (-1, self.query_dim))
         q_nope, q_pe_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
         return q_nope, rotate(q_pe_BTNR, table_BTP2)
 
     def latent(self, x_BTD: Tensor, table_BTP2: Tensor) -> tuple[Tensor, Tensor]:
-        """What a token keeps: its normed latent `[B, T, C]` and rotated shared key `[B, T, R]`."""
+        """Return each token's normed latent `[B, T, C]` and rotated shared key `[B, T, R]`."""
         c_BTC, k_pe_BTR = self.wkv_a(x_BTD).split((self.latent_dim, self.rope_dim), dim=-1)
-        normed_BTC = self.seam("norm", self.kv_norm, c_BTC)
+        normed_BTC = self.recompute("norm", self.kv_norm, c_BTC)
         return normed_BTC, rotate(k_pe_BTR[:, :, None], table_BTP2)[:, :, 0]
 
     def expand_kv(
@@ -116,30 +121,33 @@ class MultiHeadLatentAttention(nn.Module):
     def keys_values(
         self, c_BTC: Tensor, k_pe_BTR: Tensor, heads: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`expand_kv` as a recompute region, for all heads or a slice of them."""
+        """Return `expand_kv` as a recompute region, for all heads or a slice of them."""
         if heads is None:
-            return self.seam("mla_kv", self.expand_kv, c_BTC, k_pe_BTR)
+            return self.recompute("mla_kv", self.expand_kv, c_BTC, k_pe_BTR)
 
         def of_heads(c_BTC: Tensor, k_pe_BTR: Tensor) -> tuple[Tensor, Tensor]:
             w_NXC = self.expansion.unflatten(0, (-1, self.nope_dim + self.value_dim))
             return self.expand_kv(c_BTC, k_pe_BTR, w_NXC[heads].flatten(0, 1))
 
-        return self.seam("mla_kv", of_heads, c_BTC, k_pe_BTR)
+        return self.recompute("mla_kv", of_heads, c_BTC, k_pe_BTR)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
-        """A cache of no tokens."""
+        """Return an empty cache of `batch_size` rows."""
         shape = (batch_size, 0, self.latent_dim + self.rope_dim)
         return LatentCache(torch.empty(shape, device=device, dtype=dtype))
 
     def step(
         self, x_BD: Tensor, state: LatentCache, chosen: Tensor | None = None
     ) -> tuple[Tensor, LatentCache]:
-        """One token `[B, D]` after those in the cache: its output `[B, D]` and the longer cache.
-
-        It attends to all of them and itself, or to the chosen ones.
+        """Decode one token after those in the cache; return its output `[B, D]` and the new cache.
 
         Absorbed: (W_k c) . q = c . (W_k^T q), so a head's query is moved into the latent space
         once instead of moving every cached latent out of it; values likewise on the way back.
+
+        Args:
+            x_BD: the token.
+            state: latents of the tokens before it.
+            chosen: `[B, 1, C]` positions of the keys that it attends to (-1: none); None: all.
         """
         table_11P2 = rotary_table_at(
             state.latent_BSL.shape[1], self.rope_dim, self.config.attention, like=x_BD
@@ -158,6 +166,7 @@ class MultiHeadLatentAttention(nn.Module):
         return self.wo(o_B1NV.flatten(2))[:, 0].to(x_BD.dtype), state
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         low_rank = self.config.attention.q_lora_rank > 0
         into = ("wq_a", "wq_b", "wkv_a", "wkv_b") if low_rank else ("wq", "wkv_a", "wkv_b")
         rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}

@@ -41,7 +41,16 @@ def softmax_scale(dim: int, config: AttentionConfig) -> float:
 
 
 def rotary_table(docs: Documents, dim: int, config: AttentionConfig, dtype: torch.dtype) -> Tensor:
-    """(cos, sin) `[B, T, P, 2]` of every token's angle, made once a batch (B = 1 if rows agree)."""
+    """Return (cos, sin) of every token's angles, `[B, T, P, 2]`, made once a batch.
+
+    B is 1 if rows agree; at least fp32.
+
+    Args:
+        docs: positions of the tokens.
+        dim: rotated dims of a head, 2 P.
+        config: base and YaRN settings.
+        dtype: of the activations.
+    """
     dtype = torch.promote_types(dtype, torch.float32)
 
     def make() -> Tensor:
@@ -52,13 +61,20 @@ def rotary_table(docs: Documents, dim: int, config: AttentionConfig, dtype: torc
 
 
 def rotary_table_at(position: int, dim: int, config: AttentionConfig, like: Tensor) -> Tensor:
-    """(cos, sin) `[1, 1, P, 2]` at one position, for decoding; device and dtype of `like`."""
+    """Return (cos, sin) at one position, `[1, 1, P, 2]`, for decoding.
+
+    Args:
+        position: in the document.
+        dim: rotated dims of a head, 2 P.
+        config: base and YaRN settings.
+        like: any shape; its device, and its dtype or fp32.
+    """
     positions_BT = torch.full((1, 1), position, device=like.device)
     return _table(positions_BT, dim, config, torch.promote_types(like.dtype, torch.float32))
 
 
 def rotate(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
-    """Turns each pair of `x` by its token's angle, in fp32 or wider; dtype and shape of `x`.
+    """Rotate each pair of `x` by its token's angle, in at least fp32; dtype and shape of `x`.
 
     One complex product: on a CPU 8 to 10 times faster than `rotate_pairs`, forward and backward.
     The compiler knows no complex numbers and fuses the pairs by itself.
@@ -74,7 +90,7 @@ def rotate(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
 
 
 def rotate_pairs(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
-    """`rotate` written out: (a, b) to (a cos - b sin, a sin + b cos)."""
+    """Rotate as `rotate`, written out: (a, b) to (a cos - b sin, a sin + b cos)."""
     a_BTNP, b_BTNP = wide(x_BTNH).unflatten(-1, (-1, 2)).unbind(-1)
     cos_BT1P, sin_BT1P = table_BTP2[:, :, None].unbind(-1)
     turned = (a_BTNP * cos_BT1P - b_BTNP * sin_BT1P, a_BTNP * sin_BT1P + b_BTNP * cos_BT1P)
@@ -82,7 +98,7 @@ def rotate_pairs(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
 
 
 def rotate_halves(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:
-    """Turns the pairs (i, i + P) instead, as the indexer of DSA does; else as `rotate`."""
+    """Rotate the pairs (i, i + P) instead, as the indexer of DSA does; else as `rotate`."""
     a_BTNP, b_BTNP = wide(x_BTNH).chunk(2, dim=-1)
     cos_BT1P, sin_BT1P = table_BTP2[:, :, None].unbind(-1)
     turned = (a_BTNP * cos_BT1P - b_BTNP * sin_BT1P, a_BTNP * sin_BT1P + b_BTNP * cos_BT1P)
@@ -96,12 +112,12 @@ def _table(positions_BT: Tensor, dim: int, config: AttentionConfig, dtype: torch
 
 
 def _active_yarn(config: AttentionConfig) -> YarnConfig | None:
-    """YaRN applies to models longer than the context they were first trained on."""
+    """Return YaRN's settings if the context is longer than the original one, else None."""
     yarn = config.yarn
     return yarn if yarn is not None and config.max_seq_len > yarn.original_seq_len else None
 
 
 def _pair_that_turns(turns: float, dim: int, config: AttentionConfig, yarn: YarnConfig) -> float:
-    """The (fractional) pair that makes `turns` full turns within the original context."""
+    """Return the (fractional) pair that makes `turns` full turns within the original context."""
     length = yarn.original_seq_len / (turns * 2.0 * math.pi)
     return dim * math.log(length) / (2.0 * math.log(config.rope_theta))

@@ -35,7 +35,7 @@ Gather = Callable[[Sequence[Tensor], Documents], tuple[tuple[Tensor, ...], Docum
 
 
 class SparseCore(CoreAttention):
-    """softmax over chosen keys, times their values; and what the indexer learns from that.
+    """Attention to chosen keys, and the indexer's loss by its probabilities.
 
     A recorder of logits is shown all keys, chosen or not: a bound for those that were.
 
@@ -78,7 +78,7 @@ class SparseCore(CoreAttention):
             self.observe(q_BTNH, k_BSKH, docs, keys)
             chosen = self.choice(index, docs, keys)
             given = (*parts, chosen, docs, keys, self.scale, self.softcap)
-            o_BTNV = self.seam("core_attn", sparse_attention, *given)
+            o_BTNV = self.recompute("core_attn", sparse_attention, *given)
         if indexer is None or index is None or not indexer.learns:
             return o_BTNV
         seen = q_BTNH.detach(), k_BSKH.detach(), self.scale, self.softcap
@@ -92,14 +92,14 @@ class SparseCore(CoreAttention):
         if index is None:
             return noted_choice(queries, self.source)
         top_k = self.sparse.top_k
-        chosen = self.seam.keep(choose_keys, *index.detached(), queries, keys, top_k)
+        chosen = self.recompute.keep(choose_keys, *index.detached(), queries, keys, top_k)
         note_choice(queries, self.source, chosen)
         return chosen
 
     def _of_rows(
         self, parts: Sequence[Tensor], index: Index | None, docs: Documents
     ) -> tuple[tuple[Tensor, ...], Index | None, Documents]:
-        """What keys are made of, the index and the documents of keys: of whole rows."""
+        """Return the parts of keys, the index and the documents of keys, gathered to whole rows."""
         if index is None:
             of_rows, keys = self.gather(parts, docs)
             return of_rows, None, keys
@@ -136,23 +136,29 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         self.indexer = Indexer(config, a.q_lora_rank or config.dim) if chooses(kind) else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        """Return the output `[B, T, D]`; positions restart at every document."""
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
         latent = self.query_latent(x_BTD)
-        q_BTNH = self.seam("mla_q_upproj", self._joined_queries, latent, table_BTP2)
+        q_BTNH = self.recompute("mla_q_upproj", self._joined_queries, latent, table_BTP2)
         index = self.indexer(x_BTD, self._normed(latent), docs) if self.indexer else None
         here = self.latent(x_BTD, table_BTP2)
         o_BTNV = self.inner(q_BTNH, *here, docs, self, self.indexer, index)
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """Caches of no tokens."""
+        """Return empty caches of `batch_size` rows."""
         tokens = super().init_state(batch_size, device, dtype)
         return SparseCache(tokens, no_keys(self.indexer, batch_size, device, dtype))
 
     def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
-        """One token `[B, D]` after those in the caches: its output, and the longer caches."""
+        """Decode one token after those in the caches: return its output and the longer caches.
+
+        Args:
+            x_BD: the token.
+            state: caches of the tokens before it, and the choice for this token.
+            chosen: `[B, 1, C]`, not used: the choice is in the state.
+        """
         assert isinstance(state.tokens, LatentCache)
         if self.indexer is not None:
             latent = self._normed(self.query_latent(x_BD[:, None]))
@@ -162,10 +168,11 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         return y_BD, replace(state, tokens=tokens)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the mixer."""
         return super().init_rules() | rules_of(self.indexer)
 
     def _normed(self, latent: Tensor) -> Tensor:
-        """What the indexer's queries are made of: another norm of the latent, without gradient."""
+        """Return the input of the indexer's queries: the normed latent, without gradient."""
         with torch.no_grad():
             return self.q_norm(latent) if self.config.attention.q_lora_rank else latent
 
@@ -182,7 +189,7 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         self.indexer = Indexer(config, config.dim) if chooses(kind) else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; positions restart at every document."""
+        """Return the output `[B, T, D]`; positions restart at every document."""
         docs = documents_of(x_BTD, docs)
         table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
         q_BTNH, k_BTKH, v_BTKV = self._qkv(x_BTD, table_BTP2)
@@ -191,12 +198,18 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """Caches of no tokens."""
+        """Return empty caches of `batch_size` rows."""
         tokens = super().init_state(batch_size, device, dtype)
         return SparseCache(tokens, no_keys(self.indexer, batch_size, device, dtype))
 
     def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
-        """One token `[B, D]` after those in the caches: its output, and the longer caches."""
+        """Decode one token after those in the caches: return its output and the longer caches.
+
+        Args:
+            x_BD: the token.
+            state: caches of the tokens before it, and the choice for this token.
+            chosen: `[B, 1, C]`, not used: the choice is in the state.
+        """
         assert isinstance(state.tokens, KVCache)
         if self.indexer is not None:
             state = chosen_next(self.indexer, x_BD[:, None], x_BD[:, None], state)
@@ -205,6 +218,7 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         return y_BD, replace(state, tokens=tokens)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the mixer."""
         return super().init_rules() | rules_of(self.indexer)
 
 
@@ -212,7 +226,7 @@ SparseAttention = SparseLatentAttention | SparseGroupedQueryAttention
 
 
 def chooses(kind: str) -> bool:
-    """A layer of a kind has an indexer."""
+    """Return whether layers of a kind have an indexer."""
     return "A.index" in kind
 
 
@@ -239,13 +253,25 @@ class KeysHere(nn.Module):
 def chosen_next(
     indexer: Indexer, x_B1D: Tensor, latent_B1L: Tensor, state: SparseCache
 ) -> SparseCache:
-    """The state with one key of the indexer more, and what the new token attends to."""
+    """Return the state with one more indexer key, and the positions that the new token attends to.
+
+    Args:
+        indexer: of the layer.
+        x_B1D: the new token.
+        latent_B1L: input of the indexer's queries.
+        state: caches of the tokens before it.
+    """
     assert state.keys_BSX is not None
     return SparseCache(state.tokens, *indexer.step(x_B1D, latent_B1L, state.keys_BSX))
 
 
 def with_shared_selection(state: Any, chosen: Tensor | None) -> Any:
-    """The state of any block before a step: of one that shares, with the last block's choice."""
+    """Return a block's state before a step; a block that shares gets the last block's choice.
+
+    Args:
+        state: of any kind of block.
+        chosen: `[B, 1, C]` positions chosen by the last indexer; None before the first.
+    """
     if type(state) is tuple:  # of an n-gram memory, and of the mixer behind it
         return state[0], with_shared_selection(state[1], chosen)
     shares = isinstance(state, SparseCache) and state.keys_BSX is None
@@ -253,7 +279,12 @@ def with_shared_selection(state: Any, chosen: Tensor | None) -> Any:
 
 
 def choice_of(state: Any, before: Tensor | None) -> Tensor | None:
-    """What the last block that chose has chosen for this token."""
+    """Return the choice of the last block that chose for this token.
+
+    Args:
+        state: of the block that made the last step.
+        before: `[B, 1, C]` choice of the blocks before it; None: none yet.
+    """
     state = state[1] if type(state) is tuple else state
     return state.chosen if isinstance(state, SparseCache) else before
 
@@ -261,23 +292,30 @@ def choice_of(state: Any, before: Tensor | None) -> Tensor | None:
 def no_keys(
     indexer: Indexer | None, batch: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    """A cache of no keys, where there is an indexer."""
+    """Return an empty cache of indexer keys, `[B, 0, X]`; None without an indexer.
+
+    Args:
+        indexer: of the layer.
+        batch: rows.
+        device: of the cache.
+        dtype: of the cache.
+    """
     if indexer is None:
         return None
     return torch.empty(batch, 0, indexer.sparse.head_dim, device=device, dtype=dtype)
 
 
 def rules_of(indexer: Indexer | None) -> dict[str, Rule]:
-    """How an indexer starts, by name in the mixer."""
+    """Return the rules of an indexer's parameters and buffers, by name in the mixer."""
     found = {} if indexer is None else indexer.init_rules()
     return {f"indexer.{name}": rule for name, rule in found.items()}
 
 
 def freeze_all_but_indexers(model: nn.Module) -> None:
-    """For the warm-up: parameters that belong to no indexer want no gradient.
+    """Freeze all parameters outside of indexers, for the warm-up.
 
-    A property of the parameters, so that whoever cuts, shards or moves them needs no word of it:
-    what has no gradient is neither reduced nor clipped nor stepped nor decayed.
+    `requires_grad` is a property of the parameters, so parallelism needs no case of its own: a
+    parameter without a gradient is neither reduced nor clipped nor stepped nor decayed.
     """
     model.requires_grad_(False)
     for module in model.modules():

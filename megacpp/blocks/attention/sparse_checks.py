@@ -44,7 +44,7 @@ def sparse_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def sparse_lines(config: Config) -> list[str]:
-    """Which layers choose keys and which take a choice over, for the header of a run."""
+    """Return lines that name the layers that choose keys and those that share, for the header."""
     kinds, sparse = layer_kinds(config.model), config.model.attention.sparse
     chooses = [i for i, kind in enumerate(kinds) if "A.index" in kind]
     shares = [i for i, kind in enumerate(kinds) if "A.share" in kind]
@@ -60,7 +60,7 @@ def sparse_lines(config: Config) -> list[str]:
 
 
 def _nothing_sparse(config: Config) -> Iterator[ConfigError]:
-    """What says nothing without sparse layers."""
+    """Yield settings that have no effect without sparse layers."""
     sparse = config.model.attention.sparse
     for name, default in (("own", ""), ("stage", "sparse")):
         if getattr(sparse, name) != default:
@@ -73,7 +73,7 @@ def _nothing_sparse(config: Config) -> Iterator[ConfigError]:
 
 
 def _neighbours(config: Config) -> Iterator[ConfigError]:
-    """What else must know of a choice."""
+    """Yield settings of other features under which keys would be chosen twice."""
     policy = config.recompute
     if config.precision.fp8 == "te" and policy.ablock == "full":
         yield config_error(
@@ -85,7 +85,7 @@ def _neighbours(config: Config) -> Iterator[ConfigError]:
 
 
 def _warm_up(config: Config) -> Iterator[ConfigError]:
-    """What a warm-up, in which only indexers are trained, can't be together with."""
+    """Yield settings that a warm-up, in which only indexers are trained, excludes."""
     for name, value, off, why in (
         ("optim.qk_clip", config.optim.qk_clip, 0, "it would scale weights that are to stay"),
         ("recompute.compress", config.recompute.compress, 0, "it compresses what isn't trained"),

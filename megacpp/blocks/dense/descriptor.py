@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from megacpp.blocks.dense.module import MLP
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
     from megacpp.errors import ConfigError
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MLP:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.dense.module import MLP
 
     return MLP(model)
 
 
 def gated(model: ModelConfig) -> bool:
-    """SwiGLU has a third matrix."""
+    """Return whether the activation is SwiGLU, which has a third matrix."""
     return model.mlp.activation == "swiglu"
 
 
@@ -37,22 +37,22 @@ PARAMETERS = (
 
 
 def checks(config: Config) -> Iterator[ConfigError]:
-    """None: every width is legal."""
+    """Yield no errors: every width is legal."""
     return iter(())
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Two or three matrices."""
+    """Multiply-adds a token of two or three matrices."""
     return (3 if gated(model) else 2) * model.dim * model.mlp.hidden_dim
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
-    """Gate and up and their product."""
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
+    """Recompute regions: gate and up and their product."""
     return {"mlp"} if policy.mlp else set()
 
 
-def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
-    """Gate and up."""
+def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
+    """Multiply-adds a token of gate and up."""
     if region != "mlp":
         return 0.0
     return float((2 if gated(model) else 1) * model.dim * model.mlp.hidden_dim)

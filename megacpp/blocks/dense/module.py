@@ -15,17 +15,17 @@ from megacpp.kernels.gated_linear import gated, gated_linear
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class MLP(nn.Module):
-    """w2(silu(w1 x) * w3 x) (SwiGLU, arXiv 2002.05202) or w2(relu(w1 x)^2) (arXiv 2109.08668).
+    """Feed-forward w2(silu(w1 x) * w3 x) (SwiGLU, 2002.05202) or w2(relu(w1 x)^2) (2109.08668).
 
     `hidden_dim` and `activation` are those of `config.mlp` unless given (shared experts give
     theirs). Tokens don't meet here: documents are ignored and decoding has no state.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(
         self,
@@ -43,33 +43,37 @@ class MLP(nn.Module):
         self.w2 = nn.Linear(hidden, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[..., D]` to `[..., D]`, each token for itself."""
-        hidden = self.seam("mlp", self._hidden, x_BTD)
+        """Return the output `[..., D]` of inputs `[..., D]`, each token by itself."""
+        hidden = self.recompute("mlp", self._hidden, x_BTD)
         if is_plain(self.w2):
             return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
         return self.w2(gated(*hidden)).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Nothing to remember."""
+        """Return None: the block has no state."""
         return None
 
     def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
-        """One token `[B, D]`: the same function."""
+        """Return the output `[B, D]` of one token, and None."""
         return self(x_BD), None
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         into = ("w1", "w3") if self.activation == "swiglu" else ("w1",)
         rules: dict[str, Rule] = {f"{name}.weight": input_rule(self.config) for name in into}
         return rules | {"w2.weight": output_rule(self.config)}
 
     def _hidden(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
-        """Gate and up, or what the squared ReLU is taken of."""
+        """Return gate and up, or the argument of the squared ReLU."""
         gate_BTF = self.w1(x_BTD)
         return (gate_BTF, self.w3(x_BTD)) if self.activation == "swiglu" else (gate_BTF,)
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Calling it is `F.linear` of its weight: nothing replaced its forward, nothing looks on."""
+    """Return whether calling a linear layer is `F.linear` of its weight.
+
+    It is not if its forward was replaced or a hook is registered.
+    """
     own = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
     hooks = (linear._forward_hooks, linear._forward_pre_hooks)
     return own and not any(hooks) and not (linear._backward_hooks or linear._backward_pre_hooks)

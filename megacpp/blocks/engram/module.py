@@ -1,4 +1,4 @@
-"""Engram (arXiv 2601.07372): memories of the last few tokens, looked up and gated by what is known.
+"""Engram (arXiv 2601.07372): memories of the last few tokens, looked up and gated by the stream.
 
 The n-grams of order 2 to max_order that end at a token choose a row in each of several tables; the
 rows side by side are the memory e. Each residual stream takes as much of it as its key fits:
@@ -37,7 +37,7 @@ from megacpp.model.fp32 import Fp32Contract
 from megacpp.model.init import Constant, Normal, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.lookup import Table
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.short_conv import Convolve, ShortConv
 from megacpp.model.transfer import listed
 
@@ -46,7 +46,7 @@ NORM_EPS = 1e-5  # in front of the convolution, as in the source
 
 @dataclass(frozen=True)
 class EngramState:
-    """What decoding carries from token to token.
+    """State that decoding carries from token to token.
 
     Attributes:
         ids_BJ: the last max_order - 1 ids.
@@ -59,9 +59,10 @@ class EngramState:
 
 @dataclass(frozen=True)
 class LayerHash:
-    """Which rows of a layer's tables an n-gram chooses: a pure function of settings and layer.
+    """Hash of n-grams to rows of a layer's tables: a pure function of settings and layer.
 
     Attributes:
+        multipliers: one odd number per token of an n-gram.
         primes: rows of each table, by order; no other table of the model has as many.
         offsets: the first row of each table among all of them.
     """
@@ -71,14 +72,14 @@ class LayerHash:
     offsets: tuple[int, ...]
 
     def rows(self, ids_by_shift: Sequence[Tensor]) -> Tensor:
-        """int64 `[B, T, H]` among the rows of all tables, orders one after the other."""
+        """Return int64 `[B, T, H]` among the rows of all tables, orders one after the other."""
         offsets_H = listed(self.offsets, ids_by_shift[0].device)
         return hashed_orders(ids_by_shift, self.multipliers, self.primes) + offsets_H
 
 
 @lru_cache(maxsize=256)
 def layer_hash(config: ModelConfig, layer: int, num_ids: int) -> LayerHash:
-    """That of a layer of a model with ids below `num_ids`."""
+    """Return the hash of a layer of a model with ids below `num_ids`."""
     e = config.engram
     primes = engram_primes(config, layer)
     flat = [prime for order in primes for prime in order]
@@ -95,16 +96,18 @@ class StreamNorm(Fp32Contract):
 
     @property
     def weight_SD(self) -> Tensor:
+        """Weights of each stream, a view `[S, D]`."""
         return self.weight.view(self.streams, -1)
 
     def forward(self, x_SD: Tensor) -> Tensor:
+        """Return the RMS norm of each stream `[..., S, D]`, with the weights of the stream."""
         streams = zip(x_SD.unbind(-2), self.weight_SD, strict=True)
         normed = [rms_norm(x_D, weight_D, NORM_EPS) for x_D, weight_D in streams]
         return normed[0][..., None, :] if len(normed) == 1 else torch.stack(normed, -2)
 
 
 class DilatedConv(ShortConv):
-    """A ShortConv whose taps are `dilation` tokens apart, with its SiLU."""
+    """ShortConv whose taps are `dilation` tokens apart, with its SiLU."""
 
     def __init__(self, num_channels: int, num_taps: int, dilation: int) -> None:
         super().__init__(num_channels, num_taps)
@@ -112,18 +115,19 @@ class DilatedConv(ShortConv):
         self.convolve = Convolve("engram", dilation)
 
     def forward(self, x_BTC: Tensor, docs: Documents | None) -> Tensor:
+        """Return the convolution `[B, T, C]` within documents."""
         return self.convolve(x_BTC, self.weight, docs)
 
 
 class Engram(nn.Module):
-    """What the memory adds to a residual stream `[B, T, D]`, or to several `[B, T, S, D]`.
+    """Addition of an n-gram memory to a residual stream `[B, T, D]`, or to several `[B, T, S, D]`.
 
     Attributes:
         lookup_V: int64: ids that spell the same word as one; None: each is its own.
         pad: the id in front of a document.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig, layer: int, streams: int = 1) -> None:
         super().__init__()
@@ -141,19 +145,20 @@ class Engram(nn.Module):
         self.conv = DilatedConv(channels, e.conv_kernel, e.max_order)
 
     def forward(self, x: Tensor, docs: Documents) -> Tensor:
+        """Return the addition to the streams `x_BTD` or `x_BTSD`, of the same shape."""
         e_BTM = self.recall(self.rows(docs))
         x_BTSD = x.reshape(*x.shape[:2], self.streams, -1)
-        v_BTSD = self.seam("engram", self._gated, e_BTM, x_BTSD)
-        normed_BTC = self.seam("engram", self._normed, v_BTSD)
+        v_BTSD = self.recompute("engram", self._gated, e_BTM, x_BTSD)
+        normed_BTC = self.recompute("engram", self._normed, v_BTSD)
         mixed_BTC = self.conv(normed_BTC, docs)
-        return self.seam("engram", torch.add, v_BTSD.view_as(x), mixed_BTC.view_as(x))
+        return self.recompute("engram", torch.add, v_BTSD.view_as(x), mixed_BTC.view_as(x))
 
     def rows(self, docs: Documents) -> Tensor:
-        """`[B, T, H]`: which rows each token looks up; once per batch (`look_ahead`)."""
+        """Return the table rows that each token looks up, `[B, T, H]`, memoized per batch."""
         return docs.memo(self._key, lambda: self._rows(self.shifted(docs)))
 
     def recall(self, rows_BTH: Tensor) -> Tensor:
-        """The memory `[B, T, M]`, in the dtype of products: both projections read it."""
+        """Return the memory `[B, T, M]` in the dtype of products, which both projections read."""
         e_BTHN = self.tables(rows_BTH)
         return e_BTHN.flatten(-2).to(autocast_dtype(e_BTHN) or e_BTHN.dtype)
 
@@ -163,14 +168,20 @@ class Engram(nn.Module):
         return [self._ids(docs.tokens_beside(-shift, self.pad)) for shift in range(order)]
 
     def init_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> EngramState:
-        """The state of `batch` empty documents."""
+        """Return the state of `batch` empty documents."""
         e = self.config.engram
         past = torch.full((batch, e.max_order - 1), self.pad, dtype=torch.int64, device=device)
         taps_shape = batch, self.conv.num_channels, (e.conv_kernel - 1) * e.max_order
         return EngramState(past, torch.zeros(taps_shape, dtype=dtype, device=device))
 
     def step(self, x: Tensor, ids_B: Tensor, state: EngramState) -> tuple[Tensor, EngramState]:
-        """One token, `[B, D]` or `[B, S, D]`, and the next state."""
+        """Decode one token: return the addition, of the shape of `x`, and the next state.
+
+        Args:
+            x: `[B, D]`, or `[B, S, D]` with several streams.
+            ids_B: ids of the tokens.
+            state: of the tokens before it.
+        """
         window_BJ = torch.cat([state.ids_BJ, ids_B[:, None]], 1)
         rows_B1H = self._rows([self._ids(ids_B)[:, None] for ids_B in window_BJ.flip(1).unbind(1)])
         x_B1SD = x.reshape(len(x), 1, self.streams, -1)
@@ -183,6 +194,7 @@ class Engram(nn.Module):
         return out, EngramState(window_BJ[:, 1:], taps_BCJ)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the memory."""
         zero, one = Constant(0.0), Constant(1.0)
         return {
             "tables.weight": Normal(self.config.init_std),
@@ -210,7 +222,7 @@ class Engram(nn.Module):
         return layer_hash(self.config, self.layer, num_ids).rows(ids_by_shift)
 
     def _gated(self, e_BTM: Tensor, x_BTSD: Tensor) -> Tensor:
-        """What each stream takes of the memory, `[B, T, S, D]`."""
+        """Return the gated memory of each stream, `[B, T, S, D]`."""
         key_BTSD = self.wk(e_BTM).unflatten(-1, (self.streams, -1))
         norms = self.key_norm.weight_SD, self.x_norm.weight_SD
         return memory_gate(key_BTSD, self.wv(e_BTM), x_BTSD, *norms)

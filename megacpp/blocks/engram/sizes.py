@@ -33,12 +33,12 @@ def table_rows(config: ModelConfig) -> int:
 
 
 def memory_width(config: ModelConfig) -> int:
-    """Numbers that a token looks up: each order's share."""
+    """Numbers that a token looks up, over all orders."""
     return config.engram.dim * (config.engram.max_order - 1)
 
 
 def engram_parameters(config: ModelConfig) -> int:
-    """Of one layer: tables, keys of each stream, values, norms and taps."""
+    """Parameters of one layer: tables, keys of each stream, values, norms and taps."""
     e, d, streams = config.engram, config.dim, config.mhc.streams
     projections = (streams + 1) * d * (memory_width(config) + 1)
     return table_rows(config) * (e.dim // e.heads) + projections + streams * d * (3 + e.conv_kernel)

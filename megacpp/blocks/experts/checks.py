@@ -67,7 +67,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def null_rules(moe: MoEConfig) -> Iterator[ConfigError]:
-    """Null experts need a bias that keeps their part."""
+    """Yield broken rules of null experts, which need a bias that keeps their part."""
     if moe.null_rho < 1 and not moe.bias_update_rate:
         yield config_error(
             "model.moe.bias_update_rate",

@@ -14,11 +14,11 @@ from megacpp.blocks.experts.rows import expert_rows
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
     from megacpp.config.schema import CheckpointingPolicy, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> MixtureOfExperts:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.experts.module import MixtureOfExperts
 
     return MixtureOfExperts(model)
@@ -31,17 +31,17 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def gated(model: ModelConfig) -> bool:
-    """SwiGLU experts have a third matrix."""
+    """Return whether experts are SwiGLUs, which have a third matrix."""
     return model.moe.activation == "swiglu"
 
 
 def shared(model: ModelConfig) -> bool:
-    """There is a shared expert."""
+    """Return whether the model has shared experts."""
     return model.moe.num_shared > 0
 
 
 def shared_gate(model: ModelConfig) -> bool:
-    """There is a shared expert, with a gate."""
+    """Return whether the model has shared experts with a gate."""
     return shared(model) and model.moe.shared_gate
 
 
@@ -58,26 +58,26 @@ PARAMETERS = (
 
 
 def tensor_dims(model: ModelConfig) -> dict[str, int]:
-    """Hidden units of the shared experts; routed ones are sharded over `ep`."""
+    """Hidden units of the shared experts, by setting; routed ones are sharded over `ep`."""
     hidden = dims(model)["F"]
     return {"model.moe.num_shared * shared_hidden_dim": hidden} if shared(model) else {}
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Router, the chosen experts, the shared ones and their gate."""
+    """Multiply-adds a token of router, chosen experts, shared experts and their gate."""
     e, d = model.moe, model.dim
     routed = e.top_k * (3 if gated(model) else 2) * d * e.hidden_dim
     return d * e.num_experts + routed + 3 * d * dims(model)["F"] + d * shared_gate(model)
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
-    """Gate and up of the shared experts and of the routed ones."""
-    found: set[Piece] = {"mlp"} if policy.mlp else set()
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
+    """Recompute regions: gate and up of the shared experts and of the routed ones."""
+    found: set[Region] = {"mlp"} if policy.mlp else set()
     return found | ({"expert_gemm"} if policy.eblock == "expert_gemm_only" else set())
 
 
-def region_multiply_adds(region: Piece, model: ModelConfig, seq_len: int) -> float:
-    """Gate and up of the shared experts, or of the chosen ones."""
+def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> float:
+    """Multiply-adds a token of gate and up, of the shared or of the chosen experts."""
     if region == "mlp":
         return 2.0 * model.dim * dims(model)["F"]
     if region == "expert_gemm":

@@ -31,13 +31,13 @@ from megacpp.kernels.experts.rows import (
 from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Arrived(NamedTuple):
-    """What the experts of a process work on: rows `[R, D]`, and the slots that hold copies of them.
+    """Rows `[R, D]` for a process's experts, and the slots that hold copies of them.
 
-    `weights_RK` weigh the copies; without them somebody else does it later.
+    `weights_RK` weigh the copies; without them `Combine` weighs the results.
     """
 
     x_RD: Tensor
@@ -46,14 +46,14 @@ class Arrived(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The routed experts, stacked: w2(silu(w1 x) * w3 x), or w2(relu(w1 x)^2).
+    """Routed experts, stacked: w2(silu(w1 x) * w3 x), or w2(relu(w1 x)^2).
 
-    For the backward they keep `x_RD`, gate and up (or what the ReLU is taken of) and the weights.
-    The piece "expert_gemm" makes gate and up again from `x_RD`: it copies rows and multiplies, but
-    neither sorts nor sends.
+    Their saved activations are `x_RD`, gate and up (or the argument of the ReLU) and the weights.
+    The region "expert_gemm" computes gate and up again from `x_RD`: it copies rows and multiplies,
+    but neither sorts nor sends.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
     fp8: Fp8Products | None = None  # set by checkpointing/fp8.py
 
@@ -67,14 +67,15 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden))
 
     def forward(self, x_RD: Tensor, groups: Groups, weights_RK: Tensor | None = None) -> Tensor:
-        """What the expert of each slot makes of the row in it, times its weight: `[S, D]`."""
+        """Return the output of the expert of each slot, times the row's weight: `[S, D]`."""
         weight_S = None if weights_RK is None else weigh_slots(weights_RK, groups)
         if self.kernels.experts == "reference":
             return experts_reference(x_RD, groups, weight_S, *self._weights, self.w2)
-        hidden = self.seam("expert_gemm", self._into, x_RD, groups)
+        hidden = self.recompute("expert_gemm", self._into, x_RD, groups)
         return out_of_experts(hidden, self.w2, weight_S, groups, self.fp8)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the experts."""
         into = ("w1", "w3") if self.config.moe.activation == "swiglu" else ("w1",)
         rules: dict[str, Rule] = {name: input_rule(self.config) for name in into}
         return rules | {"w2": output_rule(self.config)}
@@ -84,13 +85,13 @@ class Experts(nn.Module):
 
     @property
     def _weights(self) -> tuple[Tensor, ...]:
-        """Those that make hidden units."""
+        """Return the weights that make hidden units."""
         gated = self.config.moe.activation == "swiglu"
         return (self.w1, self.w3) if gated else (self.w1,)
 
 
 class SharedExpert(MLP):
-    """What every token visits: one SwiGLU as wide as all shared experts, optionally gated."""
+    """Expert that every token visits: a SwiGLU as wide as all shared experts, optionally gated."""
 
     def __init__(self, config: ModelConfig) -> None:
         moe = config.moe
@@ -98,17 +99,18 @@ class SharedExpert(MLP):
         self.gate = nn.Linear(config.dim, 1, bias=False) if moe.shared_gate else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
+        """Return the output `[..., D]` of inputs `[..., D]`."""
         y_BTD = super().forward(x_BTD)
         return y_BTD if self.gate is None else y_BTD * self.gate(x_BTD).sigmoid().to(y_BTD.dtype)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the expert."""
         gate = {} if self.gate is None else {"gate.weight": input_rule(self.config)}
         return super().init_rules() | gate
 
 
 class Dispatch(nn.Module):
-    """Groups tokens by their experts, all of which are here."""
+    """Grouping of tokens by their experts, all of which this process holds."""
 
     kernels: Kernels = PLAIN_KERNELS
 
@@ -120,9 +122,13 @@ class Dispatch(nn.Module):
     def forward(
         self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, decoding: bool = False
     ) -> tuple[Arrived, Groups]:
-        """What the experts are to do, and what `Combine` needs to bring the rows back.
+        """Return the rows for the experts, and the slots from which `Combine` brings them back.
 
-        When decoding nothing is dropped and nothing is padded.
+        Args:
+            x_TD: tokens.
+            indices_TK: chosen experts.
+            weights_TK: weights of the chosen experts.
+            decoding: nothing is dropped and nothing is padded.
         """
         num_experts = self.moe.num_experts
         if decoding:
@@ -138,7 +144,7 @@ class Dispatch(nn.Module):
 
 
 class Combine(nn.Module):
-    """Adds up what the experts made of each token."""
+    """Sum of the experts' outputs for each token."""
 
     def forward(self, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
         """Sum of each token's rows, `[T, D]` in fp32 (or fp64).
@@ -149,7 +155,7 @@ class Combine(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """sum_k weight_k expert_k(x) + shared(x), each token for itself (DeepSeekMoE, 2401.06066).
+    """Mixture sum_k weight_k expert_k(x) + shared(x) of each token (DeepSeekMoE, 2401.06066).
 
     Dropless by default: every choice is computed. With `capacity_factor` each expert takes the
     first `capacity` choices of a batch and the rest contribute nothing; then shapes are static,
@@ -170,20 +176,21 @@ class MixtureOfExperts(nn.Module):
         self.shared = SharedExpert(config) if config.moe.num_shared else None
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; documents matter to the sequence loss only."""
+        """Return the output `[B, T, D]`; documents matter to the sequence loss only."""
         weights_TK, indices_TK = self.router(x_BTD, docs)
         return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Nothing to remember."""
+        """Return None: the block has no state."""
         return None
 
     def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
-        """One token `[B, D]`: `forward` where nothing is dropped; never counted."""
+        """Return the output `[B, D]` of one token, and None; nothing is dropped or counted."""
         weights_TK, indices_TK = self.router(x_BD, decoding=True)
         return self._mix(x_BD, weights_TK, indices_TK, decoding=True), None
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the mixer."""
         parts: dict[str, Router | Experts | MLP] = {"router": self.router, "experts": self.experts}
         if self.shared is not None:
             parts["shared"] = self.shared

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts, with what weight, and how to keep them even.
+"""Router of a mixture of experts: choice of experts, their weights, and their balance.
 
 Legend: B rows, T tokens (of all rows, where there is no B), D model, E experts, K experts of a
 token at most (megacpp/blocks/attention/choices.py).
@@ -21,7 +21,7 @@ from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
-from megacpp.model.seam import PLAIN, Seam, recomputing
+from megacpp.model.recompute import PLAIN, Recompute, recomputing
 
 FINE = 2.0**24  # in what scores are counted
 ROUTER_TERMS = ("balance", "sequence", "z")
@@ -29,7 +29,7 @@ ROUTER_TERMS = ("balance", "sequence", "z")
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router found for T tokens; all floating tensors in fp32 (or fp64)."""
+    """Result of the router for T tokens; all floating tensors in fp32 (or fp64)."""
 
     logits_TE: Tensor
     scores_TE: Tensor  # sigmoid or softmax of the logits, without gradient
@@ -74,7 +74,7 @@ class Router(AuxiliarySource):
     null_bias: Tensor
     tokens_per_expert: Tensor
     gradient_squares: Tensor
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Router(AuxiliarySource):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        """Those of its losses that are on."""
+        """Names of its losses that are on."""
         return tuple(term for term in ROUTER_TERMS if getattr(self.moe, f"{term}_loss"))
 
     def route(self, x_TD: Tensor) -> Routing:
@@ -127,21 +127,21 @@ class Router(AuxiliarySource):
         return self.choose(self.logits(x_TD))
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """`[T, E]`, in the dtype of the weight."""
+        """Return logits `[T, E]` in the dtype of the weight."""
         with torch.autocast(x_TD.device.type, enabled=False):
             return WideLinear.apply(x_TD, self.weight)  # type: ignore[return-value]
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Sigmoid or softmax."""
+        """Return the sigmoid or softmax of the logits."""
         return logits_TE.sigmoid() if self.moe.score == "sigmoid" else logits_TE.softmax(1)
 
     def choose(self, logits_TE: Tensor) -> Routing:
-        """The K experts of each token and what they weigh."""
+        """Return the K experts of each token with their weights."""
         pre = self.moe.score == "softmax" and self.moe.softmax_order == "pre"
         with torch.autocast(logits_TE.device.type, enabled=False):
             # Elsewhere the weights follow from the chosen logits: backward needs no others.
             scores_TE = self.scores(logits_TE if pre else logits_TE.detach())
-            indices_TK = self.seam.keep(self._choose, scores_TE.detach())
+            indices_TK = self.recompute.keep(self._choose, scores_TE.detach())
             pick = PickReal if self.nulls else Pick
             weights_TK = pick.apply(scores_TE if pre else logits_TE, indices_TK)
             if self.moe.score == "sigmoid":
@@ -156,13 +156,13 @@ class Router(AuxiliarySource):
 
     @torch.no_grad()
     def count(self, indices_TK: Tensor) -> None:
-        """Adds choices to `tokens_per_expert`."""
+        """Add choices to `tokens_per_expert`."""
         chosen_N = indices_TK.flatten()
         self.tokens_per_expert.scatter_add_(0, chosen_N, torch.ones_like(chosen_N))
 
     @torch.no_grad()
     def measure(self, scores_TE: Tensor) -> None:
-        """Adds where the score of a null belongs, in whole numbers, whose sum has no order."""
+        """Add the score at which a null belongs, in whole numbers, whose sum has no order."""
         best_TK = self._selection(scores_TE).topk(self.top_k, dim=1).values
         last, next_one = self.moe.top_k - 1, min(self.moe.top_k, self.top_k - 1)
         between_T = (best_TK[:, last] + best_TK[:, next_one]).double() / 2
@@ -170,14 +170,14 @@ class Router(AuxiliarySource):
 
     @property
     def null_level(self) -> Tensor:
-        """The score of a null with its bias."""
+        """Score of a null with its bias."""
         if self.moe.score == "sigmoid":
             return self.null_score + self.null_bias
         return self.null_score * self.null_bias.exp()
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Once per optimizer step, after the counts were summed over ranks: b += rate * sign.
+        """Update the bias once per step, after counts were summed over ranks: b += rate * sign.
 
         sign(mean count - count): idle experts become easier to choose, busy ones harder. The
         comparison is of integers, so that equal loads leave the bias exactly alone. That of nulls
@@ -202,13 +202,13 @@ class Router(AuxiliarySource):
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Drops what was counted and recorded."""
+        """Zero the counts and recorded losses."""
         super().forget()
         self.tokens_per_expert.zero_()
         self.gradient_squares.zero_()
 
     def auxiliary_losses(self, routing: Routing, docs: Documents) -> dict[str, Tensor]:
-        """coefficient * loss * T of every auxiliary loss that is on (sums over tokens)."""
+        """Return coefficient * loss * T of every auxiliary loss that is on (sums over tokens)."""
         moe, losses = self.moe, {}
         if moe.z_loss:
             losses["z"] = moe.z_loss * z_loss(routing.logits_TE)
@@ -217,10 +217,10 @@ class Router(AuxiliarySource):
             if moe.score == "sigmoid":
                 p_TE = p_TE / (p_TE.sum(1, keepdim=True) + 1e-20)
             # What plain top-k would choose, without bias and groups (Megatron-LM).
-            plain_TK = self.seam.keep(self._plain, p_TE.detach())
+            plain_TK = self.recompute.keep(self._plain, p_TE.detach())
             if moe.balance_loss:
                 # Kept: it is small, and may be a sum over ranks.
-                load_E = self.seam.keep(self.batch_load, plain_TK, self.weight.dtype)
+                load_E = self.recompute.keep(self.batch_load, plain_TK, self.weight.dtype)
                 losses["balance"] = moe.balance_loss * switch_loss(p_TE, load_E, moe.top_k)
             if moe.sequence_loss:
                 load_TE = self.document_load(plain_TK, docs, self.weight.dtype)
@@ -228,6 +228,7 @@ class Router(AuxiliarySource):
         return losses
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the router."""
         zeros = ("expert_bias", "tokens_per_expert", "gradient_squares", *BUFFERS)
         rules = {"weight": input_rule(self.config), **{name: Constant(0.0) for name in zeros}}
         if self.nulls:
@@ -236,13 +237,13 @@ class Router(AuxiliarySource):
         return rules
 
     def _plain(self, p_TE: Tensor) -> Tensor:
-        """The K most probable experts."""
+        """Return the K most probable experts."""
         return p_TE.topk(self.moe.top_k, dim=1).indices
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        """The K best experts, of the best groups, bias included; E for what a null is better than.
+        """Return the K best experts of the best groups, bias included; E where a null is better.
 
-        That is top-k over scores of experts and of all copies of the null, which win where equal.
+        This is top-k over scores of experts and of all copies of the null, which win where equal.
         """
         best_TK, indices_TK = self._selection(scores_TE).topk(self.top_k, dim=1)
         if not self.nulls:
@@ -265,49 +266,51 @@ class Router(AuxiliarySource):
 
 
 class BatchLoad(nn.Module):
-    """Loads of the experts, of a microbatch whose tokens are all here."""
+    """Loads of the experts by a microbatch whose tokens this process holds."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
 
     def forward(self, chosen_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """`(E,)`: the part of the microbatch's tokens that chose each expert."""
+        """Return the fraction of the microbatch's tokens that chose each expert, `[E]`."""
         return one_hot(chosen_TK, self.num_experts, dtype).mean(0)
 
 
 class DocumentLoad(nn.Module):
-    """Loads of the experts by document, of documents whose tokens are all here."""
+    """Loads of the experts by documents whose tokens this process holds."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
 
     def forward(self, chosen_TK: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
-        """`[T, E]`: the part of each token's document that chose each expert."""
+        """Return the fraction of each token's document that chose each expert, `[T, E]`."""
         return document_load(one_hot(chosen_TK, self.num_experts, dtype), docs)
 
 
 def one_hot(chosen_TK: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """Choices as ones in `[T, E]`."""
+    """Return choices as ones in `[T, E]`."""
     zeros_TE = torch.zeros(len(chosen_TK), num_experts, dtype=dtype, device=chosen_TK.device)
     return zeros_TE.scatter_(1, chosen_TK, 1.0)
 
 
 class WideLinear(torch.autograd.Function):
-    """x W^T in the dtype of the weight, keeping `x` in its own.
+    """Product x W^T in the dtype of the weight, saving `x` in its own.
 
     Bit for bit `F.linear(x.to(weight.dtype), weight)`, of which autograd would keep the wide copy.
     """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """Return x W^T `[T, E]` in the dtype of the weight."""
         ctx.save_for_backward(x_TD, weight_ED)
         return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and of the weight."""
         (grad_TE,), (x_TD, weight_ED) = grads, ctx.saved_tensors
         wants_x, wants_weight = needs_input_grad_now(ctx)
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -317,10 +320,11 @@ class WideLinear(torch.autograd.Function):
 
 
 class Pick(torch.autograd.Function):
-    """`x_TE.gather(1, indices_TK)`, of which autograd would keep `x_TE` for its shape."""
+    """Choice `x_TE.gather(1, indices_TK)`, without saving `x_TE` as autograd would for it."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        """Return the chosen entries `[T, K]`."""
         ctx.save_for_backward(indices_TK)
         ctx.num_experts = x_TE.shape[1]
         return x_TE.gather(1, indices_TK)
@@ -328,16 +332,18 @@ class Pick(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient `[T, E]`, zero at entries that weren't chosen."""
         (indices_TK,) = ctx.saved_tensors
         zeros_TE = grads[0].new_zeros(len(indices_TK), ctx.num_experts)
         return zeros_TE.scatter_(1, indices_TK, grads[0]), None
 
 
 class PickReal(torch.autograd.Function):
-    """`Pick` with indices of nulls (E), which get what a sigmoid and a softmax make 0 of."""
+    """Choice as `Pick` with indices of nulls (E), whose value becomes 0 in a sigmoid or softmax."""
 
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        """Return the chosen entries `[T, K]`; the least finite number for nulls."""
         ctx.save_for_backward(indices_TK)
         ctx.num_experts = x_TE.shape[1]
         x_TK = x_TE.gather(1, indices_TK.clamp(max=ctx.num_experts - 1))
@@ -346,24 +352,27 @@ class PickReal(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient `[T, E]`, zero at entries that weren't chosen."""
         (indices_TK,) = ctx.saved_tensors
         zeros_TN = grads[0].new_zeros(len(indices_TK), ctx.num_experts + 1)
         return zeros_TN.scatter_(1, indices_TK, grads[0])[:, : ctx.num_experts], None
 
 
 class Fork(torch.autograd.Function):
-    """The same tensor twice; in backward the squared norm of each gradient is added to `squares`.
+    """Two views of a tensor; backward adds the squared norm of each one's gradient to `squares`.
 
-    So the share of the auxiliary losses in what moves a router is known without a second backward.
+    So the share of the auxiliary losses in a router's gradient is known without a second backward.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two views of `x` `[T, E]`; `squares` `[2]` collects the squared norms."""
         ctx.squares = squares
         return x.view_as(x), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of both gradients."""
         for slot, grad in enumerate(grads):
             ctx.squares[slot] += torch.linalg.vector_norm(grad).square()
         return grads[0] + grads[1], None
@@ -385,7 +394,7 @@ def switch_loss(p_TE: Tensor, load: Tensor, top_k: int) -> Tensor:
 
 
 def document_load(chosen_TE: Tensor, docs: Documents) -> Tensor:
-    """For every token, how much of its document chose each expert, `[T, E]`.
+    """Return for every token the fraction of its document that chose each expert, `[T, E]`.
 
     The switch loss with it is the mean over documents, each weighted by its number of tokens.
     """
@@ -395,7 +404,7 @@ def document_load(chosen_TE: Tensor, docs: Documents) -> Tensor:
 
 
 def document_lengths(docs: Documents) -> tuple[Tensor, Tensor]:
-    """Of every token of the flattened batch: the number and the length of its document."""
+    """Return number and length of the document of every token of the flat batch, `[T]` each."""
     return docs.memo("document_lengths", lambda: _document_lengths(docs))
 
 

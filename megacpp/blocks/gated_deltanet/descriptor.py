@@ -23,11 +23,11 @@ from megacpp.model.primes import nearest_divisor
 if TYPE_CHECKING:
     from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
     from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> GatedDeltaNet:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
 
     return GatedDeltaNet(model)
@@ -46,7 +46,7 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def gated(model: ModelConfig) -> bool:
-    """The normed output has a gate."""
+    """Return whether the normed output has a gate."""
     return model.gated_deltanet.gate
 
 
@@ -64,7 +64,7 @@ PARAMETERS = (
 
 
 def checks(config: Config) -> Iterator[ConfigError]:
-    """Key heads that value heads don't divide into."""
+    """Yield an error if key heads don't divide value heads."""
     g = config.model.gated_deltanet
     if g.num_value_heads % g.num_key_heads:
         near = nearest_divisor(g.num_value_heads, g.num_key_heads)
@@ -77,7 +77,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections and the products of a chunk: k.k, k.state, solve, q.k, q.state, weights.u, k.u.
+    """Multiply-adds of projections and a chunk: k.k, k.state, solve, q.k, q.state, weights.u, k.u.
 
     The triangular solve counts half of a product of its sizes.
     """
@@ -91,7 +91,7 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def replayed(config: Config) -> float:
-    """States of all chunks, then each chunk once more: the scan keeps its inputs alone."""
+    """Multiply-adds of all chunks' states, then of each chunk again: only scan inputs are saved."""
     g, size = config.model.gated_deltanet, dims(config.model)
     chunk = min(g.chunk_size, config.data.seq_len)
     state = 5 * g.num_value_heads * g.key_dim * g.value_dim
@@ -99,17 +99,17 @@ def replayed(config: Config) -> float:
 
 
 def last_product(model: ModelConfig) -> float:
-    """The output projection."""
+    """Multiply-adds a token of the output projection."""
     return float(model.dim * dims(model)["W"])
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
-    """Short convolution, and norm and gate behind the scan."""
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
+    """Recompute regions: short convolution, and norm and gate behind the scan."""
     return {"conv_bc"} if policy.gblock == "conv_gate" else set()
 
 
 def value_heads(model: ModelConfig) -> tuple[str, int]:
-    """Heads that are exchanged for tokens; a key head goes wherever its value heads go."""
+    """Name and number of heads exchanged for tokens; a key head goes with its value heads."""
     return "model.gated_deltanet.num_value_heads", model.gated_deltanet.num_value_heads
 
 

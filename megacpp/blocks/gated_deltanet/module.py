@@ -1,9 +1,9 @@
-"""The Gated DeltaNet mixer (arXiv 2412.06464): short convolution, gated delta rule, gated norm.
+"""Gated DeltaNet mixer (arXiv 2412.06464): short convolution, gated delta rule, gated norm.
 
 Parameter names are those of Qwen3-Next, except that its two input projections and one convolution
-are a module per part here, so that heads can be cut in each part:
-megacpp/model/upstream.py maps both ways. Heads are counted by what weights and
-activations hold, which may be some of the heads only.
+are a module per part here, so that each part can be sharded by heads:
+megacpp/model/upstream.py maps both ways. Heads are counted by the shapes of weights and
+activations, which may hold some of the heads only.
 
 Legend: B rows, T tokens of a row, D model, H key heads, N value heads (N / H neighbours share a key
 head), K key, V value, C convolved channels q | k | v, X = N V.
@@ -29,7 +29,7 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
@@ -49,7 +49,7 @@ class GatedDeltaNet(Fp32Contract):
     serves all heads.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -73,6 +73,7 @@ class GatedDeltaNet(Fp32Contract):
         self.out_proj = nn.Linear(values, D, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """Return the output `[B, T, D]`; convolution and state restart at every document."""
         q, k, v, z_BTX, b_BTN, a_BTN = self._project(x_BTD)
         weight_C1K = stacked(self.conv_q, self.conv_k, self.conv_v)
         qkv_BTC = self.convolve(torch.cat([q, k, v], -1), weight_C1K, docs)
@@ -83,7 +84,7 @@ class GatedDeltaNet(Fp32Contract):
     def init_state(
         self, batch_size: int, device: torch.device | str, dtype: torch.dtype
     ) -> GatedDeltaState:
-        """The state of `batch_size` empty documents; `dtype` is that of the activations."""
+        """Return the state of `batch_size` empty documents; `dtype` is that of the activations."""
         g = self.delta
         shape = batch_size, g.num_value_heads, g.key_dim, g.value_dim
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -94,7 +95,7 @@ class GatedDeltaNet(Fp32Contract):
         )
 
     def step(self, x_BD: Tensor, state: GatedDeltaState) -> tuple[Tensor, GatedDeltaState]:
-        """One token: output `[B, D]` and the next state."""
+        """Decode one token: return the output `[B, D]` and the next state."""
         q, k, v, z_BX, b_BN, a_BN = self._project(x_BD)
         weight_C1K = stacked(self.conv_q, self.conv_k, self.conv_v)
         qkv_BC, taps = causal_conv_step(torch.cat([q, k, v], -1), state.taps_BCJ, weight_C1K)
@@ -106,6 +107,7 @@ class GatedDeltaNet(Fp32Contract):
         return y_BD.to(x_BD.dtype), GatedDeltaState(S_BNKV, taps)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         convs = {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
         rules: dict[str, Rule] = {
             "A_log": LogUniform(0.0, 16.0),
@@ -118,7 +120,7 @@ class GatedDeltaNet(Fp32Contract):
         return rules | {f"{name}.weight": conv.rule() for name, conv in convs.items()}
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        """q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
+        """Return q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
         thin = self.in_b.weight, self.in_a.weight
         b, a = F.linear(x, torch.cat(thin)).split([len(w) for w in thin], -1)
         z = None if self.in_z is None else self.in_z(x)
@@ -136,8 +138,8 @@ class GatedDeltaNet(Fp32Contract):
         )
 
     def _output(self, o_BTNV: Tensor, z_BTX: Tensor | None) -> Tensor:
-        """Norm of each head, then the gate, and the way out."""
-        gated_BTNV = self.seam(
+        """Norm each head, gate it, and project it to the stream."""
+        gated_BTNV = self.recompute(
             "conv_bc",
             partial(gated_ranks, norm_eps=self.norm.eps, dtype=o_BTNV.dtype),
             o_BTNV[..., None, :],

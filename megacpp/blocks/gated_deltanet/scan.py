@@ -31,12 +31,12 @@ class DeltaInputs(TokenTensors):
     beta_BTN: Tensor
 
     def in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """All of them in the order of the kernels' arguments."""
+        """Return all tensors in the order of the kernels' arguments."""
         return self.q_BTHK, self.k_BTHK, self.v_BTNV, self.g_BTN, self.beta_BTN
 
 
 class GatedDeltaScan(nn.Module):
-    """The recurrence `[B, T, N, V]`: the one place where tokens of a document meet."""
+    """Recurrence `[B, T, N, V]`: the only submodule in which tokens of a document meet."""
 
     kernels: Kernels = PLAIN_KERNELS
 
@@ -51,6 +51,14 @@ class GatedDeltaScan(nn.Module):
         docs: Documents | None,
         entering: DeltaState | None = None,
     ) -> Tensor:
+        """Return outputs `[B, T, N, V]`.
+
+        Args:
+            inputs: q, k, v and gates.
+            weights: none; the call is that of `FoldingScan`.
+            docs: documents, at which the state restarts; None: one per row.
+            entering: state in front of each row's first token; None: zeros.
+        """
         initial_BNKV = None if entering is None else entering.S_BNKV
         given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
         return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]

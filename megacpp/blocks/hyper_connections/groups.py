@@ -1,4 +1,4 @@
-"""Layers of hyper-connections whose streams run again together; no torch here.
+"""Groups of layers whose hyper-connections are recomputed together; no torch here.
 
 Of a group only the streams at its entry are kept, and what each mixer returned, one stream wide.
 In the backward the last layer of a group asks for its streams; then those of all its layers are
@@ -21,11 +21,11 @@ from megacpp.model.stages import split_layers, stages_per_rank
 
 @dataclass(frozen=True)
 class InGroup:
-    """A layer in its group.
+    """Position of a layer in its group.
 
     Attributes:
-        place: layers of the group in front of it; 0: the streams that it gets are kept.
-        closes: the streams that it leaves are kept: another group begins, or a stage ends.
+        place: layers of the group in front of it; 0: its input streams are saved.
+        closes: its output streams are saved: another group begins, or a stage ends.
     """
 
     place: int
@@ -33,7 +33,7 @@ class InGroup:
 
 
 def places_in_groups(config: Config) -> list[InGroup | None]:
-    """Of every layer; None: it runs nothing of its streams again."""
+    """Return the position of every layer in its group; None: it recomputes no streams."""
     found: list[InGroup | None] = [None] * config.model.depth
     for group in stream_groups(config):
         for place, layer in enumerate(group):
@@ -42,10 +42,10 @@ def places_in_groups(config: Config) -> list[InGroup | None]:
 
 
 def stream_groups(config: Config) -> list[range]:
-    """Groups in layer order, within pipeline stages; never with the last layer of the model.
+    """Return groups in layer order, within pipeline stages; never with the last layer of the model.
 
-    None without hyper-connections, where the policy says so, and where somebody else decides what a
-    block keeps: the compiler, or Transformer Engine.
+    There are none without hyper-connections, where the policy turns them off, and where the
+    compiler or Transformer Engine decides what a block saves.
     """
     model, size = config.model, config.recompute.mhc_group_size
     decided = config.train.compile != "off" or config.precision.fp8 == "te"

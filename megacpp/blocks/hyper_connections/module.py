@@ -32,7 +32,7 @@ STAYS = 6.0  # logit by which a stream at first prefers itself: 0.993 of four st
 
 
 class HyperConnection(Fp32Contract):
-    """Around one layer: what it reads of `[..., n, D]` and what it leaves there.
+    """Connection of one layer to the residual streams `[..., n, D]`: its input and its output.
 
     Args:
         layer: its number: neighbours prefer other streams at the start (`init=plain`).
@@ -48,15 +48,22 @@ class HyperConnection(Fp32Contract):
         self.bias = nn.Parameter(torch.empty(n * n + 2 * n))
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u `[..., D]`, post `[..., n]` and res `[..., n, n]`."""
+        """Return u `[..., D]`, post `[..., n]` and res `[..., n, n]`."""
         return read(x, self.phi, self.scale, self.bias, self.how)
 
     def mix(self, x: Tensor, y: Tensor, post: Tensor, res: Tensor) -> Tensor:
-        """The streams behind the layer, from those before it and what the mixer made."""
+        """Return the streams behind the layer, `[..., n, D]`.
+
+        Args:
+            x: streams before the layer, `[..., n, D]`.
+            y: output of the mixer, `[..., D]`.
+            post: coefficients of `y`, `[..., n]`.
+            res: coefficients of `x`, `[..., n, n]`.
+        """
         return mix(x, y, post, res)
 
     def init_rules(self) -> dict[str, Rule]:
-        """Of `model.mhc.init`; of `plain` the first step is that of one stream."""
+        """Return the rules of `model.mhc.init`; with `plain` the first step is one stream's."""
         mhc, n = self.config.mhc, self.streams
         if mhc.init == "published":
             return published_rules(mhc, n * self.config.dim)
@@ -69,8 +76,8 @@ class PlainBias:
     """Biases of a connection that at first does what a residual sum does.
 
     post is one and res doubly stochastic, so equal streams stay equal; what a layer reads of them
-    sums to one. It reads of each another part: with equal parts all streams would have the same
-    gradients for ever and never differ.
+    sums to one. It reads another part of each: with equal parts all streams would always have the
+    same gradients and never differ.
     """
 
     streams: int
@@ -78,6 +85,7 @@ class PlainBias:
     ordering: str
 
     def __call__(self, index: Tensor, shape: tuple[int, ...], key: int) -> Tensor:
+        """Return the biases of pre, post and res at `index`."""
         n = self.streams
         parts = [2 * (1 + (i + self.layer) % n) / (n * (n + 1)) for i in range(n)]
         added = EPS if self.ordering == "deepseek_v4" else 0.0
@@ -88,7 +96,7 @@ class PlainBias:
 
 
 def published_rules(mhc: HyperConnectionConfig, width: int) -> dict[str, Rule]:
-    """As the source of `mhc.ordering` starts: transformers' DeepSeek-V4, or Megatron-LM."""
+    """Return the rules that transformers' DeepSeek-V4 or Megatron-LM has, by `mhc.ordering`."""
     bias = Constant(0.0)
     if mhc.ordering == "deepseek_v4":
         return {"phi": Normal(0.02), "scale": Constant(1.0), "bias": bias}
@@ -97,30 +105,32 @@ def published_rules(mhc: HyperConnectionConfig, width: int) -> dict[str, Rule]:
 
 
 class Spread(nn.Module):
-    """In front of the first block: as many copies of a stream."""
+    """Copy of the embedding into each stream, in front of the first block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.streams = config.mhc.streams
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., n, D]`."""
+        """Return streams `[..., n, D]` of inputs `[..., D]`."""
         return x[..., None, :].repeat(*[1] * (x.ndim - 1), self.streams, 1)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return no rules: there are no parameters."""
         return {}
 
 
 class Collapse(nn.Module):
-    """Behind the last block: one stream of several, their mean or sum."""
+    """Mean or sum of all streams, behind the last block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.mean = config.mhc.collapse == "mean"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., n, D]` to `[..., D]`."""
+        """Return one stream `[..., D]` of streams `[..., n, D]`."""
         return x.mean(-2) if self.mean else x.sum(-2)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return no rules: there are no parameters."""
         return {}

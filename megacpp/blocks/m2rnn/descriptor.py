@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megacpp.blocks.m2rnn.module import M2RNN
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.memory.forms.activation_share import Share
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def num_heads(model: ModelConfig) -> int:
@@ -32,7 +32,7 @@ def num_heads(model: ModelConfig) -> int:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> M2RNN:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.m2rnn.module import M2RNN
 
     return M2RNN(model)
@@ -52,12 +52,12 @@ def dims(model: ModelConfig) -> dict[str, int]:
 
 
 def own_q(model: ModelConfig) -> bool:
-    """Query heads are several, so they are sharded like the others."""
+    """Return whether there are several query heads, which are sharded like the others."""
     return model.m2rnn.num_q_heads > 1
 
 
 def own_k(model: ModelConfig) -> bool:
-    """Key heads are several, so they are sharded like the others."""
+    """Return whether there are several key heads, which are sharded like the others."""
     return model.m2rnn.num_k_heads > 1
 
 
@@ -72,17 +72,17 @@ def shared_k(model: ModelConfig) -> bool:
 
 
 def query_rows(model: ModelConfig) -> tuple[int, ...]:
-    """A matrix for each query head."""
+    """Return the rows of each query head."""
     return (model.m2rnn.key_dim,) * model.m2rnn.num_q_heads
 
 
 def key_rows(model: ModelConfig) -> tuple[int, ...]:
-    """A matrix for each key head."""
+    """Return the rows of each key head."""
     return (model.m2rnn.key_dim,) * model.m2rnn.num_k_heads
 
 
 def value_rows(model: ModelConfig) -> tuple[int, ...]:
-    """A matrix for each head of values."""
+    """Return the rows of each value head."""
     return (model.m2rnn.value_dim,) * num_heads(model)
 
 
@@ -108,7 +108,7 @@ PARAMETERS = (
 
 
 def tensor_dims(model: ModelConfig) -> dict[str, int]:
-    """Heads, and those of queries and keys where they are sharded."""
+    """Numbers of heads, and of query and key heads where they are sharded, by setting."""
     found = {"the number of M2RNN heads": num_heads(model)}
     for name in ("num_q_heads", "num_k_heads"):
         if getattr(model.m2rnn, name) > 1:
@@ -117,7 +117,7 @@ def tensor_dims(model: ModelConfig) -> dict[str, int]:
 
 
 def checks(config: Config) -> Iterator[ConfigError]:
-    """Heads that queries and keys don't divide."""
+    """Yield errors of query and key heads that don't divide the heads."""
     heads = num_heads(config.model)
     for name in ("num_q_heads", "num_k_heads"):
         value = getattr(config.model.m2rnn, name)
@@ -131,7 +131,7 @@ def checks(config: Config) -> Iterator[ConfigError]:
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections, and per head h W and q h (k v^T is element-wise)."""
+    """Multiply-adds a token of projections, and per head of h W and q h."""
     r, d, heads = model.m2rnn, model.dim, num_heads(model)
     qk, v = (r.num_q_heads + r.num_k_heads) * r.key_dim, heads * r.value_dim
     projections = d * (qk + 2 * v + heads) + v * d
@@ -139,17 +139,17 @@ def multiply_adds(model: ModelConfig, seq_len: int) -> float:
 
 
 def last_product(model: ModelConfig) -> float:
-    """The output projection."""
+    """Multiply-adds a token of the output projection."""
     return float(model.dim * num_heads(model) * model.m2rnn.value_dim)
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
-    """None: `recompute.rblock` is the recurrence's own (`M2RNN.keep_states`) or the block's."""
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
+    """Return no regions: `recompute.rblock` sets `M2RNN.keep_states`, or the whole block."""
     return set()
 
 
 def replayed(config: Config) -> float:
-    """Products of state and weight that make the states between chunks again."""
+    """Multiply-adds a token of the products that compute the states between chunks again."""
     if config.recompute.rblock == "none":
         return 0.0
     r = config.model.m2rnn
@@ -157,7 +157,7 @@ def replayed(config: Config) -> float:
 
 
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
-    """All heads."""
+    """Name and number of heads."""
     return "the number of M2RNN heads", num_heads(model)
 
 
@@ -169,7 +169,7 @@ def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
 
 
 def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
-    """States of a serial exchange are sent and received in one order."""
+    """Return why a serial exchange, with sends and receives in one order, can't be made twice."""
     uneven = num_heads(model) % (mesh.tp * mesh.cp) > 0
     if mesh.cp_m2rnn != "serial" and not (mesh.cp_m2rnn == "auto" and uneven):
         return None

@@ -1,9 +1,9 @@
-"""The M2RNN mixer (arXiv 2603.14360): short convolution, matrix-state recurrence, gate, norm.
+"""M2RNN mixer (arXiv 2603.14360): short convolution, matrix-state recurrence, gate, norm.
 
 Parameter names are those of lm-engine, except that its one input projection and one convolution
-are a module per part here, so that heads can be cut in each part: megacpp/model/upstream.py maps
-both ways. Nothing below counts heads by the configuration where a weight or an activation can tell:
-a weight may hold some of the heads only.
+are a module per part here, so that each part can be sharded by heads: megacpp/model/upstream.py
+maps both ways. Heads are counted by the shapes of weights and activations, not by the
+configuration: a weight may hold some of the heads only.
 
 Legend: B rows, T tokens of a row, D model, N heads (of v, forget, gate and state weight), K key,
 V value, C convolved channels, Y the channels q heads * K | k heads * K, X = N * V.
@@ -28,14 +28,14 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Identity, LogUniform, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import NormOverHeads
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.scan import SequenceScan
-from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
 @dataclass(frozen=True)
 class M2RNNState:
-    """What decoding carries from token to token."""
+    """State that decoding carries from token to token."""
 
     h_BNKV: Tensor  # at least fp32
     taps_BCJ: Tensor  # the last conv_kernel - 1 inputs of the convolution
@@ -50,9 +50,11 @@ class DecayGate(Fp32Contract):
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
 
     def forward(self, x_BTN: Tensor) -> Tensor:
+        """Return the forget gate `[B, T, N]` in (0, 1), in at least fp32."""
         return torch.exp(-torch.exp(self.A_log) * F.softplus(wide(x_BTN) + self.dt_bias))
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter."""
         return {"A_log": LogUniform(0.0, 16.0), "dt_bias": TimeStepBias(1e-3, 0.1, 1e-4)}
 
 
@@ -63,7 +65,7 @@ class M2RNN(Fp32Contract):
     the forget values, and the norm over all heads at once.
     """
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,6 +95,7 @@ class M2RNN(Fp32Contract):
         }
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
+        """Return the output `[B, T, D]`; convolution and state restart at every document."""
         qk_BTY, v_BTX, f_BTN, g_BTX, q_rows = self._project(x_BTD)
         qk_BTY = self.convolve(qk_BTY, stacked(self.conv_q, self.conv_k), docs)
         v_BTX = self.convolve(v_BTX, self.conv_v.weight, docs)
@@ -103,7 +106,7 @@ class M2RNN(Fp32Contract):
         return self._output(y_BTNV, v_BTNV, g_BTX).to(x_BTD.dtype)
 
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> M2RNNState:
-        """The state of `batch_size` empty documents."""
+        """Return the state of `batch_size` empty documents."""
         wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         h_shape = batch_size, self.num_heads, self.key_dim, self.value_dim
         convs = self.conv_q, self.conv_k, self.conv_v
@@ -114,7 +117,7 @@ class M2RNN(Fp32Contract):
         )
 
     def step(self, x_BD: Tensor, state: M2RNNState) -> tuple[Tensor, M2RNNState]:
-        """One token: output `[B, D]` and the next state."""
+        """Decode one token: return the output `[B, D]` and the next state."""
         qk_BY, v_BX, f_BN, g_BX, q_rows = self._project(x_BD)
         weight_C1J = stacked(self.conv_q, self.conv_k, self.conv_v)
         qkv_BC = torch.cat([qk_BY, v_BX], -1)
@@ -127,6 +130,7 @@ class M2RNN(Fp32Contract):
         return self._output(y_BNV, v_BNV, g_BX).to(x_BD.dtype), M2RNNState(h_BNKV, taps_BCJ)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         children = {"decay_gate": self.decay_gate, "g_norm": self.g_norm}
         convs = {"conv_q": self.conv_q, "conv_k": self.conv_k, "conv_v": self.conv_v}
         rules: dict[str, Rule] = {"state_weight": Identity(), "D": Constant(1.0)}
@@ -137,7 +141,7 @@ class M2RNN(Fp32Contract):
         return rules
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """The channels q | k, v, forget, gate, and how many channels are of q.
+        """Return the channels q | k, v, forget, gate, and the number of channels of q.
 
         q, k and forget read x in one product: all heads share a q and a k, so together they are a
         matrix worth its launch, and copying their few rows is cheap.
@@ -148,12 +152,12 @@ class M2RNN(Fp32Contract):
         return qk_BTY, self.in_v(x), f_BTN, self.in_gate(x), q
 
     def _heads(self, qk: Tensor, v: Tensor, q_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[..., q heads, K]`, k `[..., k heads, K]` and v `[..., N, V]`."""
+        """Return q `[..., q heads, K]`, k `[..., k heads, K]` and v `[..., N, V]`."""
         q, k = qk.split([q_rows, qk.shape[-1] - q_rows], -1)
         heads = -1, self.key_dim
         return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, (-1, self.value_dim))
 
     def _output(self, y: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        """Residual, gate, then the norm (gate first), and the way out; y and v `[..., N, V]`."""
-        gated = self.seam("conv_bc", gated_residual, y, v, self.D, g)
+        """Add the residual, gate, norm and project to the stream; y and v `[..., N, V]`."""
+        gated = self.recompute("conv_bc", gated_residual, y, v, self.D, g)
         return self.output_projection(self.g_norm(gated).to(g.dtype))

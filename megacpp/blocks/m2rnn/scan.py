@@ -18,7 +18,7 @@ from megacpp.model.scan import HeadTensors, TokenTensors
 
 @dataclass(frozen=True, eq=False)
 class M2RNNInputs(TokenTensors):
-    """What has a token axis; q and k heads may be fewer than those of v and f."""
+    """Tensors with a token axis; q and k heads may be fewer than those of v and f."""
 
     q_BTNK: Tensor
     k_BTNK: Tensor
@@ -34,11 +34,11 @@ class M2RNNWeights(HeadTensors):
 
 
 class M2RNNScan(nn.Module):
-    """The recurrence `[B, T, N, V]`: where all tokens of a document meet.
+    """Recurrence `[B, T, N, V]`: the only submodule in which all tokens of a document meet.
 
     Attributes:
-        keep_states: for backward, of every token; else it runs the recurrence again, chunk by
-            chunk (`m2rnn_chunked`).
+        keep_states: save the state of every token for the backward; else it runs the recurrence
+            again, chunk by chunk (`m2rnn_chunked`).
     """
 
     kernels: Kernels = PLAIN_KERNELS
@@ -49,6 +49,7 @@ class M2RNNScan(nn.Module):
         self.chunk_size, self.clip = chunk_size, clip
 
     def forward(self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents | None) -> Tensor:
+        """Return outputs `[B, T, N, V]`."""
         y_BTNV, _ = m2rnn_chunked(
             *self._tensors(inputs, weights),
             docs,
@@ -68,7 +69,14 @@ class M2RNNScan(nn.Module):
     def carried(
         self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents, entering: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Outputs of a part of each row, and the state behind it, `[B, N, K, V]` as `entering`."""
+        """Return outputs of a part of each row, and the state behind it, `[B, N, K, V]`.
+
+        Args:
+            inputs: q, k, v and f of the part.
+            weights: state weight.
+            docs: documents of the part.
+            entering: state in front of it, `[B, N, K, V]`.
+        """
         return m2rnn_carried(
             *self._tensors(inputs, weights),
             docs,

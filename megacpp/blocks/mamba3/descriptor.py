@@ -24,7 +24,7 @@ from megacpp.model.primes import nearest_divisor
 if TYPE_CHECKING:
     from megacpp.blocks.mamba3.module import Mamba3
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
-    from megacpp.model.pieces import Piece
+    from megacpp.model.regions import Region
 
 
 def num_heads(model: ModelConfig) -> int:
@@ -33,7 +33,7 @@ def num_heads(model: ModelConfig) -> int:
 
 
 def build(kind: str, model: ModelConfig, layer: int) -> Mamba3:
-    """The mixer."""
+    """Return the mixer."""
     from megacpp.blocks.mamba3.module import Mamba3
 
     return Mamba3(model)
@@ -60,17 +60,17 @@ def by_library(config: Config) -> bool:
 
 
 def convolves(model: ModelConfig) -> bool:
-    """There is a short convolution."""
+    """Return whether there is a short convolution."""
     return model.mamba3.conv_kernel > 0
 
 
 def mimo(model: ModelConfig) -> bool:
-    """The update has several ranks."""
+    """Return whether the update has several ranks."""
     return model.mamba3.mimo_rank > 1
 
 
 def out_norm(model: ModelConfig) -> bool:
-    """The output is normalised before its projection."""
+    """Return whether the output is normalised before its projection."""
     return model.mamba3.out_norm
 
 
@@ -96,7 +96,7 @@ PARAMETERS = (
 
 
 def multiply_adds(model: ModelConfig, seq_len: int) -> float:
-    """Projections and four products a chunk: q.k, weights.v, k.v and q.state."""
+    """Multiply-adds a token of projections and of q.k, weights.v, k.v and q.state a chunk."""
     m, d, size = model.mamba3, model.dim, dims(model)
     inner, heads, rank = size["W"], size["H"], m.mimo_rank
     projections = d * (2 * inner + 2 * size["S"] + 3 * heads + size["A"]) + inner * d
@@ -143,18 +143,18 @@ def checks(config: Config) -> Iterator[ConfigError]:
         )
 
 
-def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Piece]:
-    """Short convolution, norms, rotation and gate around the scan."""
+def regions(policy: CheckpointingPolicy, model: ModelConfig) -> set[Region]:
+    """Recompute regions: short convolution, norms, rotation and gate around the scan."""
     return {"conv_bc"} if policy.mblock == "conv_bc_only" else set()
 
 
 def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
-    """All heads."""
+    """Name and number of heads."""
     return "the number of Mamba-3 heads", num_heads(model)
 
 
 def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
-    """States of MIMO are handed over by a fold that autograd walks once."""
+    """Return why the states of MIMO can't be folded twice; None: they can, or aren't folded."""
     if not mimo(model) or mesh.cp_mamba3 != "state":
         return None
     return "MIMO Mamba-3 states are handed over cp once", "mesh.cp_mamba3=heads"

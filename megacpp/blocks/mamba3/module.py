@@ -29,8 +29,8 @@ from megacpp.model.fp32 import Fp32Contract, wide
 from megacpp.model.init import Constant, Rule, TimeStepBias
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.scan import SequenceScan
-from megacpp.model.seam import PLAIN, Seam
 from megacpp.model.short_conv import Convolve, ShortConv, stacked
 
 
@@ -43,9 +43,9 @@ class Mamba3Decode:
 
 
 class Mamba3(Fp32Contract):
-    """x -> in_* -> [short conv] -> scan over documents -> out_proj, `[B, T, D]` to `[B, T, D]`."""
+    """Mixer x -> in_* -> [short conv] -> scan over documents -> out_proj, all `[B, T, D]`."""
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Mamba3(Fp32Contract):
         self.out_proj = nn.Linear(H * P, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents | None = None) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; the recurrence restarts where documents start."""
+        """Return the output `[B, T, D]`; the recurrence restarts where documents start."""
         docs = documents_of(x_BTD, docs)
         z_BTW, v_BTW, bc_BTS, rest = self._project(x_BTD)
         if self.mamba.conv_kernel:
@@ -96,7 +96,7 @@ class Mamba3(Fp32Contract):
         return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype)
 
     def head_weights(self) -> HeadWeights:
-        """The scan's parameters, all under the fp32 contract."""
+        """Return the scan's parameters, all under the fp32 contract."""
         mimo = self.mamba.mimo_rank > 1
         return HeadWeights(
             Q_bias=self.C_bias,
@@ -112,7 +112,7 @@ class Mamba3(Fp32Contract):
     def init_state(
         self, batch_size: int, device: torch.device | str, dtype: torch.dtype
     ) -> Mamba3Decode:
-        """The state in front of the first token; `dtype` is that of the activations."""
+        """Return the state in front of the first token; `dtype` is that of the activations."""
         m = self.mamba
         v_BHP = torch.zeros(batch_size, self.num_heads, m.headdim, device=device, dtype=dtype)
         taps = None
@@ -122,7 +122,7 @@ class Mamba3(Fp32Contract):
         return Mamba3Decode(Mamba3State.zeros(v_BHP, self.num_angles, m.mimo_rank, m.d_state), taps)
 
     def step(self, x_BD: Tensor, state: Mamba3Decode) -> tuple[Tensor, Mamba3Decode]:
-        """One token: output `[B, D]` and the next state, at a cost that no prefix changes."""
+        """Decode one token: return the output `[B, D]` and the next state, at a constant cost."""
         z_B1W, v_B1W, bc_B1S, rest = self._project(x_BD[:, None])
         taps = state.taps_BCK1
         if self.mamba.conv_kernel:
@@ -136,6 +136,7 @@ class Mamba3(Fp32Contract):
         return y_BD, Mamba3Decode(scan, taps)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the mixer."""
         m = self.mamba
         into = input_rule(self.config)
         rules: dict[str, Rule] = {
@@ -159,7 +160,7 @@ class Mamba3(Fp32Contract):
         return rules
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
+        """Return z, x (the scan's V), the channels B | C, and the rest: dt, A, trap, angles.
 
         The thin parts read x_BTD in one product: together they are a matrix worth its launch, and
         copying their few rows is cheap. z and x are wide; backward would keep a copy of both.
@@ -173,9 +174,9 @@ class Mamba3(Fp32Contract):
     def _inputs(
         self, z_BTW: Tensor, v_BTW: Tensor, bc_BTS: Tensor, rest: tuple[Tensor, ...]
     ) -> ScanInputs:
-        """What the scan takes, from the projections."""
+        """Return the inputs of the scan, from the projections."""
         dt_BTH, a_BTH, trap_BTH, angles_BTA = rest
-        Q, K, ADT_BHT, DT_BHT = self.seam("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
+        Q, K, ADT_BHT, DT_BHT = self.recompute("conv_bc", self._steps, bc_BTS, dt_BTH, a_BTH)
         return ScanInputs(
             Q=Q,
             K=K,
@@ -188,7 +189,7 @@ class Mamba3(Fp32Contract):
         )
 
     def _steps(self, bc_BTS: Tensor, dt_BTH: Tensor, a_BTH: Tensor) -> tuple[Tensor, ...]:
-        """Norms of C and B, and in fp32 the log decay A dt and the step dt."""
+        """Return normed C and B, and in fp32 the log decay A dt and the step dt."""
         B_BTC, C_BTC = bc_BTS.chunk(2, -1)
         shape = (self.mamba.mimo_rank, -1, self.mamba.d_state)
         DT_BHT = F.softplus(wide(dt_BTH) + self.dt_bias).mT
@@ -197,11 +198,11 @@ class Mamba3(Fp32Contract):
         return self.C_norm(Q), self.B_norm(K), ADT_BHT, DT_BHT
 
     def _by_head(self, x_W: Tensor) -> Tensor:
-        """`[..., H P]` as `[..., H, P]`, however many heads there are."""
+        """Return `[..., H P]` as `[..., H, P]`, for any number of heads."""
         return x_W.unflatten(-1, (-1, self.mamba.headdim))
 
     def _decay_rate(self, a: Tensor) -> Tensor:
-        """A = -activation(a), at most -a_floor."""
+        """Return A = -activation(a), at most -a_floor."""
         if self.mamba.a_activation == "softplus":
             positive = F.softplus(a)
         else:  # 1 + a for a >= 0, else 1 / (1 - a): slope and value continuous, slow to reach 0

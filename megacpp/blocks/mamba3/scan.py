@@ -14,13 +14,13 @@ from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, Sca
 from megacpp.kernels.mamba3.reference import mamba3_scan
 from megacpp.kernels.mamba3.segments import SegmentSummary, fold, summarize
 from megacpp.model.documents import Documents
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 
 class Mamba3Scan(nn.Module):
-    """The recurrence `[B, T, H, P]`: where all tokens of a document meet."""
+    """Recurrence `[B, T, H, P]`: the only submodule in which all tokens of a document meet."""
 
-    seam: Seam = PLAIN
+    recompute: Recompute = PLAIN
     kernels: Kernels = PLAIN_KERNELS
 
     def __init__(self, pairing: Pairing, chunk_size: int) -> None:
@@ -35,17 +35,25 @@ class Mamba3Scan(nn.Module):
         docs: Documents,
         entering: Mamba3State | None = None,
     ) -> Tensor:
+        """Return outputs `[B, T, H, P]`.
+
+        Args:
+            inputs: of every token.
+            weights: of the heads.
+            docs: documents, at which the state restarts.
+            entering: state in front of each row's first token; None: zeros.
+        """
         given = (inputs, weights, docs, self.pairing, self.chunk_size, entering)
-        return mamba3_scan(*given, seam=self.seam, backend=self.kernels.mamba3)[0]
+        return mamba3_scan(*given, recompute=self.recompute, backend=self.kernels.mamba3)[0]
 
     def summarize(
         self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
     ) -> SegmentSummary:
-        """What the other segments have to know of each row, at least fp32."""
+        """Return the summary of each row for the other segments, in at least fp32."""
         return summarize(inputs, weights, docs, self.pairing)
 
     def fold(
         self, summaries: Sequence[SegmentSummary], carries_LS: Tensor, weights: HeadWeights
     ) -> list[Mamba3State]:
-        """The state that enters each segment, in its frame, and the one behind the last."""
+        """Return the state that enters each segment, in its frame, and the one behind the last."""
         return fold(summaries, carries_LS, weights, self.pairing)

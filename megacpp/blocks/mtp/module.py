@@ -1,4 +1,4 @@
-"""Multi-token prediction: from what the trunk says of a token, and the tokens after it, the next.
+"""Multi-token prediction: from a token's hidden state and the tokens after it, the next one.
 
     depth k = 1 .. K, token i     fed: the embedding of token i + k        label: token i + k + 1
 
@@ -21,17 +21,17 @@ from megacpp.config.schema import ModelConfig
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
-from megacpp.model.head import Ahead, LossSum
+from megacpp.model.head import AheadStates, LossSum
 from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.norm import RMSNorm
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 IGNORED = -100
 
 
 class PredictionBlock(nn.Module):
-    """One depth: norms, projection of both halves to one, attention, feed-forward, norm.
+    """Depth of prediction: norms, projection of both halves to one, attention, feed-forward, norm.
 
     The blocks are plain: no experts, no Mamba, no sparse attention, no memories (2509.18362).
     """
@@ -57,12 +57,13 @@ class PredictionBlock(nn.Module):
         return x_BTD, self.norm(x_BTD)
 
     def _halves(self, hidden_BTD: Tensor, embedded_BTD: Tensor) -> Tensor:
-        """What is projected, `[B, T, 2 D]`."""
+        """Return the input of the projection, `[B, T, 2 D]`."""
         halves = self.embed_norm(embedded_BTD), self.hidden_norm(hidden_BTD)
         first = self.config.mtp.order == "embedding_hidden"
         return torch.cat(halves if first else halves[::-1], -1)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the block."""
         rules: dict[str, Rule] = {"projection.weight": input_rule(self.config)}
         for name in ("embed_norm", "hidden_norm", "attention", "feed_forward", "norm"):
             own = getattr(self, name).init_rules().items()
@@ -71,7 +72,7 @@ class PredictionBlock(nn.Module):
 
 
 class MultiTokenPrediction(AuxiliarySource):
-    """All depths. The embedding and the head are the model's own.
+    """Prediction of all depths; the embedding and the head are the model's own.
 
     The loss of depth k is the mean over its valid labels in the whole step, on whatever ranks and
     in whatever microbatches: `weights_K` undoes the 1 / tokens of `aux_scale`.
@@ -82,7 +83,7 @@ class MultiTokenPrediction(AuxiliarySource):
     """
 
     weights_K: Tensor
-    seam: Seam = PLAIN  # of each depth; blocks inside have theirs
+    recompute: Recompute = PLAIN  # of each depth; blocks inside have theirs
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,17 +94,19 @@ class MultiTokenPrediction(AuxiliarySource):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
+        """Name of its loss."""
         return ("mtp",)
 
     def forward(
         self, embed: nn.Module, x_BTD: Tensor, normed_BTD: Tensor, docs: Documents
     ) -> Tensor:
-        """What the head reads of all depths, one below the other: `[K B, T, D]`.
+        """Return the hidden states of all depths for the head, stacked: `[K B, T, D]`.
 
         Args:
-            embed: looks tokens up, those of all depths in one call: what shards it gathers its
-                weight, and what cuts words sums over ranks, as often as it is called.
+            embed: looks tokens up, those of all depths in one call: FSDP2 gathers its weight, and a
+                sharded vocabulary sums over ranks, once per call.
             x_BTD, normed_BTD: the trunk's last hidden states, before and after its last norm.
+            docs: documents, with the ids of whole rows.
         """
         embedded_NTD = embed(self.ids(docs))
         post = self.mtp.hidden == "post_norm"
@@ -112,24 +115,24 @@ class MultiTokenPrediction(AuxiliarySource):
             hidden_BTD, embedded_NTD = hidden_BTD.detach(), embedded_NTD.detach()
         for k, embedded_BTD in enumerate(embedded_NTD.chunk(self.mtp.depths)):
             block = self.blocks[min(k, len(self.blocks) - 1)]
-            states = self.seam("block", block, hidden_BTD, embedded_BTD, docs)
+            states = self.recompute("block", block, hidden_BTD, embedded_BTD, docs)
             hidden_BTD = states[post]
             found.append(states[1])
             del states  # what isn't handed on goes
         return torch.cat(found)
 
     def ids(self, docs: Documents) -> Tensor:
-        """`[K B, T]`: tokens 1 to K ahead; 0 where the document has no such token."""
+        """Return the ids 1 to K tokens ahead, `[K B, T]`; 0 where the document has none."""
         return torch.cat([docs.tokens_beside(k, 0) for k in self._depths()])
 
-    def ahead(self, hidden_NTD: Tensor, docs: Documents) -> Ahead:
-        """What the head is asked beside the next token."""
+    def ahead(self, hidden_NTD: Tensor, docs: Documents) -> AheadStates:
+        """Return hidden states, labels and weights of all depths for the head."""
         labels_NT = torch.cat([docs.labels_beside(k, IGNORED) for k in self._depths()])
         weights_N = self.weights_K.repeat_interleave(labels_NT.numel() // self.mtp.depths)
-        return Ahead(hidden_NTD, labels_NT, weights_N, self.mtp.detach_head)
+        return AheadStates(hidden_NTD, labels_NT, weights_N, self.mtp.detach_head)
 
     def attach(self, out: LossSum) -> LossSum:
-        """The head's answer, with the loss of all depths hung onto that of the next token."""
+        """Return the head's result with the loss of all depths attached to the next token's."""
         assert out.ahead_sum is not None
         self.record({"mtp": out.ahead_sum.detach()})
         loss_sum = AttachLoss.apply(out.loss_sum, out.ahead_sum, self.aux_scale)
@@ -138,11 +141,13 @@ class MultiTokenPrediction(AuxiliarySource):
 
     @torch.no_grad()
     def weigh(self, tokens: int, valid_K: Tensor, step: int, steps: int) -> None:
-        """Sets `weights_K` for an optimizer step.
+        """Set `weights_K` for an optimizer step.
 
         Args:
-            tokens: of the step, over all ranks; `valid_K`: labels of each depth that count.
-            step: number of the step, of `steps` in the run.
+            tokens: of the step, over all ranks.
+            valid_K: labels of each depth that count.
+            step: number of the step.
+            steps: steps of the run.
         """
         share = coefficient(self.mtp, step, steps)
         for k, weight in enumerate(depth_weights(self.mtp)):
@@ -150,6 +155,7 @@ class MultiTokenPrediction(AuxiliarySource):
         self.weights_K /= valid_K.clamp(min=1)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the module."""
         rules: dict[str, Rule] = {name: Constant(0.0) for name in (*BUFFERS, "weights_K")}
         for number, block in enumerate(self.blocks):
             assert isinstance(block, PredictionBlock)
@@ -170,9 +176,18 @@ def with_depths(
     labels_BT: Tensor,
     docs: Documents,
 ) -> LossSum:
-    """The head's loss of the next token and, hung onto it, those of the tokens after it.
+    """Return the head's loss of the next token, with those of the tokens after it attached.
 
-    One call of the head for all depths, too: what shards it reduces its gradient once.
+    The head is called once for all depths: FSDP2 reduces its gradient once.
+
+    Args:
+        mtp: module of the depths.
+        embed: embedding.
+        head: language-model head.
+        x_BTD: the trunk's last hidden states.
+        normed_BTD: the same behind its last norm.
+        labels_BT: of the next token; -100: ignored.
+        docs: documents, with ids and labels of whole rows.
     """
     hidden_NTD = mtp(embed, x_BTD, normed_BTD, docs)
     return mtp.attach(head(normed_BTD, labels_BT, mtp.ahead(hidden_NTD, docs)))

@@ -10,13 +10,13 @@ from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.schema import ModelConfig
 
-WIDTH_MULTIPLE = 16  # of hidden units whose number nobody gave
+WIDTH_MULTIPLE = 16  # of hidden units, where their number isn't set
 
 
 def block_model(model: ModelConfig) -> ModelConfig:
-    """A model whose A and F blocks are those of multi-token prediction: plain ones.
+    """Return a model whose A and F blocks are those of multi-token prediction: plain ones.
 
-    The depth stays, so that what writes to the residual stream starts as small as elsewhere.
+    The depth stays, so that projections into the residual stream start as small as elsewhere.
     """
     return replace(
         model,
@@ -41,11 +41,11 @@ def num_blocks(mtp: MTPConfig) -> int:
 
 
 def depth_weights(mtp: MTPConfig) -> list[float]:
-    """What each depth counts: beta^k, normalised to a sum of 1."""
+    """Return the weight of each depth: beta^k, normalised to a sum of 1."""
     powers = [mtp.beta**k for k in range(mtp.depths)]
     return [power / sum(powers) for power in powers]
 
 
 def coefficient(mtp: MTPConfig, step: int, steps: int) -> float:
-    """Of the weighted mean over depths, in optimizer step `step` (the first is 0) of `steps`."""
+    """Return the loss weight of the mean over depths in step `step` (the first is 0) of `steps`."""
     return mtp.loss if step < mtp.switch * steps else mtp.loss_final

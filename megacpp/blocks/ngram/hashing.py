@@ -26,11 +26,13 @@ _LAYER_STEP = 10_007  # between the seeds of neighbouring layers, as in the sour
 
 
 def odd_multipliers(seed: int, layer: int, num_ids: int, order: int) -> tuple[int, ...]:
-    """One odd multiplier for each of `order` tokens: a pure function of its arguments.
+    """Return an odd multiplier for each of `order` tokens: a pure function of its arguments.
 
     Args:
+        seed: of the hashes.
         layer: of the model, so that no two layers hash alike.
-        num_ids: ids below this one; times a multiplier they stay inside 63 bits.
+        num_ids: ids are below this; times a multiplier they stay inside 63 bits.
+        order: tokens of an n-gram.
     """
     half = max(1, _MAX_INT64 // num_ids // 2)
     drawn = np.random.default_rng(seed + _LAYER_STEP * layer).integers(0, half, size=order)
@@ -54,13 +56,13 @@ def hashed(
 def hashed_orders(
     ids_by_shift: Sequence[Tensor], multipliers: Sequence[int], primes: Sequence[Sequence[int]]
 ) -> Tensor:
-    """`hashed` of order 2, 3, ... side by side: `primes` has the tables of each order."""
+    """Return `hashed` of orders 2, 3, ... side by side; `primes` has the tables of each order."""
     mixes = _mixed(ids_by_shift, multipliers)[1:]
     return torch.cat([_rows(mix, own) for mix, own in zip(mixes, primes, strict=True)], -1)
 
 
 def _mixed(ids_by_shift: Sequence[Tensor], multipliers: Sequence[int]) -> list[Tensor]:
-    """`[B, T]` of orders 1, 2, ...; each goes on from the one before."""
+    """Return hashes `[B, T]` of orders 1, 2, ...; each continues from the one before."""
     mixes: list[Tensor] = []
     for ids_BT, multiplier in zip(ids_by_shift, multipliers, strict=False):
         own_BT = ids_BT * multiplier  # int64 wraps

@@ -1,4 +1,4 @@
-"""Hashed n-grams: what the last two, three, ... tokens were, looked up and added to the embedding.
+"""Hashed n-grams: the last two, three, ... tokens, looked up and added to the embedding.
 
 Each order of n-gram has `heads` tables, and all of them stand in one, one below the other. A row is
 found by hashing token ids (megacpp/blocks/ngram/hashing.py), so nothing that is learned decides
@@ -23,7 +23,7 @@ from megacpp.model.lookup import Table
 from megacpp.model.sizes import ngram_primes, ngram_rows
 from megacpp.model.transfer import listed
 
-SEED = 2_718_281  # of the multipliers: what is learned belongs to it
+SEED = 2_718_281  # of the multipliers: learned tables depend on it
 
 
 class NgramEmbedding(nn.Module):
@@ -44,24 +44,25 @@ class NgramEmbedding(nn.Module):
         self.proj = nn.Linear(len(flat) * width, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """Adds to the embedded tokens of `docs`, which knows the ids of whole rows."""
+        """Return `x_BTD` plus its n-gram embeddings; `docs` has the ids of whole rows."""
         return x_BTD + self.proj(self.tables(self.rows_of(docs)).flatten(2))
 
     def rows_of(self, docs: Documents) -> Tensor:
-        """int64 `[B, T, K]`: row of the stacked table for each token and table, in order of n."""
+        """Return rows int64 `[B, T, K]` of the stacked table for each token and table, by n."""
         return self._rows([docs.tokens_beside(-back, PAD) for back in range(self.order)])
 
     def init_state(self, batch: int, device: torch.device) -> Tensor:
-        """The last ids before an empty sequence, `[B, order - 1]`, the nearest first."""
+        """Return the last ids before an empty sequence, `[B, order - 1]`, the nearest first."""
         return torch.full((batch, self.order - 1), PAD, device=device)
 
     def step(self, x_BD: Tensor, ids_B: Tensor, state_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds to one embedded token; also the next state."""
+        """Decode one token: return `x_BD` plus its n-gram embedding, and the next state."""
         recent_BN = torch.cat([ids_B[:, None], state_BN], 1)
         rows_BK = self._rows(recent_BN.split(1, 1))
         return x_BD + self.proj(self.tables(rows_BK[:, 0]).flatten(1)), recent_BN[:, :-1]
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter, by name below the module."""
         return {"tables.weight": Normal(self.init_std), "proj.weight": Constant(0.0)}
 
     def _rows(self, ids_by_shift: Sequence[Tensor]) -> Tensor:

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.linear_cross_entropy.chunked import VocabularyShard
-from megacpp.kernels.token_order import Ahead, token_order_loss
+from megacpp.kernels.token_order import TokensAhead, token_order_loss
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource
 from megacpp.model.documents import Documents
 from megacpp.model.init import Constant, Normal, Rule
 
 
 class TokenOrder(AuxiliarySource):
-    """The unembedding and its loss, a mean over all tokens, those with nothing ahead included.
+    """Unembedding and loss of token order prediction, a mean over all tokens.
 
-    What stands behind the end of a row isn't known and counts as the end of its document. Logits
-    aren't soft-capped, whatever the head does (nor are they in the paper): no word is drawn from
-    them, and the target is soft enough to keep them small.
+    Tokens with nothing ahead count as well. The end of a row counts as the end of its document.
+    Logits aren't soft-capped, whatever the head does (nor are they in the paper): no word is
+    sampled from them, and the target is soft enough to keep them small.
 
     Attributes:
-        shard: which words the weight holds, when the vocabulary is spread over processes.
+        shard: words that the weight holds, when the vocabulary is sharded over processes.
     """
 
     kernels: Kernels = PLAIN_KERNELS
@@ -43,29 +43,31 @@ class TokenOrder(AuxiliarySource):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
+        """Name of its loss."""
         return ("top",)
 
     def attached(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """`x_BTD` for the head, in training with the loss on it."""
+        """Return `x_BTD` for the head, in training with the loss attached."""
         if not (self.training and torch.is_grad_enabled()):
             return x_BTD
         return AttachLoss.apply(x_BTD, self(x_BTD, docs), self.aux_scale)  # type: ignore[return-value]
 
     def forward(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """coefficient * loss * tokens, and a note of it."""
+        """Return coefficient * loss * tokens, and record it."""
         loss = self.top.loss * self.loss_sum(x_BTD, docs)
         self.record({"top": loss})
         return loss
 
     def loss_sum(self, x_BTD: Tensor, docs: Documents) -> Tensor:
-        """Sum of the loss over tokens; `docs` knows the ids of whole rows."""
+        """Sum the loss over tokens; `docs` has the ids of whole rows."""
         row = docs if docs.row is None else docs.row
         assert row.tokens_BT is not None, "documents that know no tokens (Documents.with_tokens)"
-        ahead = Ahead.of(row.tokens_BT, row.ends_BT, self.top.window, docs.index_T)
+        ahead = TokensAhead.from_rows(row.tokens_BT, row.ends_BT, self.top.window, docs.index_T)
         x_ND, weight_VD = x_BTD.flatten(0, -2), self.unembed.weight
         backend = self.kernels.cross_entropy
         return token_order_loss(x_ND, weight_VD, ahead, shard=self.shard, backend=backend)
 
     def init_rules(self) -> dict[str, Rule]:
+        """Return the rule of every parameter and buffer, by name below the module."""
         zeros: dict[str, Rule] = {name: Constant(0.0) for name in BUFFERS}
         return {"unembed.weight": Normal(self.init_std), **zeros}

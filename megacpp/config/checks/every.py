@@ -1,4 +1,4 @@
-"""Every rule between settings, checked before anything starts; no torch import here.
+"""All rules between settings, checked before anything starts; no torch import here.
 
 `check(config, world_size)` raises the first broken rule as one line: key, value, rule, fix.
 `resolve(config, world_size)` fills in what is derived (mesh, accumulation, folders).
@@ -32,7 +32,11 @@ MOST_MICROBATCHES = 1_000_000  # of a step
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raises ConfigError for the first broken rule of a configuration on `world_size` ranks."""
+    """Raise the first broken rule of a configuration on `world_size` ranks.
+
+    Raises:
+        ConfigError: key, value, rule and fix in one line.
+    """
     for error in broken(config, world_size):
         raise error
 
@@ -51,7 +55,7 @@ def broken(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """The configuration with derived settings filled in; call after `check`."""
+    """Return the configuration with derived settings filled in; call after `check`."""
     ranks = batch_ranks(config.mesh, world_size)
     per_micro = config.train.device_batch_size * config.data.seq_len * ranks
     accum = config.train.grad_accum or max(1, config.train.tokens_per_step // per_micro)
@@ -62,7 +66,7 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def lookup(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key such as `mesh.tp`."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -70,7 +74,7 @@ def lookup(config: Config, key: str) -> Any:
 
 
 def _ranges(config: Config) -> Iterator[ConfigError]:
-    """Numbers outside the range that their setting states."""
+    """Yield errors of numbers outside the range that their setting states."""
     settings = settings_of(Config)
     for key, value in flatten(config).items():
         if key in settings and (error := settings[key].broken(value)):
@@ -115,7 +119,7 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Rules of a pipeline, at every number of microbatches that a step will have."""
+    """Yield broken rules of a pipeline, at every number of microbatches of a step."""
     if config.mesh.pp == 1 or any(mesh_rules(config, world_size)):
         return
     resolved = resolve(config, world_size)
@@ -222,7 +226,7 @@ def _optimizer(config: Config) -> Iterator[ConfigError]:
 
 
 def _adamw_state(config: Config) -> Iterator[ConfigError]:
-    """Where moments can be kept; on which device an `auto` run is, the optimizer finds out."""
+    """Yield broken rules of where moments are kept; the optimizer checks an `auto` device."""
     state = config.optim.adamw_state
     if state == "cpu_offload" and config.train.device == "cpu":
         yield config_error(
@@ -246,7 +250,7 @@ def _fp8(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _alone(rules: Callable[[Config], Iterator[ConfigError]]) -> Rules:
-    """Rules that no mesh has a part in."""
+    """Yield broken rules that don't involve the mesh."""
     return lambda config, _: rules(config)
 
 
@@ -269,7 +273,7 @@ RULES: dict[str, Rules] = {
 
 
 def tokens_formula(train: TrainConfig, seq_len: int, ranks: int) -> str:
-    """How the tokens of one optimizer step come about, for the header."""
+    """Return the product that makes the tokens of one optimizer step, for the header."""
     return (
         f"{train.device_batch_size} rows x {seq_len} tokens x {ranks} data ranks "
         f"x {train.grad_accum} microbatches = {train.tokens_per_step:,} tokens a step"

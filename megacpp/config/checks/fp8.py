@@ -1,10 +1,10 @@
-"""Which linear layers may compute in FP8, and what FP8 can't be combined with; no torch here.
+"""Linear layers that may compute in FP8, and settings that FP8 excludes; no torch here.
 
-FP8 multiplies numbers of 8 bits, each tensor or row scaled to their range first. The scale is taken
-from what is multiplied, so a recomputation finds the same one. But Transformer Engine's layers
+FP8 multiplies numbers of 8 bits, each tensor or row scaled to their range first. The scale is
+computed from the operands, so a recomputation finds the same one. But Transformer Engine's layers
 compute in FP8 only inside of its context, which a forward has and a recomputation in the backward
-doesn't: it would find wider numbers, and gradients that fit no forward, unless it is Transformer
-Engine's own (checkpointing/fp8.py).
+doesn't: it would compute in bf16, and its gradients would belong to no forward, unless it is
+Transformer Engine's own recomputation (checkpointing/fp8.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import block_letters
-from megacpp.model.pieces import Piece, layer_pieces
+from megacpp.model.regions import Region, layer_regions
 
 MULTIPLE = 16  # of both dims of a weight, and of the tokens where they are summed over in FP8
 KINDS = "".join(sorted(BLOCK_KINDS))  # all have something for FP8
 TE_KINDS = "AF"  # those that Transformer Engine takes
-# Pieces of which FP8 layers are a part, and the setting that runs them again.
-AGAIN: dict[tuple[str, Piece], str] = {
+# Regions of which FP8 layers are a part, and the setting that runs them again.
+AGAIN: dict[tuple[str, Region], str] = {
     ("E", "expert_gemm"): "eblock",
     ("E", "mlp"): "mlp",
     ("F", "mlp"): "mlp",
@@ -32,7 +32,7 @@ PACKAGES = {"torchao": "torchao", "te": "transformer_engine"}
 
 
 def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """Letter to linear layer to (rows, columns) of its weight: what FP8 is for.
+    """Rows and columns of the linear layers that FP8 is for, by letter and name.
 
     Projections of attention and feed-forwards, shared experts, and the wide projections of
     recurrent mixers; never routers, norms, latents, or what a recurrence reads its steps from.
@@ -48,23 +48,23 @@ def fp8_layers(model: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def fp8_experts(model: ModelConfig) -> bool:
-    """The routed experts of E blocks can multiply in FP8."""
+    """Return whether the routed experts of E blocks can multiply in FP8."""
     return divides(model.moe.hidden_dim, model.dim)
 
 
 def divides(rows: int, columns: int) -> bool:
-    """The hardware multiplies FP8 numbers 16 at a time."""
+    """Return whether both dims are multiples of 16, as the hardware's FP8 products need them."""
     return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
 def fp8_kinds(precision: PrecisionConfig) -> str:
-    """Letters of blocks in which FP8 is wanted and there is something for it."""
+    """Letters of `precision.fp8_layers` whose blocks have layers for FP8."""
     kinds = TE_KINDS if precision.fp8 == "te" else KINDS
     return "".join(k for k in kinds if k in precision.fp8_layers)
 
 
 def fp8_wanted(config: Config) -> list[int]:
-    """Layers that are to compute in FP8 as far as they can: of these kinds, away from the ends."""
+    """Layers of these kinds, away from the ends, whether or not their dims allow FP8."""
     model, precision = config.model, config.precision
     if precision.fp8 == "off":
         return []
@@ -73,7 +73,7 @@ def fp8_wanted(config: Config) -> list[int]:
 
 
 def fp8_blocks(config: Config) -> list[int]:
-    """Layers in which something computes in FP8."""
+    """Return the layers with linear layers or experts in FP8."""
     if config.precision.fp8 == "off":
         return []
     model = config.model
@@ -85,7 +85,7 @@ def fp8_blocks(config: Config) -> list[int]:
 
 
 def fp8_weights(config: Config) -> dict[int, frozenset[str]]:
-    """Layer to what it multiplies in FP8, by its name in the mixer: linear layers, `experts`."""
+    """Return the names in the mixer of linear layers, and `experts`, in FP8, by layer."""
     shapes, letters = fp8_layers(config.model), _letters(config.model)
     experts = {"experts"} if fp8_experts(config.model) else set()
     return {
@@ -98,7 +98,7 @@ def fp8_weights(config: Config) -> dict[int, frozenset[str]]:
 
 
 def fp8_line(config: Config) -> list[str]:
-    """Which layers compute in FP8, for people; nothing where none does."""
+    """Return a line that names the layers in FP8, for the header; none without such layers."""
     precision, found = config.precision, fp8_blocks(config)
     if not found:
         return []
@@ -108,7 +108,7 @@ def fp8_line(config: Config) -> list[str]:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """`2, 4-7`."""
+    """Layer numbers as text such as `2, 4-7`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
@@ -119,7 +119,7 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 def fp8_letters(config: Config) -> frozenset[str]:
-    """Kinds of block in which something computes in FP8."""
+    """Return the kinds of block with linear layers or experts in FP8."""
     letters = _letters(config.model)
     return frozenset(letters[layer] for layer in fp8_blocks(config))
 
@@ -129,7 +129,7 @@ def _letters(model: ModelConfig) -> Sequence[str]:
 
 
 def fp8_rules(config: Config) -> Iterator[ConfigError]:
-    """Every broken rule of `precision.fp8`."""
+    """Yield broken rules of `precision.fp8`."""
     fp8 = config.precision.fp8
     if fp8 == "off":
         return
@@ -149,7 +149,7 @@ def fp8_rules(config: Config) -> Iterator[ConfigError]:
 
 
 def _layers(config: Config) -> Iterator[ConfigError]:
-    """Which layers, and by which recipe."""
+    """Yield broken rules of `precision.fp8_layers` and of the recipe."""
     precision, fp8 = config.precision, config.precision.fp8
     unknown = set(precision.fp8_layers) - set(KINDS)
     if unknown or not precision.fp8_layers:
@@ -187,7 +187,7 @@ def _layers(config: Config) -> Iterator[ConfigError]:
 
 
 def _all_gather(config: Config) -> Iterator[ConfigError]:
-    """FSDP2 sends what has one scale for all of it."""
+    """Yield an error if an FP8 gather would send shards without one scale of the whole weight."""
     precision, key = config.precision, "precision.fp8_all_gather"
     if precision.fp8 != "torchao" or precision.fp8_recipe != "tensorwise":
         yield config_error(
@@ -200,7 +200,7 @@ def _all_gather(config: Config) -> Iterator[ConfigError]:
 
 
 def _numbers(config: Config) -> Iterator[ConfigError]:
-    """Dtypes and sizes."""
+    """Yield broken rules of dtypes and sizes."""
     precision, train, fp8 = config.precision, config.train, config.precision.fp8
     if fp8 == "te" and train.device == "cpu":
         yield config_error(
@@ -233,7 +233,7 @@ def _numbers(config: Config) -> Iterator[ConfigError]:
 
 
 def _mesh(config: Config) -> Iterator[ConfigError]:
-    """A scale must not depend on how a tensor is cut."""
+    """Yield meshes on which a scale would depend on how a tensor is sharded."""
     fp8, mesh = config.precision.fp8, config.mesh
     if mesh.tp > 1:
         yield config_error(
@@ -264,7 +264,7 @@ def _mesh(config: Config) -> Iterator[ConfigError]:
 
 
 def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Rules that need the ranks; `config` is resolved for so many, its mesh is legal."""
+    """Yield broken rules of a resolved configuration on a legal mesh."""
     precision, mesh = config.precision, config.mesh
     if precision.fp8 == "off":
         return
@@ -285,9 +285,10 @@ def fp8_mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _whole_rows(config: Config) -> Iterator[ConfigError]:
-    """torchao gives FSDP2 a rank's rows as they are, unpadded: a gather wants as many of each.
+    """Yield an error if FSDP2's FP8 gather would get shards with unequal numbers of rows.
 
-    torch 2.13 pads what it gathers itself, but not what a tensor's own `fsdp_pre_all_gather` gives.
+    FSDP2 gathers a rank's FP8 rows unpadded: torch 2.13 pads its own gathers, but not the tensors
+    that `fsdp_pre_all_gather` returns.
     """
     mesh = config.mesh
     shards = mesh.dp_shard * mesh.cp
@@ -310,14 +311,14 @@ def _whole_rows(config: Config) -> Iterator[ConfigError]:
 
 
 def local_scales(precision: PrecisionConfig) -> bool:
-    """Some scale is of all tokens that a rank computes at once."""
+    """Return whether a scale is computed over all tokens that a rank computes at once."""
     return precision.fp8 == "te" or (
         precision.fp8 == "torchao" and precision.fp8_recipe != "rowwise_with_gw_hp"
     )
 
 
 def _weighed_later(config: Config) -> Iterator[ConfigError]:
-    """Hidden units are rounded with the weight of their token, or their outputs get it later."""
+    """Yield an error if `ep` would change whether hidden units are weighed before rounding."""
     why = (
         "weighs outputs of experts on their tokens' rank; one rank alone weighs hidden units, "
         "before they are rounded to FP8, so the loss would depend on the mesh "
@@ -332,7 +333,7 @@ def _weighed_later(config: Config) -> Iterator[ConfigError]:
 
 
 def _recompute(config: Config) -> Iterator[ConfigError]:
-    """An FP8 layer runs again only under the recomputation that finds the same scales."""
+    """Yield recompute policies under which an FP8 layer finds other scales or no FP8 context."""
     fp8, policy, layers = config.precision.fp8, config.recompute, fp8_blocks(config)
     if config.train.compile != "off":  # the policy is not used then
         if fp8 == "te":
@@ -345,9 +346,9 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             )
         return
     letters = block_letters(config.model.pattern, config.model.depth)
-    pieces = layer_pieces(policy, config.model)
-    found = {(letters[layer], piece) for layer in layers for piece in pieces[layer]}
-    whole = sorted({letter for letter, piece in found if piece == "block"})
+    regions = layer_regions(policy, config.model)
+    found = {(letters[layer], region) for layer in layers for region in regions[layer]}
+    whole = sorted({letter for letter, region in found if region == "block"})
     key = f"recompute.{whole[0].lower()}block" if whole else ""
     if fp8 == "te" and whole and policy.fp8_wrapper == "torchao":
         yield config_error(
@@ -364,7 +365,9 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             "runs w1 and w3 of F blocks again outside of Transformer Engine's context, in bf16",
             "use recompute.fblock=full with recompute.fp8_wrapper=te_checkpoint",
         )
-    parts = [f"recompute.{key}" for (_, piece), key in sorted(AGAIN.items()) if (_, piece) in found]
+    parts = [
+        f"recompute.{key}" for (_, region), key in sorted(AGAIN.items()) if (_, region) in found
+    ]
     again = whole or parts
     if fp8 == "torchao" and again and policy.fp8_wrapper == "te_checkpoint":
         yield config_error(

@@ -1,4 +1,4 @@
-"""Rules between a mesh and the model that is to lie on it; no torch import here.
+"""Rules between a mesh and the model on it; no torch import here.
 
 One line an axis. A message that names another degree names the nearest one that breaks no rule of
 this mesh and model; where there is none, it names what else would do.
@@ -26,12 +26,14 @@ DENSE = ("tp", "cp", "pp", "dp_replicate")  # with dp_shard, what makes the worl
 
 @dataclass(frozen=True)
 class Broken:
-    """A rule that a mesh breaks.
+    """Rule that a mesh breaks.
 
     Attributes:
+        key, value: field of `MeshConfig` and its value.
+        rule: the rule, for the error message.
         axes: axes of which another degree may mend it, best first.
-        otherwise: what else mends it.
-        ranks: of a world that may mend it.
+        otherwise: another fix, in words.
+        ranks: size of a world that may mend it.
     """
 
     key: str
@@ -43,7 +45,7 @@ class Broken:
 
 
 def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Every broken rule; those between mesh and model only once the axes make a mesh."""
+    """Yield every broken rule; those between mesh and model only once the axes make a mesh."""
     for broken in _broken(config, world_size):
         near = _nearest_legal(config, world_size, broken.axes)
         mends = 0 < broken.ranks <= MOST_RANKS and first_broken(config, broken.ranks) is None
@@ -55,7 +57,7 @@ def mesh_rules(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def first_broken(config: Config, world_size: int) -> Broken | None:
-    """The first rule that is broken, without looking for what would mend it."""
+    """Return the first broken rule, without a search for its fix."""
     return next(_broken(config, world_size), None)
 
 
@@ -77,7 +79,7 @@ def _broken(config: Config, world_size: int) -> Iterator[Broken]:
 
 
 def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> str:
-    """`use mesh.AXIS=N` with the degree closest to what is wanted that breaks no rule."""
+    """Return `use mesh.AXIS=N` with the legal degree closest to the wanted one, or nothing."""
     for axis in axes:
         wanted = getattr(config.mesh, axis)
         for degree in sorted(divisors(world_size), key=lambda d: (abs(d - wanted), d)):
@@ -88,7 +90,7 @@ def _nearest_legal(config: Config, world_size: int, axes: tuple[str, ...]) -> st
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
-    """`dp_shard` filled in."""
+    """Return the mesh with `dp_shard` filled in."""
     if mesh.dp_shard != -1:
         return mesh
     rest = mesh.pp * mesh.dp_replicate * mesh.cp * mesh.tp
@@ -101,7 +103,7 @@ def batch_ranks(mesh: MeshConfig, world_size: int) -> int:
 
 
 def row_chunks(mesh: MeshConfig) -> int:
-    """Equal chunks into which context parallelism cuts a row."""
+    """Return the number of equal chunks into which context parallelism splits a row."""
     return mesh.cp * 2 if mesh.cp > 1 and mesh.cp_order == "head_tail" else mesh.cp
 
 
@@ -140,7 +142,7 @@ def _axes(mesh: MeshConfig, world_size: int) -> Iterator[Broken]:
 
 
 def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
-    """What `tp` must divide, by setting."""
+    """Return the sizes that `tp` must divide, by setting."""
     dims = {"model.vocab_size": config.vocab_size}
     if config.ngram.heads:
         dims["the rows of all n-gram tables"] = ngram_rows(config.ngram)
@@ -155,7 +157,7 @@ def tensor_dims(config: ModelConfig, letters: set[str]) -> dict[str, int]:
 
 
 def _tensor(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Broken]:
-    """The first dimension that `tp` doesn't divide."""
+    """Yield the first dimension that `tp` doesn't divide."""
     if mesh.tp == 1:
         return
     for name, size in tensor_dims(config.model, letters).items():
@@ -209,7 +211,7 @@ def _experts(config: Config, mesh: MeshConfig, letters: set[str]) -> Iterator[Br
 
 
 def _sparse(config: Config, mesh: MeshConfig) -> Iterator[Broken]:
-    """What a choice of keys, and a warm-up that trains the choosers alone, can't be cut into."""
+    """Yield meshes that can't shard the choice of keys or the warm-up of the indexer."""
     sparse = config.model.attention.sparse
     if not sparse.layers.strip():
         return

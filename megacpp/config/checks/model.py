@@ -16,7 +16,7 @@ MOST_PARAMETERS = 10**15  # a thousand times the largest model; beyond it sizes 
 
 
 def model_rules(config: Config) -> Iterator[ConfigError]:
-    """Every broken rule of the blocks that the pattern uses; without any, of them together."""
+    """Yield broken rules of the blocks that the pattern uses; without any, of the whole model."""
     none = True
     for error in _of_blocks(config):
         none = False

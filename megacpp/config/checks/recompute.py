@@ -10,7 +10,7 @@ from megacpp.errors import ConfigError, config_error
 
 
 def recompute_rules(config: Config) -> Iterator[ConfigError]:
-    """Every broken rule of `config.recompute` and of what it meets."""
+    """Yield broken rules of `config.recompute` and of its combinations."""
     yield from fp8_rules(config)
     policy = config.recompute
     if config.model.attention.kind != "mla":

@@ -46,9 +46,18 @@ def flex_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Queries on the keys of their documents that aren't later, `[B, T, N, V]`.
+    """Return attention `[B, T, N, V]` of queries to the keys of their documents that aren't later.
 
     Queries and keys may be different tokens of the same rows, in any order.
+
+    Args:
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKV: values.
+        queries: documents of the queries.
+        keys: documents of the keys.
+        scale: factor of q . k.
+        softcap: cap of the scaled scores; None: none.
     """
     q, k, v = (x.to(autocast_dtype(x) or x.dtype).transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKV))
     o_BNTV = fused()(
@@ -64,7 +73,7 @@ def flex_attention(
 
 
 def fused() -> Any:
-    """flex_attention, compiled; inside of a compiled block the block's compiler does it."""
+    """Return flex_attention, compiled; inside of a compiled block the block's compiler does it."""
     return flex.flex_attention if torch.compiler.is_compiling() else _compiled()
 
 
@@ -76,7 +85,7 @@ def _compiled() -> Any:
 
 @functools.cache
 def capped(softcap: float) -> ScoreMod:
-    """What becomes of a score (already scaled) under a soft cap."""
+    """Return a score function that applies a soft cap to scaled scores."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -85,8 +94,8 @@ def capped(softcap: float) -> ScoreMod:
 
 
 def block_mask(queries: Documents, keys: Documents) -> BlockMask:
-    """Which blocks and which tokens see each other, made once a batch."""
-    other = None if keys is queries else keys  # what is remembered must not hold itself
+    """Return the mask of FlexAttention by blocks and tokens, made once a batch."""
+    other = None if keys is queries else keys  # a memo must not refer to itself
     return queries.memo(("flex_mask", other), lambda: _block_mask(queries, keys))
 
 
@@ -118,10 +127,10 @@ def _block_mask(queries: Documents, keys: Documents) -> BlockMask:
 def block_table(
     queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """bool `[B, Q, C]` twice: blocks in which a query may see a key, and where all see all.
+    """Return bool `[B, Q, C]` twice: blocks in which a query may see a key, and where all see all.
 
-    From the least and the greatest document and place of every block: the first may hold blocks too
-    many (of tokens that aren't in order), the second too few; no [T, S] is looked at.
+    Computed from the least and the greatest document and position of every block: the first may
+    hold blocks too many (of tokens that aren't in order), the second too few; no [T, S] is made.
 
     Args:
         queries, keys: int32 documents and, within them, positions.
@@ -139,14 +148,14 @@ def block_table(
 
 
 class _Edges(NamedTuple):
-    """The least and the greatest value of every block."""
+    """Least and greatest value of every block."""
 
     first: Tensor
     last: Tensor
 
 
 def _edges(ids_BT: Tensor, places_BT: Tensor, dim: int) -> tuple[_Edges, _Edges]:
-    """Of documents, and of tokens of the row; the blocks are in front of a new dim `dim`."""
+    """Return the edges of documents, and of tokens of the row; blocks precede a new dim `dim`."""
     found = []
     ids_BT = ids_BT.to(torch.int64)
     for values_BT in (ids_BT, ids_BT * PLACES + places_BT):
@@ -160,18 +169,18 @@ def _edges(ids_BT: Tensor, places_BT: Tensor, dim: int) -> tuple[_Edges, _Edges]
 
 
 def _ordered(table_BQC: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 `[B, 1, Q]` and `[B, 1, Q, C]`: how many blocks of keys, and they before the others."""
+    """Return int32 `[B, 1, Q]` and `[B, 1, Q, C]`: number of key blocks, and these first."""
     order_BQC = torch.argsort(table_BQC.to(torch.int8), dim=-1, descending=True, stable=True)
     num_BQ = table_BQC.sum(-1, dtype=torch.int32)
     return num_BQ[:, None], order_BQC.to(torch.int32)[:, None].contiguous()
 
 
 def _places(docs: Documents, rows: slice) -> tuple[Tensor, Tensor]:
-    """int32 documents and positions, which every score of a partly seen block reads."""
+    """Return int32 documents and positions, for the scores of partly seen blocks."""
     ids_BT, places_BT = docs.ids_BT[rows], docs.positions_BT[rows]
     return ids_BT.to(torch.int32).contiguous(), places_BT.to(torch.int32).contiguous()
 
 
 def _whole(docs: Documents) -> bool:
-    """Every row, of which these may be a part, is one document."""
+    """Return whether every row, of which these may be a part, is one document."""
     return docs.whole or (docs.row is not None and docs.row.whole)

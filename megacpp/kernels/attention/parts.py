@@ -25,7 +25,7 @@ from megacpp.model.fp32 import wide
 
 @dataclass(frozen=True)
 class Scores:
-    """How a query scores a key: scale q . k, capped if there is a cap."""
+    """Score of a key for a query: scale q . k, capped if there is a cap."""
 
     scale: float
     softcap: float | None
@@ -46,6 +46,7 @@ class RunningAttention:
 
     @staticmethod
     def of_no_keys(q_BKTGH: Tensor, value_dim: int, scores: Scores) -> RunningAttention:
+        """Return the attention of queries that have seen no key yet."""
         wide_q = wide(q_BKTGH.new_empty(0))
         top_BKTG1 = wide_q.new_full((*q_BKTGH.shape[:-1], 1), float("-inf"))
         # Tokens before heads in memory, as in softcap_attention.
@@ -54,7 +55,7 @@ class RunningAttention:
         return RunningAttention(top_BKTG1, torch.zeros_like(top_BKTG1), sum_BKTGV, scores)
 
     def rows(self, rows: slice) -> RunningAttention:
-        """Some of the queries; what they add, they add here too."""
+        """Return a view of some of the queries; `add` on it adds here too."""
         parts = (self.top_BKTG1, self.total_BKTG1, self.sum_BKTGV)
         top, total, sum_of_rows = (x[:, :, rows] for x in parts)
         return RunningAttention(top, total, sum_of_rows, self.scores)
@@ -62,7 +63,14 @@ class RunningAttention:
     def add(
         self, q_BKTGH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, mask_B1TS: Tensor | None
     ) -> None:
-        """Looks at the keys of one part: all of them, or those where the mask is True."""
+        """Add the keys of one part.
+
+        Args:
+            q_BKTGH: queries.
+            k_BKSH: keys of the part.
+            v_BKSV: values of the part.
+            mask_B1TS: bool, True where a query sees a key; None: all see all.
+        """
         for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, mask_B1TS, causal=False):
             now, scores = self.rows(rows), self.scores
             logits_BKTGS = block_logits(
@@ -76,7 +84,7 @@ class RunningAttention:
             now.top_BKTG1.copy_(top_BKTG1)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The attention `[B, K, T, G, V]` and the log of each softmax denominator."""
+        """Return the attention `[B, K, T, G, V]` and the log of each softmax denominator."""
         return self.sum_BKTGV / self.total_BKTG1, self.top_BKTG1 + self.total_BKTG1.log()
 
 
@@ -97,15 +105,24 @@ class AttentionGradient:
     scores: Scores
 
     @staticmethod
-    def of(
+    def begin(
         q_BKTGH: Tensor, o_BKTGV: Tensor, do_BKTGV: Tensor, lse_BKTG1: Tensor, scores: Scores
     ) -> AttentionGradient:
+        """Return the gradient of a finished attention, before any part is added.
+
+        Args:
+            q_BKTGH: queries.
+            o_BKTGV: outputs.
+            do_BKTGV: gradient of the outputs.
+            lse_BKTG1: log of each softmax denominator.
+            scores: scale and soft cap.
+        """
         mean_BKTG1 = (wide(do_BKTGV) * wide(o_BKTGV)).sum(-1, keepdim=True)
         dq_BKTGH = torch.zeros_like(wide(q_BKTGH))
         return AttentionGradient(do_BKTGV, lse_BKTG1, mean_BKTG1, dq_BKTGH, scores)
 
     def rows(self, rows: slice) -> AttentionGradient:
-        """Some of the queries; what they add, they add here too."""
+        """Return a view of some of the queries; `add` on it adds here too."""
         parts = (self.do_BKTGV, self.lse_BKTG1, self.mean_BKTG1, self.dq_BKTGH)
         do, lse, mean, dq = (x[:, :, rows] for x in parts)
         return AttentionGradient(do, lse, mean, dq, self.scores)
@@ -119,7 +136,16 @@ class AttentionGradient:
         dk_BKSH: Tensor,
         dv_BKSV: Tensor,
     ) -> None:
-        """Adds the part to dq, and to its own `dk_BKSH` and `dv_BKSV` (fp32 or wider)."""
+        """Add the gradients of one part: dq here, dk and dv to the given tensors.
+
+        Args:
+            q_BKTGH: queries.
+            k_BKSH: keys of the part.
+            v_BKSV: values of the part.
+            mask_B1TS: bool, True where a query sees a key; None: all see all.
+            dk_BKSH: gradient of the keys, fp32 or wider.
+            dv_BKSV: gradient of the values, fp32 or wider.
+        """
         for rows, _, allowed in query_blocks(q_BKTGH, k_BKSH, mask_B1TS, causal=False):
             now = self.rows(rows)
             now.dq_BKTGH.add_(

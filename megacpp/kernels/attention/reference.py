@@ -27,10 +27,19 @@ def attention_reference(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The definition, one query at a time: each looks from its document's start to itself.
+    """Return attention `[B, T, N, V]`, one query after another: the definition.
 
-    o_t = sum_s p_ts v_s with p_t = softmax_s(cap(scale * q_t . k_s)), cap(z) = c tanh(z / c).
-    Returns `[B, T, N, V]`. Nothing is masked: keys of other documents are never read.
+    o_t = sum_s p_ts v_s with p_t = softmax_s(cap(scale * q_t . k_s)), cap(z) = c tanh(z / c), over
+    the tokens s from the start of t's document to t. Nothing is masked: keys of other documents are
+    never read.
+
+    Args:
+        q_BTNH: queries.
+        k_BTKH: keys.
+        v_BTKV: values.
+        docs: documents.
+        scale: factor of q . k.
+        softcap: cap of the scaled scores; None: none.
     """
     group = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNV = (t.repeat_interleave(group, dim=2) for t in (k_BTKH, v_BTKV))
@@ -57,11 +66,20 @@ def causal_attention(
     softcap: float | None = None,
     backend: str = "torch",
 ) -> Tensor:
-    """Attention within documents, `[B, T, N, V]`, by a backend of `attention`.
+    """Return attention `[B, T, N, V]` within documents of whole rows, by a backend of `attention`.
 
     By torch's fused kernels rows of one document need no mask. For packed rows it is made once a
     batch: SDPA would turn a bool mask into an additive one in every layer, and every layer would
     keep its own. Where heads are grouped, masked SDPA on CUDA expands keys and values to all heads.
+
+    Args:
+        q_BTNH: queries.
+        k_BTKH: keys.
+        v_BTKV: values.
+        docs: documents.
+        scale: factor of q . k.
+        softcap: cap of the scaled scores; None: none.
+        backend: of `attention` (megacpp/kernels/selection.py).
     """
     if backend == "reference":
         return attention_reference(q_BTNH, k_BTKH, v_BTKV, docs, scale, softcap)
@@ -83,8 +101,21 @@ def attention_between(
     softcap: float | None = None,
     backend: str = "torch",
 ) -> Tensor:
-    """Queries on the keys of their documents that aren't later, whatever tokens of the rows both
-    are, `[B, T, N, V]`. By `flex` or `torch`: the others of `attention` take whole rows."""
+    """Return attention `[B, T, N, V]` of queries to the keys of their documents that aren't later.
+
+    Queries and keys may be any tokens of the rows. The other backends of `attention` take whole
+    rows.
+
+    Args:
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKV: values.
+        queries: documents of the queries.
+        keys: documents of the keys.
+        scale: factor of q . k.
+        softcap: cap of the scaled scores; None: none.
+        backend: `flex` or `torch`.
+    """
     if backend == "flex":
         from megacpp.kernels.attention.flex import flex_attention
 
@@ -97,7 +128,14 @@ def attention_between(
 
 
 def remember(docs: Documents, dtype: torch.dtype, softcap: float | None, backend: str) -> None:
-    """Makes what `causal_attention` by a backend wants to know of documents, for all layers."""
+    """Compute what `causal_attention` by a backend needs of documents, memoized for all layers.
+
+    Args:
+        docs: documents.
+        dtype: of the queries.
+        softcap: cap of the scaled scores; None: none.
+        backend: of `attention`.
+    """
     if backend == "flex":
         from megacpp.kernels.attention.flex import block_mask
 
@@ -117,7 +155,7 @@ def attend(
     mask_B1TS: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of any queries to any keys, `[B, T, N, V]`: all keys, or those of a mask.
+    """Return attention `[B, T, N, V]` of any queries to any keys: all, or those of a mask.
 
     SDPA without a soft cap, the blocks of megacpp/kernels/attention/softcap.py with one.
 
@@ -134,8 +172,15 @@ def attend(
 def attention_mask(
     queries: Documents, keys: Documents, dtype: torch.dtype, softcap: float | None
 ) -> Tensor:
-    """`document_mask` as `attend` takes it best, made once a batch; `dtype` is that of q."""
-    other = None if keys is queries else keys  # what is remembered must not hold itself
+    """Return `document_mask` in the form that `attend` takes fastest, made once a batch.
+
+    Args:
+        queries: documents of the queries.
+        keys: documents of the keys.
+        dtype: of the queries.
+        softcap: cap of the scaled scores, which takes a bool mask; None: an additive mask.
+    """
+    other = None if keys is queries else keys  # a memo must not refer to itself
     mask_B1TS = queries.memo(("attention_mask", other), lambda: document_mask(queries, keys))
     if softcap is not None:
         return mask_B1TS
@@ -148,10 +193,16 @@ def document_mask(
     of_queries: slice = slice(None),
     of_keys: slice = slice(None),
 ) -> Tensor:
-    """bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
+    """Return bool `[B, 1, T, S]` (B = 1 for whole rows): same document and not a later token.
 
     Queries and keys may be different tokens of one row (context parallelism), as long as their
-    ids and positions are those of the whole row. The slices cut a tile out of T and S.
+    ids and positions are those of the whole row.
+
+    Args:
+        queries: documents of the queries.
+        keys: documents of the keys.
+        of_queries: tile of T.
+        of_keys: tile of S.
     """
     rows = slice(1) if _whole(queries) and _whole(keys) else slice(None)
     same_BTS = queries.ids_BT[rows, of_queries, None] == keys.ids_BT[rows, None, of_keys]
@@ -160,12 +211,12 @@ def document_mask(
 
 
 def _whole(docs: Documents) -> bool:
-    """Every row, of which these may be a part, is one document."""
+    """Return whether every row, of which these may be a part, is one document."""
     return docs.whole or (docs.row is not None and docs.row.whole)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a bool mask is True, minus infinity elsewhere."""
+    """Return 0 where a bool mask is True, minus infinity elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
         ~mask, float("-inf")
     )
@@ -174,7 +225,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _sdpa(
     q_BTNH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """torch's fused attention: memory linear in T wherever a fused kernel takes the shapes."""
+    """Run torch's fused attention: memory linear in T wherever a fused kernel takes the shapes."""
     value_dim = v_BSKV.shape[-1]
     if q_BTNH.device.type == "cpu" and value_dim != q_BTNH.shape[-1]:
         # The fused CPU kernel wants one head dim. Zero columns change no score and no value.
@@ -199,9 +250,9 @@ def _sdpa(
 
 
 class _PaddedAttention(torch.autograd.Function):
-    """The fused CPU kernel for two head dims, which keeps nothing of its zero columns.
+    """Fused CPU kernel for two head dims, which saves nothing of its zero columns.
 
-    Autograd would keep the padded tensors, and of the output the padded and the cut one.
+    Autograd would save the padded tensors, and the output padded and unpadded.
     """
 
     @staticmethod
@@ -236,7 +287,7 @@ class _PaddedAttention(torch.autograd.Function):
 
 
 def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Each with zero columns up to the largest head dim, as the kernel takes it: `[B, N, T, X]`."""
+    """Return each padded by zeros to the largest head dim, for the kernel: `[B, N, T, X]`."""
     widest = max(x.shape[-1] for x in tensors)
     missing = [widest - x.shape[-1] for x in tensors]
     wide = [F.pad(x, (0, n)) if n else x for x, n in zip(tensors, missing, strict=True)]
@@ -244,7 +295,7 @@ def _padded_heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _pad_to_one_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with zero columns up to the larger of the two head dims."""
+    """Pad query, key and value with zero columns to the larger of the two head dims."""
     wider = q.shape[-1] - v.shape[-1]
     if wider > 0:
         return q, k, F.pad(v, (0, wider))

@@ -25,7 +25,7 @@ def softcap_attention(
     mask_B1TS: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(softcap * tanh(scale q k^T / softcap)) v, computed in fp32; `[B, T, N, V]`.
+    """Return softmax(softcap * tanh(scale q k^T / softcap)) v `[B, T, N, V]`, in fp32.
 
     Keeps q, k, v, the output and one number per query and head for backward, which computes the
     logits again: as in fused attention, nothing of size `[T, S]` outlives a block.
@@ -46,7 +46,7 @@ def softcap_attention(
 
 
 class _SoftcapAttention(torch.autograd.Function):
-    """Forward keeps the log of each softmax denominator; backward rebuilds p = e^(logit - it)."""
+    """Capped attention that saves log softmax denominators; backward uses p = e^(logit - it)."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask, scale, softcap, causal):  # type: ignore[no-untyped-def, override]
@@ -98,14 +98,22 @@ def block_gradients(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """dq of one block; what it gives to dk and dv is added to them.
+    """Return dq of one block; add its gradients to dk and dv.
 
     d softmax = p (dp - sum p dp), d tanh = 1 - tanh^2.
 
     Args:
+        q_BKTGH: queries.
+        k_BKSH: keys.
+        v_BKSV: values.
+        do_BKTGV: gradient of the outputs.
         lse_BKTG1: log of each softmax denominator, over the keys of all blocks.
         mean_BKTG1: sum p dp, over the keys of all blocks.
+        dk_BKSH: gradient of the keys, to which the block's is added.
+        dv_BKSV: gradient of the values, likewise.
         allowed: bool, True where a query may look, `[B or 1, 1, T, 1, S]`.
+        scale: factor of q . k.
+        softcap: cap of the scaled scores; None: none.
     """
     tanh, logits_BKTGS = block_logits(q_BKTGH, k_BKSH, allowed, scale, softcap)
     p_BKTGS = logits_BKTGS.sub_(lse_BKTG1).exp_()
@@ -121,7 +129,14 @@ def block_gradients(
 def query_blocks(
     q_BKTGH: Tensor, k_BKSH: Tensor, mask_B1TS: Tensor | None, causal: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Query slice, key slice and mask `[B or 1, 1, T, 1, S]` of each block."""
+    """Yield query slice, key slice and mask `[B or 1, 1, T, 1, S]` of each block.
+
+    Args:
+        q_BKTGH: queries.
+        k_BKSH: keys.
+        mask_B1TS: bool, True where a query sees a key; None: by `causal`.
+        causal: queries see keys that aren't later (T = S), else all.
+    """
     tokens, num_keys = q_BKTGH.shape[2], k_BKSH.shape[2]
     assert tokens == num_keys or not causal
     for start in range(0, tokens, BLOCK):
@@ -138,9 +153,16 @@ def query_blocks(
 def block_logits(
     q_BKTGH: Tensor, k_BKSH: Tensor, allowed: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor | None, Tensor]:
-    """tanh(scale q k^T / softcap), and the logits: softcap times it, minus infinity if masked.
+    """Return tanh(scale q k^T / softcap), and the logits: softcap times it, -inf where masked.
 
     Without a soft cap: None, and scale q k^T.
+
+    Args:
+        q_BKTGH: queries.
+        k_BKSH: keys.
+        allowed: bool, True where a query may look, `[B or 1, 1, T, 1, S]`; None: everywhere.
+        scale: factor of q . k.
+        softcap: cap of the scaled scores; None: none.
     """
     tanh, logits_BKTGS = None, rows_times(q_BKTGH, k_BKSH.mT)
     if softcap is None:
@@ -154,10 +176,10 @@ def block_logits(
 
 
 def rows_times(x_BKTGI: Tensor, y_BKIJ: Tensor) -> Tensor:
-    """x y in fp32, with all (token, head) rows of x in one matrix: `[B, K, T, G, J]`."""
+    """Return x y `[B, K, T, G, J]` in fp32, with all (token, head) rows of x in one matrix."""
     return (wide(x_BKTGI).flatten(2, 3) @ wide(y_BKIJ)).unflatten(2, x_BKTGI.shape[2:4])
 
 
 def _rows_transposed_times(x_BKTGI: Tensor, y_BKTGJ: Tensor) -> Tensor:
-    """x^T y in fp32, summed over the (token, head) rows: `[B, K, I, J]`."""
+    """Return x^T y in fp32, summed over the (token, head) rows: `[B, K, I, J]`."""
     return wide(x_BKTGI).flatten(2, 3).mT @ wide(y_BKTGJ).flatten(2, 3)

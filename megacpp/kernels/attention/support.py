@@ -1,4 +1,4 @@
-"""What speaks against backends of attention; no torch import here."""
+"""Reasons why a configuration can't use a backend of attention; no torch import here."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ VARLEN_TORCH = (2, 11)  # varlen_attn with a scale and a causal window
 WIDEST_FLASH = 256  # head dim of torch's flash kernels, in steps of 8
 # Their backward needs shared memory of these for head dims above 192.
 WIDE_BACKWARD = ((8, 0), (9, 0), (10, 0))
-LEAST_FLEX = 16  # head dim: what a product of Triton takes
+LEAST_FLEX = 16  # head dim: the least of a Triton product
 
 
 def varlen(config: Config, host: Host) -> str | None:
-    """Flash kernels for packed rows, one head dim."""
-    against = varlen_padded(config, host)
+    """Return why flash kernels for packed rows, with one head dim, can't run; None: they can."""
+    unsupported = varlen_padded(config, host)
     query, value = head_dims(config)
-    if against is None and query != value:
+    if unsupported is None and query != value:
         return (
             f"takes one head dim (q and k: {query}, v: {value}; "
             "varlen_padded takes these with zero columns)"
         )
-    return against
+    return unsupported
 
 
 def varlen_padded(config: Config, host: Host) -> str | None:
-    """The same, the narrower of two head dims with zero columns."""
+    """Return why flash kernels with zero columns in the narrower head dim can't run, if so."""
     attention, widest = config.model.attention, max(head_dims(config))
-    against = _narrow_gpu(host) or _old_torch(host) or _parts_of_rows(config, ("heads",))
-    if against:
-        return against
+    unsupported = _narrow_gpu(host) or _old_torch(host) or _parts_of_rows(config, ("heads",))
+    if unsupported:
+        return unsupported
     if attention.softcap is not None:
         return f"takes no soft cap (model.attention.softcap={attention.softcap:g})"
     if widest % 8 or widest > WIDEST_FLASH:
@@ -42,19 +42,19 @@ def varlen_padded(config: Config, host: Host) -> str | None:
 
 
 def flex(config: Config, host: Host) -> str | None:
-    """Kernels that torch compiles around masks and score functions."""
+    """Return why kernels that torch compiles around masks and scores can't run; None: they can."""
     least = min(head_dims(config))
-    against = _narrow_gpu(host) or _parts_of_rows(config, ("all_gather", "heads"))
-    against = against or old_triton(host)
-    if against:
-        return against
+    unsupported = _narrow_gpu(host) or _parts_of_rows(config, ("all_gather", "heads"))
+    unsupported = unsupported or old_triton(host)
+    if unsupported:
+        return unsupported
     if least < LEAST_FLEX:
         return f"takes head dims of at least {LEAST_FLEX} ({least})"
     return None
 
 
 def head_dims(config: Config) -> tuple[int, int]:
-    """Of queries and keys, and of values."""
+    """Return the head dims of queries and keys, and of values."""
     attention = config.model.attention
     if attention.kind == "mla":
         query = attention.qk_nope_head_dim + attention.qk_rope_head_dim
@@ -63,10 +63,10 @@ def head_dims(config: Config) -> tuple[int, int]:
 
 
 def _narrow_gpu(host: Host) -> str | None:
-    against = old_gpu(host)
-    if against is None and host.dtype not in NARROW:
+    unsupported = old_gpu(host)
+    if unsupported is None and host.dtype not in NARROW:
         return f"computes in bf16 or fp16 (precision.dtype={host.dtype})"
-    return against
+    return unsupported
 
 
 def _old_torch(host: Host) -> str | None:
@@ -77,7 +77,7 @@ def _old_torch(host: Host) -> str | None:
 
 
 def _parts_of_rows(config: Config, takes: tuple[str, ...]) -> str | None:
-    """Under context parallelism a rank's queries are a part of rows; `heads` gathers whole ones."""
+    """Return why a backend that supports the exchanges in `takes` can't run; None: it can."""
     mesh = config.mesh
     if mesh.cp > 1 and mesh.cp_attention not in takes:
         cut = f"mesh.cp={mesh.cp}, mesh.cp_attention={mesh.cp_attention}"

@@ -25,19 +25,26 @@ from torch import Tensor
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.documents import Documents
 
-# From 2.12 torch wants to be told of grouped heads; 2.11 has no such argument and takes them as
-# they are: the kernel is the same. Deleted with the support of 2.11.
-TOLD_OF_GROUPS = torch.__version__ >= "2.12"
+# From 2.12 torch has an argument for grouped heads; 2.11 takes them without one: the kernel is the
+# same. Deleted with the support of 2.11.
+HAS_GQA_ARGUMENT = torch.__version__ >= "2.12"
 
 
 def varlen_attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKV: Tensor, docs: Documents, scale: float
 ) -> Tensor:
-    """Attention within documents of whole rows, `[B, T, N, V]`.
+    """Return attention `[B, T, N, V]` within documents of whole rows.
 
     Head dims that differ get zero columns up to the larger one, which change no score and no value:
     for MLA of 192 and 128 the kernel's products grow from 320 to 384 numbers per query and key (1.2
-    times), and value and output are kept with 192 numbers a head.
+    times), and value and output are saved with 192 numbers a head.
+
+    Args:
+        q_BTNH: queries.
+        k_BTKH: keys.
+        v_BTKV: values.
+        docs: documents.
+        scale: factor of q . k.
     """
     from torch.nn.attention import varlen  # imports Dynamo, which takes two seconds
 
@@ -48,9 +55,9 @@ def varlen_attention(
     ends = docs.cu_seqlens
     # T is a bound of the longest document that the host knows; later blocks of shorter ones stop
     # at once.
-    told: dict[str, Any] = {}
-    if TOLD_OF_GROUPS:
-        told["enable_gqa"] = q_PNX.shape[1] != k_PKX.shape[1]
+    extra: dict[str, Any] = {}
+    if HAS_GQA_ARGUMENT:
+        extra["enable_gqa"] = q_PNX.shape[1] != k_PKX.shape[1]
     o_PNX = varlen.varlen_attn(
         q_PNX,
         k_PKX,
@@ -61,7 +68,7 @@ def varlen_attention(
         T,
         scale=scale,
         window_size=(-1, 0),
-        **told,
+        **extra,
     )
     assert isinstance(o_PNX, Tensor)
     return o_PNX.unflatten(0, (B, T))[..., :value_dim]

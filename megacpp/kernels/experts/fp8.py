@@ -43,10 +43,10 @@ ROWS = 16  # of a group, or a multiple of it, for the hardware
 
 @dataclass(frozen=True)
 class Fp8Products:
-    """How experts multiply.
+    """Settings of FP8 products of experts.
 
     Attributes:
-        emulated: without hardware for it.
+        emulated: computed without FP8 hardware, from rounded operands.
         wide_gradients: gradients of weights are not in FP8.
     """
 
@@ -57,7 +57,14 @@ class Fp8Products:
 def rows_times(
     x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts, fp8: Fp8Products | None
 ) -> list[Tensor]:
-    """For each of the weights `[S, F]`: each row times the matrix of its expert; no gradient."""
+    """Return `[S, F]` for each weight: each row times the matrix of its expert; no gradient.
+
+    Args:
+        x_SD: rows in expert order.
+        weights_EDF: matrices of the experts.
+        counts_E: slots of each expert; None: equally many.
+        fp8: settings; None: in the dtype of the operands.
+    """
     if fp8 is None:
         return [products(x_SD, w_EDF, counts_E) for w_EDF in weights_EDF]
     if not fp8.emulated:
@@ -69,7 +76,15 @@ def rows_times(
 def outer_sums(
     left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int, fp8: Fp8Products | None
 ) -> Tensor:
-    """`[E, F, D]`: of each expert the sum over its slots of left times right; no gradient."""
+    """Return of each expert the sum over its slots of left times right, `[E, F, D]`; no gradient.
+
+    Args:
+        left_SF: rows in expert order.
+        right_SD: rows in expert order.
+        counts_E: slots of each expert; None: equally many.
+        experts: E.
+        fp8: settings; None: in the dtype of the operands.
+    """
     if fp8 is None or fp8.wide_gradients:
         return outer_products(left_SF, right_SD, counts_E, experts)
     if not fp8.emulated:
@@ -79,14 +94,14 @@ def outer_sums(
 
 
 def scales(x: Tensor, dim: int) -> Tensor:
-    """Powers of two, in fp32, that bring the largest along `dim` (kept) to at most 448."""
+    """Return powers of two, in fp32, that scale the largest along `dim` to at most 448."""
     largest = x.detach().abs().amax(dim, keepdim=True).double().clamp(min=SMALLEST_LARGEST)
     _, exponent = torch.frexp((LARGEST / largest).float())  # the mantissa is in [0.5, 1)
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 1)
 
 
 def rounded(x: Tensor, dim: int) -> Tensor:
-    """`x` as e4m3 numbers times a scale along `dim` can say it, in its own dtype."""
+    """Return `x` rounded to e4m3 numbers times a scale along `dim`, in its own dtype."""
     if x.numel() == 0:
         return x
     scale = scales(x, dim)
@@ -94,7 +109,7 @@ def rounded(x: Tensor, dim: int) -> Tensor:
 
 
 def _rounded_by_group(x_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
-    """Each expert's slots with a scale for each column."""
+    """Return x rounded with a scale for each expert and column."""
     if counts_E is None:
         return rounded(x_SD.unflatten(0, (experts, -1)), 1).flatten(0, 1)
     return _rounded_loop(x_SD, *either(counts_E))
@@ -116,7 +131,7 @@ def _(x_SD: Tensor, *_: Any) -> Tensor:
 
 
 def _on_hardware(x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts) -> list[Tensor]:
-    """As torchao's `_to_fp8_rowwise_then_scaled_grouped_mm` without its backward."""
+    """Run torchao's `_to_fp8_rowwise_then_scaled_grouped_mm` without its backward."""
     from torchao.prototype.moe_training.kernels import (
         triton_fp8_colwise_3d_scale_and_cast,
         triton_fp8_rowwise_2d_scale_and_cast,
@@ -154,7 +169,7 @@ def _on_hardware(x_SD: Tensor, weights_EDF: Sequence[Tensor], counts_E: Counts) 
 
 
 def _outer_on_hardware(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
-    """The weight gradient of the same; sums over a group's slots, a scale for each column."""
+    """Return the weight gradient of FP8 products; sums over a group's slots, a scale per column."""
     from torchao.prototype.moe_training.kernels import triton_fp8_per_group_colwise_scales_dual
 
     if len(left_SF) == 0:
@@ -173,12 +188,12 @@ def _outer_on_hardware(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, expe
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    empty_E = torch.diff(end_E, prepend=end_E.new_zeros(1)) == 0  # whose sums nobody wrote
+    empty_E = torch.diff(end_E, prepend=end_E.new_zeros(1)) == 0  # no product wrote their sums
     return sums_EFD.masked_fill_(empty_E[:, None, None], 0).to(left_SF.dtype)
 
 
 def _whole_groups(x_SD: Tensor, counts_E: Counts, experts: int) -> tuple[Tensor, Tensor, int]:
-    """Rows in groups of whole 16, where each group ends, and slots of an expert (0: as counted).
+    """Return rows in groups of whole 16, each group's end, and an expert's slots (0: as counted).
 
     Counted groups are of whole 16 already (`row_multiple`); even ones get rows of zeros.
     """
@@ -193,7 +208,7 @@ def _whole_groups(x_SD: Tensor, counts_E: Counts, experts: int) -> tuple[Tensor,
 
 
 def _own_rows(y_SF: Tensor, each: int, experts: int) -> Tensor:
-    """Without the rows of zeros that `_whole_groups` added."""
+    """Return the rows without the zeros that `_whole_groups` added."""
     if not each or len(y_SF) == each * experts:
         return y_SF
     return y_SF.unflatten(0, (experts, -1))[:, :each].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""One linear layer per expert, on rows that lie grouped by expert.
+"""Linear layers of experts, on rows that are grouped by expert.
 
 Legend: S slots (rows in expert order), D in, F out, E experts, C slots of each expert.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.model.transfer import listed
 
-# Slots of each expert, in order; the last one owns what is left over. None: all have as many, and
-# one batched product does it. One count more than experts is of slots at the end that nobody owns,
-# whose rows come out undefined. A tensor stays where it is as long as the host needn't read it.
+# Slots of each expert, in order; the last one owns the rest. None: all have as many, and
+# one batched product does it. One count more than experts is of slots at the end that no expert
+# owns, whose rows are undefined. A tensor stays where it is unless the host must read it.
 Counts = Tensor | Sequence[int] | None
 
 # A CPU matrix product may round a row differently when the number of rows changes (another kernel,
@@ -36,17 +36,17 @@ def row_multiple(device: torch.device) -> int:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype of a running autocast, if there is one."""
+    """Return the tensors in the dtype of a running autocast, if there is one."""
     return tuple(t.to(autocast_dtype(t) or t.dtype) for t in tensors)
 
 
 def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
-    """`[S, F]`: each row times the matrix of its expert; no gradient."""
+    """Return each row times the matrix of its expert, `[S, F]`; no gradient."""
     if counts_E is None:
         x_ECD = x_SD.unflatten(0, (len(weight_EDF), -1))
         y_ECF = torch.bmm(x_ECD, weight_EDF)
-        # No view of the product, which nobody else has: FSDP2 warns of units that return one
-        # (pytorch#181850; pytorch#197154 would warn of none that nobody writes to).
+        # No view of the product, which nothing else refers to: FSDP2 warns of units that return
+        # one (pytorch#181850; pytorch#197154 would not warn of views that aren't written to).
         return torch.ops.aten._unsafe_view(y_ECF, (len(x_SD), y_ECF.shape[2]))
     backend = grouped_backend(x_SD.device.type, x_SD.dtype, *weight_EDF.shape[1:])
     if backend == "grouped_mm" and len(x_SD) > 0:
@@ -55,9 +55,15 @@ def products(x_SD: Tensor, weight_EDF: Tensor, counts_E: Counts) -> Tensor:
 
 
 def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts: int) -> Tensor:
-    """`[E, F, D]`: of each expert the sum over its slots of left times right; no gradient.
+    """Return of each expert the sum over its slots of left times right, `[E, F, D]`; no gradient.
 
     An expert without slots gets exact zeros.
+
+    Args:
+        left_SF: rows in expert order.
+        right_SD: rows in expert order.
+        counts_E: slots of each expert; None: equally many.
+        experts: E.
     """
     if counts_E is None:
         left_ECF, right_ECD = (x.unflatten(0, (experts, -1)) for x in (left_SF, right_SD))
@@ -72,15 +78,24 @@ def outer_products(left_SF: Tensor, right_SD: Tensor, counts_E: Counts, experts:
 def grouped_backend(
     device_type: str, dtype: torch.dtype, out_features: int, in_features: int
 ) -> Literal["grouped_mm", "loop"]:
-    """The rule: torch's grouped kernel for bf16 on CUDA in rows of 16 bytes, else one product
-    (on a CPU one per 48 rows) after another, for which the counts must reach the host."""
+    """Return the way of grouped products on a device, in a dtype, for matrices of a size.
+
+    torch's grouped kernel takes bf16 on CUDA in rows of 16 bytes. Else products run one after
+    another (on a CPU one per 48 rows), for which the counts must reach the host.
+
+    Args:
+        device_type: `cuda` or another.
+        dtype: of the operands.
+        out_features: rows of a matrix.
+        in_features: columns of a matrix.
+    """
     aligned = out_features % 8 == 0 and in_features % 8 == 0
     on_gpu = device_type == "cuda" and dtype == torch.bfloat16
     return "grouped_mm" if on_gpu and aligned else "loop"
 
 
 def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Tensor:
-    """int32 `(E,)`: the slot after the last one of each expert."""
+    """Return int32 `(E,)`: the slot after the last one of each expert."""
     if len(counts_E) > experts:  # what lies past the last end isn't touched
         assert isinstance(counts_E, Tensor)
         return counts_E[:experts].cumsum(0, dtype=torch.int32)
@@ -93,31 +108,31 @@ def ends_of(counts_E: Tensor | Sequence[int], x_SD: Tensor, experts: int) -> Ten
 
 
 def either(counts_E: Tensor | Sequence[int]) -> tuple[Tensor | None, list[int] | None]:
-    """An operator's schema has no type for a tensor or a list."""
+    """Return counts as a tensor or as a list, beside None: operators have no type for both."""
     return (counts_E, None) if isinstance(counts_E, Tensor) else (None, list(counts_E))
 
 
 def sizes_of(counts_E: Tensor | Sequence[int], slots: int) -> list[int]:
-    """Slots of each expert on the host, the last one's those that are left over."""
+    """Return the slots of each expert on the host; the last one has the rest."""
     sizes = list(counts_E.tolist() if isinstance(counts_E, Tensor) else counts_E)
     sizes[-1] = slots - sum(sizes[:-1])
     return sizes
 
 
 # Operators of their own, so that tensors without values pass, and so that a compiler need not look
-# inside: their shapes follow from those of the inputs, what they do from counts.
+# inside: their shapes follow from those of the inputs, their work from counts.
 @torch.library.custom_op("megacpp::expert_products", mutates_args=())
 def _loop(
     x_SD: Tensor, weight_EDF: Tensor, counts_E: Tensor | None, sizes: Sequence[int] | None
 ) -> Tensor:
-    """`x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
+    """Return `x @ weight` group by group; on a CPU in products of `CPU_ROWS` rows."""
     y_SF = x_SD.new_empty(len(x_SD), weight_EDF.shape[-1])
     most = CPU_ROWS if x_SD.device.type == "cpu" else max(1, len(x_SD))
     groups = sizes_of(given(counts_E, sizes), len(x_SD))
     cuts = [[min(most, size - i) for i in range(0, size, most)] for size in groups]
     flat = [rows for cut in cuts for rows in cut]
     parts = zip(x_SD.split(flat), y_SF.split(flat), strict=True)
-    for w_DF, cut in zip(weight_EDF, cuts):  # noqa: B905 - the last may be nobody's
+    for w_DF, cut in zip(weight_EDF, cuts):  # noqa: B905 - the last may be of no expert
         for _ in cut:
             x, y = next(parts)
             torch.mm(x, w_DF, out=y)
@@ -141,6 +156,7 @@ def _outer_loop(
 
 
 def given(counts_E: Tensor | None, sizes: Sequence[int] | None) -> Tensor | Sequence[int]:
+    """Return the one of tensor and list that isn't None, the inverse of `either`."""
     given = sizes if counts_E is None else counts_E
     assert given is not None
     return given

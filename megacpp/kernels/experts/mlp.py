@@ -1,7 +1,7 @@
-"""The routed experts' feed-forward, of which gate and up are kept and nothing else.
+"""Feed-forward of the routed experts, which saves gate and up and nothing else.
 
     x_RD ── rows_SD ── w1, w3 ── gate_SI, up_SI ── act(gate, up) weight ── w2 ── y_SD
-    kept    again                kept              again                         nobody's
+    saved   recomputed           saved             recomputed                    not needed
 
 The weight of a copy goes to its hidden units, in fp32 and before they are rounded, not to its
 output: sum_k w2 (weight_k h_k) is sum_k weight_k (w2 h_k), and then no output is needed for the
@@ -29,14 +29,14 @@ from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
 
 # Elements between products are worked on in blocks of rows: at most so many, none smaller than so
-# many elements (which a core's cache holds), for what is wide and temporary to stay small.
+# many elements (which a core's cache holds), so that wide temporary tensors stay small.
 BLOCKS, BLOCK_ELEMENTS = 16, 2**16
 
 
 def into_experts(
     x_RD: Tensor, groups: Groups, *weights_EID: Tensor, fp8: Fp8Products | None = None
 ) -> tuple[Tensor, ...]:
-    """For each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
+    """Return for each weight the product of every slot's row with its expert's matrix, `[S, I]`."""
     x_RD, *weights = autocast(x_RD, *weights_EID)
     return _Into.apply(x_RD, *weights, groups, fp8)  # type: ignore[return-value]
 
@@ -48,9 +48,14 @@ def out_of_experts(
     groups: Groups,
     fp8: Fp8Products | None = None,
 ) -> Tensor:
-    """`[S, D]`: w2 (weight * act), act = silu(gate) * up of two, relu(h)^2 of one.
+    """Return w2 (weight * act) `[S, D]`: act = silu(gate) * up of two, relu(h)^2 of one.
 
-    `weight_S` is in fp32 (or fp64) and 1 if None.
+    Args:
+        hidden: gate and up `[S, I]`, or h alone.
+        w2_EDI: matrices of the experts.
+        weight_S: in fp32 (or fp64); None: 1.
+        groups: slots.
+        fp8: settings of FP8 products; None: off.
     """
     (w2_EDI,) = autocast(w2_EDI)
     weight = () if weight_S is None else (weight_S,)
@@ -60,9 +65,14 @@ def out_of_experts(
 def experts_reference(
     x_RD: Tensor, groups: Groups, weight_S: Tensor | None, *weights: Tensor
 ) -> Tensor:
-    """The definition, one expert after another under autograd: `[S, D]`, 0 where nobody owns.
+    """Return outputs `[S, D]`, one expert after another under autograd: the definition.
+
+    Slots that no expert owns get 0.
 
     Args:
+        x_RD: rows.
+        groups: slots that hold copies of the rows.
+        weight_S: weight of each slot; None: 1.
         weights: w1, w3 and w2 of silu(w1 x) * w3 x, or w1 and w2 of relu(w1 x)^2.
     """
     *into, w2_EDI = weights
@@ -83,7 +93,7 @@ def experts_reference(
 
 
 class _Into(torch.autograd.Function):
-    """Copies rows to slots and multiplies; backward copies them again instead of keeping them."""
+    """Product of rows copied to slots; backward copies them again instead of saving them."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -115,7 +125,7 @@ class _Into(torch.autograd.Function):
 
 
 class _OutOf(torch.autograd.Function):
-    """Keeps gate and up; their product is made again for the gradient of w2."""
+    """Second product, which saves gate and up; backward computes the hidden units again."""
 
     @staticmethod
     def forward(ctx: Any, w2_EDI: Tensor, *rest: Any) -> Tensor:
@@ -123,14 +133,14 @@ class _OutOf(torch.autograd.Function):
         ctx.save_for_backward(w2_EDI, *units)
         ctx.num_hidden, ctx.counts, ctx.backend = num_hidden, groups.counts_E, groups.backend
         ctx.fp8 = fp8
-        h_SI = _weighed(_Units.of(units, num_hidden), groups.backend)
+        h_SI = _weighed(_Units.unpack(units, num_hidden), groups.backend)
         return rows_times(h_SI, [w2_EDI.mT], groups.counts_E, fp8)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         w2_EDI, *tensors = ctx.saved_tensors
-        units, grad_SD, counts_E = _Units.of(tensors, ctx.num_hidden), grads[0], ctx.counts
+        units, grad_SD, counts_E = _Units.unpack(tensors, ctx.num_hidden), grads[0], ctx.counts
         wants_w2, *wants_units = needs_input_grad_now(ctx)[: 1 + len(tensors)]
         h_SI, grad_w2 = None, None
         grad_units: list[Tensor | None] = [None] * len(tensors)
@@ -145,19 +155,19 @@ class _OutOf(torch.autograd.Function):
 
 
 class _Units(NamedTuple):
-    """What the hidden units are made of; without `up` they are relu(gate)^2."""
+    """Tensors from which hidden units are computed; without `up` they are relu(gate)^2."""
 
     gate_SI: Tensor
     up_SI: Tensor | None
     weight_S: Tensor | None
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], num_hidden: int) -> _Units:
+    def unpack(tensors: Sequence[Tensor], num_hidden: int) -> _Units:
         hidden, weight = tensors[:num_hidden], tensors[num_hidden:]
         return _Units(hidden[0], hidden[1] if num_hidden == 2 else None, *weight or (None,))
 
     def blocks(self) -> Iterator[tuple[slice, _Units]]:
-        """Some rows at a time, in at least fp32; see `BLOCKS`."""
+        """Yield some rows at a time, in at least fp32; see `BLOCKS`."""
         slots, width = self.gate_SI.shape
         each = max(-(-slots // BLOCKS), BLOCK_ELEMENTS // max(1, width), 1)
         each = -(-each // CPU_ROWS) * CPU_ROWS
@@ -172,7 +182,7 @@ class _Units(NamedTuple):
 
 
 def _weighed(units: _Units, backend: str) -> Tensor:
-    """`[S, I]`: weight * act, rounded once."""
+    """Return weight * act `[S, I]`, rounded once."""
     if backend == "triton":
         from megacpp.kernels.experts import triton as experts_triton
 
@@ -187,7 +197,7 @@ def _weighed(units: _Units, backend: str) -> Tensor:
 def _backward(
     units: _Units, grad_SI: Tensor, wants_h: bool, backend: str
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Gradients of all that `units` has, from that of the hidden units, whose place one takes.
+    """Return the gradients of `units`, from that of the hidden units, which is overwritten.
 
     On the way the hidden units themselves, if they are wanted.
     """

@@ -20,16 +20,16 @@ from megacpp.model.transfer import listed
 
 @dataclass(frozen=True)
 class Groups:
-    """Where the copies of T tokens lie: S slots, ordered by expert, padded with copies of token 0.
+    """Slots of the copies of T tokens: S slots, ordered by expert, padded with copies of token 0.
 
     Attributes:
         slot_KT: int64, the slot of each copy; 0 for a copy that has none.
         token_S: int64, the token in each slot; 0 in a padding slot.
         counts_E: slots of each expert in order (the last also owns any slots past the sum), as a
             list where the host knows them, or None when every expert has S / E. With one number
-            more than experts the last is of slots that nobody owns: what lies there is undefined.
+            more than experts the last is of slots that no expert owns: their content is undefined.
         kept_KT: bool, copies that have a slot; None: all of them.
-        backend: of `experts`, what moves the rows (megacpp/kernels/selection.py).
+        backend: of `experts`, by which rows are moved (megacpp/kernels/selection.py).
     """
 
     slot_KT: Tensor
@@ -39,21 +39,24 @@ class Groups:
     backend: str = "torch"
 
     def by(self, backend: str) -> Groups:
-        """The same groups, whose rows that backend moves."""
+        """Return the same groups, whose rows that backend moves."""
         return replace(self, backend=backend)
 
 
 def group_rows(
     expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
 ) -> Groups:
-    """Groups that hold every copy, each padded to a multiple of `multiple` slots.
+    """Return groups that hold every copy, each padded to a multiple of `multiple` slots.
 
     One stable sort, so copies keep their token order within an expert. S is exact on a CPU; on
-    other devices it is the most that these shapes can need, so that nothing waits for the counts.
+    other devices it is the most that these shapes can need, so that the host never waits.
 
     Args:
-        expected: copies of a token that have an expert, on average, where others are nobody's (of
-            expert `num_experts`) and have no slot; None: all have one.
+        expert_TK: chosen experts.
+        num_experts: E.
+        multiple: of slots.
+        expected: copies of a token that have an expert, on average, where others are of no expert
+            (`num_experts`) and have no slot; None: all have one.
     """
     if expected is not None:
         return _group_owned(expert_TK, num_experts, multiple)
@@ -68,8 +71,8 @@ def group_rows(
 
 
 def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
-    """`group_rows` of copies some of which are nobody's; slots past the groups aren't either."""
-    sorted_N, order_N, first_X = _sort(expert_TK, num_experts + 1)  # the last: of nobody's
+    """Group copies some of which are of no expert; slots past the groups are of none either."""
+    sorted_N, order_N, first_X = _sort(expert_TK, num_experts + 1)  # the last: of no expert
     size_E = torch.diff(first_X)
     padded_E = (size_E + (multiple - 1)) // multiple * multiple
     shift_X = torch.zeros_like(first_X)
@@ -85,7 +88,7 @@ def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
 
 
 def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
-    """Slots that groups of these sizes have; where the host can't see them, the most they can."""
+    """Return the slots of groups of these sizes; where the host can't see them, the most."""
     if padded_E.device.type == "cpu":
         return int(padded_E.sum())
     return most_slots(len(padded_E), copies, multiple)
@@ -97,10 +100,9 @@ def most_slots(num_experts: int, copies: int, multiple: int) -> int:
 
 
 def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:
-    """The groups of `group_rows` when the host knows how many copies each expert has.
+    """Return the groups of `group_rows` when the host knows how many copies each expert has.
 
-    S is exact on any device and nothing waits. A copy for expert `len(sizes)` is nobody's: it has
-    no slot.
+    S is exact on any device and the host never waits. A copy for expert `len(sizes)` has no slot.
     """
     padded = [-(-size // multiple) * multiple for size in sizes]
     first, start = accumulate(sizes, initial=0), accumulate(padded, initial=0)
@@ -119,11 +121,10 @@ def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int =
 
 
 def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Groups:
-    """Groups of exactly `capacity` slots: an expert's copies past that are dropped, latest first.
+    """Return groups of exactly `capacity` slots; copies past that are dropped, latest first.
 
-    Shapes are static and nothing waits for the counts. A copy for expert `num_experts` is nobody's
-    and has no slot. Dropping by token order keeps a causal
-    model causal: no token can lose its place to a later one.
+    Shapes are static and the host never waits. A copy for expert `num_experts` has no slot.
+    Dropping by token order keeps a causal model causal: no token can lose its place to a later one.
     """
     sorted_N, order_N, first_E = _sort(expert_TK, num_experts)
     place_N = torch.arange(len(sorted_N), device=sorted_N.device)
@@ -131,51 +132,51 @@ def group_rows_to_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -
     kept_N = (place_N < capacity) & (sorted_N < num_experts)
     slot_N = sorted_N * capacity + place_N
     slots = num_experts * capacity
-    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what is dropped
+    token_S = slot_N.new_zeros(slots + 1)  # the last slot takes dropped copies
     token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
     slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
     return Groups(slot_KT, token_S[:-1], None, _unsort(kept_N, order_N, expert_TK))
 
 
 def spread_rows(x_TD: Tensor, groups: Groups) -> Tensor:
-    """Tokens `[T, D]` copied to their slots `[S, D]`; gradients of a token's copies are summed."""
-    return _Spread.apply(x_TD, groups)  # type: ignore[return-value]
+    """Copy tokens `[T, D]` to their slots `[S, D]`; gradients of a token's copies are summed."""
+    return _CopyRows.apply(x_TD, groups)  # type: ignore[return-value]
 
 
 def gather_rows(rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:
     """Weighted sum of each token's rows, `[T, D]` in the dtype of the weights (fp32 or fp64)."""
-    return _Gather.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
+    return _WeighedSum.apply(rows_SD, weights_TK, groups)  # type: ignore[return-value]
 
 
 def weigh_slots(weights_TK: Tensor, groups: Groups) -> Tensor:
-    """The weight of the copy in each slot, `(S,)`; 0 in a padding slot."""
+    """Return the weight of the copy in each slot, `[S]`; 0 in a padding slot."""
     return _Weigh.apply(weights_TK, groups)  # type: ignore[return-value]
 
 
 def sum_rows(rows_SD: Tensor, groups: Groups) -> Tensor:
-    """Sum of each token's rows, `[T, D]` in at least fp32; keeps no row.
+    """Sum each token's rows, `[T, D]` in at least fp32; saves no row.
 
-    A padding slot adds nothing, but its gradient is that of token 0: if there are any, whoever made
-    the rows must have weighed them with `weigh_slots`.
+    A padding slot adds nothing, but its gradient is that of token 0: if there are any,
+    the rows must have been weighed with `weigh_slots`.
     """
     return _Sum.apply(rows_SD, groups)  # type: ignore[return-value]
 
 
 def _sort(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies in expert order (token order within): expert ids, copies, and each expert's first."""
+    """Return expert ids and copies in expert order (by token within), and each expert's first."""
     sorted_N, order_N = torch.sort(expert_TK.flatten(), stable=True)
     every_E = torch.arange(num_experts, device=expert_TK.device)
     return sorted_N, order_N, torch.searchsorted(sorted_N, every_E)
 
 
 def _unsort(value_N: Tensor, order_N: Tensor, expert_TK: Tensor) -> Tensor:
-    """Values in sorted order, put back to `[K, T]`."""
+    """Return values in sorted order as `[K, T]`."""
     back_N = torch.empty_like(value_N).scatter_(0, order_N, value_N)
     return back_N.view(expert_TK.shape).T.contiguous()
 
 
 def rows_of_slots(x_TD: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """`[S, D]`: the row of the token in each slot, in `dtype`; no gradient."""
+    """Return the row of the token in each slot, `[S, D]`, in `dtype`; no gradient."""
     if groups.backend == "triton":
         from megacpp.kernels.experts import triton as experts_triton
 
@@ -184,12 +185,12 @@ def rows_of_slots(x_TD: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
 
 
 def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
-    """What lies in each token's slots, added up in at least fp32; no gradient."""
+    """Return the sum of each token's slots, `[T, D]`, in at least fp32; no gradient."""
     if groups.backend == "triton":
         from megacpp.kernels.experts import triton as experts_triton
 
         return experts_triton.sum_of_slots(rows_SD, groups.slot_KT, groups.kept_KT)
-    if not len(groups.token_S):  # nobody has a slot
+    if not len(groups.token_S):  # no token has a slot
         return _at_least_fp32(rows_SD.new_zeros(groups.slot_KT.shape[1], rows_SD.shape[1]))
     total_TD: Tensor | None = None
     for k, slot_T in enumerate(groups.slot_KT):
@@ -203,7 +204,7 @@ def sum_of_slots(rows_SD: Tensor, groups: Groups) -> Tensor:
 
 
 def _weights_of_slots(weights_KT: Tensor, groups: Groups) -> Tensor:
-    """`(S,)`. Padding has weight 0; a dropped copy must not touch its slot 0."""
+    """Return the weight of each slot, `[S]`; 0 for padding, whatever dropped copies have."""
     slots, slot_KT = len(groups.token_S), groups.slot_KT
     if groups.kept_KT is not None:
         slot_KT = torch.where(groups.kept_KT, slot_KT, slots)
@@ -212,7 +213,7 @@ def _weights_of_slots(weights_KT: Tensor, groups: Groups) -> Tensor:
 
 
 def _copies_of_slots(value_S: Tensor, groups: Groups) -> Tensor:
-    """What lies in the slot of each copy, `[K, T]`; 0 for a dropped one."""
+    """Return the value in the slot of each copy, `[K, T]`; 0 for a dropped one."""
     if not len(groups.token_S):
         return value_S.new_zeros(groups.slot_KT.shape)
     value_KT = value_S.index_select(0, groups.slot_KT.flatten()).view_as(groups.slot_KT)
@@ -225,8 +226,8 @@ def _at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _Spread(torch.autograd.Function):
-    """Copy out, sum back. Both are gathers: no atomics, so the sums have one order."""
+class _CopyRows(torch.autograd.Function):
+    """Copies of rows, summed in backward. Both are gathers: no atomics, so sums have one order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, groups: Groups) -> Tensor:
@@ -241,7 +242,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The adjoint of `_Spread`."""
+    """Adjoint of `_CopyRows`."""
 
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, groups: Groups) -> Tensor:
@@ -255,7 +256,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Weigh(torch.autograd.Function):
-    """Weights to slots and, in backward, the gradients back; none for a copy without a slot."""
+    """Weights by slot and, in backward, gradients by copy; none for a copy without a slot."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, groups: Groups) -> Tensor:
@@ -268,8 +269,8 @@ class _Weigh(torch.autograd.Function):
         return _copies_of_slots(grads[0], ctx.groups).T, None
 
 
-class _Gather(torch.autograd.Function):
-    """y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
+class _WeighedSum(torch.autograd.Function):
+    """Sum y_t = sum_k w_tk row(slot_kt), accumulated in the dtype of the weights."""
 
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, weights_TK: Tensor, groups: Groups) -> Tensor:

@@ -26,26 +26,40 @@ BLOCK = 1024  # numbers of a row at a time: 8 for each thread of 4 warps
 
 
 def spread(x_RD: Tensor, token_S: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[S, D]`: of every slot its row, rounded to `dtype`."""
+    """Return the row of every slot, `[S, D]`, rounded to `dtype`."""
     return _spread(x_RD, token_S, dtype)
 
 
 def spread_weighed(
     x_RD: Tensor, token_S: Tensor, weight_S: Tensor, rows_SD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows times the weight of their slot, as `rows_SD` is; and `(S,)`: row times `rows_SD`."""
+    """Return rows times the weight of their slot `[S, D]`, and row . `rows_SD` of each slot `[S]`.
+
+    Args:
+        x_RD: rows.
+        token_S: row in each slot.
+        weight_S: weight of each slot.
+        rows_SD: other factor of the products; its dtype is that of the first result.
+    """
     return _spread_weighed(x_RD, token_S, weight_S, rows_SD)
 
 
 def sum_of_slots(
     rows_SD: Tensor, slot_KT: Tensor, kept_KT: Tensor | None, weights_KT: Tensor | None = None
 ) -> Tensor:
-    """`[T, D]` in fp32: what lies in each token's slots, weighed if weights are given, added up."""
+    """Return the sum of each token's slots, `[T, D]` in fp32.
+
+    Args:
+        rows_SD: rows in the slots.
+        slot_KT: slot of each copy.
+        kept_KT: bool, copies that have a slot; None: all.
+        weights_KT: weight of each copy; None: 1.
+    """
     return _sum_of_slots(rows_SD, slot_KT, kept_KT, weights_KT)
 
 
 def weighed_units(gate_SI: Tensor, up_SI: Tensor | None, weight_S: Tensor | None) -> Tensor:
-    """`[S, I]`: weight * silu(gate) * up, or weight * relu(gate)^2 without `up`."""
+    """Return weight * silu(gate) * up `[S, I]`, or weight * relu(gate)^2 without `up`."""
     return _units(gate_SI, up_SI, weight_S)
 
 
@@ -56,9 +70,16 @@ def units_backward(
     grad_SI: Tensor,
     wants_units: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Gradients of all that is given, and the weighed units again if they are wanted.
+    """Return the gradients of all given tensors, and the weighed units again if they are wanted.
 
-    That of `up` (of `gate` without one) takes the place of `grad_SI`.
+    The gradient of `up` (of `gate` without one) takes the place of `grad_SI`.
+
+    Args:
+        gate_SI: gate.
+        up_SI: up; None: units are relu(gate)^2.
+        weight_S: weight of each slot; None: 1.
+        grad_SI: gradient of the weighed units; overwritten.
+        wants_units: compute the weighed units again.
     """
     other, weight, units = _units_backward(gate_SI, up_SI, weight_S, grad_SI, wants_units)
     grads = [grad_SI] if up_SI is None else [other, grad_SI]
@@ -163,7 +184,7 @@ def _units_backward(
 def _of_backward(
     gate_SI: Tensor, up_SI: Tensor | None, weight_S: Tensor | None, wants_units: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of gate and weight and for the units; empty where not wanted."""
+    """Return memory for the gradients of gate and weight, and for the units, if wanted."""
     none = gate_SI.new_empty(0)
     other_SI = torch.empty_like(gate_SI) if up_SI is not None else none
     dweight_S = gate_SI.new_empty(0) if weight_S is None else torch.empty_like(weight_S)

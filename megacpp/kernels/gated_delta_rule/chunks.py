@@ -42,7 +42,9 @@ def gated_delta_rule(
     *,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, N, V]` in the dtype of `v_BTNV`, and the state after each row `[B, N, K, V]`.
+    """Return outputs `[B, T, N, V]` in the dtype of `v_BTNV`, and the state behind each row.
+
+    The state is `[B, N, K, V]`, in at least fp32.
 
     Args:
         q_BTHK: queries before normalisation; None: only the state is wanted, outputs are empty.
@@ -158,7 +160,7 @@ def _chunk_gradients(
 
 
 def _chunk(inputs: Inputs, S_BHKX: Tensor, chunk: Visible) -> tuple[Tensor | None, Tensor]:
-    """Outputs `[B, C, N, V]` of a chunk (None without queries) and the state behind it."""
+    """Return outputs `[B, C, N, V]` of a chunk (None without queries) and the state behind it."""
     q, k, v, g, beta = inputs
     assert k is not None and v is not None and g is not None and beta is not None
     H, N = k.shape[2], v.shape[2]
@@ -168,7 +170,7 @@ def _chunk(inputs: Inputs, S_BHKX: Tensor, chunk: Visible) -> tuple[Tensor | Non
     pairs_BHRCC, enter_BHRC1 = _decays(_of_heads(g, H), chunk)
 
     def of_state(x_BHCK: Tensor) -> Tensor:
-        """Values of the entering state, decayed, under keys or queries, `[B, H, R, C, V]`."""
+        """Return the entering state's decayed values under keys or queries, `[B, H, R, C, V]`."""
         return (x_BHCK @ S_BHKX).unflatten(-1, (-1, width)).transpose(2, 3) * enter_BHRC1
 
     erase_BHRCC = beta_BHRC1 * pairs_BHRCC * (k_BHCK @ k_BHCK.mT)[:, :, None]
@@ -202,7 +204,7 @@ def _decays(g_BHRC: Tensor, chunk: Visible) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(docs: Documents | None, like_BTNV: Tensor, chunk_size: int) -> list[Visible]:
-    """The chunks of a row; with documents, made once for all layers."""
+    """Return the chunks of a row; with documents, made once for all layers."""
     if docs is None or docs.whole:
         T, device = like_BTNV.shape[1], like_BTNV.device
         C = min(T, chunk_size)
@@ -242,7 +244,7 @@ def _first(k_BTHK: Tensor, v_BTNV: Tensor, initial_BNKV: Tensor | None) -> Tenso
 
 
 def _of_heads(x_BCN: Tensor, H: int) -> Tensor:
-    """Per-head numbers as `[B, H, R, C]`."""
+    """Return per-head numbers as `[B, H, R, C]`."""
     return wide(x_BCN).mT.unflatten(1, (H, -1))
 
 
@@ -252,7 +254,7 @@ def _by_key_head(S_BNKV: Tensor, H: int) -> Tensor:
 
 
 def _by_value_head(S_BHKX: Tensor, N: int) -> Tensor:
-    """The inverse of `_by_key_head`, contiguous."""
+    """Invert `_by_key_head`; contiguous."""
     return (
         S_BHKX.unflatten(3, (N // S_BHKX.shape[1], -1)).transpose(2, 3).flatten(1, 2).contiguous()
     )

@@ -1,7 +1,7 @@
-"""The gated delta rule by the Triton kernels of flash-linear-attention (fla-core 0.6.0).
+"""Gated delta rule by the Triton kernels of flash-linear-attention (fla-core 0.6.0).
 
 `chunk_gated_delta_rule` of fla/ops/gated_delta_rule/chunk.py takes a batch of rows, or one row of
-packed sequences with their boundaries. What it can't take is refused before a run starts
+packed sequences with their boundaries. Unsupported configurations are refused before a run starts
 (megacpp/kernels/gated_delta_rule/support.py).
 
 Legend: as megacpp/kernels/gated_delta_rule/chunks.py, and S sequences of a batch, L = B T tokens.
@@ -30,9 +30,19 @@ def library_rule(
     initial_BNKV: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` by the kernel; the arguments are the same.
+    """Return the results of `gated_delta_rule`, by the kernel.
 
-    It normalises q and k itself and keeps 1 / length of them for backward.
+    It normalises q and k itself and saves 1 / length of them for backward.
+
+    Args:
+        q_BTHK: queries before normalisation; None: only the state is wanted.
+        k_BTHK: keys before normalisation.
+        v_BTNV: values.
+        g_BTN: log decay, at most 0.
+        beta_BTN: write strength in [0, 2].
+        docs: documents; None: one per row.
+        initial_BNKV: state that enters each row; None: zeros.
+        chunk_size: tokens of a chunk.
     """
     B, T = v_BTNV.shape[:2]
     q_BTHK = k_BTHK if q_BTHK is None else q_BTHK
@@ -59,7 +69,7 @@ def library_rule(
 
 
 def kernel() -> Callable[..., Any]:
-    """`chunk_gated_delta_rule` of the installed package.
+    """Return `chunk_gated_delta_rule` of the installed package.
 
     Raises:
         ImportError: flash-linear-attention isn't installed.

@@ -31,7 +31,7 @@ def gated_delta_sequential(
     docs: Documents | None = None,
     initial_BNKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, N, V]` and the state after each row, `[B, N, K, V]`, token by token.
+    """Return outputs `[B, T, N, V]` and the state after each row, `[B, N, K, V]`, token by token.
 
     Args:
         q_BTHK: queries before normalisation.
@@ -88,6 +88,6 @@ def gated_delta_step(
 
 
 def unit(x: Tensor) -> Tensor:
-    """`x` divided by its length over the last dim, at least fp32."""
+    """Return `x`, of any shape, divided by its length over the last dim, in at least fp32."""
     x = wide(x)
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()

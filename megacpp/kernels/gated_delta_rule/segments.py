@@ -1,4 +1,4 @@
-"""The gated delta rule of a row whose segments are scanned apart: summaries, and their fold.
+"""Gated delta rule of a row whose segments are scanned apart: summaries, and their fold.
 
 The state behind a segment is affine in the one that enters it, S' = M S + U: M is the product of
 its tokens' transitions exp(g) (I - beta k k^T), later tokens on the left, and U the state that its

@@ -15,10 +15,10 @@ CHUNKS = (16, 32, 64)
 
 
 def fla(config: Config, host: Host) -> str | None:
-    """First reason against the Triton kernels of `chunk_gated_delta_rule`, or None."""
-    g, against = config.model.gated_deltanet, old_gpu(host)
-    if against:
-        return against
+    """Return why the Triton kernels of `chunk_gated_delta_rule` can't run; None: they can."""
+    g, unsupported = config.model.gated_deltanet, old_gpu(host)
+    if unsupported:
+        return unsupported
     found = host.packages.get(PACKAGE)
     if found is None or version(found) < OLDEST:
         return f"needs {PACKAGE} {dotted(OLDEST)} (installed: {found or 'none'})"

@@ -1,4 +1,4 @@
-"""The two ends of a hyper-connection: what a layer reads of its streams, and what it leaves.
+"""Both ends of a hyper-connection: the input of a layer from its streams, and the streams behind.
 
     read    x -> u = sum_i pre_i x_i, and post, res
     mix     x, y -> x'_o = sum_i res[o, i] x_i + post_o y
@@ -9,8 +9,8 @@ and 8): r = 1 / rms(vec x), m = r phi vec x, z = scale m + bias and
     pre = sigmoid(z_pre)      post = 2 sigmoid(z_post)      res = sinkhorn(z_res)
 
 DeepSeek-V4 adds 1e-6 to pre and applies its matrix transposed; Megatron adds 1e-6 to the rms
-instead of a small number to its square. Of either end only its arguments are kept, of `read` also m
-and r. What is as wide as the streams and in fp32 exists for `CHUNK` numbers at a time.
+instead of a small number to its square. Either end saves only its arguments, `read` also m and r.
+fp32 tensors as wide as the streams exist for `CHUNK` numbers at a time.
 
 Legend: S tokens in any leading dims, n streams, D model, C = n D, K = n^2 + 2 n coefficients: pre,
 post, rows of res.
@@ -40,10 +40,11 @@ CHUNK = 1 << 24  # numbers of all streams that are in fp32 at once
 
 @dataclass(frozen=True)
 class Coefficients:
-    """How the coefficients of a token come about.
+    """Settings by which the coefficients of a token are computed.
 
     Attributes:
         streams: n.
+        ordering: source of the formulas.
         iterations: of Sinkhorn.
         eps: of the norm of the streams.
     """
@@ -55,45 +56,71 @@ class Coefficients:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of pre, post and res."""
+        """Numbers of pre, post and res."""
         return self.streams, self.streams, self.streams**2
 
     def scales(self, scale_3: Tensor) -> Tensor:
-        """One number for each coefficient `[K]`."""
+        """Return the scale of each coefficient, `[K]`.
+
+        Args:
+            scale_3: `[3]`, of pre, post and res.
+        """
         sizes = zip(scale_3.unbind(), self.sizes, strict=True)
         return torch.cat([scale.expand(size) for scale, size in sizes])
 
     def inverse_rms(self, square_S: Tensor) -> Tensor:
-        """r, from the mean square of a token's streams."""
+        """Return r, from the mean square of a token's streams."""
         if self.ordering == "megatron":
             return 1.0 / (square_S.sqrt() + EPS)
         return torch.rsqrt(square_S + self.eps)
 
     def logits(self, m_SK: Tensor, scale_3: Tensor, bias_K: Tensor) -> tuple[Tensor, ...]:
-        """z of pre `[S, n]`, of post `[S, n]` and of res `[S, n, n]`."""
+        """Return z of pre `[S, n]`, of post `[S, n]` and of res `[S, n, n]`.
+
+        Args:
+            m_SK: projections of the streams.
+            scale_3: `[3]`, of pre, post and res.
+            bias_K: of each coefficient.
+        """
         pre, post, res = (m_SK * self.scales(scale_3) + bias_K).split(self.sizes, -1)
         return pre, post, res.unflatten(-1, (self.streams, self.streams))
 
     def pre(self, z_Sn: Tensor) -> Tensor:
+        """Return pre from its logits `[S, n]`."""
         p_Sn = torch.sigmoid(z_Sn)
         return p_Sn + EPS if self.ordering == "deepseek_v4" else p_Sn
 
     def turned(self, res_Snn: Tensor) -> Tensor:
-        """Sinkhorn's matrices as they are applied, and back."""
+        """Return Sinkhorn's matrices as they are applied; its own inverse."""
         return res_Snn.mT if self.ordering == "deepseek_v4" else res_Snn
 
 
 def read(
     x_SnD: Tensor, phi_KC: Tensor, scale_3: Tensor, bias_K: Tensor, how: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u in the dtype of `x`, post and res `[S, n, n]` in fp32 or wider."""
+    """Return u `[S, D]` in the dtype of `x`, post `[S, n]` and res `[S, n, n]` in fp32 or wider.
+
+    Args:
+        x_SnD: streams, `[..., n, D]`.
+        phi_KC: projection of the streams.
+        scale_3: `[3]`, of pre, post and res.
+        bias_K: of each coefficient.
+        how: settings.
+    """
     if torch.compiler.is_compiling():
         return read_reference(x_SnD, phi_KC, scale_3, bias_K, how)
     return _Read.apply(x_SnD, phi_KC, scale_3, bias_K, how)  # type: ignore[return-value]
 
 
 def mix(x_SnD: Tensor, y_SD: Tensor, post_Sn: Tensor, res_Snn: Tensor) -> Tensor:
-    """x' `[S, n, D]` in the dtype of `x`, whatever that of `y`."""
+    """Return x' `[S, n, D]` in the dtype of `x`, whatever that of `y`.
+
+    Args:
+        x_SnD: streams before the layer.
+        y_SD: output of the layer.
+        post_Sn: coefficients of y.
+        res_Snn: coefficients of x.
+    """
     if torch.compiler.is_compiling():
         return mix_reference(x_SnD, y_SD, post_Sn, res_Snn)
     return _Mix.apply(x_SnD, y_SD, post_Sn, res_Snn)  # type: ignore[return-value]
@@ -102,7 +129,15 @@ def mix(x_SnD: Tensor, y_SD: Tensor, post_Sn: Tensor, res_Snn: Tensor) -> Tensor
 def read_reference(
     x_SnD: Tensor, phi_KC: Tensor, scale_3: Tensor, bias_K: Tensor, how: Coefficients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `read`."""
+    """Return `read` by torch's operators: the definition.
+
+    Args:
+        x_SnD: streams, `[..., n, D]`.
+        phi_KC: projection of the streams.
+        scale_3: `[3]`, of pre, post and res.
+        bias_K: of each coefficient.
+        how: settings.
+    """
     with torch.autocast(x_SnD.device.type, enabled=False):
         part_SnD = wide(x_SnD)
         m_SK, _ = projected(part_SnD, phi_KC, how)
@@ -113,14 +148,21 @@ def read_reference(
 
 
 def mix_reference(x_SnD: Tensor, y_SD: Tensor, post_Sn: Tensor, res_Snn: Tensor) -> Tensor:
-    """The definition of `mix`."""
+    """Return `mix` by torch's operators: the definition.
+
+    Args:
+        x_SnD: streams before the layer.
+        y_SD: output of the layer.
+        post_Sn: coefficients of y.
+        res_Snn: coefficients of x.
+    """
     with torch.autocast(x_SnD.device.type, enabled=False):
         kept_SnD = torch.matmul(res_Snn, wide(x_SnD))
         return (kept_SnD + post_Sn[..., None] * wide(y_SD)[..., None, :]).to(x_SnD.dtype)
 
 
 def projected(x_SnD: Tensor, phi_KC: Tensor, how: Coefficients) -> tuple[Tensor, Tensor]:
-    """m `[S, K]` and r `[S]`."""
+    """Return m `[S, K]` and r `[S]`."""
     x_SC = x_SnD.flatten(-2)
     r_S = how.inverse_rms(torch.linalg.vector_norm(x_SC, dim=-1).square() / x_SC.shape[-1])
     return torch.matmul(x_SC, phi_KC.mT) * r_S[..., None], r_S
@@ -137,7 +179,7 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, x_SnD: Tensor, phi_KC: Tensor, scale_3: Tensor, bias_K: Tensor, how: Coefficients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # What is returned is made in its own shape: a view must not leave a block (FSDP2).
+        # Results are allocated in their own shape: a view must not leave a block (FSDP2).
         x_xnD, x_SnD, (*lead, n, D) = x_SnD, _rows(x_SnD, 2), x_SnD.shape
         S = len(x_SnD)
         u = x_SnD.new_empty(*lead, D)
@@ -204,12 +246,12 @@ class _Read(torch.autograd.Function):
 
 
 def _rows(t: Tensor, last: int) -> Tensor:
-    """`t` with all but its `last` dims in one; a view of what is contiguous."""
+    """Return `t` with all but its `last` dims flattened; a view if it is contiguous."""
     return t.reshape(-1, *t.shape[-last:])
 
 
 def _through_rms(r_S: Tensor, how: Coefficients) -> Tensor:
-    """-dr / dx over x r / C: r^2, or r / rms where the small number is added to the rms."""
+    """Return -dr / dx over x r / C: r^2, or r / rms where eps is added to the rms."""
     if how.ordering == "megatron":
         return r_S / (1.0 / r_S - EPS).clamp(min=TINY)  # streams of zeros have a gradient of zeros
     return r_S * r_S

@@ -1,15 +1,16 @@
-"""Doubly stochastic matrices out of any: rows and columns divided by their sums, in turn.
+"""Sinkhorn iterations, which make any matrix nearly doubly stochastic.
 
-Published hyper-connections iterate in three ways that aren't equal to the bit. All start from
-exp(logits) and run `iterations` pairs of steps; the last one decides what sums to one exactly:
+Rows and columns are divided by their sums, in turn. Published hyper-connections iterate in three
+ways that aren't equal to the bit. All start from exp(logits) and run `iterations` pairs of steps;
+the last one decides what sums to one exactly:
 
     paper         columns, rows                                          rows
     megatron      rows, columns; sums of at least 1e-6                   columns
     deepseek_v4   softmax of rows + 1e-6, columns, then rows, columns;
                   1e-6 is added to every sum                             columns, but for 1e-6
 
-The backward differentiates these very iterations, not the matrix that they tend to. Nothing of them
-is kept: it runs them again, remembers what each step divided by, and goes back by multiplying.
+The backward differentiates these very iterations, not the matrix that they tend to. It saves none
+of them: it runs them again, keeps the divisor of each step, and goes back by multiplying.
 
 Legend: S tokens, n streams.
 """
@@ -40,7 +41,7 @@ def sinkhorn(logits_Snn: Tensor, ordering: Ordering, iterations: int) -> Tensor:
 
 
 def sinkhorn_reference(logits_Snn: Tensor, ordering: Ordering, iterations: int) -> Tensor:
-    """The definition of `sinkhorn`, which autograd can follow."""
+    """Return `sinkhorn` by operators that autograd can follow: the definition."""
     m_Snn = _start(logits_Snn, ordering)
     for dim in _steps(ordering, iterations):
         m_Snn = m_Snn / _divisor(m_Snn.sum(dim, keepdim=True), ordering)
@@ -50,7 +51,14 @@ def sinkhorn_reference(logits_Snn: Tensor, ordering: Ordering, iterations: int) 
 def sinkhorn_gradient(
     logits_Snn: Tensor, dm_Snn: Tensor, ordering: Ordering, iterations: int
 ) -> Tensor:
-    """Gradient of the logits from that of the matrices."""
+    """Return the gradient of the logits from that of the matrices.
+
+    Args:
+        logits_Snn: logits.
+        dm_Snn: gradient of the matrices.
+        ordering: of the steps.
+        iterations: pairs of steps.
+    """
     start_Snn = m_Snn = _start(logits_Snn, ordering)
     divisors = []
     for dim in _steps(ordering, iterations):
@@ -85,7 +93,7 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _start(logits_Snn: Tensor, ordering: Ordering) -> Tensor:
-    """Positive matrices; the largest entry of what is summed first is one, so nothing overflows."""
+    """Return positive matrices; the largest entry of each first sum is one: no overflow."""
     if ordering == "deepseek_v4":
         return torch.softmax(logits_Snn, ROWS) + EPS
     dim = COLUMNS if ordering == "paper" else ROWS
@@ -93,7 +101,7 @@ def _start(logits_Snn: Tensor, ordering: Ordering) -> Tensor:
 
 
 def _steps(ordering: Ordering, iterations: int) -> Iterator[int]:
-    """What is divided by its sums, step by step."""
+    """Yield the dim that is summed over in each step."""
     for number in range(iterations):
         if ordering == "paper":
             yield from (COLUMNS, ROWS)

@@ -24,7 +24,7 @@ PRODUCT_BYTES = 2**26  # of the weight's gradient, of which a GPU makes so much 
 
 
 class CrossEntropy(NamedTuple):
-    """What a head knows about its tokens; `loss_sum` alone is differentiable."""
+    """Results of a head for its tokens; `loss_sum` alone is differentiable."""
 
     loss_sum: Tensor  # Σ over valid tokens of nll + z_loss * lse², at least fp32
     valid_tokens: Tensor  # int64: targets that aren't -100
@@ -34,7 +34,7 @@ class CrossEntropy(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The words that this process holds, when a head's vocabulary is spread over several.
+    """Words that this process holds, when a head's vocabulary is sharded over several.
 
     Attributes:
         first: number of the first word here.
@@ -57,23 +57,25 @@ def linear_cross_entropy(
     weight_N: Tensor | None = None,
     backend: str = "torch",
 ) -> CrossEntropy:
-    """Summed cross entropy of `softcap * tanh(x W^T / softcap)`, never holding `[N, V]`.
+    """Sum the cross entropy of `softcap * tanh(x W^T / softcap)`, never materialising `[N, V]`.
 
     Products run in the dtype of `x` (under autocast: in its dtype), the softmax and the sums in
     fp32 or wider, and the weight gradient is accumulated in fp32 or wider and rounded once.
     Gradients are made in the forward and scaled in place in the backward, so backward runs once.
 
     Args:
+        x_ND: hidden states.
+        weight_VD: words.
         target_N: int64 in [0, V), or -100 to ignore a token. Without a valid token the loss and
-            both gradients are exactly 0. Other values are the data layer's to refuse.
+            both gradients are exactly 0. The data layer refuses other values.
+        softcap: None: none.
         z_loss: coefficient of lse² (PaLM, arXiv 2204.02311).
         chunk: tokens at a time, by default `chunk_rows`.
         shard: `weight_VD` holds only these words of the vocabulary. The loss is that of the whole
             vocabulary; the gradient of `x` is the part that these words contribute.
         weight_N: factors of the tokens' losses in `loss_sum`, at least fp32; without gradient.
-        backend: of `cross_entropy` (megacpp/kernels/selection.py): what goes over a chunk of
-        logits.
-            Products are torch's with any of them.
+        backend: of `cross_entropy` (megacpp/kernels/selection.py), which computes a chunk's
+            statistics and gradient.
     """
     if backend == "reference":
         assert shard is None
@@ -100,7 +102,16 @@ def linear_cross_entropy_plain(
     z_loss: float = 0.0,
     weight_N: Tensor | None = None,
 ) -> CrossEntropy:
-    """The same from whole logits and autograd: the reference of `linear_cross_entropy`."""
+    """Return `linear_cross_entropy` from whole logits and autograd: the reference.
+
+    Args:
+        x_ND: hidden states.
+        weight_VD: words.
+        target_N: int64 in [0, V), or -100 to ignore a token.
+        softcap: None: none.
+        z_loss: coefficient of lse².
+        weight_N: factors of the tokens' losses in `loss_sum`.
+    """
     logits_NV = soft_cap(_wide(F.linear(x_ND, weight_VD)), softcap)
     valid_N = target_N != IGNORED
     nll_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=IGNORED)
@@ -121,12 +132,17 @@ def chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
-    """`cap * tanh(logits / cap)`, or the logits when `cap` is None."""
+    """Return `cap * tanh(logits / cap)`, or the logits, of any shape, when `cap` is None.
+
+    Args:
+        logits: `[...]`.
+        cap: largest magnitude.
+    """
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class ShardStatistics(NamedTuple):
-    """What one shard of the vocabulary tells about each token; enough for the whole softmax."""
+    """Statistics of a shard of the vocabulary for each token; enough for the whole softmax."""
 
     max_N: Tensor
     sumexp_N: Tensor  # Σ exp(logit - max)
@@ -134,7 +150,7 @@ class ShardStatistics(NamedTuple):
 
     @property
     def lse_N(self) -> Tensor:
-        """log Σ exp(logits) of this shard."""
+        """Log of Σ exp(logits) of this shard."""
         return self.max_N + self.sumexp_N.log()
 
 
@@ -147,7 +163,16 @@ def vocab_shard_statistics(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> ShardStatistics:
-    """Statistics of the words `[first, first + v)`, a chunk of tokens at a time."""
+    """Return statistics of the words `[first, first + v)`, a chunk of tokens at a time.
+
+    Args:
+        x_ND: hidden states.
+        weight_vD: `[v, D]`, words of the shard.
+        target_N: words of the whole vocabulary.
+        first: number of the shard's first word.
+        softcap: None: none.
+        chunk: tokens at a time, by default `chunk_rows`.
+    """
     local_N = target_N - first
     here_N = (local_N >= 0) & (local_N < weight_vD.shape[0])
     index_N = torch.where(here_N, local_N, 0)
@@ -161,7 +186,7 @@ def vocab_shard_statistics(
 
 
 def merge_statistics(shards: Sequence[ShardStatistics]) -> ShardStatistics:
-    """Statistics of the joint vocabulary: a MAX, then sums of what is relative to it."""
+    """Return statistics of the joint vocabulary: a MAX, then sums relative to it."""
     max_N = torch.stack([shard.max_N for shard in shards]).amax(0)
     sums = [shard.sumexp_N * torch.exp(shard.max_N - max_N) for shard in shards]
     correct_N = torch.stack([shard.correct_N for shard in shards]).sum(0)
@@ -170,7 +195,7 @@ def merge_statistics(shards: Sequence[ShardStatistics]) -> ShardStatistics:
 
 @dataclass(frozen=True)
 class Terms:
-    """Of what the loss of a token is made: the arguments of `linear_cross_entropy`."""
+    """Terms of a token's loss: arguments of `linear_cross_entropy`."""
 
     softcap: float | None
     z_loss: float
@@ -187,7 +212,7 @@ class Terms:
 
 
 class ChunkFunction(Protocol):
-    """Statistics over all words, and on request the gradient by the products, in their dtype."""
+    """Function of a chunk: statistics over all words, and the gradient of the logits if wanted."""
 
     def __call__(
         self,
@@ -197,11 +222,13 @@ class ChunkFunction(Protocol):
         weight_n: Tensor | None,
         terms: Terms,
         want: bool,
-    ) -> tuple[ShardStatistics, Tensor | None]: ...
+    ) -> tuple[ShardStatistics, Tensor | None]:
+        """Return statistics of n tokens over all words, and their logits' gradient if wanted."""
+        ...
 
 
 def chunk_function(backend: str) -> ChunkFunction:
-    """What goes over a chunk of logits, by the backend's name."""
+    """Return the function that computes a chunk of logits, by the backend's name."""
     if backend == "triton":
         from megacpp.kernels.linear_cross_entropy.triton import chunk
 
@@ -277,7 +304,7 @@ def _chunk(
     terms: Terms,
     want: bool,
 ) -> tuple[ShardStatistics, Tensor | None]:
-    """A `ChunkFunction` of torch operators, on logits of at least fp32."""
+    """Compute a chunk by torch operators, on logits of at least fp32 (`ChunkFunction`)."""
     valid_n, local_n = target_n != IGNORED, target_n - terms.first
     here_n = valid_n
     if terms.shard is not None:
@@ -320,17 +347,23 @@ def _exponentiate(logits_nV: Tensor, index_n: Tensor, here_n: Tensor) -> ShardSt
 def _logit_gradient(
     exp_nV: Tensor, factor_n: Tensor, index_n: Tensor, here_n: Tensor, slope_nV: Tensor | None
 ) -> Tensor:
-    """(factor * exp - onehot(target, if here)) * slope in place; ignored tokens have factor 0."""
+    """Compute (factor * exp - onehot(target, if here)) * slope in place; ignored: factor 0."""
     g_nV = exp_nV.mul_(factor_n[:, None])
     g_nV.scatter_add_(1, index_n[:, None], -here_n.to(g_nV.dtype)[:, None])
     return g_nV if slope_nV is None else g_nV.mul_(slope_nV)
 
 
 def accumulate(dw_VD: Tensor, g_nV: Tensor, x_nD: Tensor, first: bool) -> None:
-    """dw += g^T x (dw = g^T x at first) without rounding the product to a narrow type.
+    """Add g^T x to dw (set it at first) without rounding the product to a narrow type.
 
     On a GPU by `PRODUCT_BYTES` of words at a time: a wide product of narrow matrices is a tensor of
     its own, and that of all words would be a second gradient.
+
+    Args:
+        dw_VD: gradient of the words, `[V, D]`.
+        g_nV: gradient of the logits, `[n, V]`.
+        x_nD: hidden states, `[n, D]`.
+        first: overwrite dw.
     """
     if g_nV.is_cuda and g_nV.dtype != dw_VD.dtype:
         words = max(1, PRODUCT_BYTES // (dw_VD.shape[1] * dw_VD.itemsize))

@@ -1,4 +1,4 @@
-"""Triton kernels that go over a chunk of logits twice: statistics, then the gradient in place.
+"""Triton kernels that read a chunk of logits twice: statistics, then the gradient in place.
 
 Beside the chunk's own product, in its own dtype, nothing of its size is made: the torch form has a
 copy in fp32, with a soft cap a second one, and a dozen elementwise passes over them. All
@@ -42,7 +42,16 @@ def chunk(
     terms: Terms,
     want: bool,
 ) -> tuple[ShardStatistics, Tensor | None]:
-    """A `ChunkFunction` (linear_cross_entropy.py); the product becomes the gradient in place."""
+    """Compute a chunk (`ChunkFunction` of chunked.py); the product becomes the gradient in place.
+
+    Args:
+        x_nD: hidden states, `[n, D]`.
+        w_vD: words, `[v, D]`.
+        target_n: `[n]`, words of the whole vocabulary.
+        weight_n: factors of the tokens' losses, `[n]`; None: 1.
+        terms: of the loss.
+        want: return the gradient of the logits.
+    """
     logits_nv = x_nD @ w_vD.T
     target_n = target_n.contiguous()
     whole = terms.merged(statistics(logits_nv, target_n, terms.first, terms.softcap))
@@ -60,9 +69,18 @@ def list_chunk(
     shard: VocabularyShard | None,
     want: bool,
 ) -> tuple[ShardStatistics, Tensor | None]:
-    """A `ListFunction` (token_order.py): softmax by the same kernels, lists by torch.
+    """Compute a chunk (`ListFunction` of token_order.py): softmax by Triton, lists by torch.
 
     In a narrow dtype the gradient of a word ahead is rounded twice: as softmax, and less its share.
+
+    Args:
+        x_nD: hidden states, `[n, D]`.
+        w_vD: words, `[v, D]`.
+        words_nK: words ahead of each token, `[n, K]`.
+        share_nK: target probability of each, `[n, K]`; 0: not in this shard.
+        has_n: bool `[n]`, tokens with anything ahead.
+        shard: words here; None: all.
+        want: return the gradient of the logits.
     """
     logits_nv = x_nD @ w_vD.T
     nowhere_n = torch.where(has_n, -1, IGNORED)  # -1: a token that counts, of no single word
@@ -79,9 +97,15 @@ def list_chunk(
 def statistics(
     logits_nv: Tensor, target_n: Tensor, first: int = 0, softcap: float | None = None
 ) -> ShardStatistics:
-    """Of each token over the words `[first, first + v)`, at least fp32.
+    """Return statistics of each token over the words `[first, first + v)`, in at least fp32.
 
     `correct_N` is 0 where the target isn't one of these words.
+
+    Args:
+        logits_nv: `[n, v]`, before their soft cap.
+        target_n: `[n]`, words of the whole vocabulary.
+        first: number of the first word.
+        softcap: None: none.
     """
     n = len(logits_nv)
     wide = torch.promote_types(logits_nv.dtype, torch.float32)
@@ -99,11 +123,14 @@ def gradient_(
     whole: ShardStatistics,
     terms: Terms,
 ) -> None:
-    """Makes of logits the gradient of the loss by them, before their soft cap.
+    """Replace logits by the gradient of the loss by them, before their soft cap.
 
     Args:
-        weight_n: factors of the tokens' losses; None: 1.
+        logits_nv: `[n, v]`; overwritten.
+        target_n: `[n]`, words of the whole vocabulary.
+        weight_n: factors of the tokens' losses, `[n]`; None: 1.
         whole: statistics over the words of all shards.
+        terms: of the loss.
     """
     n, v = logits_nv.shape
     constants = _constants(
@@ -126,7 +153,7 @@ def gradient_(
 
 
 def _constants(logits_nv: Tensor, **more: Any) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """Return the constants that a kernel is compiled for."""
     assert logits_nv.is_contiguous()
     if not (logits_nv.is_cuda or knobs.runtime.interpret):
         raise RuntimeError(f"cross entropy: triton has no kernels for {logits_nv.device.type}")
@@ -137,13 +164,13 @@ def _constants(logits_nv: Tensor, **more: Any) -> dict[str, Any]:
 
 
 def _device(t: Tensor) -> Any:
-    """Triton launches on the current device, which needn't be the tensor's."""
+    """Return a context in which the tensor's device is current: Triton launches there."""
     return torch.cuda.device_of(t)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh, absolute error about 2^-23: that of `exp` alone, as `libdevice` isn't portable."""
+    """Compute tanh from `exp`, absolute error about 2^-23: `libdevice` isn't portable."""
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
@@ -161,7 +188,7 @@ def _statistics_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token."""
+    """Compute the statistics of one token; a program per token."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
     top = tl.full((), LOWEST, WIDE)
@@ -202,7 +229,7 @@ def _gradient_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and block of words."""
+    """Compute the gradient of one token and block of words; a program for each."""
     row = tl.program_id(0)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = words < V

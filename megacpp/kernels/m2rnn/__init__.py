@@ -1,4 +1,4 @@
-"""The M2RNN recurrence.
+"""M2RNN recurrence: a matrix state per head, updated through a tanh.
 
 May import: as megacpp/kernels.
 Start reading: reference.py, then chunks.py.

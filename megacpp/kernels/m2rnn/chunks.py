@@ -24,11 +24,13 @@ class StateClip:
     """Bound on every entry of the gradient that flows back through the state.
 
     `total`: all of dL/dh_t, what y_t adds included (the upstream torch backend).
-    `carried`: only what comes back from later tokens, before y_t adds its part, so that an output
+    `carried`: only the gradient from later tokens, before y_t adds its part, so that an output
     always teaches its own token in full (the upstream Triton backend).
 
     Attributes:
-        loss_scale: what the loss is multiplied with before the backward; the bound grows with it.
+        bound: largest magnitude.
+        mode: which gradient is clipped.
+        loss_scale: factor of the loss in the backward; the bound grows with it.
     """
 
     bound: float
@@ -42,8 +44,8 @@ class StateClip:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """What the chunks need besides tensors with gradients."""
+class ChunkPlan:
+    """Settings of the chunks besides tensors with gradients."""
 
     seqs: Sequences
     clip: StateClip | None
@@ -55,23 +57,23 @@ class Plan:
     keep_states: bool = False  # of every token, for a backward without another recurrence
 
     def spans(self) -> list[slice]:
-        """The chunks of a row."""
+        """Return the chunks of a row."""
         T = self.seqs.starts_BT.shape[1]
         return [slice(s, min(s + self.chunk_size, T)) for s in range(0, T, self.chunk_size)]
 
     def bound(self, mode: str) -> float | None:
-        """The gradient bound if `mode` is the one that applies."""
+        """Return the gradient bound if `mode` is the one that applies."""
         return self.clip.limit if self.clip is not None and self.clip.mode == mode else None
 
     def new_finals(self, h_NBKV: Tensor) -> Tensor | None:
-        """Room for the final states; how many sequences there are is a value on the device."""
+        """Return memory for final states, whose number is a value on the device."""
         if not self.final_states:
             return None
         N, B, K, V = h_NBKV.shape
         return h_NBKV.new_empty(B if self.by_row else int(self.seqs.index_BT[-1, -1]) + 1, N, K, V)
 
     def keep_finals(self, final_SNKV: Tensor, after_CNBKV: Tensor, span: slice) -> None:
-        """Writes the final states of a chunk; of a row, each chunk writes over the one before."""
+        """Write the final states of a chunk; those of rows are overwritten chunk by chunk."""
         if self.by_row:
             final_SNKV.copy_(after_CNBKV[-1].transpose(0, 1))
             return
@@ -79,19 +81,19 @@ class Plan:
         final_SNKV[index_BC[ends_BC]] = after_CNBKV.permute(2, 0, 1, 3, 4)[ends_BC]
 
     def take(self, x_BTND: Tensor, span: slice) -> Tensor:
-        """A chunk `[C, N, B, D]` of an input: all N heads, in the compute dtype."""
+        """Return a chunk `[C, N, B, D]` of an input: all N heads, in the compute dtype."""
         x_CNBD = x_BTND[:, span].permute(1, 2, 0, 3).to(self.dtype)
         return repeat_heads(x_CNBD, self.num_heads, 1).contiguous()
 
     def put(self, dx_BTND: Tensor, span: slice, dx_CNBD: Tensor) -> None:
-        """Writes an input's gradient, summed over the heads that shared it."""
+        """Write an input's gradient, summed over the heads that shared it."""
         shared = dx_CNBD.unflatten(1, (dx_BTND.shape[2], -1)).sum(2)
         dx_BTND[:, span] = shared.permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
-    """Memory for what the recurrence makes of tokens, in front of them and of each.
+class StateBuffer:
+    """Memory for the states and tanh of the recurrence.
 
     Attributes:
         states_C1NBKV: one more than tokens; the first is the one that enters.
@@ -104,39 +106,39 @@ class Room:
     filled: bool = False
 
     @staticmethod
-    def of(tokens: int, h_NBKV: Tensor) -> Room:
-        """Empty."""
+    def empty(tokens: int, h_NBKV: Tensor) -> StateBuffer:
+        """Return memory for `tokens` tokens."""
         new, shape = h_NBKV.new_empty, h_NBKV.shape
-        return Room(new(tokens + 1, *shape), new(tokens, *shape))
+        return StateBuffer(new(tokens + 1, *shape), new(tokens, *shape))
 
-    def part(self, span: slice) -> Room:
-        """That of some tokens; a state in between belongs to those before and behind it."""
+    def part(self, span: slice) -> StateBuffer:
+        """Return a view for some tokens; neighbouring parts share the state between them."""
         states_C1NBKV = self.states_C1NBKV[span.start : span.stop + 1]
-        return Room(states_C1NBKV, self.z_CNBKV[span], self.filled)
+        return StateBuffer(states_C1NBKV, self.z_CNBKV[span], self.filled)
 
 
 class _Chunk:
-    """One chunk's inputs and states: runs the recurrence, three operations per token.
+    """Inputs and states of a chunk: runs the recurrence, three operations per token.
 
-    `room` is memory for the states, which are made nowhere else; if it is filled, nothing runs.
+    `buffer` is memory for the states, which are made nowhere else; if it is filled, nothing runs.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ChunkPlan,
         span: slice,
         inputs: Sequence[Tensor],
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
         h_NBKV: Tensor,
-        room: Room | None = None,
+        buffer: StateBuffer | None = None,
     ) -> None:
         self.plan, self.first, self.w_NVV = plan, span.start, w_NVV
         self.q_CNBK, self.k_CNBK, self.v_CNBV, f_CNB1 = (plan.take(x, span) for x in inputs)
         self.f_CNB11 = f_CNB1[..., None]
-        room = Room.of(len(self.q_CNBK), h_NBKV) if room is None else room
-        states, self.z_CNBKV = room.states_C1NBKV, room.z_CNBKV
-        if room.filled:
+        buffer = StateBuffer.empty(len(self.q_CNBK), h_NBKV) if buffer is None else buffer
+        states, self.z_CNBKV = buffer.states_C1NBKV, buffer.z_CNBKV
+        if buffer.filled:
             restarted = {c: self._before(c, states[c], initial_SNKV) for c in self._restarts()}
         else:
             torch.mul(self.k_CNBK[..., :, None], self.v_CNBV[..., None, :], out=self.z_CNBKV)
@@ -152,13 +154,13 @@ class _Chunk:
         return [c for c in range(len(self.q_CNBK)) if self.first + c in self.plan.seqs.entries]
 
     def _before(self, c: int, h_NBKV: Tensor, initial_SNKV: Tensor | None) -> Tensor:
-        """What the token at such a place sees instead of `h`."""
+        """Return the state that the token at such a place sees instead of `h`."""
         return self.plan.seqs.enter(h_NBKV, initial_SNKV, self.first + c)
 
     def _run(self, initial_SNKV: Tensor | None, states_C1NBKV: Tensor) -> dict[int, Tensor]:
-        """From the state in front, and k v^T in the place of z, all states and z.
+        """Compute all states and z from the state in front, and k v^T in the place of z.
 
-        Returns by place what restarted tokens see in front of them.
+        Returns by place the states in front of restarted tokens.
         """
         restarted = dict.fromkeys(self._restarts(), states_C1NBKV)
         h, z, f = states_C1NBKV.unbind(0), self.z_CNBKV.unbind(0), self.f_CNB11.unbind(0)
@@ -172,7 +174,7 @@ class _Chunk:
         return restarted
 
     def outputs(self) -> Tensor:
-        """y of every token, `[C, N, B, V]`."""
+        """Return y of every token, `[C, N, B, V]`."""
         return (self.q_CNBK[..., None, :] @ self.after_CNBKV)[..., 0, :]
 
     def state_gradients(
@@ -182,7 +184,7 @@ class _Chunk:
         dinitial_SNKV: Tensor | None,
         dfinal_SNKV: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dL/dh_t, dL/dx_t (x: what tanh is taken of) and what leaves the chunk to the left.
+        """Return dL/dh_t, dL/dx_t (x: the argument of tanh) and the gradient that leaves left.
 
         With x_t = h_{t-1} W + k_t v_t^T: dL/dx_t = (1 - f_t) (1 - tanh(x_t)^2) dL/dh_t and
         dL/dh_{t-1} = f_t dL/dh_t + dL/dx_t W^T (+ q_{t-1} dy_{t-1}^T, when token t - 1 comes).
@@ -210,7 +212,7 @@ class _Chunk:
     def input_gradients(
         self, dy_CNBV: Tensor, dafter_CNBKV: Tensor, dx_CNBKV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of q, k, v and f. Call last: it reuses the memory of dx."""
+        """Return the gradients of q, k, v and f. Call last: it reuses the memory of dx."""
         dq_CNBK = (self.after_CNBKV @ dy_CNBV[..., None])[..., 0]
         dk_CNBK = (dx_CNBKV @ self.v_CNBV[..., None])[..., 0]
         dv_CNBV = (self.k_CNBK[..., None, :] @ dx_CNBKV)[..., 0, :]
@@ -219,13 +221,16 @@ class _Chunk:
         return dq_CNBK, dk_CNBK, dv_CNBV, df_CNB1
 
     def weight_gradient(self, dx_CNBKV: Tensor) -> Tensor:
-        """sum_t h_{t-1}^T dL/dx_t, `[N, V, V]`."""
+        """Return sum_t h_{t-1}^T dL/dx_t, `[N, V, V]`."""
         return (_rows(self.before_CNBKV).transpose(-1, -2) @ _rows(dx_CNBKV)).sum(0)
 
 
 class Chunked(torch.autograd.Function):
-    """Forward: chunk by chunk. Backward: the chunks from last to first, each run again from the
-    state in front of it, or with the states of every token as forward left them."""
+    """Recurrence chunk by chunk, with a backward by hand.
+
+    The backward goes over the chunks from last to first, each run again from the state in front of
+    it, or with the states of every token as the forward left them.
+    """
 
     @staticmethod
     def forward(
@@ -236,20 +241,32 @@ class Chunked(torch.autograd.Function):
         f_BTN1: Tensor,
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
-        plan: Plan,
+        plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs `[B, T, N, V]`, and final states if they are wanted.
+
+        Args:
+            ctx: autograd's context.
+            q_BTNK: queries.
+            k_BTNK: keys.
+            v_BTNV: values.
+            f_BTN1: forget values in (0, 1).
+            w_NVV: state weights.
+            initial_SNKV: state in front of each sequence; None: zeros.
+            plan: settings.
+        """
         inputs, seqs, N = (q_BTNK, k_BTNK, v_BTNV, f_BTN1), plan.seqs, plan.num_heads
         (B, T, _, V), K, spans = v_BTNV.shape, k_BTNK.shape[-1], plan.spans()
         wide_NVV = repeat_heads(w_NVV.to(plan.dtype), N, 0)
         h_NBKV = v_BTNV.new_zeros(N, B, K, V, dtype=plan.dtype)
         if initial_SNKV is not None:
             h_NBKV = seqs.enter(h_NBKV, initial_SNKV, 0)
-        room = Room.of(T, h_NBKV) if plan.keep_states else None
+        buffer = StateBuffer.empty(T, h_NBKV) if plan.keep_states else None
         fronts_XNBKV = h_NBKV.new_empty(0 if plan.keep_states else len(spans), N, B, K, V)
         y_BTNV, final_SNKV = v_BTNV.new_empty(B, T, N, V), plan.new_finals(h_NBKV)
         for i, span in enumerate(spans):
-            part = None if room is None else room.part(span)
-            if room is None:
+            part = None if buffer is None else buffer.part(span)
+            if buffer is None:
                 fronts_XNBKV[i] = h_NBKV
             chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, h_NBKV, part)
             y_BTNV[:, span] = chunk.outputs().permute(2, 0, 1, 3)
@@ -257,7 +274,7 @@ class Chunked(torch.autograd.Function):
             if final_SNKV is not None:
                 plan.keep_finals(final_SNKV, chunk.after_CNBKV, span)
             del chunk  # its memory serves the next one
-        kept = (fronts_XNBKV,) if room is None else (room.states_C1NBKV, room.z_CNBKV)
+        kept = (fronts_XNBKV,) if buffer is None else (buffer.states_C1NBKV, buffer.z_CNBKV)
         ctx.save_for_backward(*inputs, w_NVV, initial_SNKV, *kept)
         ctx.plan = plan
         ctx.set_materialize_grads(False)  # final states are rarely used
@@ -266,11 +283,14 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
-        saved = ctx.saved_tensors  # once: what is rebuilt is rebuilt at each reading
+        """Return the gradients of all tensors of `forward`, from those of its results."""
+        saved = ctx.saved_tensors  # once: each reading recomputes a region
         *inputs, w_NVV, initial_SNKV = saved[:6]
-        plan: Plan = ctx.plan
+        plan: ChunkPlan = ctx.plan
         spans, kept = plan.spans(), saved[6:]
-        rooms = [Room(*kept, filled=True).part(s) if plan.keep_states else None for s in spans]
+        buffers = [
+            StateBuffer(*kept, filled=True).part(s) if plan.keep_states else None for s in spans
+        ]
         fronts = [kept[0][s.start if plan.keep_states else i] for i, s in enumerate(spans)]
         last_B, first_B = plan.seqs.index_BT[:, -1], plan.seqs.index_BT[:, 0]
         wide_NVV = repeat_heads(w_NVV.to(plan.dtype), plan.num_heads, 0)
@@ -282,8 +302,8 @@ class Chunked(torch.autograd.Function):
         if dfinal_SNKV is not None:
             dh_NBKV.copy_(dfinal_SNKV[last_B].transpose(0, 1))
         with no_autocast(w_NVV):
-            for front, room, span in reversed(list(zip(fronts, rooms, spans, strict=True))):
-                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, front, room)
+            for front, buffer, span in reversed(list(zip(fronts, buffers, spans, strict=True))):
+                chunk = _Chunk(plan, span, inputs, wide_NVV, initial_SNKV, front, buffer)
                 dy_CNBV = plan.take(dy, span)
                 dafter_CNBKV, dx_CNBKV, dh_NBKV = chunk.state_gradients(
                     dy_CNBV, dh_NBKV, dinitial_SNKV, dfinal_SNKV
@@ -300,18 +320,30 @@ class Chunked(torch.autograd.Function):
 
 
 def _rows(h_NBKV: Tensor) -> Tensor:
-    """A view `[..., N, B K, V]`: rows for one matmul per head."""
+    """View states as `[..., N, B K, V]`: rows for one matmul per head."""
     *lead, B, K, V = h_NBKV.shape
     return h_NBKV.view(*lead, B * K, V)  # view, not reshape: results are written through it
 
 
 def repeat_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """Every head `num_heads / x.shape[dim]` times in a row."""
+    """Repeat every head `num_heads / x.shape[dim]` times in a row.
+
+    Args:
+        x: any shape.
+        num_heads: heads of the result.
+        dim: of the heads.
+    """
     return x if x.shape[dim] == num_heads else x.repeat_interleave(num_heads // x.shape[dim], dim)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """The recurrence never narrows; the meta device knows no autocast."""
+    """Return a context without autocast: the recurrence never narrows.
+
+    The meta device has no autocast.
+
+    Args:
+        x: any shape; its device.
+    """
     kind = x.device.type
     known = torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if known else nullcontext()

@@ -1,8 +1,8 @@
-"""The M2RNN recurrence (arXiv 2603.14360): a matrix state per head, updated through a tanh.
+"""M2RNN recurrence (arXiv 2603.14360): a matrix state per head, updated through a tanh.
 
     h_t = f_t h_{t-1} + (1 - f_t) tanh(h_{t-1} W + k_t v_t^T)        y_t = q_t^T h_t
 
-`m2rnn_sequential` is the definition under autograd. `m2rnn_chunked` keeps the state only where
+`m2rnn_sequential` is the definition under autograd. `m2rnn_chunked` saves the state only where
 chunks start and recomputes each chunk in backward (megacpp/kernels/m2rnn/chunks.py). The tanh
 rules out a parallel scan: tokens go one after another, in both.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megacpp.kernels.m2rnn.chunks import Chunked, Plan, StateClip, no_autocast, repeat_heads
+from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan, StateClip, no_autocast, repeat_heads
 from megacpp.kernels.restarts import Sequences, sequences_of
 
 if TYPE_CHECKING:
@@ -44,16 +44,20 @@ def m2rnn_sequential(
     initial_SNKV: Tensor | None = None,
     clip: StateClip | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, T, N, V]` and final states `[S, N, K, V]`, token by token under autograd.
+    """Return outputs `[B, T, N, V]` and final states `[S, N, K, V]`, token by token under autograd.
+
+    States are fp32 (fp64 when an input is); outputs have the dtype of `v_BTNV`. A row's first
+    token always starts a sequence, whatever `docs` says.
 
     Args:
+        q_BTNK: queries.
+        k_BTNK: keys.
+        v_BTNV: values.
         f_BTN: forget values in (0, 1).
         w_NVV: state weight, applied from the right.
         docs: the state restarts with each document; None: one document per row.
         initial_SNKV: the state before each sequence; None: zeros.
-
-    States are fp32 (fp64 when an input is); outputs have the dtype of `v_BTNV`. A row's first
-    token always starts a sequence, whatever `docs` says.
+        clip: bound of the state's gradient; None: none.
     """
     seqs = sequences_of(docs, v_BTNV)
     (B, T), K, V = v_BTNV.shape[:2], k_BTNK.shape[-1], v_BTNV.shape[-1]
@@ -80,7 +84,17 @@ def m2rnn_step(
     h_BNKV: Tensor,
     clip: StateClip | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token: the output `[B, N, V]` in the dtype of `v_BNV`, and the next state."""
+    """Return the output `[B, N, V]` of one token in the dtype of `v_BNV`, and the next state.
+
+    Args:
+        q_BNK: queries.
+        k_BNK: keys.
+        v_BNV: values.
+        f_BN: forget values in (0, 1).
+        w_NVV: state weight, applied from the right.
+        h_BNKV: state in front of the token.
+        clip: bound of the state's gradient; None: none.
+    """
     num_heads, dtype = h_BNKV.shape[1], h_BNKV.dtype
     q_BNK, k_BNK, v_wide_BNV, f_BN11, w_NVV = (
         repeat_heads(x.to(dtype), num_heads, dim)
@@ -112,18 +126,30 @@ def m2rnn_chunked(
     *,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor | None]:
-    """`m2rnn_sequential` with a hand-derived backward and T / chunk_size kept states, by a backend
-    of `m2rnn` (megacpp/kernels/selection.py): `torch`, `triton`, or the `reference` itself.
+    """Return `m2rnn_sequential` with a hand-derived backward and T / chunk_size saved states.
 
-    Keeps for backward its inputs and states `[T / chunk_size, N, B, K, V]`, from which backward
-    runs each chunk again; with `keep_states` states and tanh of every token instead, twice
-    `[T, N, B, K, V]`, and nothing runs again. `final_states=False` returns None for them: with
-    packed documents their number must be read from the device.
+    The backward gets the inputs and states `[T / chunk_size, N, B, K, V]`, from which it runs each
+    chunk again; with `keep_states` states and tanh of every token instead, twice `[T, N, B, K, V]`,
+    and nothing is recomputed.
+
+    Args:
+        q_BTNK: queries.
+        k_BTNK: keys.
+        v_BTNV: values.
+        f_BTN: forget values in (0, 1).
+        w_NVV: state weight, applied from the right.
+        docs: the state restarts with each document; None: one document per row.
+        initial_SNKV: the state before each sequence; None: zeros.
+        clip: bound of the state's gradient; None: none.
+        chunk_size: tokens of a chunk.
+        final_states: return them; with packed documents their number is read from the device.
+        keep_states: save states and tanh of every token.
+        backend: of `m2rnn` (megacpp/kernels/selection.py): `torch`, `triton`, `reference`.
     """
     if backend == "reference":
         return m2rnn_sequential(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, docs, initial_SNKV, clip)
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
-    plan = Plan(
+    plan = ChunkPlan(
         sequences_of(docs, v_BTNV),
         clip,
         chunk_size,
@@ -153,16 +179,29 @@ def m2rnn_carried(
     *,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """`m2rnn_chunked` for a part of each row: a state enters on its left, one leaves on its right.
+    """Return `m2rnn_chunked` of a part of each row, with the states on its left and right.
 
     The first token of a row sees `entering`, whatever `docs` says. Both states `[B, N, K, V]` have
     the recurrence's dtype. A gradient that arrives for the one that leaves meets the clip as if the
     tokens that it comes from were here, so that parts of a row add up to the row.
+
+    Args:
+        q_BTNK: queries.
+        k_BTNK: keys.
+        v_BTNV: values.
+        f_BTN: forget values in (0, 1).
+        w_NVV: state weight, applied from the right.
+        docs: documents of the part.
+        entering_BNKV: state in front of the part.
+        clip: bound of the state's gradient; None: none.
+        chunk_size: tokens of a chunk.
+        keep_states: save states and tanh of every token.
+        backend: `torch` or `triton`.
     """
     num_heads, dtype = _heads_and_dtype(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)
     seqs, row_B = sequences_of(docs, v_BTNV), torch.arange(len(v_BTNV), device=v_BTNV.device)
     seqs = _RowStates(seqs.starts_BT, row_B[:, None].expand_as(seqs.starts_BT), seqs.entries)
-    plan = Plan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
+    plan = ChunkPlan(seqs, clip, chunk_size, num_heads, dtype, True, True, keep_states)
     with no_autocast(v_BTNV):
         return _chunks_by(backend).apply(  # type: ignore[return-value]
             q_BTNK, k_BTNK, v_BTNV, f_BTN[..., None], w_NVV, entering_BNKV.to(dtype), plan
@@ -170,7 +209,7 @@ def m2rnn_carried(
 
 
 class _RowStates(Sequences):
-    """Restarts where only rows have an initial and a final state: the index is that of the row."""
+    """Sequences where only rows have an initial and a final state: the index is the row's."""
 
     def enter(self, h_NBKV: Tensor, initial_SNKV: Tensor | None, t: int) -> Tensor:
         return super().enter(h_NBKV, initial_SNKV if t == 0 else None, t)
@@ -182,7 +221,7 @@ class _RowStates(Sequences):
 
 
 def _chunks_by(backend: str) -> type[Function]:
-    """What goes over chunks forward and backward; all take the arguments of `Chunked`."""
+    """Return the autograd Function of a backend; all take the arguments of `Chunked`."""
     if backend == "triton":
         from megacpp.kernels.m2rnn.triton import TritonChunked
 
@@ -192,7 +231,7 @@ def _chunks_by(backend: str) -> type[Function]:
 
 
 def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:
-    """h itself, but its gradient is clipped on the way back."""
+    """Return h itself, whose gradient is clipped in the backward."""
     if h_BNKV.requires_grad:
         h_BNKV = h_BNKV.clone()
         h_BNKV.register_hook(lambda dh_BNKV: dh_BNKV.clamp(-bound, bound))
@@ -202,7 +241,7 @@ def _clip_gradient(h_BNKV: Tensor, bound: float) -> Tensor:
 def _heads_and_dtype(
     q_BTNK: Tensor, k_BTNK: Tensor, v_BTNV: Tensor, f_BTN: Tensor, w_NVV: Tensor
 ) -> tuple[int, torch.dtype]:
-    """N and the dtype of states: fp64 if any input is, else fp32."""
+    """Return N and the dtype of states: fp64 if any input is, else fp32."""
     counts = [q_BTNK.shape[2], k_BTNK.shape[2], v_BTNV.shape[2], f_BTN.shape[2], len(w_NVV)]
     assert all(max(counts) % count == 0 for count in counts), f"heads must divide: {counts}"
     dtypes = [x.dtype for x in (q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV)]

@@ -1,4 +1,4 @@
-"""What speaks against the Triton kernels of M2RNN; no torch import here."""
+"""Reasons why a configuration can't use the Triton kernels of M2RNN; no torch import here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_NUMBERS, MOST_VALUE_DIM = 4096, 32
 
 
 def m2rnn_triton(config: Config, host: Host) -> str | None:
-    """Kernels that hold a whole state in the registers of a program, in fp32."""
-    against = triton_kernels(config, host) or wide_numbers(host)
-    if against:
-        return against
+    """Return why kernels that hold a state in registers, in fp32, can't run; None: they can."""
+    unsupported = triton_kernels(config, host) or wide_numbers(host)
+    if unsupported:
+        return unsupported
     r = config.model.m2rnn
     K, V = (max(16, 1 << (size - 1).bit_length()) for size in (r.key_dim, r.value_dim))
     if V > MOST_VALUE_DIM or K * V > MOST_NUMBERS:

@@ -1,9 +1,10 @@
-"""M2RNN in Triton: the recurrence of m2rnn_chunks.py, a state in the registers of a program.
+"""M2RNN in Triton: the recurrence of chunks.py, a state in the registers of a program.
 
 Forward is one launch: a program per row and head takes its tokens one after another and stores the
-state where chunks start. Backward goes from the last chunk to the first: `run` makes the chunk's
-states again, `walk` takes dL/dh back through its tokens, `gradients` and one batched product do
-what needs no order (megacpp/kernels/m2rnn/triton_kernels.py). No atomics: results repeat exactly.
+state where chunks start. Backward goes from the last chunk to the first: `run` computes the chunk's
+states again, `state_gradients` takes dL/dh back through its tokens, `gradients` and one batched
+product do the rest, which needs no order (megacpp/kernels/m2rnn/triton_kernels.py). No atomics:
+results repeat exactly.
 
 Beside what it returns, forward holds one state per row and head; backward `3 C N B K V` numbers in
 fp32 (of one chunk the states in front of tokens, tanh and dL/dh), and for inputs that heads share
@@ -23,15 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacpp.kernels.m2rnn.chunks import Plan, no_autocast
+from megacpp.kernels.m2rnn.chunks import ChunkPlan, no_autocast
 from megacpp.kernels.m2rnn.triton_launch import Launch, Span
 
 CLIPS = {None: 0, "carried": 1, "total": 2}  # the kernels' names of them
 
 
 class TritonChunked(torch.autograd.Function):
-    """`Chunked` of m2rnn_chunks.py: the same arguments, results and kept tensors (of every token
-    the state in front of it only, so one state less)."""
+    """Recurrence by Triton kernels: arguments, results and saved tensors of `Chunked` (chunks.py).
+
+    Of every token the state in front of it alone is saved, so one state less.
+    """
 
     @staticmethod
     def forward(
@@ -42,8 +45,20 @@ class TritonChunked(torch.autograd.Function):
         f_BTN1: Tensor,
         w_NVV: Tensor,
         initial_SNKV: Tensor | None,
-        plan: Plan,
+        plan: ChunkPlan,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return outputs `[B, T, N, V]`, and final states if they are wanted.
+
+        Args:
+            ctx: autograd's context.
+            q_BTNK: queries.
+            k_BTNK: keys.
+            v_BTNV: values.
+            f_BTN1: forget values in (0, 1).
+            w_NVV: state weights.
+            initial_SNKV: state in front of each sequence; None: zeros.
+            plan: settings; the dtype is fp32.
+        """
         assert plan.dtype == torch.float32, f"the kernels compute in fp32, not in {plan.dtype}"
         tensors = q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV
         starts_BT, index_BT = _restarts(plan)
@@ -60,9 +75,10 @@ class TritonChunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BTNV: Tensor | None, dfinal_SNKV: Tensor | None) -> Any:
-        # Read once: what is rebuilt is rebuilt at each reading.
+        """Return the gradients of all tensors of `forward`, from those of its results."""
+        # Read once: each reading recomputes a region.
         q_BTNK, k_BTNK, v_BTNV, f_BTN1, w_NVV, initial_SNKV, *kept = ctx.saved_tensors
-        plan: Plan = ctx.plan
+        plan: ChunkPlan = ctx.plan
         B, T, _, V = v_BTNV.shape
         dy = v_BTNV.new_zeros(B, T, plan.num_heads, V) if dy_BTNV is None else dy_BTNV
         mode, bound = (plan.clip.mode, plan.clip.limit) if plan.clip else (None, 0.0)
@@ -86,14 +102,14 @@ def _ready(
     w_NVV: Tensor,
     initial_SNKV: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The inputs with contiguous vectors and matrices."""
+    """Return the inputs with contiguous vectors and matrices."""
     vectors = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BTNK, k_BTNK, v_BTNV))
     initial_SNKV = None if initial_SNKV is None else initial_SNKV.contiguous()
     return *vectors, f_BTN1[..., 0], w_NVV.contiguous(), initial_SNKV
 
 
-def _restarts(plan: Plan) -> tuple[Tensor | None, Tensor | None]:
-    """Where rows restart behind their first token, and the sequence of each token; None: nowhere.
+def _restarts(plan: ChunkPlan) -> tuple[Tensor | None, Tensor | None]:
+    """Return restarts behind a row's first token and the sequence of each token; None: no restarts.
 
     bool and int64 `[B, T]`.
     """
@@ -102,8 +118,8 @@ def _restarts(plan: Plan) -> tuple[Tensor | None, Tensor | None]:
     return F.pad(plan.seqs.starts_BT[:, 1:], (1, 0)), plan.seqs.index_BT.contiguous()
 
 
-def _num_finals(plan: Plan, index_BT: Tensor | None) -> int:
-    """Final states that are wanted: one per row or one per sequence (waits for the device)."""
+def _num_finals(plan: ChunkPlan, index_BT: Tensor | None) -> int:
+    """Return how many final states are wanted, by row or sequence (waits for the device)."""
     if not plan.final_states:
         return 0
     if plan.by_row or index_BT is None:
@@ -129,12 +145,25 @@ def forward(
     by_row: bool,
     keep_states: bool,
 ) -> list[Tensor]:
-    """Outputs, final states, and what backward needs: states at chunk starts `[X, B, N, K, V]` or,
-    with `keep_states`, of each token the state in front and tanh, `[N, T, B, K, V]` each.
+    """Return outputs, final states, and the tensors that backward needs.
+
+    These are states at chunk starts `[X, B, N, K, V]` or, with `keep_states`, of each token the
+    state in front and tanh, `[N, T, B, K, V]` each.
 
     Args:
+        q_BTNK: queries.
+        k_BTNK: keys.
+        v_BTNV: values.
+        f_BTN: forget values in (0, 1).
+        w_NVV: state weights.
         initial_SNKV: fp32, one per sequence, or per row if `by_row` or nothing restarts.
+        starts_BT: bool, restarts behind a row's first token; None: none.
+        index_BT: int64, sequence of each token; None: one per row.
+        num_heads: N.
+        chunk_size: tokens of a chunk.
         finals: number of final states; 0: none are wanted.
+        by_row: one initial and final state per row.
+        keep_states: return states and tanh of every token.
     """
     launch = Launch(q_BTNK, k_BTNK, v_BTNV, f_BTN, w_NVV, starts_BT, index_BT, num_heads)
     rows = None if by_row else index_BT
@@ -182,7 +211,7 @@ def _results_of(
 def _results(
     k_BTNK: Tensor, v_BTNV: Tensor, N: int, chunk_size: int, finals: int, keep_states: bool
 ) -> list[Tensor]:
-    """Room for what forward returns."""
+    """Return memory for the results of forward."""
     (B, T, _, V), K = v_BTNV.shape, k_BTNK.shape[-1]
     kept = [(N, T, B, K, V)] * 2 if keep_states else [(-(-T // chunk_size), B, N, K, V)]
     shapes = [(finals, N, K, V), *kept]
@@ -235,7 +264,7 @@ def backward(
             launch.run(span, kept[0][first // C], initial, kept=again)
         else:
             span, (before_NCBKV, z_NCBKV) = Span(first, count, first, T), kept
-        launch.walk(span, dy_BTNV, z_NCBKV, g_NCBKV, dh_BNKV, *inside, clip, bound)
+        launch.state_gradients(span, dy_BTNV, z_NCBKV, g_NCBKV, dh_BNKV, *inside, clip, bound)
         chunks = [dx[:, first : first + count] for dx in grads]
         parts = [dx if heads is None else heads for dx, heads in zip(chunks, wide, strict=True)]
         launch.gradients(span, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, parts)
@@ -255,7 +284,7 @@ def backward(
 
 
 def _behind_the_rows(dfinal_SNKV: Tensor | None, rows: Tensor | None, zeros_BNKV: Tensor) -> Tensor:
-    """The gradient that comes to each row's last state from outside."""
+    """Return the gradient that comes to each row's last state from outside."""
     if dfinal_SNKV is None:
         return zeros_BNKV
     return dfinal_SNKV.clone() if rows is None else dfinal_SNKV[rows[:, -1]]

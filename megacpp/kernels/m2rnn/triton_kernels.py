@@ -1,8 +1,8 @@
 """Triton kernels of the M2RNN recurrence: tokens forward, tokens backward, gradients of inputs.
 
-    run         one program per row and head: its state stays in registers, tokens go in order
-    walk        likewise from the last token to the first, with dL/dh in registers
-    gradients   one program per token, row and head: nothing in it waits for another token
+    run              one program per row and head: its state stays in registers, tokens in order
+    state_gradients  likewise from the last token to the first, with dL/dh in registers
+    gradients        one program per token, row and head: none waits for another token
 
 All numbers inside are fp32, whatever the inputs are; products are IEEE fp32, not TF32. A state is
 padded to powers of two of at least 16 (`tl.dot`); its padding is zero and stays so.
@@ -27,7 +27,7 @@ BY_SEQUENCE = tl.constexpr(2)
 
 @triton.jit
 def tanh(x):
-    """At most 4 ulp off, near zero too, where 1 - 2 / (exp(2x) + 1) has lost its digits.
+    """Compute tanh, at most 4 ulp off, near zero too, where 1 - 2 / (exp(2x) + 1) loses its digits.
 
     Below 0.6 x + x^3 P(x^2), P of degree 4 within 3e-9 of the largest x (least squares in fp64,
     reweighted until the error is level); above it exp(-2|x|), which can't overflow.
@@ -45,7 +45,7 @@ def tanh(x):
 
 @triton.jit
 def clip(x, bound):
-    """Into [-bound, bound]; NaN stays NaN, as in torch.clamp."""
+    """Clip into [-bound, bound]; NaN stays NaN, as in torch.clamp."""
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 
@@ -60,11 +60,23 @@ def run_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     OUTPUTS: tl.constexpr, FRONTS: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `first` to `first + count` of each row, from the states `enter` `[B, N, K, V]`.
+    """Run tokens `first` to `first + count` of each row, from the states `enter` `[B, N, K, V]`.
 
     Writes, as asked: outputs `[B, T, N, V]`; states at chunk starts `[X, B, N, K, V]`; final
     states, one per row or sequence; per token the state in front of it, after a restart, and tanh,
-    `[N, C, B, K, V]`, from place `kept_first` on.
+    `[N, C, B, K, V]`, from place `kept_first` on. A program per head and row.
+
+    Args:
+        q_ptr, k_ptr, v_ptr, f_ptr, w_ptr, enter_ptr, starts_ptr, index_ptr, initial_ptr: read.
+        y_ptr, fronts_ptr, final_ptr, before_ptr, z_ptr: written.
+        first, count, chunk_size: tokens.
+        B, N, T, K, V: sizes.
+        kept_first, kept_n: first place and number of tokens in `before` and `z`.
+        q_b, q_t, q_n, ...: strides of rows, tokens and heads.
+        Q_SHARED, ...: neighbouring heads that share one of an input.
+        BLOCK_K, BLOCK_V: padded K and V.
+        PACKED, INITIAL: rows restart; initial states are given.
+        OUTPUTS, FRONTS, FINAL, KEEP: what is written.
     """
     n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ks, vs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -140,7 +152,7 @@ def run_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "count", "kept_first"])
-def walk_kernel(
+def state_gradients_kernel(
     q_ptr, f_ptr, dy_ptr, w_ptr, z_ptr, g_ptr, dh_ptr, starts_ptr, index_ptr,
     dinitial_ptr, dfinal_ptr, bound,
     first, count, B, N, kept_first, kept_n, scratch_n,
@@ -149,11 +161,25 @@ def walk_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PACKED: tl.constexpr, DINITIAL: tl.constexpr, DFINAL: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """dL/dh of tokens `first + count` to `first`, backwards, into g `[N, C, B, K, V]`.
+    """Compute dL/dh of tokens `first + count` to `first`, backwards, into g `[N, C, B, K, V]`.
 
-    `dh` `[B, N, K, V]` is the gradient that comes from tokens behind these and becomes the one
-    that goes to tokens in front of them. With x what tanh is taken of, dL/dx = (1 - f) (1 - tanh^2)
-    dL/dh and dL/dh_{t-1} = f dL/dh_t + dL/dx_t W^T + q_{t-1} dy_{t-1}^T.
+    `dh` `[B, N, K, V]` is the gradient that comes from tokens behind these and becomes the one that
+    goes to tokens in front of them. With x the argument of tanh, dL/dx = (1 - f) (1 - tanh^2) dL/dh
+    and dL/dh_{t-1} = f dL/dh_t + dL/dx_t W^T + q_{t-1} dy_{t-1}^T. A program per head and row.
+
+    Args:
+        q_ptr, f_ptr, dy_ptr, w_ptr, z_ptr, starts_ptr, index_ptr, dfinal_ptr: read.
+        g_ptr, dh_ptr, dinitial_ptr: written.
+        bound: of the clip.
+        first, count: tokens.
+        B, N, T, K, V: sizes.
+        kept_first, kept_n: first place and number of tokens in `z`.
+        scratch_n: number of tokens in `g`.
+        q_b, q_t, q_n, ...: strides of rows, tokens and heads.
+        Q_SHARED, ...: neighbouring heads that share one of an input.
+        BLOCK_K, BLOCK_V: padded K and V.
+        PACKED, DINITIAL, DFINAL: rows restart; gradients of initial and final states.
+        CLIP: which gradient is clipped; 0: none.
     """
     n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ks, vs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -205,7 +231,7 @@ def walk_kernel(
             if DINITIAL or DFINAL:
                 begun = (tl.load(index_ptr) * N + n) * (K * V) + tile
                 leaves = inside & (start != 0)
-                if DINITIAL:  # a sequence starts once: nobody else writes here
+                if DINITIAL:  # a sequence starts once: no other program writes here
                     tl.store(dinitial_ptr + begun, dh_KV, mask=leaves)
                 if DFINAL:  # the sequence in front has the number before
                     ended = begun - N * (K * V)
@@ -226,7 +252,21 @@ def gradients_kernel(
     K_SHARED: tl.constexpr, V_SHARED: tl.constexpr, F_SHARED: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one token's q, k, v and f for one head; dL/dx takes the place of g = dL/dh."""
+    """Compute gradients of one token's q, k, v and f for one head; dL/dx replaces g = dL/dh.
+
+    A program per token, head and row.
+
+    Args:
+        k_ptr, v_ptr, f_ptr, dy_ptr, before_ptr, z_ptr: read.
+        g_ptr, dq_ptr, dk_ptr, dv_ptr, df_ptr: written.
+        first: token.
+        B, N, T, K, V: sizes.
+        kept_first, kept_n: first place and number of tokens in `before` and `z`.
+        scratch_n: number of tokens in `g`.
+        k_b, k_t, k_n, ..., dq_b, dq_t, ...: strides of rows, tokens and heads.
+        K_SHARED, ...: neighbouring heads that share one of an input.
+        BLOCK_K, BLOCK_V: padded K and V.
+    """
     c, n = tl.program_id(0), tl.program_id(1)
     b, head = tl.program_id(2).to(tl.int64), n.to(tl.int64)
     ks, vs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -249,7 +289,7 @@ def gradients_kernel(
     dk_K = tl.sum(dx_KV * v_V.to(tl.float32)[None, :], 1)
     dv_V = tl.sum(dx_KV * k_K.to(tl.float32)[:, None], 0)
     df = tl.sum(tl.sum(gap_KV * g_KV, 1), 0)
-    tl.debug_barrier()  # nobody's g may be gone before it is read
+    tl.debug_barrier()  # every thread reads its g before any is overwritten
     tl.store(g_ptr, dx_KV, mask=inside)
     dq_ptr += b * dq_b + c * dq_t + n * K + ks
     dk_ptr += b * dk_b + c * dk_t + n * K + ks

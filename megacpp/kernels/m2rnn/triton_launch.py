@@ -19,28 +19,34 @@ MOST_WARPS = 8
 
 
 def padded(size: int) -> int:
-    """The power of two, at least 16, that a key or value dim takes in a program."""
+    """Return the power of two, at least 16, that a key or value dim takes in a program."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def num_warps(key_dim: int, value_dim: int) -> int:
-    """Of a program."""
+    """Return the warps of a program."""
     return min(MOST_WARPS, max(1, padded(key_dim) * padded(value_dim) // NUMBERS_PER_WARP))
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens that one launch works on, and where their states lie in a buffer of some tokens."""
+    """Tokens of one launch, and the place of their states in a buffer.
+
+    Attributes:
+        first, count: tokens of the row.
+        place: of the first token in the buffer.
+        capacity: tokens of the buffer.
+    """
 
     first: int
     count: int
     place: int
-    room: int
+    capacity: int
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """The inputs of a recurrence: vectors, W and index contiguous; no `starts_BT`: no restarts."""
+    """Inputs of a recurrence: vectors, W and index contiguous; no `starts_BT`: no restarts."""
 
     q_BTNK: Tensor
     k_BTNK: Tensor
@@ -63,7 +69,19 @@ class Launch:
         by_row: bool = False,
         kept: Sequence[Tensor] = (),
     ) -> None:
-        """Forward; what is None isn't written. `kept` are states in front of tokens, and tanh."""
+        """Launch the forward of some tokens; outputs that are None aren't written.
+
+        Args:
+            span: the tokens.
+            entering_BNKV: states in front of them.
+            initial_SNKV: states in front of sequences; None: zeros.
+            chunk_size: tokens of a chunk.
+            y_BTNV: outputs.
+            fronts_XBNKV: states at chunk starts.
+            final_SNKV: final states.
+            by_row: one final state per row.
+            kept: states in front of tokens, and tanh.
+        """
         from megacpp.kernels.m2rnn.triton_kernels import run_kernel
 
         q, k, v, f, w = self.q_BTNK, self.k_BTNK, self.v_BTNV, self.f_BTN, self.w_NVV
@@ -79,7 +97,7 @@ class Launch:
             *(_given(x, some) for x in (self.starts_BT, self.index_BT, initial_SNKV)),
             *(_given(x, some) for x in (y_BTNV, fronts_XBNKV, final_SNKV, before, z)),
             *(span.first, span.count, self.num_rows, self.num_heads, chunk_size),
-            *(span.place, span.room, *_strides(q, k, v, f), self.num_tokens),
+            *(span.place, span.capacity, *_strides(q, k, v, f), self.num_tokens),
             **self._shared("QKVFW"),
             PACKED=packed,
             INITIAL=initial_SNKV is not None,
@@ -89,7 +107,7 @@ class Launch:
             KEEP=bool(kept),
         )
 
-    def walk(
+    def state_gradients(
         self,
         span: Span,
         dy_BTNV: Tensor,
@@ -101,18 +119,30 @@ class Launch:
         clip: int,
         bound: float,
     ) -> None:
-        """Backward through the tokens: fills g, and takes dh from behind them to before them."""
-        from megacpp.kernels.m2rnn.triton_kernels import walk_kernel
+        """Launch the backward through tokens: fills g, and moves dh from behind to before them.
+
+        Args:
+            span: the tokens.
+            dy_BTNV: gradient of the outputs.
+            z_NCBKV: tanh.
+            g_NCBKV: dL/dh of each token; written.
+            dh_BNKV: gradient of the state behind the tokens; overwritten by that in front.
+            dinitial_SNKV: gradient of the initial states; None: not wanted.
+            dfinal_SNKV: gradient of the final states; None: none.
+            clip: kind of the clip.
+            bound: of the clip.
+        """
+        from megacpp.kernels.m2rnn.triton_kernels import state_gradients_kernel
 
         q, f = self.q_BTNK, self.f_BTN
         outside = (self.starts_BT, self.index_BT, dinitial_SNKV, dfinal_SNKV)
         self._start(
-            walk_kernel,
+            state_gradients_kernel,
             (self.num_heads, self.num_rows),
             *(q, f, dy_BTNV, self.w_NVV, z_NCBKV, g_NCBKV, dh_BNKV),
             *(_given(x, dh_BNKV) for x in outside),
             *(bound, span.first, span.count, self.num_rows, self.num_heads),
-            *(span.place, span.room, g_NCBKV.shape[1], *_strides(q, f), self.num_tokens),
+            *(span.place, span.capacity, g_NCBKV.shape[1], *_strides(q, f), self.num_tokens),
             **self._shared("QFW"),
             PACKED=self.starts_BT is not None,
             DINITIAL=dinitial_SNKV is not None,
@@ -129,7 +159,16 @@ class Launch:
         g_NCBKV: Tensor,
         parts: Sequence[Tensor],
     ) -> None:
-        """Of q, k, v and f, a head's each, into `parts` `[B, C, N, ...]`; g becomes dL/dx."""
+        """Launch the gradients of q, k, v and f for each head; g becomes dL/dx.
+
+        Args:
+            span: the tokens.
+            dy_BTNV: gradient of the outputs.
+            before_NCBKV: states in front of tokens.
+            z_NCBKV: tanh.
+            g_NCBKV: dL/dh of each token; overwritten.
+            parts: gradients `[B, C, N, ...]`; written.
+        """
         from megacpp.kernels.m2rnn.triton_kernels import gradients_kernel
 
         k, v, f = self.k_BTNK, self.v_BTNV, self.f_BTN
@@ -138,25 +177,29 @@ class Launch:
             (span.count, self.num_heads, self.num_rows),
             *(k, v, f, dy_BTNV, before_NCBKV, z_NCBKV, g_NCBKV, *parts),
             *(span.first, self.num_rows, self.num_heads),
-            *(span.place, span.room, g_NCBKV.shape[1], *_strides(k, v, f), self.num_tokens),
+            *(span.place, span.capacity, g_NCBKV.shape[1], *_strides(k, v, f), self.num_tokens),
             *(stride for part in parts for stride in part.stride()[:2]),
             **self._shared("KVF"),
         )
 
     @property
     def num_rows(self) -> int:
+        """Rows of the batch."""
         return self.v_BTNV.shape[0]
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of a row."""
         return self.v_BTNV.shape[1]
 
     @property
     def key_dim(self) -> int:
+        """Return K."""
         return self.k_BTNK.shape[-1]
 
     @property
     def value_dim(self) -> int:
+        """Return V."""
         return self.v_BTNV.shape[-1]
 
     def _start(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -178,7 +221,7 @@ class Launch:
             )
 
     def _shared(self, inputs: str) -> dict[str, int]:
-        """How many neighbouring heads share one of an input."""
+        """Return how many neighbouring heads share one of each input."""
         counts = {
             "Q": self.q_BTNK.shape[2],
             "K": self.k_BTNK.shape[2],
@@ -194,5 +237,5 @@ def _given(x: Tensor | None, otherwise: Tensor) -> Tensor:
 
 
 def _strides(*inputs_BTN: Tensor) -> tuple[int, ...]:
-    """Of rows, tokens and heads."""
+    """Return the strides of rows, tokens and heads of each input."""
     return tuple(stride for x in inputs_BTN for stride in x.stride()[:3])

@@ -1,8 +1,8 @@
-"""What a state in front of a row adds to the outputs, and the state behind it: without a scan.
+"""Addition of a state in front of a row to the outputs, and the state behind it: without a scan.
 
-For kernels that take no initial state, or whose final state is none that can be trusted. Angles and
-log decays are counted from the start of the row; only the document that runs on from the row's
-state, its first one, reads of it, and only the last one leaves something behind:
+For kernels that take no initial state, or whose final state can't be trusted. Angles and log decays
+are counted from the start of the row; only the document that continues from the row's state, its
+first one, reads it, and only the last one leaves a state behind:
 
     y[t] += e^(sum of adt up to t) (S + beta v k^T) q[t]        beta = dt (1 - lambda) of token 0
 
@@ -41,10 +41,17 @@ def carried_outputs(
     pairing: Pairing,
     initial: Mamba3State,
 ) -> Tensor:
-    """What the outputs of all ranks read of `initial`, `[B, T, H, R, P]`, at least fp32.
+    """Return the outputs of all ranks from `initial` alone, `[B, T, H, R, P]`, at least fp32.
 
-    Keeps only its inputs for backward, which are the scan's too, and rotates Q again there. The
+    Saves only its inputs for backward, which are the scan's too, and rotates Q again there. The
     product takes its operands in the dtype of V, as the scan's products do.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        pairing: of the rotated dims.
+        initial: state in front of each row.
     """
     check_contract(inputs, weights)
     first_BT = docs.memo("first run", lambda: _first_run(docs))
@@ -73,7 +80,15 @@ def final_state(
     pairing: Pairing,
     initial: Mamba3State | None = None,
 ) -> Mamba3State:
-    """The state after each row, as the scan would leave it, with gradients and in at least fp32."""
+    """Return the state after each row, as the scan would leave it, with gradients, at least fp32.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        pairing: of the rotated dims.
+        initial: state in front of each row; None: zeros.
+    """
     row = summarize(inputs, weights, docs, pairing)
     carries_B = docs.memo("first run", lambda: _first_run(docs))[:, -1]
     entering, angle_BHA = None, row.turn
@@ -95,7 +110,7 @@ def final_state(
 
 
 class _Carried(torch.autograd.Function):
-    """`_carried` that keeps its inputs alone."""
+    """Autograd function of `_carried` that saves its inputs alone."""
 
     @staticmethod
     def forward(
@@ -140,11 +155,11 @@ def _carried(
 
 
 def _first_run(docs: Documents) -> Tensor:
-    """bool `[B, T]`: the token's document is the row's first one."""
+    """Return bool `[B, T]`: the token's document is the row's first one."""
     changes_BT = docs.ids_BT[:, 1:] != docs.ids_BT[:, :-1]
     return torch.nn.functional.pad(changes_BT.cumsum(1), (1, 0)) == 0
 
 
 def _turned(x_BHXN: Tensor, angle_BHA: Tensor, pairing: Pairing) -> Tensor:
-    """The N axis turned, in its own order."""
+    """Return x with its N axis rotated, in its own order."""
     return from_halves(turned(to_halves(x_BHXN, pairing), angle_BHA[:, :, None]), pairing)

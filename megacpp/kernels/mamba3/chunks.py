@@ -1,4 +1,4 @@
-"""The Mamba-3 scan as matrix products over chunks: what it takes to get there.
+"""Mamba-3 scan as matrix products over chunks: operands, gates and output.
 
 The look-ahead form of the recurrence in megacpp/kernels/mamba3/reference.py: token s enters the
 state once, with weight scale[s] = dt[s] lambda[s] + dt[s+1] (1 - lambda[s+1]), and meets itself
@@ -39,7 +39,7 @@ from megacpp.kernels.mamba3.product import chunk_scan
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 NOTHING = 1e-35  # a weight below it counts as this much, and its logarithm stays finite
 
@@ -52,18 +52,26 @@ def mamba3_chunked(
     chunk_size: int,
     initial: Mamba3State | None = None,
     *,
-    seam: Seam = PLAIN,
+    recompute: Recompute = PLAIN,
 ) -> tuple[Tensor, Mamba3State]:
-    """Output `[B, T, H, P]` and the state after each row, by matrix products over chunks.
+    """Return the output `[B, T, H, P]` and the state after each row, by products over chunks.
 
-    Neither T nor documents have to be aligned to chunks. `initial` is what the first document of
-    each row continues from (None: each row starts afresh). What lies in front of the scan proper
-    and behind it are pieces of `seam`; the scan itself, its states and its outputs never are.
+    Operations before and after the scan proper are recompute regions; the scan itself, its states
+    and its outputs never are.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents; neither these nor T have to be aligned to chunks.
+        pairing: of the rotated dims.
+        chunk_size: tokens of a chunk.
+        initial: state that the first document of each row continues from; None: zeros.
+        recompute: runs the regions.
     """
     check_contract(inputs, weights)
     with torch.autocast(inputs.V.device.type, enabled=False):
-        chunks = Chunks.of(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
-        return _chunked(inputs, weights, chunks, pairing, initial, seam)
+        chunks = Chunks.for_documents(docs, min(chunk_size, inputs.V.shape[1]), inputs.DT.dtype)
+        return _chunked(inputs, weights, chunks, pairing, initial, recompute)
 
 
 def _chunked(
@@ -72,9 +80,9 @@ def _chunked(
     chunks: Chunks,
     pairing: Pairing,
     initial: Mamba3State | None,
-    seam: Seam,
+    recompute: Recompute,
 ) -> tuple[Tensor, Mamba3State]:
-    q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = seam(
+    q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, angle_BHA = recompute(
         "conv_bc",
         partial(_operands, chunks, pairing),
         inputs.Q,
@@ -102,7 +110,7 @@ def _chunked(
     )
     T, chunk = inputs.V.shape[1], chunks.size
     y_BTHRP = y_BHJRCP.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-    y_BTHP = seam(
+    y_BTHP = recompute(
         "conv_bc",
         partial(gated_ranks, norm_eps=weights.norm_eps, dtype=inputs.V.dtype),
         y_BTHRP[:, :T] if T % chunk else y_BTHRP,
@@ -136,7 +144,7 @@ def _operands(
     mimo_x: Tensor | None,
     initial_BHA: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """What `chunk_scan` reads: q, k, v, sums, log scale and gamma; and the angle of the last token.
+    """Return the inputs of `chunk_scan` (q, k, v, sums, log scale, gamma), and the last angle.
 
     `initial_BHA` is the angle that the first document of each row continues from.
     """
@@ -167,7 +175,7 @@ def _operands(
 
 
 def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor | None) -> Tensor:
-    """Running sum of pi tanh(angles) dt within each document, `[B, H, J, A, C]`."""
+    """Return the running sum of pi tanh(angles) dt within each document, `[B, H, J, A, C]`."""
     rate_BJCHA = _cut(math.pi * torch.tanh(wide(Angles)), DT_BHJC.shape[-1], 1)
     rate_BHJAC = rate_BJCHA.permute(0, 3, 1, 4, 2).contiguous()
     within_BHJAC = segmented_cumsum(rate_BHJAC * DT_BHJC[:, :, :, None], chunks)
@@ -180,7 +188,7 @@ def _angles(Angles: Tensor, DT_BHJC: Tensor, chunks: Chunks, initial_BHA: Tensor
 def _first(
     inputs: ScanInputs, weights: HeadWeights, initial: Mamba3State | None, pairing: Pairing
 ) -> Tensor:
-    """The look-ahead state in front of each row, `[B, H, N, P]`: zeros, or from `initial`."""
+    """Return the look-ahead state in front of each row, `[B, H, N, P]`, zeros without `initial`."""
     B, _, H, P = inputs.V.shape
     if initial is None:
         return inputs.DT.new_zeros(B, H, inputs.Q.shape[-1], P)
@@ -190,7 +198,7 @@ def _first(
 
 
 def _cut(x: Tensor, chunk: int, dim: int) -> Tensor:
-    """`x` with its time `dim` (1 or the last) padded by zeros and cut into (J, C)."""
+    """Return `x` with its time `dim` (1 or the last) padded by zeros and split into (J, C)."""
     missing = -x.shape[dim] % chunk
     if missing:
         behind = 0 if dim == -1 else x.ndim - 1 - dim
@@ -199,6 +207,6 @@ def _cut(x: Tensor, chunk: int, dim: int) -> Tensor:
 
 
 def _time_last(x_BTRGN: Tensor, pairing: Pairing, chunk: int) -> Tensor:
-    """Q or K as `[B, G, J, N, R, C]`, pairs as halves of N, at least fp32."""
+    """Return Q or K as `[B, G, J, N, R, C]`, pairs as halves of N, at least fp32."""
     x_BJCRGN = _cut(to_halves(wide(x_BTRGN), pairing), chunk, 1)
     return x_BJCRGN.permute(0, 4, 1, 5, 3, 2).contiguous()

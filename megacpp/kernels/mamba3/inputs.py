@@ -1,4 +1,4 @@
-"""What the Mamba-3 scan takes: tensors with a token axis, parameters of heads, a state.
+"""Inputs of the Mamba-3 scan: tensors with a token axis, parameters of heads, a state.
 
 Legend: B rows, T tokens of a row, H heads, G groups of heads that share B and C, R MIMO rank
 (1: SISO), N state size, P head dim, A rotated pairs. Q is the model's C, K its B, V its x, as
@@ -24,7 +24,7 @@ Pairing = Literal["interleaved", "half"]
 
 @dataclass(frozen=True, eq=False)
 class ScanInputs(TokenTensors):
-    """Everything that has a token axis.
+    """Tensors with a token axis.
 
     Attributes:
         Q, K: C and B of the model after their norms, `[B, T, R, G, N]`.
@@ -50,7 +50,7 @@ class ScanInputs(TokenTensors):
     Angles: Tensor
 
     def part(self, rows: slice, tokens: slice) -> ScanInputs:
-        """Some rows and tokens of them (views)."""
+        """Return some rows and tokens of them (views)."""
 
         def chosen(x: Tensor, dims: ScanDims) -> Tensor:
             return x[(rows, *[slice(None)] * (dims.tokens - 1), tokens)]
@@ -80,7 +80,7 @@ class HeadWeights(HeadTensors):
     norm_eps: float = 1e-5
 
     def merged(self, y_BTHRP: Tensor, inputs: ScanInputs) -> Tensor:
-        """Norm, gate, then the sum over ranks: `[B, T, H, P]` in the dtype of V."""
+        """Norm, gate and sum over ranks: return `[B, T, H, P]` in the dtype of V."""
         return gated_ranks(
             y_BTHRP,
             inputs.Z,
@@ -92,14 +92,14 @@ class HeadWeights(HeadTensors):
         )
 
     def ranks_of_token(self, v_BHP: Tensor) -> Tensor:
-        """V of every rank of one token, `[B, H, R, P]`, at least fp32."""
+        """Return V of every rank of one token, `[B, H, R, P]`, at least fp32."""
         v_BH1P = wide(v_BHP)[:, :, None]
         return v_BH1P if self.mimo_x is None else v_BH1P * self.mimo_x
 
 
 @dataclass(frozen=True, eq=False)
 class Mamba3State(RowTensors):
-    """What one token leaves to the next of its document.
+    """State that one token leaves to the next of its document.
 
     Attributes:
         angle: running sum of the turns modulo 2 pi, `[B, H, A]`, at least fp32.
@@ -115,7 +115,14 @@ class Mamba3State(RowTensors):
 
     @staticmethod
     def zeros(v: Tensor, num_angles: int, rank: int, d_state: int) -> Mamba3State:
-        """The state before a document; `v` gives `[B, H, P]`, device and dtype."""
+        """Return the state before a document.
+
+        Args:
+            v: `[B, H, P]`; its device and dtype.
+            num_angles: A.
+            rank: R.
+            d_state: N.
+        """
         (B, H, P), kind = v.shape, wide(v[:0])
         return Mamba3State(
             kind.new_zeros(B, H, num_angles),
@@ -129,7 +136,7 @@ _WEIGHTS = tuple(f.name for f in fields(HeadWeights))
 
 
 def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:
-    """A bug elsewhere, not a setting: something of the fp32 contract came in narrower."""
+    """Assert that decays, steps and parameters are in at least fp32: else it is a bug elsewhere."""
     named = [(name, getattr(weights, name)) for name in _WEIGHTS]  # torch 2.11 compiles no `vars`
     for name, x in [("ADT", inputs.ADT), ("DT", inputs.DT), *named]:
         if isinstance(x, Tensor):
@@ -137,9 +144,10 @@ def check_contract(inputs: ScanInputs, weights: HeadWeights) -> None:
 
 
 def to_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
-    """The last dim reordered so that partners are N/2 apart."""
+    """Return x with its last dim reordered so that partners are N/2 apart."""
     return x_N if pairing == "half" else x_N.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
 def from_halves(x_N: Tensor, pairing: Pairing) -> Tensor:
+    """Return x with its last dim in the order of `pairing`, the inverse of `to_halves`."""
     return x_N if pairing == "half" else x_N.unflatten(-1, (2, -1)).mT.flatten(-2)

@@ -1,11 +1,11 @@
-"""The Mamba-3 scan by the kernels of mamba-ssm: Triton for SISO, TileLang for MIMO.
+"""Mamba-3 scan by the kernels of mamba-ssm: Triton for SISO, TileLang for MIMO.
 
     mamba3_siso_combined   mamba_ssm/ops/triton/mamba3/mamba3_siso_combined.py
     mamba3_mimo            mamba_ssm/ops/tilelang/mamba3/mamba3_mimo.py        (2.3.2.post1)
 
-Both compute in bf16 with fp32 sums, as `mamba3_chunked` does for bf16 inputs. Beside that, the SISO
-kernel keeps angles in bf16 (upstream casts them): a turn is off by up to 2^-6 rad. What a kernel
-can't take is refused before a run starts (megacpp/kernels/support.py).
+Both compute in bf16 with fp32 sums, as `mamba3_chunked` does for bf16 inputs. The SISO kernel also
+keeps angles in bf16 (upstream casts them): a turn is off by up to 2^-6 rad. Unsupported
+configurations are refused before a run starts (megacpp/kernels/support.py).
 
 Legend: as megacpp/kernels/mamba3/inputs.py, and L tokens of a packed row, S sequences.
 """
@@ -52,10 +52,19 @@ def mamba3_library(
     *,
     with_state: bool = False,
 ) -> tuple[Tensor, Mamba3State | None]:
-    """`mamba3_chunked` by the kernel for this pairing; a state only `with_state`.
+    """Return `mamba3_chunked` by the kernel for this pairing; a state only `with_state`.
 
     The state is not the kernel's: that of SISO has bf16 angles, that of MIMO no gradient, and of
     packed rows the wrong V. It is one more sum over the tokens, in fp32.
+
+    Args:
+        inputs: of every token, bf16.
+        weights: of the heads.
+        docs: documents.
+        pairing: `interleaved`: SISO; `half`: MIMO.
+        chunk_size: tokens of a chunk.
+        initial: state in front of each row; None: zeros.
+        with_state: return the state after each row.
     """
     assert inputs.V.dtype == torch.bfloat16, f"Mamba-3 kernel: V is {inputs.V.dtype}"
     assert docs.whole or len(docs.cu_seqlens) <= MOST_SEQUENCES, f"{len(docs.cu_seqlens)} documents"
@@ -70,12 +79,12 @@ def mamba3_library(
 
 
 def siso_kernel() -> Kernel:
-    """`mamba3_siso_combined`."""
+    """Return `mamba3_siso_combined`."""
     return _imported(f"{TRITON}.mamba3_siso_combined").mamba3_siso_combined
 
 
 def siso_tuners() -> list[Any]:
-    """Triton's autotuners of the SISO kernels: the first call of each tries its `configs`."""
+    """Return Triton's autotuners of the SISO kernels; the first call of each tries its configs."""
     from triton.runtime.autotuner import Autotuner
 
     siso_kernel()
@@ -85,7 +94,7 @@ def siso_tuners() -> list[Any]:
 
 
 def mimo_kernel() -> Kernel:
-    """`mamba3_mimo`."""
+    """Return `mamba3_mimo`."""
     return _imported("mamba_ssm.ops.tilelang.mamba3.mamba3_mimo").mamba3_mimo
 
 
@@ -97,28 +106,36 @@ def siso_scan(
     chunk_size: int,
     initial: Mamba3State | None = None,
 ) -> Tensor:
-    """Output `[B, T, H, P]` by `kernel`, which has the signature of `mamba3_siso_combined`.
+    """Return the output `[B, T, H, P]` by a kernel with `mamba3_siso_combined`'s signature.
 
     It gates as well, unless a norm comes in between.
+
+    Args:
+        kernel: `mamba3_siso_combined` or a stand-in.
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        chunk_size: tokens of a chunk.
+        initial: state in front of each row; None: zeros.
     """
     _check(inputs, weights)
-    laid, H = Laid.of(docs), inputs.V.shape[2]
+    layout, H = PackedLayout.for_documents(docs), inputs.V.shape[2]
     fused = weights.norm is None
     y_1LHP = kernel(
-        Q=laid.tokens(inputs.Q[:, :, 0]),
-        K=laid.tokens(inputs.K[:, :, 0]),
-        V=laid.tokens(inputs.V),
-        ADT=laid.heads(inputs.ADT),
-        DT=laid.heads(inputs.DT),
-        Trap=laid.heads(inputs.Trap),
+        Q=layout.tokens(inputs.Q[:, :, 0]),
+        K=layout.tokens(inputs.K[:, :, 0]),
+        V=layout.tokens(inputs.V),
+        ADT=layout.heads(inputs.ADT),
+        DT=layout.heads(inputs.DT),
+        Trap=layout.heads(inputs.Trap),
         Q_bias=weights.Q_bias[:, 0],
         K_bias=weights.K_bias[:, 0],
-        Angles=laid.tokens(inputs.Angles).expand(-1, -1, H, -1),
+        Angles=layout.tokens(inputs.Angles).expand(-1, -1, H, -1),
         D=weights.D,
-        Z=laid.tokens(inputs.Z) if fused and inputs.Z is not None else None,
-        Input_States=None if initial is None else laid.entering(initial),
+        Z=layout.tokens(inputs.Z) if fused and inputs.Z is not None else None,
+        Input_States=None if initial is None else layout.entering(initial),
         chunk_size=chunk_size,
-        cu_seqlens=laid.cu_seqlens,
+        cu_seqlens=layout.cu_seqlens,
     )
     y_BTHP = y_1LHP.view(inputs.V.shape)
     return y_BTHP if fused else _gated(y_BTHP[:, :, :, None], inputs, weights)
@@ -132,35 +149,43 @@ def mimo_scan(
     chunk_size: int,
     initial: Mamba3State | None = None,
 ) -> Tensor:
-    """Output `[B, T, H, P]` by `kernel`, which has the signature of `mamba3_mimo`.
+    """Return the output `[B, T, H, P]` by a kernel with the signature of `mamba3_mimo`.
 
     It gates and sums over ranks as well, unless a norm or an initial state comes in between: the
-    kernel takes no state, so what documents read of theirs is added to the outputs of all ranks.
+    kernel takes no state, so the outputs from a given state are added to those of all ranks.
+
+    Args:
+        kernel: `mamba3_mimo` or a stand-in.
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        chunk_size: tokens of a chunk.
+        initial: state in front of each row; None: zeros.
     """
     _check(inputs, weights)
     assert weights.mimo_x is not None and weights.mimo_z is not None
     (B, T, H, P), fused = inputs.V.shape, weights.norm is None and initial is None
-    laid = Laid.of(docs, chunk_size)
+    layout = PackedLayout.for_documents(docs, chunk_size)
     N, A = inputs.Q.shape[-1], inputs.Angles.shape[-1]
     y_1LRHP = kernel(
-        Q=laid.tokens(inputs.Q),
-        K=laid.tokens(inputs.K),
-        V=laid.tokens(inputs.V),
-        ADT=laid.heads(inputs.ADT),
-        DT=laid.heads(inputs.DT),
-        Trap=laid.heads(inputs.Trap),
+        Q=layout.tokens(inputs.Q),
+        K=layout.tokens(inputs.K),
+        V=layout.tokens(inputs.V),
+        ADT=layout.heads(inputs.ADT),
+        DT=layout.heads(inputs.DT),
+        Trap=layout.heads(inputs.Trap),
         Q_bias=weights.Q_bias,
         K_bias=weights.K_bias,
         MIMO_V=weights.mimo_x,
         MIMO_Z=weights.mimo_z,
         MIMO_Out=weights.mimo_o if fused else None,
-        Angles=laid.tokens(wide(inputs.Angles)).expand(-1, -1, H, -1),
+        Angles=layout.tokens(wide(inputs.Angles)).expand(-1, -1, H, -1),
         D=weights.D,
-        Z=laid.tokens(inputs.Z) if fused and inputs.Z is not None else None,
+        Z=layout.tokens(inputs.Z) if fused and inputs.Z is not None else None,
         chunk_size=chunk_size,
         rotary_dim_divisor=N // A,
         dtype=inputs.V.dtype,
-        cu_seqlens=laid.cu_seqlens,
+        cu_seqlens=layout.cu_seqlens,
     )
     if fused:
         return y_1LRHP.view(B, T, H, P)
@@ -171,8 +196,8 @@ def mimo_scan(
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
-    """How rows are laid for a kernel: as they are, or one after another in one packed row.
+class PackedLayout:
+    """Rows as a kernel reads them: as they are, or one after another in one packed row.
 
     Attributes:
         cu_seqlens: int32, boundaries of the sequences of the packed row; None: rows as they are.
@@ -183,33 +208,35 @@ class Laid:
     first_B: Tensor | None
 
     @staticmethod
-    def of(docs: Documents, chunk_size: int = 1) -> Laid:
-        """Of a batch, made once. A row's first token starts a sequence, whatever came before.
+    def for_documents(docs: Documents, chunk_size: int = 1) -> PackedLayout:
+        """Return the layout of a batch, made once. A row's first token starts a sequence.
 
         Whole rows are packed where chunks don't divide them: the kernels for MIMO that take rows
         as they are have no backward for the rest of one.
         """
         as_they_are = docs.whole and docs.ids_BT.shape[1] % chunk_size == 0
-        return docs.memo(("mamba3 laid", as_they_are), lambda: Laid._make(docs, as_they_are))
+        return docs.memo(
+            ("mamba3 layout", as_they_are), lambda: PackedLayout._make(docs, as_they_are)
+        )
 
     @staticmethod
-    def _make(docs: Documents, as_they_are: bool) -> Laid:
+    def _make(docs: Documents, as_they_are: bool) -> PackedLayout:
         if as_they_are:
-            return Laid(None, None)
+            return PackedLayout(None, None)
         (B, T), cu_seqlens = docs.ids_BT.shape, docs.cu_seqlens
         row_starts_B = torch.arange(B, device=cu_seqlens.device, dtype=torch.int32) * T
-        return Laid(cu_seqlens, torch.searchsorted(cu_seqlens, row_starts_B))
+        return PackedLayout(cu_seqlens, torch.searchsorted(cu_seqlens, row_starts_B))
 
     def tokens(self, x_BT: Tensor) -> Tensor:
-        """`[B, T, ...]` as the kernel reads it."""
+        """Return `x_BT` `[B, T, ...]` as the kernel reads it."""
         return x_BT if self.cu_seqlens is None else x_BT.flatten(0, 1)[None]
 
     def heads(self, x_BHT: Tensor) -> Tensor:
-        """`[B, H, T]` likewise; a view, as the model's tensors have their heads last."""
+        """Return `x_BHT` `[B, H, T]` as the kernel reads it, a view: the model has heads last."""
         return x_BHT if self.cu_seqlens is None else x_BHT.mT.flatten(0, 1)[None].mT
 
     def entering(self, state: Mamba3State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What enters each sequence: the first one of a row continues from the row's `state`."""
+        """Return the state that enters each sequence; a row's first continues from `state`."""
         of_rows = state.angle, state.ssm, state.k[:, :, 0], state.v
         if self.cu_seqlens is None or self.first_B is None:
             return of_rows
@@ -233,7 +260,7 @@ def _gated(y_BTHRP: Tensor, inputs: ScanInputs, weights: HeadWeights) -> Tensor:
 
 
 def _check(inputs: ScanInputs, weights: HeadWeights) -> None:
-    """A bug elsewhere, not a setting: kernels read these with the bytes that they expect."""
+    """Assert the dtypes with which kernels read the inputs: else it is a bug elsewhere."""
     check_contract(inputs, weights)
     for name in ("Q", "K", "Z", "Trap"):
         x = getattr(inputs, name)
@@ -241,7 +268,7 @@ def _check(inputs: ScanInputs, weights: HeadWeights) -> None:
 
 
 def _imported(name: str) -> Any:
-    """A module of mamba-ssm, without what the package itself imports.
+    """Import a module of mamba-ssm without the package's own imports.
 
     Its `__init__` asks for Mamba-1's CUDA extension, which these kernels don't use and a build
     without nvcc lacks (state-spaces/mamba#237). tests/model/test_mamba3_library.py fails once it
@@ -261,15 +288,15 @@ def _imported(name: str) -> Any:
         with _measured_once():
             return importlib.import_module(name)
     finally:
-        del sys.modules[package]  # whoever imports the package gets all of it
+        del sys.modules[package]  # a later import of the package gets all of it
 
 
 @contextmanager
 def _measured_once() -> Iterator[None]:
-    """Triton's autotuners that are made inside keep what they measured, in Triton's cache on disk.
+    """Let autotuners that are made inside keep their measurements, in Triton's cache on disk.
 
-    By itself every process measures again, and another one may win. A tuner reads the switch when
-    it is made (Triton 3.4 on); who has set TRITON_CACHE_AUTOTUNING is heeded.
+    By itself every process measures again, and another configuration may win. A tuner reads the
+    switch when it is made (Triton 3.4 on); TRITON_CACHE_AUTOTUNING has priority if set.
     """
     from triton import knobs
 

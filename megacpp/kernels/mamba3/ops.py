@@ -1,4 +1,4 @@
-"""The pieces of the chunked Mamba-3 scan that plain autograd would make slow or inexact.
+"""Operations of the chunked Mamba-3 scan that plain autograd would make slow or inexact.
 
 Legend: B rows, J chunks of a row, C tokens of a chunk, H heads, R MIMO rank, N state size, P head
 dim, A rotated pairs. Time is the last dim (q_BHJNRC), so that every elementwise pass is contiguous.
@@ -20,7 +20,7 @@ from megacpp.model.fp32 import wide
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Who sees whom; a size-1 B stands for every row.
+    """Visibility among the tokens of chunks; a size-1 B stands for every row.
 
     Attributes:
         before_BJCC: [t, s] s < t in the same document and chunk; 0.0 or 1.0, the others boolean.
@@ -36,8 +36,8 @@ class Chunks:
     whole: bool
 
     @staticmethod
-    def of(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
-        """The chunks of a batch, made once; tokens that pad a row extend its last document."""
+    def for_documents(docs: Documents, chunk: int, dtype: torch.dtype) -> Chunks:
+        """Return the chunks of a batch, made once; padding extends a row's last document."""
         return docs.memo(("mamba3", chunk, dtype), lambda: Chunks._make(docs, chunk, dtype))
 
     @staticmethod
@@ -62,12 +62,12 @@ class Chunks:
         return self.before_BJCC.shape[-1]
 
     def same(self, lag: int) -> Tensor:
-        """[B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
+        """Return [B, J, C - lag]: 1.0 where t and t - lag are of the same document, else 0.0."""
         return self.before_BJCC.diagonal(-lag, -2, -1)
 
 
 def segmented_cumsum(x_BHJAC: Tensor, chunks: Chunks) -> Tensor:
-    """Inclusive cumulative sum over C that restarts at documents: nothing is subtracted later.
+    """Return the inclusive cumulative sum over C that restarts at documents.
 
     log2(C) shifted additions (Hillis & Steele 1986) instead of a product with a 0/1 matrix, which
     a GPU may run in TF32: sums of log decays and angles are part of the fp32 contract.
@@ -86,10 +86,18 @@ def bias_and_rotate(
     angle_BHJAC: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """q and k of every head, `[B, H, J, N, R, C]` in `dtype`: plus its bias, then rotated.
+    """Return q and k of every head, `[B, H, J, N, R, C]` in `dtype`: plus its bias, then rotated.
 
-    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Keeps angles and its
-    outputs, not its inputs, for backward: the product that follows keeps outputs anyway.
+    Rows i and i + N/2 of the N axis turn by angle i < A, the others pass. Saves angles and its
+    outputs, not its inputs, for backward: the product that follows saves outputs anyway.
+
+    Args:
+        q_BGJNRC: of each group.
+        k_BGJNRC: of each group.
+        q_bias_GUNR: of the U heads of each group.
+        k_bias_GUNR: of the U heads of each group.
+        angle_BHJAC: of each head.
+        dtype: of the results.
     """
     return _BiasAndRotate.apply(  # type: ignore[return-value]
         q_BGJNRC[:, :, None],
@@ -102,7 +110,7 @@ def bias_and_rotate(
 
 
 def ranks(v_BHJCP: Tensor, mimo_x_HRP: Tensor | None) -> Tensor:
-    """V of every rank, `[B, H, J, R, C, P]` in the dtype of v, from products in at least fp32.
+    """Return V of every rank, `[B, H, J, R, C, P]` in the dtype of v; products are fp32 or wider.
 
     Keeps its input as it is for backward, not what it is in fp32.
     """
@@ -185,12 +193,12 @@ class _BiasAndRotate(torch.autograd.Function):
 
 
 def _cos_sin(angle_BHJAC: Tensor) -> tuple[Tensor, Tensor]:
-    """For every rank, `[B, H, J, A, 1, C]`."""
+    """Return cos and sin for every rank, `[B, H, J, A, 1, C]`."""
     return angle_BHJAC.cos().unsqueeze(-2), angle_BHJAC.sin().unsqueeze(-2)
 
 
 def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` with its pairs turned in place."""
+    """Rotate the pairs of `x` in place; return it."""
     x1, x2 = _pairs(x, cos)
     x1_sin = x1 * sin
     x1.mul_(cos).addcmul_(x2, sin, value=-1)
@@ -199,6 +207,6 @@ def _turn_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the N axis: first and second partners of the pairs that turn."""
+    """Return views of the N axis: first and second partners of the pairs that turn."""
     half, turned = x.shape[-3] // 2, cos.shape[-3]
     return x.narrow(-3, 0, turned), x.narrow(-3, half, turned)

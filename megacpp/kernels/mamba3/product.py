@@ -1,4 +1,4 @@
-"""The chunked scan proper, forward and backward: what is left once q and k are rotated.
+"""Chunked scan proper, forward and backward, of rotated q and k.
 
 Per head, with s(t) the sum of log decays since the start of the chunk or document, and scale the
 look-ahead weight of megacpp/kernels/mamba3/chunks.py:
@@ -36,12 +36,23 @@ def chunk_scan(
     first_BHNP: Tensor,
     chunks: Chunks,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, J, R, C, P]` and the state after each row, `[B, H, N, P]`, from `first`.
+    """Return outputs `[B, H, J, R, C, P]` and the state after each row, `[B, H, N, P]`.
 
     q, k, v are the operands of matrix products, in their dtype; all else, the carried state
-    included, is at least fp32. Keeps its inputs and the states between chunks for backward, none of
+    included, is at least fp32. Saves its inputs and the states between chunks for backward, none of
     the C x C matrices, and finds the gradients of the decays without them: those of a row of the
     product sum to q.dq, those of a column to k.dk (the delta of FlashAttention, arXiv 2205.14135).
+
+    Args:
+        q_BHJNRC: rotated queries.
+        k_BHJNRC: rotated keys.
+        v_BHJRCP: values.
+        sums_BHJC: log decays, summed from the start of the chunk or document.
+        log_scale_BHJC: log of the look-ahead weights.
+        gamma_BHJC: weight of a token for itself.
+        D_H: skip of v to y.
+        first_BHNP: state in front of each row.
+        chunks: visibility.
     """
     return _ChunkScan.apply(  # type: ignore[return-value]
         q_BHJNRC, k_BHJNRC, v_BHJRCP, sums_BHJC, log_scale_BHJC, gamma_BHJC, D_H, first_BHNP, chunks
@@ -50,14 +61,14 @@ def chunk_scan(
 
 @dataclass(frozen=True, eq=False)
 class _Decays:
-    """exp of differences of log decays: into a chunk, out of it, across it."""
+    """Exponentials of differences of log decays: into a chunk, out of it, across it."""
 
     since_start_BHJC: Tensor
     until_end_BHJC: Tensor
     across_BHJ: Tensor
 
     @staticmethod
-    def of(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> _Decays:
+    def from_sums(sums_BHJC: Tensor, log_scale_BHJC: Tensor, chunks: Chunks) -> _Decays:
         ends_BHJ1 = sums_BHJC[..., -1:]
         entry_BHJC = sums_BHJC - log_scale_BHJC
         return _Decays(
@@ -86,7 +97,7 @@ class _ChunkScan(torch.autograd.Function):
         inside_BHJCC = _inside(sums, log_scale, chunks)
         y_MXP = wide(_weights(q, k, gamma, D, inside_BHJCC)[0].to(v.dtype) @ v_MXP)
         del inside_BHJCC
-        decays = _Decays.of(sums, log_scale, chunks)
+        decays = _Decays.from_sums(sums, log_scale, chunks)
         added_MNP = _times(k, decays.until_end_BHJC).view_as(k_MNX) @ v_MXP
         across_BHJ = decays.across_BHJ
         states = carry(added_MNP.unflatten(0, across_BHJ.shape), across_BHJ, first, False)
@@ -128,8 +139,8 @@ def _backward(
     del inside_BHJCC
     dk_MNX = q_MNX @ dscores_MXX
 
-    # Through the states: what outputs read of them, what they pass on, what chunks add to them.
-    decays = _Decays.of(sums, log_scale, chunks)
+    # Through the states: outputs read them, they pass on, and chunks add to them.
+    decays = _Decays.from_sums(sums, log_scale, chunks)
     dcarried_MXP = (dy_MXP * _rows(decays.since_start_BHJC, q)).to(dtype)
     dread_MNX = _entering(states, dtype) @ dcarried_MXP.mT
     dq_MNX = torch.baddbmm(dread_MNX, k_MNX, dscores_MXX.mT)
@@ -218,7 +229,7 @@ def _matrices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _entering(states: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state in front of each chunk, `[M, N, P]`."""
+    """Return the state in front of each chunk, `[M, N, P]`."""
     return states[:, :, :-1].to(dtype).flatten(0, 2)
 
 
@@ -232,12 +243,12 @@ def _over_ranks(inside_BHJCC: Tensor) -> Tensor:
 
 
 def _columns(x_BHJC: Tensor) -> Tensor:
-    """Per token, against q or k."""
+    """View numbers per token so that they broadcast over q or k."""
     return x_BHJC[:, :, :, None, None]
 
 
 def _rows(x_BHJC: Tensor, q_BHJNRC: Tensor) -> Tensor:
-    """Per token, against the rows of v or y: `[M, X, 1]`."""
+    """View numbers per token so that they broadcast over the rows of v or y: `[M, X, 1]`."""
     R = q_BHJNRC.shape[-2]
     return x_BHJC.flatten(0, 2).repeat(1, R)[..., None]
 
@@ -247,5 +258,5 @@ def _times(k: Tensor, x_BHJC: Tensor) -> Tensor:
 
 
 def _exp_where(mask_BJC: Tensor, x_BHJC: Tensor) -> Tensor:
-    """exp(x) where the mask holds, else 0; masked first, so that no stranger reaches exp."""
+    """Return exp(x) where the mask holds, else 0; masked before exp, which could overflow."""
     return torch.where(mask_BJC[:, None], x_BHJC, float("-inf")).exp()

@@ -1,4 +1,4 @@
-"""The Mamba-3 scan (arXiv 2603.15569): one token, token by token, and in chunks.
+"""Mamba-3 scan (arXiv 2603.15569): one token, token by token, and in chunks.
 
 Per head, with lambda = sigmoid(trap), alpha = exp(adt), angle the running sum of pi tanh(a) dt:
 
@@ -34,7 +34,7 @@ from megacpp.kernels.mamba3.inputs import (
 from megacpp.kernels.mamba3.library import mamba3_library
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
-from megacpp.model.seam import PLAIN, Seam
+from megacpp.model.recompute import PLAIN, Recompute
 
 __all__ = [
     "Scan",
@@ -51,7 +51,14 @@ Scan = Callable[[ScanInputs, Documents, Mamba3State | None], tuple[Tensor, Mamba
 def mamba3_step(
     inputs: ScanInputs, weights: HeadWeights, state: Mamba3State, pairing: Pairing
 ) -> tuple[Tensor, Mamba3State]:
-    """The recurrence for one token (T = 1): output `[B, 1, H, P]` and the next state."""
+    """Return the output `[B, 1, H, P]` of one token (T = 1), and the next state.
+
+    Args:
+        inputs: of the token.
+        weights: of the heads.
+        state: behind the token before.
+        pairing: of the rotated dims.
+    """
     check_contract(inputs, weights)
     V_BHP, ADT_BH, DT_BH = inputs.V[:, 0], inputs.ADT[..., 0], inputs.DT[..., 0]
     with torch.autocast(V_BHP.device.type, enabled=False):
@@ -79,7 +86,15 @@ def mamba3_sequential(
     pairing: Pairing,
     initial: Mamba3State | None = None,
 ) -> tuple[Tensor, Mamba3State]:
-    """Reference of `mamba3_chunked`: `mamba3_step` over the tokens, reset where documents start."""
+    """Return `mamba3_chunked` by `mamba3_step`, reset where documents start: the reference.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        pairing: of the rotated dims.
+        initial: state in front of each row; None: zeros.
+    """
     N, R, A = inputs.Q.shape[-1], inputs.Q.shape[2], inputs.Angles.shape[-1]
     state = initial or Mamba3State.zeros(inputs.V[:, 0], A, R, N)
     ys_B1HP = []
@@ -100,13 +115,24 @@ def mamba3_scan(
     chunk_size: int,
     initial: Mamba3State | None = None,
     *,
-    seam: Seam = PLAIN,
+    recompute: Recompute = PLAIN,
     backend: str = "torch",
     with_state: bool = False,
 ) -> tuple[Tensor, Mamba3State | None]:
-    """`mamba3_chunked`, or the same by another backend of `mamba3` (megacpp/kernels/selection.py).
+    """Return `mamba3_chunked`, or the same by another backend of `mamba3`.
 
     The state after each row is None where finding it is work of its own, unless `with_state`.
+
+    Args:
+        inputs: of every token.
+        weights: of the heads.
+        docs: documents.
+        pairing: of the rotated dims.
+        chunk_size: tokens of a chunk.
+        initial: state in front of each row; None: zeros.
+        recompute: runs the recompute regions of `torch`.
+        backend: of `mamba3` (megacpp/kernels/selection.py).
+        with_state: return the state after each row.
     """
     if backend == "reference":
         return mamba3_sequential(inputs, weights, docs, pairing, initial)
@@ -115,15 +141,21 @@ def mamba3_scan(
             inputs, weights, docs, pairing, chunk_size, initial, with_state=with_state
         )
     assert backend == "torch", backend
-    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, seam=seam)
+    return mamba3_chunked(inputs, weights, docs, pairing, chunk_size, initial, recompute=recompute)
 
 
 def scan_documents(
     scan: Scan, inputs: ScanInputs, docs: Documents, initial: Mamba3State | None = None
 ) -> tuple[Tensor, Mamba3State]:
-    """A scan with one initial and one final state per document of the batch, in row order.
+    """Return a scan with one initial and one final state per document, in row order.
 
     One call of `scan` per document: for packed prompts whose states are wanted, not for training.
+
+    Args:
+        scan: (inputs, docs, initial) -> outputs and final state.
+        inputs: of every token.
+        docs: documents.
+        initial: state in front of each document; None: zeros.
     """
     T, boundaries = docs.ids_BT.shape[1], docs.cu_seqlens.tolist()
     ys, finals = [], []
@@ -143,7 +175,7 @@ def _per_head(x_B1RGN: Tensor, bias_HRN: Tensor) -> Tensor:
 
 
 def _rotated(x_BHRN: Tensor, angle_BHA: Tensor, pairing: Pairing) -> Tensor:
-    """Pair i of N turned by angle i; pairs without an angle stay."""
+    """Rotate pair i of N by angle i; pairs without an angle stay."""
     first, second = to_halves(x_BHRN, pairing).chunk(2, -1)
     angle = F.pad(angle_BHA, (0, first.shape[-1] - angle_BHA.shape[-1]))[:, :, None]
     cos, sin = angle.cos(), angle.sin()

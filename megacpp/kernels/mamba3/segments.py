@@ -1,4 +1,4 @@
-"""The Mamba-3 state across segments of a row that are scanned apart: summaries, and their fold.
+"""Mamba-3 state across segments of a row that are scanned apart: summaries, and their fold.
 
 A segment counts angles from 0 in front of its first token (its frame). Only differences of angles
 matter, so a state moves to the next segment's frame by a turn of its N axis. In the frame of the
@@ -41,7 +41,7 @@ from megacpp.model.scan import RowTensors
 
 @dataclass(frozen=True, eq=False)
 class SegmentSummary(RowTensors):
-    """What a neighbour has to know of a segment, at least fp32.
+    """Summary of a segment for its neighbours, at least fp32.
 
     Attributes:
         decay: sum of the log decays, `[S, H]`.
@@ -64,9 +64,15 @@ class SegmentSummary(RowTensors):
 def summarize(
     inputs: ScanInputs, weights: HeadWeights, docs: Documents, pairing: Pairing
 ) -> SegmentSummary:
-    """Of each row of `inputs`, a segment: one weighted sum over its tokens, no scan.
+    """Return the summary of each row of `inputs`, a segment: one weighted sum over tokens, no scan.
 
-    Keeps only its inputs for backward, which are the scan's too, and rotates K again there.
+    Saves only its inputs for backward, which are the scan's too, and rotates K again there.
+
+    Args:
+        inputs: of the tokens of each segment.
+        weights: of the heads.
+        docs: documents of the segments.
+        pairing: of the rotated dims.
     """
     check_contract(inputs, weights)
     tail_SC = None if docs.whole else docs.memo("tail", lambda: _last_document(docs))
@@ -95,13 +101,15 @@ def fold(
     pairing: Pairing,
     entering: Mamba3State | None = None,
 ) -> list[Mamba3State]:
-    """The state that enters each segment of a row, in its frame, and the one after the last.
+    """Return the state that enters each segment of a row, in its frame, and the one after the last.
 
     Args:
         segments: of the row, from left to right; S counts rows here.
         carries_LS: bool, no document starts in the segment. A state that enters at the start of a
             document is not removed here, as it is what the segment on the left left behind.
-        entering: the state in front of the first segment, in its frame; None: nothing.
+        weights: of the heads.
+        pairing: of the rotated dims.
+        entering: the state in front of the first segment, in its frame; None: zeros.
     """
     first = segments[0]
     R, _, N = first.k.shape[1:]
@@ -124,7 +132,7 @@ def fold(
 
 
 class _Added(torch.autograd.Function):
-    """`_added` that keeps its inputs alone: K rotated for each head is as large as the scan's."""
+    """Autograd function of `_added` that saves its inputs alone, not K rotated for each head."""
 
     @staticmethod
     def forward(
@@ -159,7 +167,7 @@ def _added(
     K_bias: Tensor,
     mimo_x: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state from a segment's own tokens, the sums of its log decays and of its turns."""
+    """Return the state from a segment's own tokens, and the sums of its log decays and turns."""
     dtype, Trap = DT.dtype, wide(Trap)
     ahead_SHC = F.pad((DT * torch.sigmoid(-Trap))[..., 1:], (0, 1))
     weight_SHC = (DT * torch.sigmoid(Trap) + ahead_SHC) * _later(ADT, -1).exp().to(dtype)
@@ -181,25 +189,25 @@ def _added(
 
 
 def _later(x: Tensor, dim: int) -> Tensor:
-    """Sum over later tokens, in fp64: of thousands of radians only the remainder matters."""
+    """Sum over later tokens, in fp64: only the remainder of thousands of radians matters."""
     from_here = x.double().flip(dim).cumsum(dim).flip(dim)
     beyond = from_here.narrow(dim, 1, x.shape[dim] - 1)
     return torch.cat([beyond, torch.zeros_like(from_here.narrow(dim, 0, 1))], dim)
 
 
 def _last_document(docs: Documents) -> Tensor:
-    """bool `[S, C]`: the token's document still runs at the end of its segment."""
+    """Return bool `[S, C]`: the token's document still runs at the end of its segment."""
     run_SC = docs.starts_BT.cumsum(1)
     return run_SC == run_SC[:, -1:]
 
 
 def per_head(x_SGXN: Tensor, bias_HXN: Tensor) -> Tensor:
-    """Shared by neighbouring heads (dim 1), plus each head's own bias."""
+    """Return a group's tensor for each of its heads (dim 1), plus the head's own bias."""
     return x_SGXN.repeat_interleave(len(bias_HXN) // x_SGXN.shape[1], 1) + bias_HXN
 
 
 def turned(x_N: Tensor, angle_A: Tensor) -> Tensor:
-    """Pairs (i, i + N/2) of the last dim turned by angle i; pairs without an angle stay."""
+    """Rotate pairs (i, i + N/2) of the last dim by angle i; pairs without an angle stay."""
     turned, half = angle_A.shape[-1], x_N.shape[-1] // 2
     first, first_rest, second, second_rest = x_N.split(
         [turned, half - turned, turned, half - turned], -1

@@ -1,4 +1,4 @@
-"""What speaks against the Mamba-3 kernels of mamba-ssm for a configuration; no torch import here.
+"""Reasons why a configuration can't use the Mamba-3 kernels of mamba-ssm; no torch import here.
 
 Both compute in bf16 on a GPU. Their shapes are those that the kernels' code asserts or that their
 authors test; the defects are those of the versions named.
@@ -25,12 +25,12 @@ WARPS = 32  # rows that give each of the backward's 8 warps a tile of 16 x 8 in 
 
 
 def mamba3_siso(config: Config, host: Host) -> str | None:
-    """Of `mamba3_siso_combined`, in Triton."""
+    """Return why `mamba3_siso_combined`, in Triton, can't run; None: it can."""
     return next(_siso(config, host), None)
 
 
 def mamba3_mimo(config: Config, host: Host) -> str | None:
-    """Of `mamba3_mimo`, in TileLang."""
+    """Return why `mamba3_mimo`, in TileLang, can't run; None: it can."""
     return next(_mimo(config, host), None)
 
 
@@ -60,9 +60,12 @@ def _siso(config: Config, host: Host) -> Iterator[str]:
 def _siso_tiles(
     d_state: int, headdim: int, chunk_size: int, capability: tuple[int, int] | None
 ) -> Iterator[str]:
-    """By the shared memory that the backward asks for when it is compiled for 9.0 without stages:
-    131,072 bytes for (d_state, headdim, chunk_size) = (128, 128, 64) and (128, 64, 128), 229,376
-    for (256, 128, 64); there are 232,448 on 9.0 and 166,912 on 8.0."""
+    """Yield why the shared memory of a GPU is too small for the backward.
+
+    Compiled for 9.0 without stages it asks for 131,072 bytes for (d_state, headdim, chunk_size) =
+    (128, 128, 64) and (128, 64, 128), 229,376 for (256, 128, 64); there are 232,448 on 9.0 and
+    166,912 on 8.0.
+    """
     most = 256 * 128 if capability is None or capability >= (9, 0) else 128 * 128
     if d_state * headdim > most:
         yield f"has shared memory for d_state times headdim up to {most}, not {d_state * headdim}"
@@ -116,7 +119,7 @@ def _mimo(config: Config, host: Host) -> Iterator[str]:
 
 
 def _mimo_bytes(R: int, N: int, P: int, C: int, angles: int) -> int:
-    """Shared memory of the backward: its tiles one after another, and what sums over threads need.
+    """Shared memory of the backward, bytes: its tiles one after another, and sums over threads.
 
     Compiled for 9.0 it asks for 223,904 bytes for (4, 128, 64, 16, 32), 146,080 for
     (4, 64, 64, 16, 16), of packed rows too, and 78,112 for (2, 64, 64, 16, 16). The other kernels
@@ -128,7 +131,7 @@ def _mimo_bytes(R: int, N: int, P: int, C: int, angles: int) -> int:
 
 
 def _hosts(host: Host) -> Iterator[str]:
-    """What both kernels ask of a host."""
+    """Yield requirements of both kernels that a host doesn't meet."""
     if host.device != "cuda":
         yield "needs a GPU"
     yield from _older(host, "mamba-ssm", OLDEST)
@@ -151,7 +154,7 @@ def _below(host: Host, package: str, version: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version; what comes after a release counts as the release."""
+    """Return the numbers of a version; what comes after a release counts as the release."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(n) for n in found[0].split(".")) if found else ()
 

@@ -1,4 +1,4 @@
-"""The lightning indexer: which keys a query attends to (DeepSeek-V3.2, arXiv 2512.02556).
+"""Lightning indexer: the choice of keys that a query attends to (DeepSeek-V3.2, arXiv 2512.02556).
 
 Legend: B rows, T query tokens, S key tokens, I indexer heads, H indexer head dim, K keys chosen
 of a query. Within a tile T and S are its part.
@@ -27,7 +27,7 @@ AT_ONCE = {"cpu": 0, "cuda": 256 << 20}
 
 
 def index_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
-    """sum_h w[t, h] relu(q[t, h] . k[s]) for every pair of tokens, `[B, T, S]` in fp32 or wider.
+    """Return sum_h w[t, h] relu(q[t, h] . k[s]) of all token pairs, `[B, T, S]` in fp32 or wider.
 
     Beside the result there is one more tensor of its size at a time, in the backward too.
     """
@@ -38,7 +38,7 @@ def index_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
 
 
 class _IndexScores(torch.autograd.Function):
-    """Keeps q, k, w alone: backward makes the products of each head again."""
+    """Scores that save q, k, w alone: backward computes the products of each head again."""
 
     @staticmethod
     def forward(ctx: Any, q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
@@ -60,19 +60,26 @@ class _IndexScores(torch.autograd.Function):
 
 
 def heads_at_once(heads: int, numbers: int, width: int, device: str) -> int:
-    """Heads whose products are made at once, of `numbers` numbers a head, `width` bytes each."""
+    """Return how many heads' products are made at once.
+
+    Args:
+        heads: of the indexer.
+        numbers: of a head's product.
+        width: bytes of a number.
+        device: type of the device.
+    """
     return min(heads, max(1, AT_ONCE.get(device, 0) // (numbers * width)))
 
 
 def _groups(q_BTIH: Tensor, k_BSH: Tensor) -> list[slice]:
-    """Heads that go together; `k_BSH` is as wide as the products are."""
+    """Return the heads that are computed together; `k_BSH` has the dtype of the products."""
     heads, numbers = q_BTIH.shape[2], q_BTIH.shape[0] * q_BTIH.shape[1] * k_BSH.shape[1]
     step = heads_at_once(heads, max(1, numbers), k_BSH.element_size(), q_BTIH.device.type)
     return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
 
 
 def tile_scores(q_BTIH: Tensor, k_BSH: Tensor, w_BTI: Tensor) -> Tensor:
-    """The scores of a tile `[B, T, S]`, head added to head in one buffer; no gradient."""
+    """Return the scores of a tile `[B, T, S]`, head added to head in one buffer; no gradient."""
     k_BSH, w_BTI = wide(k_BSH), wide(w_BTI)
     scores_BTS = k_BSH.new_zeros(*w_BTI.shape[:2], k_BSH.shape[1])
     for heads in _groups(q_BTIH, k_BSH):
@@ -96,10 +103,19 @@ def tile_gradients(
     dk_BSH: Tensor,
     dw_BTI: Tensor,
 ) -> None:
-    """From the gradient of a tile's scores: dq and dw are set, what it gives to dk is added.
+    """Compute dq and dw from the gradient of a tile's scores, and add its dk.
 
     With u = sum_s d[t, s] k[s] over the keys that head h sees (q . k > 0), dq = w u and dw = q . u:
     one product for both.
+
+    Args:
+        d_BTS: gradient of the scores.
+        q_BTIH: queries.
+        k_BSH: keys.
+        w_BTI: weights.
+        dq_BTIH: overwritten.
+        dk_BSH: added to.
+        dw_BTI: overwritten.
     """
     k_BSH, w_BTI = wide(k_BSH), wide(w_BTI)
     for heads in _groups(q_BTIH, k_BSH):
@@ -115,7 +131,7 @@ def tile_gradients(
 
 
 def query_blocks(tokens: int) -> list[slice]:
-    """The queries of each row of tiles; the last sees most keys."""
+    """Return the queries of each row of tiles; the last sees most keys."""
     return [slice(start, min(start + QUERIES, tokens)) for start in range(0, tokens, QUERIES)]
 
 
@@ -128,16 +144,20 @@ def choose_keys(
     keys: Documents,
     top_k: int,
 ) -> Tensor:
-    """The `top_k` visible keys of each query with the highest scores, int32 `[B, T, K]`.
+    """Return the `top_k` visible keys of each query with the highest scores, int32 `[B, T, K]`.
 
-    Numbers of keys (in S) in ascending order, then -1 in the slots that are left where a query
+    Numbers of keys (in S) in ascending order, then -1 in the remaining slots where a query
     sees fewer than K = min(top_k, S) keys. Of equal scores the later key is taken, so that the
-    choice doesn't depend on how the tokens were cut into tiles or over processes.
+    choice doesn't depend on how the tokens were split into tiles or over processes.
 
     Args:
+        q_BTIH: queries.
+        k_BSH: keys.
+        w_BTI: weights.
         queries: documents of the T query tokens; a part of the row (`Documents.take`) sees what it
             saw in the row. The same object as `keys`: T = S, and later keys are skipped.
         keys: documents of the S key tokens, of whole rows.
+        top_k: keys of a query.
     """
     batch, tokens, num_keys = *q_BTIH.shape[:2], k_BSH.shape[1]
     slots = min(top_k, num_keys)
@@ -159,7 +179,7 @@ def _choose(
     end: int,
     slots: int,
 ) -> Tensor:
-    """`choose_keys` for some rows among the keys before `end`, a tile of keys at a time."""
+    """Run `choose_keys` for some rows among the keys before `end`, a tile of keys at a time."""
     q_BTIH, w_BTI = q_BTIH[:, rows], w_BTI[:, rows]
     best_BTK = wide(w_BTI.new_empty(0)).new_full((*w_BTI.shape[:2], slots), float("-inf"))
     number_BTK = torch.full_like(best_BTK, -1, dtype=torch.int32)
@@ -179,7 +199,7 @@ def _choose(
 
 
 def _best(scores_BTX: Tensor, number_BTX: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """The `slots` largest scores and their numbers in the order they came, -inf and -1 behind."""
+    """Return the `slots` largest scores and their numbers, in order; -inf and -1 in the rest."""
     taken_BTX = _taken(scores_BTX, slots)
     # Place of each taken one; the others go to one slot too many, which is cut off.
     place_BTX = taken_BTX.cumsum(-1).sub_(1).masked_fill_(taken_BTX.logical_not_(), slots)
@@ -190,7 +210,7 @@ def _best(scores_BTX: Tensor, number_BTX: Tensor, slots: int) -> tuple[Tensor, T
 
 
 def _taken(scores_BTX: Tensor, slots: int) -> Tensor:
-    """bool: the `slots` largest scores above -inf, of equal ones the last; branch-free.
+    """Return bool: the `slots` largest scores above -inf, of equal ones the last; branch-free.
 
     A sort would order ties as it likes, and the indices of topk are such a sort's.
     """

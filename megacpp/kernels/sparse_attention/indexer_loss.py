@@ -1,4 +1,4 @@
-"""What teaches the indexer: how far its scores are from what the attention looks at.
+"""Loss of the indexer: how far its scores are from the attention's probabilities.
 
 Legend: B rows, T query tokens, S key tokens, I indexer heads, D indexer head dim, N attention heads
 of this process, K attention key heads, G = N / K, H attention head dim, C chosen keys of a query,
@@ -22,7 +22,7 @@ from megacpp.model.fp32 import wide
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The attention heads of this process, when they are spread over several.
+    """Attention heads of this process, when they are sharded over several.
 
     Attributes:
         total: heads of all processes.
@@ -35,14 +35,14 @@ class HeadShard:
 
 @dataclass(frozen=True)
 class Target:
-    """What the scores are to resemble: the mean of the attention probabilities of all heads.
+    """Target of the scores: the mean of the attention probabilities of all heads.
 
     Attributes:
         q_BTNH, k_BSKH: of the main attention; no gradient flows to them.
         scale, softcap: of its logits.
         queries, keys: documents of T and S; the same object: T = S, and later keys are skipped.
         chosen_BTC: compare only these keys (-1: unused slot), or all that are visible.
-        shard: for heads that are spread over processes.
+        shard: for heads that are sharded over processes.
     """
 
     q_BTNH: Tensor
@@ -56,11 +56,17 @@ class Target:
 
 
 def indexer_loss(q_BTID: Tensor, k_BSD: Tensor, w_BTI: Tensor, target: Target) -> Tensor:
-    """sum over queries of KL(p || softmax(I)), in fp32 or wider; I as in `index_scores`.
+    """Sum KL(p || softmax(I)) over queries, in fp32 or wider; I as in `index_scores`.
 
     p is the mean over heads of the attention probabilities over the compared keys. Gradients are
     made in the forward, a block of queries at a time, where dKL/dI = softmax(I) - p exactly; the
     backward scales them in place and so runs once. Nothing of size `[T, S]` outlives a block.
+
+    Args:
+        q_BTID: queries of the indexer.
+        k_BSD: keys of the indexer.
+        w_BTI: weights of its heads.
+        target: of the scores.
     """
     grad = torch.is_grad_enabled()  # inside the function it is always off
     with torch.autocast(q_BTID.device.type, enabled=False):
@@ -101,7 +107,7 @@ class _IndexerLoss(torch.autograd.Function):
 def _block_loss(
     scores_BTS: Tensor, target: Target, rows: slice, cols: slice
 ) -> tuple[Tensor, Tensor]:
-    """KL of each query of a block `[B, T]`, and its gradient in the scores (which are consumed)."""
+    """Return the KL of each query of a block `[B, T]`, and its gradient by the scores, in place."""
     if target.chosen_BTC is None:
         allowed_BTX = document_mask(target.queries, target.keys, rows, cols)[:, 0]
         index_BTX, compared_BTX = None, scores_BTS

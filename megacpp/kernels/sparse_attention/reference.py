@@ -28,7 +28,7 @@ def sparse_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Softmax over the chosen keys alone, times their values, in fp32 or wider: `[B, T, N, V]`.
+    """Return the softmax over chosen keys times their values, in fp32 or wider: `[B, T, N, V]`.
 
     The products are those of dense attention; a query's other keys are masked in its block. Keeps
     q, k, v, the choice, the output and one number per query and head: backward makes the logits of
@@ -50,7 +50,7 @@ def sparse_attention(
 
 
 def chosen_mask(chosen_BTC: Tensor, num_keys: int) -> Tensor:
-    """bool `[B, T, S]`: which keys were chosen; unused slots (-1) choose none, without a branch."""
+    """Return bool `[B, T, S]`, True at chosen keys; unused slots (-1) choose none, branch-free."""
     shape = (*chosen_BTC.shape[:-1], num_keys + 1)
     place_BTC = chosen_BTC.to(torch.int64).add_(1)  # unused ones go to a column in front, cut off
     mask = torch.zeros(shape, dtype=torch.bool, device=chosen_BTC.device)
@@ -58,7 +58,7 @@ def chosen_mask(chosen_BTC: Tensor, num_keys: int) -> Tensor:
 
 
 class _SparseAttention(torch.autograd.Function):
-    """As `_SoftcapAttention`, with the mask of a block made from the choice when it is needed."""
+    """Autograd function as `_SoftcapAttention`, with block masks made from the choice."""
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
 from megacpp.model.pattern import layer_kinds
-from megacpp.model.pieces import BLOCK
+from megacpp.model.regions import BLOCK
 
 RUNS_AGAIN: Pieces = frozenset({"engram"})
 

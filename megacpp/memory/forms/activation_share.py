@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
-from megacpp.model.pieces import Piece
+from megacpp.model.regions import Region
 
 Kept = tuple[str, int, int]  # group of tensors, numbers, bytes of each
-Pieces = frozenset[Piece]
+Pieces = frozenset[Region]
 
 INDEX = 8  # bytes of an int64
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}

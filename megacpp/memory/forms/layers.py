@@ -12,7 +12,7 @@ from megacpp.memory.forms.streams import Layered, layer_names, stream_bytes
 from megacpp.memory.forms.units import PartUnits, Unit
 from megacpp.memory.forms.walk import Layer
 from megacpp.memory.forms.working import first_attention
-from megacpp.model.pieces import layer_pieces
+from megacpp.model.regions import layer_regions
 from megacpp.model.stages import stage_parts
 
 NO_UNIT = Unit(1, 0, 0, 0, 0, 0)
@@ -34,7 +34,7 @@ def layers_of(
     called = {part: name_of(*part, names) for parts in named for part in parts}
     forms = forms_of(own, tuple(sorted(set(called.values()))))
     stream = stream_bytes(own)
-    again = layer_pieces(config.recompute, model)
+    again = layer_regions(config.recompute, model)
     found = []
     for part in named:
         ends = {kind for kind, _ in part}

@@ -16,7 +16,7 @@ from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
 from megacpp.memory.forms.activation_share import INDEX, Kept, Share
 from megacpp.memory.forms.traced import traced_kept
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 
 if TYPE_CHECKING:
     from megacpp.memory.forms.weights import Weight

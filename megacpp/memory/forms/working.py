@@ -30,7 +30,7 @@ from megacpp.memory.forms.working_frame import (
     kept_of_block,
     largest_gradient,
 )
-from megacpp.model.pieces import NOTHING, pieces_of
+from megacpp.model.regions import NOTHING, regions_of
 
 __all__ = ["Moment", "backward", "first_attention", "forward"]
 
@@ -103,7 +103,7 @@ def _pieces(own: Share, layer: Layered) -> Pieces:
     """What a layer runs again of its mixer."""
     if layer.last:
         return NOTHING
-    return pieces_of(own.config.recompute, own.config.model, layer.kind[0])
+    return regions_of(own.config.recompute, own.config.model, layer.kind[0])
 
 
 def _what(kind: str) -> str:

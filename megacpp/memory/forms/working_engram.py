@@ -17,7 +17,7 @@ from megacpp.memory.forms.activation_engram import Sizes, kept_bytes
 from megacpp.memory.forms.activation_share import Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.working_frame import copied, given, gradient_bytes
-from megacpp.model.pieces import NOTHING
+from megacpp.model.regions import NOTHING
 
 KIND = "A+engram"
 LOOKED_UP = ("own rows", "scatter rows", "rows")  # what no piece comes to again

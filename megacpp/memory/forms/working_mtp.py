@@ -22,7 +22,7 @@ from megacpp.memory.forms.working_frame import (
     norm_forward,
     whole,
 )
-from megacpp.model.pieces import BLOCK, NOTHING
+from megacpp.model.regions import BLOCK, NOTHING
 
 
 def mtp(own: Share) -> Iterator[Moment]:

@@ -1,4 +1,4 @@
-"""Pieces that run again: what they drop, what they don't disturb. One process, fp64.
+"""Regions that run again: what they drop, what they don't disturb. One process, fp64.
 
 Legend: B rows, D model, F hidden.
 """
@@ -12,30 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpointing.rebuild import BlockSeam, RebuildError, Replays
-from megacpp.model.pieces import Piece
-from megacpp.model.seam import recomputing
+from checkpointing.recompute import BlockRecompute, RecomputeError, Replays
+from megacpp.model.recompute import recomputing
+from megacpp.model.regions import Region
 from tests.livebytes import LiveBytes
 
 B, D, HIDDEN = 4, 16, 32
 
 
 class Layer(nn.Module):
-    """x + down(dropout(silu(up(norm(x))))) with two pieces in a row."""
+    """x + down(dropout(silu(up(norm(x))))) with two regions in a row."""
 
-    def __init__(self, pieces: set[Piece], replays: Replays, dropout: float = 0.0) -> None:
+    def __init__(self, regions: set[Region], replays: Replays, dropout: float = 0.0) -> None:
         super().__init__()
-        self.seam = BlockSeam(frozenset(pieces), replays)
+        self.recompute = BlockRecompute(frozenset(regions), replays)
         self.norm, self.up = nn.LayerNorm(D), nn.Linear(D, HIDDEN, bias=False)
         self.down, self.dropout = nn.Linear(HIDDEN, D, bias=False), dropout
         self.calls = {"norm": 0, "mlp": 0}
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        return self.seam("block", self._forward, x_BD)
+        return self.recompute("block", self._forward, x_BD)
 
     def _forward(self, x_BD: Tensor) -> Tensor:
-        n_BD = self.seam("norm", self._norm, x_BD)
-        return x_BD + self.down(self.seam("mlp", self._hidden, n_BD))
+        n_BD = self.recompute("norm", self._norm, x_BD)
+        return x_BD + self.down(self.recompute("mlp", self._hidden, n_BD))
 
     def _norm(self, x_BD: Tensor) -> Tensor:
         self.calls["norm"] += 1
@@ -47,12 +47,12 @@ class Layer(nn.Module):
 
 
 def stack(
-    pieces: set[Piece], layers: int = 3, dropout: float = 0.0
+    regions: set[Region], layers: int = 3, dropout: float = 0.0
 ) -> tuple[nn.Sequential, Replays]:
     replays = Replays()
     torch.manual_seed(0)
     return nn.Sequential(
-        *(Layer(pieces, replays, dropout) for _ in range(layers))
+        *(Layer(regions, replays, dropout) for _ in range(layers))
     ).double(), replays
 
 
@@ -69,42 +69,42 @@ def gradients(model: nn.Module, x_BD: Tensor, seed: int = 2) -> list[Tensor]:
     return [g.clone() for g in found if g is not None]
 
 
-CHOICES: tuple[set[Piece], ...] = ({"norm"}, {"mlp"}, {"norm", "mlp"}, {"block"})
+CHOICES: tuple[set[Region], ...] = ({"norm"}, {"mlp"}, {"norm", "mlp"}, {"block"})
 
 
-@pytest.mark.parametrize("pieces", CHOICES, ids=lambda p: "+".join(sorted(p)))
+@pytest.mark.parametrize("regions", CHOICES, ids=lambda p: "+".join(sorted(p)))
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_are_the_same_bits(pieces: set[Piece], dropout: float) -> None:
+def test_gradients_are_the_same_bits(regions: set[Region], dropout: float) -> None:
     plain, _ = stack(set(), dropout=dropout)
-    model, replays = stack(pieces, dropout=dropout)
+    model, replays = stack(regions, dropout=dropout)
     for found, expected in zip(gradients(model, inputs()), gradients(plain, inputs()), strict=True):
         assert torch.equal(found, expected)
-    assert replays.counts == dict.fromkeys(pieces, 3)
+    assert replays.counts == dict.fromkeys(regions, 3)
 
 
 def test_random_numbers_after_the_backward_are_as_without() -> None:
     drawn = []
-    for pieces in (set(), {"mlp"}):
-        model, _ = stack(pieces, dropout=0.5)  # type: ignore[arg-type]
+    for regions in (set(), {"mlp"}):
+        model, _ = stack(regions, dropout=0.5)  # type: ignore[arg-type]
         gradients(model, inputs())
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize(
-    ("pieces", "numbers"),
+    ("regions", "numbers"),
     [
         # up's input n, pre-activation, silu's result for down; x and the statistics of the norm
         (set(), 2 * D + 2 * HIDDEN + 2),
         ({"norm"}, D + 2 * HIDDEN),  # n and the statistics are gone
-        ({"mlp"}, 2 * D + 2),  # n stays, as the argument of the piece
+        ({"mlp"}, 2 * D + 2),  # n stays, as the argument of the region
         ({"norm", "mlp"}, D),  # the chain goes back to x
         ({"block"}, D),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "",
 )
-def test_what_a_layer_keeps(pieces: set[Piece], numbers: int) -> None:
-    model, _ = stack(pieces, layers=2)
+def test_what_a_layer_keeps(regions: set[Region], numbers: int) -> None:
+    model, _ = stack(regions, layers=2)
     x_BD = inputs()
     with LiveBytes() as live:
         y_BD = model(x_BD)
@@ -156,15 +156,17 @@ def test_forwards_in_flight_do_not_mix() -> None:
 
 
 class Odd(nn.Module):
-    """Block with one piece that the test provides."""
+    """Block with one region that the test provides."""
 
     def __init__(self, fn: object, check: str = "default") -> None:
         super().__init__()
-        self.seam = BlockSeam(frozenset({"mlp"}), Replays(), check=check)  # type: ignore[arg-type]
+        self.recompute = BlockRecompute(frozenset({"mlp"}), Replays(), check=check)  # type: ignore[arg-type]
         self.fn = fn
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        return self.seam("block", lambda x: self.after(self.seam("mlp", self.fn, x)), x_BD)  # type: ignore[arg-type]
+        return self.recompute(
+            "block", lambda x: self.after(self.recompute("mlp", self.fn, x)), x_BD
+        )  # type: ignore[arg-type]
 
     def after(self, h_BD: Tensor) -> Tensor:
         return h_BD.sin()
@@ -178,7 +180,7 @@ def test_a_piece_that_does_something_else_is_found() -> None:
         return (x_BD[:2] if recomputing() else x_BD).exp()
 
     for fn in (fewer, narrower):
-        with pytest.raises(RebuildError, match="run again"):
+        with pytest.raises(RecomputeError, match="run again"):
             Odd(fn)(inputs()).sum().backward()
 
 
@@ -191,7 +193,7 @@ def test_the_shape_check_can_be_left_out() -> None:
     x_BD = inputs()
     Odd(padded, check="none")(x_BD).sum().backward()
     assert x_BD.grad is not None
-    with pytest.raises(RebuildError):
+    with pytest.raises(RecomputeError):
         Odd(padded)(inputs()).sum().backward()
 
 
@@ -214,18 +216,18 @@ def test_an_argument_that_was_changed_in_place_is_found() -> None:
     class Changed(Odd):
         def forward(self, x_BD: Tensor) -> Tensor:
             h_BD = x_BD * 1.0
-            out = self.seam("block", lambda h: self.seam("mlp", self.fn, h).sin(), h_BD)  # type: ignore[arg-type]
+            out = self.recompute("block", lambda h: self.recompute("mlp", self.fn, h).sin(), h_BD)  # type: ignore[arg-type]
             h_BD.add_(1.0)
             return out
 
-    with pytest.raises(RebuildError, match="in place"):
+    with pytest.raises(RecomputeError, match="in place"):
         Changed(torch.exp)(inputs()).sum().backward()
 
 
 def test_autocast_is_that_of_the_forward() -> None:
     found = []
-    for pieces in (set(), {"norm", "mlp"}):
-        model, _ = stack(pieces)  # type: ignore[arg-type]
+    for regions in (set(), {"norm", "mlp"}):
+        model, _ = stack(regions)  # type: ignore[arg-type]
         model = model.float()
         x_BD = inputs().detach().float().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
@@ -242,17 +244,17 @@ def test_a_decision_is_made_once() -> None:
     class Choosing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.seam, self.made = BlockSeam(frozenset({"block"}), Replays()), 0
+            self.recompute, self.made = BlockRecompute(frozenset({"block"}), Replays()), 0
 
         def choose(self) -> Tensor:
             self.made += 1
             return torch.tensor([self.made, 0])
 
         def forward(self, x_BD: Tensor) -> Tensor:
-            return self.seam("block", self._forward, x_BD)
+            return self.recompute("block", self._forward, x_BD)
 
         def _forward(self, x_BD: Tensor) -> Tensor:
-            return x_BD.exp()[self.seam.keep(self.choose)].square()
+            return x_BD.exp()[self.recompute.keep(self.choose)].square()
 
     model, x_BD = Choosing(), inputs()
     model(x_BD).sum().backward()

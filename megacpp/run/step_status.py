@@ -8,7 +8,7 @@ from megacpp.run.expert_load import ExpertLoad
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepStatus:
     """Step statistics as numbers of the host, the same on every rank.
 
     Attributes:
