@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 from parallel.simulate.fake import fake_tensors
 
 aten = torch.ops.aten
@@ -243,7 +243,7 @@ def with_workspaces(stream: Stream) -> Stream:
     Forward and backward run on separate threads and so have separate handles. Source: pytorch,
     aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
-    blocks = [Block(32 * 2**20, "runtime_reserved", "", "cuBLAS workspace") for _ in range(2)]
+    blocks = [StreamBlock(32 * 2**20, "runtime_reserved", "", "cuBLAS workspace") for _ in range(2)]
     count = len(blocks)
     return Stream(
         blocks + stream.blocks,

@@ -179,7 +179,7 @@ def table() -> str:
 
 
 # Class names that two files share today, and the rooms with a method `of`.
-SHARED: set[str] = set("Block Held Walk".split())
+SHARED: set[str] = set()
 CALLED_OF = ("megacpp/memory/",)
 
 

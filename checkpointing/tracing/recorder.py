@@ -33,7 +33,7 @@ from checkpointing.tracing.meter import (
     part_of,
 )
 from checkpointing.tracing.operators import storages_of
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import ENTRANCE, EXIT
 
@@ -155,11 +155,11 @@ class Recorder(Meter):
 
     # ---- whose it is --------------------------------------------------------------------------
 
-    def _block(self, alloc: Allocation, size: int) -> Block:
+    def _block(self, alloc: Allocation, size: int) -> StreamBlock:
         shape = "x".join(map(str, alloc.shape)) or "()"
         name = f"{alloc.operator} {shape} {str(alloc.dtype).removeprefix('torch.')}"
         part = self._of_unit.get(id(alloc), alloc.part)
-        return Block(
+        return StreamBlock(
             size,
             self._component(alloc),
             part,

@@ -17,7 +17,7 @@ from megacpp.memory.stream import Stream
 from megacpp.terminal.screen import check_writable, table, wrapped
 
 if TYPE_CHECKING:
-    from megacpp.memory.stream import Block
+    from megacpp.memory.stream import StreamBlock
 
 LARGEST = 8  # blocks shown
 ROWS = 24  # moments shown: the fullest
@@ -50,7 +50,7 @@ class Found:
     components: dict[str, int]
     resting: int
     moments: tuple[StepPart, ...]
-    largest: tuple[Block, ...]
+    largest: tuple[StreamBlock, ...]
 
     @classmethod
     def from_stream(cls, stream: Stream) -> Found:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megacpp.memory.caching import MIB, CachingAllocator, Chunk, Listener
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 
 # Of what the pools of all streams hold at their fullest: expected, and at most. From replays of
 # two and three steps, from the weights on (bench/allocator.py, bench/torchtitan_peaks.py), in GiB:
@@ -99,7 +99,7 @@ class OutOfMemory:
     """
 
     event: int
-    block: Block
+    block: StreamBlock
     reserved_bytes: int
     allocated_bytes: int
     where: str
@@ -134,7 +134,7 @@ class Replay:
     out_of_memory: OutOfMemory | None
 
 
-def stream_of(block: Block) -> int:
+def stream_of(block: StreamBlock) -> int:
     """The device stream that a block was allocated on."""
     return block.stream
 
@@ -143,7 +143,7 @@ def replay(
     stream: Stream,
     expandable: bool = False,
     limit: int | None = None,
-    pools: Callable[[Block], int] = stream_of,
+    pools: Callable[[StreamBlock], int] = stream_of,
     listener: Listener | None = None,
 ) -> Replay:
     """Runs a stream through an allocator.
@@ -186,8 +186,8 @@ def replay(
 
 
 def drive(
-    stream: Stream, allocator: CachingAllocator, pools: Callable[[Block], int] = stream_of
-) -> Iterator[tuple[int, Block, Chunk | None]]:
+    stream: Stream, allocator: CachingAllocator, pools: Callable[[StreamBlock], int] = stream_of
+) -> Iterator[tuple[int, StreamBlock, Chunk | None]]:
     """(event, block, its chunk after it) of every event; ends where there is no memory.
 
     A block of no bytes gets no memory: its chunk is an empty one.

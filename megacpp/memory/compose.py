@@ -22,7 +22,7 @@ from typing import Literal
 
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.config.schema import Config, ModelConfig
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.model.pattern import ENTRANCE, EXIT, entrance, exit_parts, layer_kinds, with_kinds
 from megacpp.model.stages import stage_parts, stages_per_rank
 
@@ -145,7 +145,9 @@ class _Composer:
         """A part of the step that is of no layer."""
         self.out.mark(name)
         if name == "optimizer" and self.whole.optimizer:
-            needed = Block(self.whole.optimizer, "muon_transient", "", "temporaries of the step")
+            needed = StreamBlock(
+                self.whole.optimizer, "muon_transient", "", "temporaries of the step"
+            )
             self.out.free(self.out.allocate(needed))
         self._everywhere(events)
 

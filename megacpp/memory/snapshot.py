@@ -19,7 +19,7 @@ from typing import Any
 from megacpp.blocks.kinds import KINDS
 from megacpp.errors import DataError
 from megacpp.memory.components import COMPONENTS
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 
 VERSION = 1
 # What hangs on the number of tokens of a microbatch: in full, or in part.
@@ -288,7 +288,7 @@ def _common_factor(before: Snapshot, after: Snapshot) -> float:
 # ---- from allocations ----------------------------------------------------------------------
 
 
-def bucket_of(block: Block, letters: str) -> str:
+def bucket_of(block: StreamBlock, letters: str) -> str:
     """The bucket of an allocation; `letters` are the kinds of the layers, one after the other."""
     if block.component not in ("activations", "moe_routing"):
         return block.component

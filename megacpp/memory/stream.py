@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Block:
+class StreamBlock:
     """One allocation.
 
     Attributes:
@@ -40,11 +40,11 @@ class Stream:
         marks: (number of the event that comes next, what begins there), ascending.
     """
 
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[StreamBlock] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
 
-    def allocate(self, block: Block) -> int:
+    def allocate(self, block: StreamBlock) -> int:
         """Appends a new block and its allocation; its number."""
         self.blocks.append(block)
         self.events.append(len(self.blocks) - 1)
@@ -101,7 +101,7 @@ class Stream:
         return self.marks[place][1] if place >= 0 else ""
 
 
-def sizes(blocks: Iterable[Block]) -> dict[str, int]:
+def sizes(blocks: Iterable[StreamBlock]) -> dict[str, int]:
     """Bytes by component."""
     found: Counter[str] = Counter()
     for block in blocks:

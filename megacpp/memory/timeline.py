@@ -16,7 +16,7 @@ from typing import Any
 
 from megacpp.memory.allocator import drive
 from megacpp.memory.caching import Action, CachingAllocator, Chunk
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 
 PROTOCOL = 4  # of pickle: the newest that the viewer reads
 Entry = dict[str, Any]
@@ -39,7 +39,7 @@ def snapshot(stream: Stream, expandable: bool = False, until: int | None = None)
     new: list[tuple[Action, int, int, int]] = []
     allocator = CachingAllocator(expandable, listener=lambda *change: new.append(change))
     trace: list[Entry] = []
-    held: dict[int, Block] = {}
+    held: dict[int, StreamBlock] = {}
     for event, block, chunk in drive(stream, allocator):
         frames = _frames(block)
         for change in new:
@@ -57,7 +57,7 @@ def snapshot(stream: Stream, expandable: bool = False, until: int | None = None)
 
 
 def _entries(
-    change: tuple[Action, int, int, int], block: Block, frames: Frames, event: int
+    change: tuple[Action, int, int, int], block: StreamBlock, frames: Frames, event: int
 ) -> list[Entry]:
     """How the trace of a GPU says it."""
     action, address, size, stream = change
@@ -78,7 +78,7 @@ def _entries(
     ]
 
 
-def _segments(allocator: CachingAllocator, held: dict[int, Block]) -> list[Entry]:
+def _segments(allocator: CachingAllocator, held: dict[int, StreamBlock]) -> list[Entry]:
     """Stretches of reserved memory without holes, and the blocks in them."""
     found: list[Entry] = []
     for chunk in allocator.chunks():
@@ -110,7 +110,7 @@ def _segment(allocator: CachingAllocator, first: Chunk) -> Entry:
     }
 
 
-def _block(chunk: Chunk, held: Block | None) -> Entry:
+def _block(chunk: Chunk, held: StreamBlock | None) -> Entry:
     block = None if chunk.free else held
     return {
         "address": chunk.address,
@@ -121,7 +121,7 @@ def _block(chunk: Chunk, held: Block | None) -> Entry:
     }
 
 
-def _frames(block: Block) -> Frames:
+def _frames(block: StreamBlock) -> Frames:
     """Innermost first, as a stack of calls is."""
     names = ("operator", block.name), ("part", block.part or "(none)"), ("of", block.component)
     return [{"filename": kind, "line": 0, "name": name} for kind, name in names]

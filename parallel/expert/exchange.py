@@ -183,7 +183,7 @@ class EvenRouting:
         return to_We, [to_We[rank]] * ranks
 
     def rows(self, tokens: int, ranks: int, rank: int) -> Exchanged:
-        """Rows that a rank sends to each rank, and its copies there; and what each sends here.
+        """Return rows and copies that a rank sends to each rank, and that each rank sends here.
 
         Args:
             tokens: of every rank.

@@ -204,7 +204,14 @@ class GivenRows(ExpertRows):
     def grouped(
         self, expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
     ) -> Groups:
-        """Return groups of as many slots, in place of `group_rows`."""
+        """Return groups of as many slots, in place of `group_rows`.
+
+        Args:
+            expert_TK: chosen experts.
+            num_experts: of this rank.
+            multiple: that groups are padded to.
+            expected: choices of a token that aren't null, on average; None: there are no nulls.
+        """
         found = balanced_rows(expert_TK, num_experts, multiple, expected)
         return replace(
             found, token_S=expert_TK.new_zeros(self.slots + (expected is not None))[: self.slots]

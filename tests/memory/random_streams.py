@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from math import log2
 
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 
 
 def by_chance(seed: int, events: int = 600, streams: int = 2, least: int = 16) -> Stream:
@@ -18,7 +18,7 @@ def by_chance(seed: int, events: int = 600, streams: int = 2, least: int = 16) -
             found.free(alive.pop(rng.randrange(len(alive))))
         else:
             size = int(2 ** rng.uniform(log2(least), 27))
-            block = Block(size, rng.choice(("activations", "workspace")))
+            block = StreamBlock(size, rng.choice(("activations", "workspace")))
             block.stream = rng.randrange(streams)
             alive.append(found.allocate(block))
     return found

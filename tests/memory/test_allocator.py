@@ -9,7 +9,7 @@ import torch
 
 from megacpp.memory.allocator import allocator_overhead, beside_bytes, drive, replay
 from megacpp.memory.caching import MIB, CachingAllocator, Chunk
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 from tests.memory.random_streams import by_chance
 
 SEEDS = range(12)
@@ -28,7 +28,7 @@ def stream(*steps: int | str, on: dict[str, int] | None = None) -> Stream:
         else:
             size = next(rest)
             assert isinstance(size, int)
-            block = Block(size, "workspace", "blocks.0", word, (on or {}).get(word, 0))
+            block = StreamBlock(size, "workspace", "blocks.0", word, (on or {}).get(word, 0))
             numbers[word] = found.allocate(block)
     return found
 

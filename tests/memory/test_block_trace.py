@@ -12,18 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.blocks.kinds import KINDS as TRACED
+from megacpp.blocks.kinds import KINDS
 from megacpp.cli import block_trace
 from megacpp.cli.block_trace import trace_blocks
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.memory import trace_cache
-from megacpp.memory.block_trace import BlockRequest, BlockTrace, between, kept, moments
+from megacpp.memory.block_trace import (
+    BlockRequest,
+    BlockTrace,
+    affine_weights,
+    combined,
+    kept,
+    moments,
+)
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms import traced
 from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.traced import ANCHORS, request_of
+from megacpp.memory.forms.traced import request_of
 from megacpp.model.regions import NOTHING, regions_of
 from parallel.simulate.fake import fake_world
 from tests.memory.working_cases import misses
@@ -47,28 +54,49 @@ def request(kind: str, size: int, flags: str, rows: int, device: str = "cpu") ->
     return request_of(Share.of(config, size, 0), kind, pieces)
 
 
-@pytest.mark.parametrize("kind", [*TRACED])
+@pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("size", [*MESHES])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_bytes_lie_on_a_straight_line_of_rows(kind: str, size: int, device: str) -> None:
-    rows = *ANCHORS, 17
-    first, second, found = trace_blocks(
-        [request(kind, size, MESHES[size], n, device) for n in rows]
-    )
-    assert between(first, second, ANCHORS, 17) == found
+def test_bytes_are_affine_in_rows(kind: str, size: int, device: str) -> None:
+    """Rows from 2 on; of an E block also the numbers of rows that experts get."""
+    rows = (2, 3, 5, 7, 11, 13) if kind == "E" else (2, 3)
+    known = {r.point: r for r in (request(kind, size, MESHES[size], n, device) for n in rows)}
+    independent: list[BlockRequest] = []
+    for point, one in known.items():
+        if affine_weights([other.point for other in independent], point) is None:
+            independent.append(one)
+    asked = request(kind, size, MESHES[size], 17, device)
+    *traces, found = trace_blocks([*independent, asked])
+    weights = affine_weights([one.point for one in independent], asked.point)
+    assert weights is not None and combined(traces, weights) == found
     for backward in (False, True):
         assert any(m.tensors for m in moments(found, backward, weights=True))
 
 
-@pytest.mark.parametrize("kind", [*TRACED])
+@pytest.mark.parametrize("kind", [*KINDS])
 def test_all_that_is_allocated_is_freed_but_gradients(kind: str) -> None:
-    (trace,) = trace_blocks([request(kind, 1, f"--recompute.{kind.lower()}block {WHOLE[kind]}", 2)])
+    whole = WHOLE.get(kind)
+    flags = f"--recompute.{kind.lower()}block {whole}" if whole else ""
+    (trace,) = trace_blocks([request(kind, 1, flags, 2)])
     left = set(range(len(trace.bytes)))
     for event in trace.events:
         (left.discard if event < 0 else left.add)(abs(event) - 1)
-    assert {trace.roles[n] for n in left} == {"g"} == {trace.roles[n] for n in trace.added}
+    roles = {trace.roles[n] for n in left}
+    assert "g" in roles <= {"g", "b"}  # and what is the batch's
+    assert {trace.roles[n] for n in trace.added} == {"g"}
     assert trace.roles.count("o") == 1
-    assert kept(trace).total() == 0  # it runs again as a whole
+    if whole and kind != "E":  # whose choices are kept
+        assert kept(trace).total() == 0  # it runs again as a whole
+
+
+def test_weights_of_points() -> None:
+    assert affine_weights([], (3,)) is None
+    assert affine_weights([(3,)], (3,)) == (1,)
+    assert affine_weights([(3,)], (4,)) is None
+    assert affine_weights([(2,), (3,)], (17,)) == (-14, 15)
+    assert affine_weights([(2, 1), (3, 1), (2, 5)], (4, 9)) == (-3, 2, 2)
+    assert affine_weights([(2, 4), (3, 6)], (4, 8)) == (-1, 2)
+    assert affine_weights([(2, 4), (3, 6)], (4, 9)) is None
 
 
 def drawn(kind: str, count: int) -> list[tuple[int, str]]:
@@ -98,13 +126,18 @@ def drawn(kind: str, count: int) -> list[tuple[int, str]]:
 
 
 POLICIES = {
-    "R": ("none", "recurrence", "full", "full_plus_norms"),
+    "A": ("none", "selective", "full"),
+    "E": ("none", "expert_gemm_only", "full"),
+    "F": ("none", "full"),
     "G": ("none", "conv_gate", "full"),
+    "M": ("none", "conv_bc_only"),
+    "R": ("none", "recurrence", "full", "full_plus_norms"),
 }
-WHOLE = {"R": "full_plus_norms", "G": "full"}  # the value that recomputes a whole block
+# The value that recomputes a whole block.
+WHOLE = {"A": "full", "E": "full", "F": "full", "R": "full_plus_norms", "G": "full"}
 
 
-@pytest.mark.parametrize("kind", [*TRACED])
+@pytest.mark.parametrize("kind", [*POLICIES])
 def test_settings_that_no_test_lists(kind: str) -> None:
     """The fullest moment of a block within 1 % of a traced step's, never under by 0.5 %."""
     for size, flags in drawn(kind, 6):

@@ -32,7 +32,7 @@ from megacpp.memory.snapshot import (
     read_snapshot,
     snapshots_of,
 )
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 
 MIB = 1 << 20
 PAIRS = 150
@@ -187,17 +187,17 @@ def test_blocks_find_their_buckets() -> None:
         ("communication", "blocks.1", "empty 4 float32"): "communication",
     }
     for (component, part, name), bucket in cases.items():
-        assert bucket_of(Block(4, component, part, name), letters) == bucket
+        assert bucket_of(StreamBlock(4, component, part, name), letters) == bucket
         assert bucket in BUCKETS
 
 
 def test_most_of_a_bucket_is_its_own_fullest_moment() -> None:
     stream = Stream()
-    first = stream.allocate(Block(10, "workspace"))
-    stream.allocate(Block(5, "parameters"))
+    first = stream.allocate(StreamBlock(10, "workspace"))
+    stream.allocate(StreamBlock(5, "parameters"))
     stream.free(first)
-    stream.allocate(Block(7, "workspace"))
-    stream.allocate(Block(4, "workspace"))
+    stream.allocate(StreamBlock(7, "workspace"))
+    stream.allocate(StreamBlock(4, "workspace"))
     assert most_by_bucket(stream, "") == {"parameters": 5, "workspace": 11}
 
 

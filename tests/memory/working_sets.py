@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 
 ELSEWHERE = ("parameters", "optimizer_state", "batch", "communication", "muon_transient")
 KEPT = ("activations", "moe_routing", "head_loss")  # what the graph holds until it ends, of others
@@ -23,7 +23,7 @@ class WorkingSet:
 
     bytes: int
     gradients: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[StreamBlock, ...]
 
 
 def working_sets(stream: Stream, batch: bool = False) -> dict[tuple[str, str], WorkingSet]:
@@ -58,7 +58,7 @@ def working_sets(stream: Stream, batch: bool = False) -> dict[tuple[str, str], W
 
 def _counted(
     stream: Stream, alive: set[int], part: str, place: dict[str, int], batch: bool
-) -> Iterator[Block]:
+) -> Iterator[StreamBlock]:
     for number in alive:
         block = stream.blocks[number]
         if batch and block.component == "batch":

@@ -24,7 +24,7 @@ from megacpp.memory.snapshot import (
     read_snapshot,
     snapshots_of,
 )
-from megacpp.memory.stream import Block, Stream
+from megacpp.memory.stream import Stream, StreamBlock
 from megacpp.run.failure import report
 from megacpp.run.forensics import Forensics, allocator_state
 from megacpp.run.oom import oom_screen, out_of_memory
@@ -51,7 +51,7 @@ class FakeWatch:
     def stream(self) -> Stream:
         found = Stream()
         for component, size in self.sizes.items():
-            found.allocate(Block(size, component, "blocks.0"))
+            found.allocate(StreamBlock(size, component, "blocks.0"))
         return found
 
     def rest(self) -> dict[str, int]:

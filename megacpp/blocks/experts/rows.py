@@ -40,7 +40,7 @@ class ExpertRows:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers by name."""
+        """Return the numbers by name."""
         found = asdict(self)
         del found["whole"]
         return found

@@ -48,7 +48,7 @@ def travelling(
 
 
 @dataclass(frozen=True)
-class Held:
+class BetweenMicrobatches:
     """Bytes of a rank between two microbatches of a step."""
 
     whole_gradients: int
@@ -67,7 +67,7 @@ def held(
     microbatches: int,
     compute_bytes: int = 2,
     reduce_bytes: int = 4,
-) -> Held:
+) -> BetweenMicrobatches:
     """What a rank keeps from one microbatch to the next; with one microbatch there is no next.
 
     Args:
@@ -75,8 +75,8 @@ def held(
         sharded_parameters: elements of its shards of them.
     """
     if microbatches == 1:
-        return Held(0, 0, 0)
+        return BetweenMicrobatches(0, 0, 0)
     if sync == "each":
-        return Held(0, sharded_parameters * reduce_bytes, 0)
+        return BetweenMicrobatches(0, sharded_parameters * reduce_bytes, 0)
     kept = parameters * compute_bytes if sync == "resident" else 0
-    return Held(parameters * reduce_bytes, 0, kept)
+    return BetweenMicrobatches(parameters * reduce_bytes, 0, kept)
