@@ -23,7 +23,7 @@ FILES = sorted(
 # Optional packages: imported inside functions, never at the top of a module.
 OPTIONAL = {
     "mamba_ssm", "tilelang", "torchao", "transformer_engine", "triton",
-    "pyarrow", "zstandard", "matplotlib", "tensorboard", "wandb",
+    "pyarrow", "zstandard", "transformers", "matplotlib", "tensorboard", "wandb",
 }  # fmt: skip
 NO_TORCH = (
     "config/schema.py",
@@ -97,6 +97,12 @@ NO_TORCH = (
     "memory/allocator.py",
     "memory/timeline.py",
     "memory/snapshot.py",
+    "config/saved.py",
+    "interop/classes.py",
+    "interop/hf_config.py",
+    "interop/places.py",
+    "interop/table.py",
+    "cli/export.py",
     "run/goodput.py",
     "run/sinks.py",
     "report/charts.py",

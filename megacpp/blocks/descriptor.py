@@ -89,6 +89,23 @@ ALL_TOKENS = ActivationLayout("", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp}
 
 
 @dataclass(frozen=True)
+class HFTensor:
+    """Tensor of Hugging Face's folders that has the rows of some of ours.
+
+    Attributes:
+        name: below a layer; `{e}` in it: one tensor for each expert.
+        ours: names below the mixer, their rows stacked from top to bottom.
+        order: order of these rows there (megacpp/interop/orders.py); empty: as stacked.
+        when: a model has it.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    order: str = ""
+    when: Callable[[ModelConfig], bool] = always
+
+
+@dataclass(frozen=True)
 class ContextExchange:
     """Exchange of a sequence mixer under context parallelism.
 
@@ -135,6 +152,7 @@ class BlockKind:
         groups: groups of heads that `tp` must divide or be a multiple of, by setting.
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
         interleaved: fused tensors that repeat this order for each group of heads, and the groups.
+        hf: tensors of Hugging Face's folders; a class may have others (megacpp/interop/classes.py).
     """
 
     letter: str
@@ -156,6 +174,7 @@ class BlockKind:
     groups: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
+    hf: tuple[HFTensor, ...] = ()
 
     def shapes(
         self, model: ModelConfig, kind: str = ""

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.checks import checks
 from megacpp.blocks.attention.traffic import context_traffic
-from megacpp.blocks.descriptor import ALL_TOKENS, BlockKind, ContextExchange, Parameter
+from megacpp.blocks.descriptor import (
+    ALL_TOKENS,
+    BlockKind,
+    ContextExchange,
+    HFTensor,
+    Parameter,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +66,11 @@ def latent_queries(model: ModelConfig) -> bool:
 def direct_queries(model: ModelConfig) -> bool:
     """Queries are projected directly."""
     return not latent_queries(model)
+
+
+def direct_latents(model: ModelConfig) -> bool:
+    """Queries of multi-head latent attention are projected directly."""
+    return is_mla(model) and direct_queries(model)
 
 
 def normed_heads(model: ModelConfig) -> bool:
@@ -127,6 +138,32 @@ PARAMETERS = (
         within=".index",
     ),
     Parameter(("indexer.weights_proj.weight",), "[Xh, D]", "adamw", fp32=True, within=".index"),
+)
+
+HF = (
+    HFTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=is_gqa),
+    HFTensor("self_attn.k_proj.weight", ("wk.weight",), "halves", when=is_gqa),
+    HFTensor("self_attn.v_proj.weight", ("wv.weight",), when=is_gqa),
+    HFTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed_heads),
+    HFTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed_heads),
+    HFTensor("self_attn.q_proj.weight", ("wq.weight",), when=direct_latents),
+    HFTensor("self_attn.q_a_proj.weight", ("wq_a.weight",), when=latent_queries),
+    HFTensor("self_attn.q_a_layernorm.weight", ("q_norm.weight",), when=latent_queries),
+    HFTensor("self_attn.q_b_proj.weight", ("wq_b.weight",), when=latent_queries),
+    HFTensor("self_attn.kv_a_proj_with_mqa.weight", ("wkv_a.weight",), when=is_mla),
+    HFTensor("self_attn.kv_a_layernorm.weight", ("kv_norm.weight",), when=is_mla),
+    HFTensor("self_attn.kv_b_proj.weight", ("wkv_b.weight",), when=is_mla),
+    HFTensor("self_attn.o_proj.weight", ("wo.weight",)),
+    *(
+        HFTensor(f"self_attn.indexer.{name}", (f"indexer.{name}",), when=is_mla)
+        for name in (
+            "wq_b.weight",
+            "wk.weight",
+            "k_norm.weight",
+            "k_norm.bias",
+            "weights_proj.weight",
+        )
+    ),
 )
 
 
@@ -202,4 +239,5 @@ ATTENTION = BlockKind(
     whole="ablock",
     last_product=last_product,
     context=ContextExchange("cp_attention", heads_exchanged, "all_gather", context_traffic),
+    hf=HF,
 )

@@ -1,0 +1,92 @@
+"""Class of Hugging Face that computes what a model does; no torch import here.
+
+Export takes the first class of the table (table.py) whose `fits` has every feature of a model;
+import the class that config.json names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from megacpp.config.model import ModelConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.interop.features import FEATURES, blocked, features, fix_for
+from megacpp.interop.hf_class import HFClass
+from megacpp.interop.table import CLASSES
+
+
+def class_of(model: ModelConfig, dropless: bool = False) -> tuple[HFClass, str]:
+    """Return the class that computes what a model does, and why it is that one.
+
+    Args:
+        model: settings.
+        dropless: as `blocked`.
+
+    Raises:
+        ConfigError: no class does; the error names a setting and what to set instead.
+    """
+    for error in blocked(model, dropless):
+        raise error
+    found = features(model)
+    exact = [one for one in CLASSES if one.fits and not one.misfits(found)]
+    if exact:
+        return exact[0], _reason(found)
+    raise _nearest_misses(model, found)
+
+
+def class_named(model_type: str) -> HFClass | None:
+    """Return the class of config.json's `model_type`."""
+    return next((one for one in CLASSES if one.model_type == model_type), None)
+
+
+def to_config(one: HFClass, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json that decide what a model computes."""
+    found: dict[str, Any] = {"architectures": [one.name], "model_type": one.model_type}
+    for rule in one.rules:
+        found |= rule.to(model)
+    found |= one.fixed
+    if "partial_rotary_factor" in one.fixed:
+        share = {"partial_rotary_factor": one.fixed["partial_rotary_factor"]}
+        found["rope_parameters"] = found["rope_parameters"] | share
+    return found
+
+
+def dropped(model: ModelConfig) -> list[str]:
+    """Return what a folder lacks without changing the model's function, a line each."""
+    found = []
+    if model.mtp.depths:
+        found.append("multi-token prediction (model.mtp) trains only; its weights are left out")
+    if model.top.loss:
+        found.append("token-order prediction (model.top) trains only; its weights are left out")
+    if model.attention.sparse.layers and model.attention.sparse.stage == "dense":
+        found.append("attention is dense (model.attention.sparse.stage); indexers are left out")
+    return found
+
+
+def _reason(found: Mapping[str, str]) -> str:
+    """Return the features that decide, as words."""
+    usual = {"none", "no"} | {"yes"} & {found["heads divide the width"]}
+    words = [
+        f"{name}: {value}" if value != "yes" else name
+        for name, value in found.items()
+        if value not in usual or (name == "qk_norm" and value == "yes")
+    ]
+    return ", ".join(words)
+
+
+def _nearest_misses(model: ModelConfig, found: Mapping[str, str]) -> ConfigError:
+    """Return the error of the class that the fewest changes lead to."""
+    rows = [one for one in CLASSES if one.fits]
+    near = min(rows, key=lambda one: len(one.misfits(found)))
+    names = near.misfits(found)
+    fixes = [
+        next(filter(None, (fix_for(name, value, model) for value in near.fits[name])), "")
+        for name in names
+    ]
+    key = FEATURES[names[0]].key
+    value = attrgetter(key.removeprefix("model."))(model)
+    rule = f"no Hugging Face class has this with the rest; {near.name}, the nearest, hasn't "
+    rule += " nor ".join(f"{name}: {found[name]}" for name in names)
+    return config_error(key, value, rule, f"train with {' and '.join(filter(None, fixes))}")

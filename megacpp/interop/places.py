@@ -1,0 +1,109 @@
+"""Folders that weights are taken from, and the settings of their model; no torch import here.
+
+A run, its `final/`, one of its checkpoints, or a folder of Hugging Face's format.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megacpp.config.model import ModelConfig
+from megacpp.config.saved import read_model_config
+from megacpp.errors import CheckpointError, config_error
+from megacpp.interop.hf_config import read_hf_config
+
+MANIFEST, EXTRA = "manifest.json", "extra.json"
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """Folder with weights.
+
+    Attributes:
+        kind: format of the folder.
+        folder: the folder itself.
+        run: folder of the run that made it, if it is there.
+    """
+
+    kind: Literal["final", "checkpoint", "hf"]
+    folder: Path
+    run: Path | None = None
+
+
+def locate(source: str, key: str) -> WeightsFolder:
+    """Return the folder that a source names: of a run, its final weights or newest checkpoint.
+
+    Args:
+        source: folder.
+        key: setting that names it, for messages.
+
+    Raises:
+        ConfigError: no weights are known to be there.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise config_error(key, source, "no such folder", "give a run, or a folder with weights")
+    if (folder / EXTRA).is_file():
+        return WeightsFolder("checkpoint", folder, _run_above(folder.parent))
+    if (folder / MANIFEST).is_file():
+        return WeightsFolder("final", folder, _run_above(folder))
+    if (folder / "final" / MANIFEST).is_file():
+        return WeightsFolder("final", folder / "final", folder)
+    if newest := _newest(folder / "checkpoints"):
+        return WeightsFolder("checkpoint", newest, folder)
+    if "model_type" in _json(folder / "config.json"):
+        return WeightsFolder("hf", folder)
+    raise config_error(
+        key,
+        source,
+        "holds no final weights, no checkpoint and no config.json with a model_type",
+        "give a run, a checkpoint or a folder of Hugging Face's format",
+    )
+
+
+def read_model(place: WeightsFolder) -> ModelConfig:
+    """Return the settings of the model whose weights are in a folder.
+
+    Raises:
+        ConfigError: a key of Hugging Face's config.json that our settings don't express.
+        CheckpointError: the settings can't be read.
+    """
+    if place.kind == "hf":
+        return read_hf_config(place.folder).model
+    name = "config.json" if place.kind == "final" else EXTRA
+    content = _json(place.folder / name)
+    values = content if place.kind == "final" else content.get("extra", {}).get("config", {})
+    if "model" not in values:
+        raise CheckpointError(
+            f"{place.folder / name}: has no settings of a model. Fix: give another folder."
+        )
+    return read_model_config(values["model"])
+
+
+def saved_step(place: WeightsFolder) -> int:
+    """Return the number of steps that made the weights; 0 for another program's."""
+    found = _json(place.folder / MANIFEST).get("step", 0) if place.kind != "hf" else 0
+    return int(found)
+
+
+def _newest(folder: Path) -> Path | None:
+    try:
+        name = (folder / "latest").read_text().strip()
+    except OSError:
+        return None
+    return folder / name if (folder / name / MANIFEST).is_file() else None
+
+
+def _run_above(folder: Path) -> Path | None:
+    return folder.parent if (folder.parent / "config.json").is_file() else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,53 @@
+"""Exported folders compute what the run's model computes, in transformers itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacpp.cli.main import main
+from megacpp.interop.compare import WITHIN, load_model, our_logits
+from megacpp.interop.places import locate, read_model
+from megacpp.state.tensors import model_tensors
+from tests.interop.models import CASES, built, final_folder, model_of
+from tests.state.toy import differences
+
+IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(3))
+
+
+def exported(name: str, folder: Path, *more: str):
+    model = built(model_of(name))
+    final = final_folder(folder / "run", model)
+    out = folder / "out"
+    assert main(["export", str(final), "--out", str(out), "--dtype", "fp32", *more]) == 0
+    return model, out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, out = exported(name, tmp_path)
+    written = json.loads((out / "config.json").read_text())
+    assert written["architectures"] == [f"{CASES[name][0]}ForCausalLM"]
+    auto = transformers.AutoModelForCausalLM
+    other, info = auto.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    with torch.no_grad():
+        theirs = other.eval()(IDS).logits
+    ours = our_logits(model, IDS)
+    assert (ours - theirs).abs().max() <= WITHIN * theirs.abs().max()
+    assert theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, out = exported(name, tmp_path)
+    place = locate(str(out), "run")
+    assert read_model(place) == model.config
+    back = load_model(place, model.config)
+    assert not differences(dict(model_tensors(model)), dict(model_tensors(back)))
