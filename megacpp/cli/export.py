@@ -57,7 +57,7 @@ def export(args: ExportArgs) -> int:
     if args.check:
         from megacpp.interop.compare import compared
 
-        print("\n".join(wrapped(compared(Path(args.out)))))
+        print("\n".join(wrapped(compared(Path(args.out), "out"))))
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacpp.config.model import ModelConfig
-from megacpp.errors import CheckpointError, MegacppError
+from megacpp.errors import CheckpointError, MegacppError, config_error
 from megacpp.interop.load import load_weights, open_source
 from megacpp.interop.places import WeightsFolder, locate, read_model
 from megacpp.model.hybrid import HybridLM
@@ -23,10 +23,15 @@ WITHIN = 1e-5  # of the largest logit, in fp32
 ROWS, TOKENS = 2, 48
 
 
-def compared(folder: Path) -> str:
+def compared(folder: Path, key: str) -> str:
     """Return a line with the largest difference of logits between transformers and this model.
 
+    Args:
+        folder: folder of Hugging Face's format.
+        key: setting that names it, for messages.
+
     Raises:
+        ConfigError: the folder is of another format.
         MegacppError: transformers isn't installed.
         CheckpointError: the results differ.
     """
@@ -36,7 +41,9 @@ def compared(folder: Path) -> str:
         raise MegacppError(
             "check: transformers isn't installed. Fix: pip install 'megacpp[hf]'."
         ) from None
-    place = locate(str(folder), "out")
+    place = locate(str(folder), key)
+    if place.kind != "hf":
+        raise config_error(key, folder, "isn't a Hugging Face folder", "leave out --check")
     model = read_model(place)
     draws = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(model.vocab_size, (ROWS, TOKENS), generator=draws)

@@ -13,7 +13,6 @@ from megacpp.config.arguments import replace_keys
 from megacpp.config.model import ModelConfig
 from megacpp.config.saved import read_model_config
 from megacpp.config.schema import Config
-from megacpp.config.settings import flatten
 from megacpp.errors import CheckpointError, ConfigError, did_you_mean
 from megacpp.interop.classes import class_named, to_config
 from megacpp.interop.hf_class import HFClass
@@ -21,6 +20,7 @@ from megacpp.interop.keys import Values, WrongKeyError
 from megacpp.interop.table import CLASSES
 
 OURS = "megacpp"  # key of config.json with our own settings
+ALIASES = (("num_experts", "num_local_experts", "n_routed_experts"),)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def read_hf_config(folder: Path) -> HFConfig:
     if one is None:
         known = did_you_mean(kind, [known.model_type for known in CLASSES])
         raise _refused(path, "model_type", kind, "isn't one that can be read", known)
-    values = {**one.defaults, **given}
+    values = {**one.defaults, **_with_aliases(given)}
     try:
         _check_fixed(one, values)
         read = _settings(one, values)
@@ -75,6 +75,15 @@ def read_hf_config(folder: Path) -> HFConfig:
     if OURS in given:
         model = _own(path, one, given[OURS], read)
     return HFConfig(one, values, model)
+
+
+def _with_aliases(given: Values) -> dict[str, Any]:
+    """Return keys under every name that transformers gives them."""
+    found = dict(given)
+    for names in ALIASES:
+        value = next((given[name] for name in names if given.get(name) is not None), None)
+        found |= {} if value is None else dict.fromkeys(names, value)
+    return found
 
 
 def _check_fixed(one: HFClass, values: Values) -> None:
@@ -136,10 +145,3 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 def _refused(path: Path, key: str, value: Any, rule: str, fix: str) -> ConfigError:
     return ConfigError(f"{path}: {key}={value}: {rule}. Fix: {fix}.")
-
-
-def differences(found: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Return settings in which two models differ: key -> (value, other value)."""
-    one, other = flatten(found, "model."), flatten(wanted, "model.")
-    keys = dict.fromkeys((*one, *other))
-    return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}

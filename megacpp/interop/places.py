@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megacpp.config.model import ModelConfig
 from megacpp.config.saved import read_model_config
+from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.hf_config import read_hf_config
 
@@ -44,7 +45,11 @@ def locate(source: str, key: str) -> WeightsFolder:
         ConfigError: no weights are known to be there.
     """
     folder = Path(source)
-    if not folder.is_dir():
+    try:
+        there = folder.is_dir()
+    except OSError:  # a name that is too long, or a loop of links
+        there = False
+    if not there:
         raise config_error(key, source, "no such folder", "give a run, or a folder with weights")
     if (folder / EXTRA).is_file():
         return WeightsFolder("checkpoint", folder, _run_above(folder.parent))
@@ -62,6 +67,23 @@ def locate(source: str, key: str) -> WeightsFolder:
         "holds no final weights, no checkpoint and no config.json with a model_type",
         "give a run, a checkpoint or a folder of Hugging Face's format",
     )
+
+
+def model_folder(config: Config) -> str:
+    """Return the folder whose settings of the model a run with `checkpoint.init` takes.
+
+    Its own checkpoint, if it goes on from one: the first weights may be gone by then.
+    """
+    return resumed_from(config) or config.checkpoint.init
+
+
+def resumed_from(config: Config) -> str:
+    """Return the checkpoint that a run goes on from; empty: it starts anew."""
+    if config.checkpoint.resume not in ("auto", "never"):
+        return config.checkpoint.resume
+    folder = Path(config.run.dir.replace("{preset}", config.preset)) / "checkpoints"
+    newest = _newest(folder) if config.checkpoint.resume == "auto" else None
+    return str(newest or "")
 
 
 def read_model(place: WeightsFolder) -> ModelConfig:
