@@ -44,9 +44,8 @@ def export(args: ExportArgs) -> int:
     model = read_model(place)
     one, reason = class_of(model, args.dropless)
     print("\n".join(wrapped(f"class {one.name}: {reason}")))
-    print(
-        "\n".join(line for text in dropped(model) for line in wrapped(f"left out: {text}")), end=""
-    )
+    for text in dropped(model):
+        print("\n".join(wrapped(f"left out: {text}")))
     from megacpp.interop.export import DTYPES, HFTarget, lines_of, verify_place, write_hf_folder
 
     tokenizer = _tokenizer(place.folder, place.run)

@@ -67,26 +67,30 @@ def dropped(model: ModelConfig) -> list[str]:
 
 def _reason(found: Mapping[str, str]) -> str:
     """Return the features that decide, as words."""
-    usual = {"none", "no"} | {"yes"} & {found["heads divide the width"]}
-    words = [
-        f"{name}: {value}" if value != "yes" else name
+    return ", ".join(
+        _worded(name, value)
         for name, value in found.items()
-        if value not in usual or (name == "qk_norm" and value == "yes")
-    ]
-    return ", ".join(words)
+        if value not in ("none", "no") and name != "heads divide the width"
+    )
+
+
+def _worded(name: str, value: str) -> str:
+    """Return a feature and its value as words."""
+    return {"yes": name, "no": f"a model without {name}"}.get(value, f"{name}: {value}")
 
 
 def _nearest_misses(model: ModelConfig, found: Mapping[str, str]) -> ConfigError:
-    """Return the error of the class that the fewest changes lead to."""
-    rows = [one for one in CLASSES if one.fits]
-    near = min(rows, key=lambda one: len(one.misfits(found)))
-    names = near.misfits(found)
-    fixes = [
+    """Return the error of the class that the fewest changes lead to, the cheapest ones if equal."""
+    cost = {name: len(FEATURES) - i for i, name in enumerate(FEATURES)}
+    rows = {one: one.misfits(found) for one in CLASSES if one.fits}
+    near = min(rows, key=lambda one: (len(rows[one]), max(cost[name] for name in rows[one])))
+    names = rows[near]
+    fixes = (
         next(filter(None, (fix_for(name, value, model) for value in near.fits[name])), "")
         for name in names
-    ]
+    )
     key = FEATURES[names[0]].key
     value = attrgetter(key.removeprefix("model."))(model)
-    rule = f"no Hugging Face class has this with the rest; {near.name}, the nearest, hasn't "
-    rule += " nor ".join(f"{name}: {found[name]}" for name in names)
+    less = " nor ".join(_worded(name, found[name]) for name in names)
+    rule = f"{near.name}, the nearest class of Hugging Face, hasn't {less}"
     return config_error(key, value, rule, f"train with {' and '.join(filter(None, fixes))}")

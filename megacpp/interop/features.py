@@ -184,7 +184,7 @@ BLOCKERS = (
         "model.pattern",
         lambda model: not alternates(model),
         "a layer there is a pair, A or G and then E or F ({letters} isn't made of these)",
-        "use model.pattern=AE and an even model.depth",
+        "use model.pattern=AE and an even --model.depth",
     ),
     Blocker(
         "model.attention.softcap",

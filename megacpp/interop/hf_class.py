@@ -39,7 +39,7 @@ class Zeros:
     when: Callable[[ModelConfig], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HFClass:
     """Class of transformers.
 

@@ -107,8 +107,9 @@ def read_model(place: WeightsFolder) -> ModelConfig:
 
 def saved_step(place: WeightsFolder) -> int:
     """Return the number of steps that made the weights; 0 for another program's."""
-    found = _json(place.folder / MANIFEST).get("step", 0) if place.kind != "hf" else 0
-    return int(found)
+    if place.kind == "hf":
+        return int((_json(place.folder / "config.json").get("megacpp") or {}).get("step", 0))
+    return int(_json(place.folder / MANIFEST).get("step", 0))
 
 
 def _newest(folder: Path) -> Path | None:

@@ -44,12 +44,17 @@ def start_from(model: nn.Module, config: Config, part: Callable[[Tensor], Slice]
     after = f" after {step:,} steps" if step else ""
     return [
         f"weights of {place.folder}{after}; the optimizer starts anew",
-        *_other_words(place, config),
+        *other_words(place, config),
     ]
 
 
-def _other_words(place: WeightsFolder, config: Config) -> list[str]:
-    """Return a warning if ids of the corpus mean other words than those of the weights."""
+def other_words(place: WeightsFolder, config: Config) -> list[str]:
+    """Return a warning if ids of the corpus mean other words than those of the weights.
+
+    Args:
+        place: folder of the weights, perhaps with a tokenizer.
+        config: configuration of the run.
+    """
     theirs, ours = place.folder / TOKENIZER, Path(config.data.path) / TOKENIZER
     if not theirs.is_file() or not ours.is_file():
         return []

@@ -41,7 +41,7 @@ LEADING = ("E alone", "F, then E")
 SIGMOID = {
     "feed-forward": LEADING,
     "router": ("sigmoid",),
-    "shared expert": ("none", "plain"),
+    "shared expert": ("plain", "none"),
     "groups of experts": ANY,
 }
 BASIC = {"hidden_act": "silu", "attention_bias": False}
@@ -322,21 +322,6 @@ CLASSES = (
         zeros=EMPTY,
     ),
     HFClass(
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        {**LATENT, **SIGMOID, "feed-forward": (*LEADING, "F alone"), "router": ("none", "sigmoid")},
-        (*DEEPSEEK, keys.GROUPED, keys.LEADING),
-        {**BASIC, "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 0},
-        {
-            **DEFAULTS, "norm_topk_prob": True, "rope_interleave": True, "n_shared_experts": 1,
-            "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
-            "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
-        },
-        SIGMOID_IMPLIED,
-        changes=PADDED,
-        zeros=EMPTY,
-    ),
-    HFClass(
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
         {
@@ -357,6 +342,21 @@ CLASSES = (
             "routed_scaling_factor": 1.0, "q_lora_rank": 1536,
         },
         {"moe.score": "softmax", "moe.softmax_order": "pre", "moe.shared_gate": False},
+        changes=PADDED,
+        zeros=EMPTY,
+    ),
+    HFClass(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        {**LATENT, **SIGMOID, "feed-forward": (*LEADING, "F alone"), "router": ("none", "sigmoid")},
+        (*DEEPSEEK, keys.GROUPED, keys.LEADING),
+        {**BASIC, "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 0},
+        {
+            **DEFAULTS, "norm_topk_prob": True, "rope_interleave": True, "n_shared_experts": 1,
+            "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
+            "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
+        },
+        SIGMOID_IMPLIED,
         changes=PADDED,
         zeros=EMPTY,
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from megacpp.cli.main import main
@@ -140,7 +141,6 @@ IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(5))
 
 def saved(name: str, folder: Path) -> Any:
     """Write a random model of transformers, norms and biases included; return it."""
-    transformers = pytest.importorskip("transformers")
     kind, values, how = FOLDERS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**values)
@@ -278,7 +278,6 @@ def test_a_key_that_no_setting_expresses_is_named(what: str, tmp_path: Path, cap
 
 def test_defaults_are_those_of_the_class(tmp_path: Path) -> None:
     """Keys that config.json leaves out have the values that transformers takes, not ours."""
-    transformers = pytest.importorskip("transformers")
     sizes = {k: v for k, v in LLAMA.items() if k not in ("rms_norm_eps", "model_type")}
     for kind in ("llama", "mistral", "qwen3", "mixtral", "arcee"):
         values = {**sizes, "model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}
