@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from megacpp.terminal.progress import counted
 
 # Tensors of published folders that no function of theirs reads.
 TABLES = (".rotary_emb.inv_freq",)
+AT_ONCE = 1 << 20  # numbers that are read at once
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,17 @@ def _check_zeros(source: WeightsSource, link: Link) -> None:
 
 # ---- tensors ------------------------------------------------------------------------------------
 
-Where = list[tuple[Link, int, int, int]]  # link, first row of ours, rows, place in the stack
+
+class RowsOfLink(NamedTuple):
+    """Rows of a tensor of ours in a link: `count` from `first` on, in its stack from `start`."""
+
+    link: Link
+    first: int
+    count: int
+    start: int
+
+
+Where = list[RowsOfLink]
 
 
 def _by_tensor(made: Sequence[Link]) -> Mapping[str, Where]:
@@ -229,29 +241,46 @@ def _by_tensor(made: Sequence[Link]) -> Mapping[str, Where]:
     for link in made:
         start = 0
         for part in link.parts:
-            found.setdefault(part.name, []).append((link, part.first, part.count, start))
+            found.setdefault(part.name, []).append(RowsOfLink(link, part.first, part.count, start))
             start += part.count
     return found
 
 
 def _fill(target: Slice, where: Where, stored: StoredTensors) -> None:
-    """Copy this rank's box of a tensor from the files."""
+    """Copy this rank's box of a tensor from the files, some rows at a time."""
     local = target.local
     if local.numel() == 0:
         return
     rows_S, columns = _box_rows(target)
-    values_SW = torch.empty(len(rows_S), local.numel() // len(rows_S), dtype=local.dtype)
-    for link, first, count, start in where:
-        mine = (rows_S >= first) & (rows_S < first + count)
-        if not bool(mine.any()):
-            continue
-        there = rows_S[mine] - first + start
-        inverse = link.rows_of_ours()
-        there = there if inverse is None else inverse[there]
-        low, high = int(there.min()), int(there.max()) + 1
-        read_RW = stored.rows(link.name, low, high - low, columns)[there - low]
-        values_SW[mine] = link.ours(read_RW).to(local.dtype)
-    local.copy_(values_SW.view(local.shape))
+    width = local.numel() // len(rows_S)
+    into_SW = local.view(-1, width) if local.is_contiguous() else local.reshape(-1, width)
+    step = max(1, AT_ONCE // width)
+    for some_S, into in zip(rows_S.split(step), into_SW.split(step), strict=True):
+        for held in where:
+            _copy_rows(into, some_S, held, columns, stored)
+    if not local.is_contiguous():
+        local.copy_(into_SW.view(local.shape))
+
+
+def _copy_rows(
+    into_SW: Tensor, rows_S: Tensor, held: RowsOfLink, columns: slice, stored: StoredTensors
+) -> None:
+    """Copy those of some rows of ours that a link holds."""
+    mine_S = (rows_S >= held.first) & (rows_S < held.first + held.count)
+    if not bool(mine_S.any()):
+        return
+    there = rows_S[mine_S] - held.first + held.start
+    if (inverse := held.link.rows_of_ours()) is not None:
+        there = inverse[there]
+    low, high = int(there.min()), int(there.max()) + 1
+    read = stored.rows(held.link.name, low, high - low, columns)
+    if inverse is not None or len(read) > len(there):  # another order, or a box with gaps
+        read = read[there - low]
+    values = held.link.ours(read).to(into_SW)
+    if bool(mine_S.all()):
+        into_SW.copy_(values)
+    else:
+        into_SW[mine_S.to(into_SW.device)] = values
 
 
 def _box_rows(target: Slice) -> tuple[Tensor, slice]:

@@ -40,6 +40,7 @@ MESHES: dict[str, tuple[MeshConfig, str]] = {
     "efsdp2 ep2": (MeshConfig(dp_shard=4, ep=2), "qwen3_next"),
     "tp2 ep4": (MeshConfig(dp_shard=2, tp=2, ep=4), "glm4"),
     "replicas2": (MeshConfig(dp_replicate=2, dp_shard=2), "glm_dsa"),
+    "rows of experts": (MeshConfig(dp_shard=4), "mixtral_scaled"),
 }
 
 
@@ -47,7 +48,9 @@ def even(name: str) -> ModelConfig:
     """Return a case's model with sizes that two ranks may share."""
     model = model_of(name)
     return dataclasses.replace(
-        model, attention=dataclasses.replace(model.attention, num_heads=4, num_kv_heads=4)
+        model,
+        attention=dataclasses.replace(model.attention, num_heads=4, num_kv_heads=4),
+        moe=dataclasses.replace(model.moe, num_experts=2 if name == "mixtral_scaled" else 4),
     )
 
 
