@@ -35,7 +35,7 @@ def export(args: ExportArgs) -> int:
     The class of the model follows from its settings and is printed with the reason. Settings that
     no class expresses are refused.
     """
-    from megacpp.interop.classes import class_of, dropped
+    from megacpp.interop.classes import as_exported, class_of, dropped
     from megacpp.interop.places import locate, read_model
 
     place = locate(_chosen(args), "run")
@@ -44,14 +44,15 @@ def export(args: ExportArgs) -> int:
     model = read_model(place)
     one, reason = class_of(model, args.dropless)
     print("\n".join(wrapped(f"class {one.name}: {reason}")))
-    for text in dropped(model):
+    less = dropped(model)
+    for text in less:
         print("\n".join(wrapped(f"left out: {text}")))
     from megacpp.interop.export import DTYPES, HFTarget, lines_of, verify_place, write_hf_folder
 
     tokenizer = _tokenizer(place.folder, place.run)
     verify_place(place)
-    target = HFTarget(Path(args.out), one, DTYPES[args.dtype], int(args.file_gb * 1e9))
-    sizes = write_hf_folder(place, model, tokenizer, target)
+    target = HFTarget(Path(args.out), one, DTYPES[args.dtype], int(args.file_gb * 1e9), tuple(less))
+    sizes = write_hf_folder(place, as_exported(model), tokenizer, target)
     print("\n".join([f"{args.out}:", *lines_of(sizes)]))
     if args.check:
         from megacpp.interop.compare import compared

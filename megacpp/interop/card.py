@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megacpp.config.model import ModelConfig
-from megacpp.interop.classes import dropped
 from megacpp.interop.places import WeightsFolder
 from megacpp.model.count import count_parameters, short
 from megacpp.report.files import EVALUATION, LAUNCH, STEP, STEPS, read_launch, read_rows
@@ -24,7 +24,14 @@ out. llama.cpp needs the hash of a new vocabulary in `get_vocab_base_pre` before
 """
 
 
-def model_card(place: WeightsFolder, model: ModelConfig, name: str, step: int, dtype: str) -> str:
+def model_card(
+    place: WeightsFolder,
+    model: ModelConfig,
+    name: str,
+    step: int,
+    dtype: str,
+    left_out: Sequence[str] = (),
+) -> str:
     """Return the text of README.md.
 
     Args:
@@ -33,6 +40,7 @@ def model_card(place: WeightsFolder, model: ModelConfig, name: str, step: int, d
         name: class of transformers.
         step: number of steps that made the weights.
         dtype: of the exported weights.
+        left_out: what the folder lacks, a line each.
     """
     count = count_parameters(model)
     rows = {
@@ -45,7 +53,7 @@ def model_card(place: WeightsFolder, model: ModelConfig, name: str, step: int, d
     }
     front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    less = "".join(f"- Left out: {line}.\n" for line in dropped(model))
+    less = "".join(f"- Left out: {line}.\n" for line in left_out)
     title = place.run.name if place.run else place.folder.name
     return (
         f"{front}\n# {title}\n\nTrained with megacpp.\n\n| | |\n|---|---|\n{table}\n\n{less}{USE}"

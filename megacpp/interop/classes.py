@@ -7,12 +7,13 @@ import the class that config.json names.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from megacpp.config.model import ModelConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.interop.features import FEATURES, blocked, features, fix_for
+from megacpp.interop.features import FEATURES, blocked, features, settings_for
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.table import CLASSES
 
@@ -85,12 +86,28 @@ def _nearest_misses(model: ModelConfig, found: Mapping[str, str]) -> ConfigError
     rows = {one: one.misfits(found) for one in CLASSES if one.fits}
     near = min(rows, key=lambda one: (len(rows[one]), max(cost[name] for name in rows[one])))
     names = rows[near]
-    fixes = (
-        next(filter(None, (fix_for(name, value, model) for value in near.fits[name])), "")
+    settings = [
+        setting
         for name in names
-    )
-    key = FEATURES[names[0]].key
+        for setting in next(
+            filter(None, (settings_for(name, value, model) for value in near.fits[name])), []
+        )
+    ]
+    key = settings[0].partition("=")[0] if settings else FEATURES[names[0]].key
     value = attrgetter(key.removeprefix("model."))(model)
     less = " nor ".join(_worded(name, found[name]) for name in names)
     rule = f"{near.name}, the nearest class of Hugging Face, hasn't {less}"
-    return config_error(key, value, rule, f"train with {' and '.join(filter(None, fixes))}")
+    return config_error(key, value, rule, f"train with {' and '.join(settings)}")
+
+
+def as_exported(model: ModelConfig) -> ModelConfig:
+    """Return the settings of what a folder computes: without what `dropped` names."""
+    sparse = model.attention.sparse
+    if sparse.stage == "dense":
+        sparse = replace(sparse, layers="")
+    return replace(
+        model,
+        mtp=replace(model.mtp, depths=0),
+        top=replace(model.top, loss=0.0),
+        attention=replace(model.attention, sparse=sparse),
+    )

@@ -47,12 +47,14 @@ class HFTarget:
         one: class.
         dtype: of floating tensors.
         file_bytes: most bytes of a weights file.
+        left_out: what the weights have and the folder lacks, for the model card.
     """
 
     folder: Path
     one: HFClass
     dtype: torch.dtype
     file_bytes: int = 4_000_000_000
+    left_out: tuple[str, ...] = ()
 
 
 def write_hf_folder(
@@ -64,7 +66,7 @@ def write_hf_folder(
 
     Args:
         place: verified folder of the weights.
-        model: their settings.
+        model: their settings, without what the folder lacks (`as_exported`).
         tokenizer: tokenizer.json that belongs to them.
         target: what to write.
 
@@ -97,7 +99,7 @@ def write_hf_folder(
         _write_json(pending / "config.json", config)
         _write_json(pending / "generation_config.json", {**marks, "do_sample": False})
         write_tokenizer(tokenizer, pending, model.attention.max_seq_len)
-        card = model_card(place, model, target.one.name, step, config["dtype"])
+        card = model_card(place, model, target.one.name, step, config["dtype"], target.left_out)
         write_text(pending / "README.md", card)
     except BaseException:
         shutil.rmtree(pending, ignore_errors=True)

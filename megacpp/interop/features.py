@@ -263,7 +263,13 @@ def blocked(model: ModelConfig, dropless: bool = False) -> Iterator[ConfigError]
         )
 
 
-def fix_for(name: str, value: str, model: ModelConfig) -> str:
-    """Return what to set so that a feature has a value; empty if no one setting does it."""
+def settings_for(name: str, value: str, model: ModelConfig) -> list[str]:
+    """Return the `key=value` to set so that a feature has a value; none if no setting does it."""
     divisor = nearest_divisor(model.dim, model.attention.num_heads)
-    return FEATURES[name].typed.get(value, "").format(divisor=divisor)
+    found = FEATURES[name].typed.get(value, "").format(divisor=divisor).split(" and ")
+    return [one for one in found if one and not _holds(one, model)]
+
+
+def _holds(setting: str, model: ModelConfig) -> bool:
+    key, _, value = setting.partition("=")
+    return str(attrgetter(key.removeprefix("model."))(model)).lower() == value

@@ -65,11 +65,9 @@ def read_hf_config(folder: Path) -> HFConfig:
         _check_fixed(one, values)
         read = _settings(one, values)
     except WrongKeyError as wrong:
-        fix = (
-            "give the config.json that belongs to the weights"
-            if wrong.value == ""
-            else ("no setting of ours computes that: take another model")
-        )
+        fix = "take a model without it, no setting of ours computes that"
+        if wrong.value == "":
+            fix = "give the config.json that belongs to the weights"
         raise _refused(path, wrong.key, wrong.value, wrong.rule, fix) from None
     model = _made(read)
     if OURS in given:

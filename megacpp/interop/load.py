@@ -6,6 +6,8 @@ Legend: S rows of a box of ours, W numbers of a row.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,7 @@ class WeightsSource:
         stored: its tensors.
         links: tensors of the folder as rows of ours.
         unused: tensors of the folder that aren't read.
-        zeros: tensors of ours that the class lacks because they are zeros.
+        zeros: biases of routers that the class lacks because its scores need none.
     """
 
     place: WeightsFolder
@@ -156,17 +158,20 @@ def _open_hf(place: WeightsFolder, config: HFConfig, model: ModelConfig) -> Weig
     stacked = any(name.endswith(".experts.gate_up_proj") for name in stored.shapes)
     more = {"E": _stacked()} if stacked else None
     made = list(links(config.one, model, more, config.values))
+    ahead = re.compile(r"model\.layers\.(\d+)\.")  # layers behind the last predict further tokens
     layers = config.values["num_hidden_layers"]
-    extra = f"model.layers.{layers}." if "num_nextn_predict_layers" in config.one.fixed else None
+    if "num_nextn_predict_layers" not in config.one.fixed:
+        layers = math.inf
     unused = tuple(
         name
         for name in stored.shapes
         if name.endswith(TABLES)
-        or (extra is not None and name.startswith(extra))
+        or ((number := ahead.match(name)) is not None and int(number[1]) >= layers)
         or (model.tie_embeddings and name == "lm_head.weight")
     )
     covered = {part.name for link in made for part in link.parts}
-    return WeightsSource(place, stored, made, unused, frozenset(our_shapes(model).keys() - covered))
+    zeros = {n for n in our_shapes(model).keys() - covered if n.endswith("router.expert_bias")}
+    return WeightsSource(place, stored, made, unused, frozenset(zeros))
 
 
 def _stacked() -> tuple[HFTensor, ...]:

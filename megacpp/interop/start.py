@@ -39,13 +39,14 @@ def start_from(model: nn.Module, config: Config, part: Callable[[Tensor], Slice]
         CheckpointError: the folder is damaged.
     """
     place = locate(config.checkpoint.init, "checkpoint.init")
-    load_weights(model, open_source(place, config.model), part)
+    source = open_source(place, config.model)
+    load_weights(model, source, part)
     step = saved_step(place)
     after = f" after {step:,} steps" if step else ""
-    return [
-        f"weights of {place.folder}{after}; the optimizer starts anew",
-        *other_words(place, config),
-    ]
+    lines = [f"weights of {place.folder}{after}; the optimizer starts anew"]
+    if source.unused:
+        lines.append(f"not read: {source.unused[0]} and {len(source.unused) - 1} further tensors")
+    return lines + other_words(place, config)
 
 
 def other_words(place: WeightsFolder, config: Config) -> list[str]:

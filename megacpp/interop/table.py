@@ -68,7 +68,10 @@ def unshared(model: ModelConfig) -> bool:
     return not model.moe.num_shared
 
 
-FOLDED = {"mlp.experts.{e}.down_proj.weight": Change(scale=route_scale)}
+FOLDED = {
+    "mlp.experts.{e}.down_proj.weight": Change(scale=route_scale),
+    "mlp.experts.down_proj": Change(scale=route_scale),
+}
 GATED_SHARED = {**FOLDED, "mlp.shared_experts.down_proj.weight": Change(scale=twice_if_ungated)}
 GATE = Zeros("E", "mlp.shared_expert_gate.weight", lambda model: (1, model.dim), ungated)
 PADDED = {
@@ -116,7 +119,10 @@ DEEPSEEK = (
     keys.SHARED_NUMBER,
 )
 SPARSE = {**LATENT, **SIGMOID, "query latent": ("yes",)}
-SPARSE_FIXED = {**BASIC, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False}
+SPARSE_FIXED = {
+    **BASIC, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
 SPARSE_DEFAULTS = {
     **DEFAULTS, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False,
     "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
@@ -315,7 +321,7 @@ CLASSES = (
         {
             **DEFAULTS, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True,
             "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-            "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
+            "routed_scaling_factor": 1.0,
         },
         SIGMOID_IMPLIED,
         changes=PADDED,
@@ -354,7 +360,7 @@ CLASSES = (
         {
             **DEFAULTS, "norm_topk_prob": True, "rope_interleave": True, "n_shared_experts": 1,
             "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
-            "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
+            "routed_scaling_factor": 2.5,
         },
         SIGMOID_IMPLIED,
         changes=PADDED,

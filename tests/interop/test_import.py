@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from megacpp.cli.main import main
 from megacpp.errors import ConfigError
 from megacpp.interop.compare import WITHIN, load_model, our_logits
+from megacpp.interop.hf_class import HFClass
 from megacpp.interop.hf_config import read_hf_config
 from megacpp.interop.places import locate, read_model
+from megacpp.interop.table import CLASSES
 from tests.interop.models import final_folder
 
 COMMON = {
@@ -276,19 +278,25 @@ def test_a_key_that_no_setting_expresses_is_named(what: str, tmp_path: Path, cap
     assert "Fix: " in said
 
 
-def test_defaults_are_those_of_the_class(tmp_path: Path) -> None:
-    """Keys that config.json leaves out have the values that transformers takes, not ours."""
-    sizes = {k: v for k, v in LLAMA.items() if k not in ("rms_norm_eps", "model_type")}
-    for kind in ("llama", "mistral", "qwen3", "mixtral", "arcee"):
-        values = {**sizes, "model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}
-        values |= {"sliding_window": None} if kind == "mistral" else {}
+@pytest.mark.parametrize("one", CLASSES, ids=lambda one: one.model_type)
+def test_defaults_are_those_of_transformers(one: HFClass, tmp_path: Path) -> None:
+    """Keys that config.json leaves out: a wrong value would load clean."""
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, "model_type": one.model_type}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    rope, seen = theirs.rope_parameters, set()
+    for key, value in one.defaults.items():
+        found = rope[key] if key in rope else getattr(theirs, key, "no such key")
+        if found != "no such key":
+            assert found == value, key
+            seen.add(key)
+    assert {"rms_norm_eps", "rope_theta", "hidden_act"} <= seen
+
+
+def test_a_head_dim_that_is_left_out(tmp_path: Path) -> None:
+    for kind, dim in (("llama", 8), ("qwen3", 128), ("mistral", 8)):
+        values = {**LLAMA, "model_type": kind, "sliding_window": None}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        model = read_hf_config(tmp_path).model
-        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-        dim = getattr(theirs, "head_dim", None) or 32 // 4
-        assert model.norm_eps == theirs.rms_norm_eps, kind
-        assert model.attention.rope_theta == theirs.rope_parameters["rope_theta"], kind
-        assert model.attention.head_dim == dim, kind
+        assert read_hf_config(tmp_path).model.attention.head_dim == dim, kind
 
 
 def test_our_settings_must_agree_with_the_other_keys(tmp_path: Path) -> None:

@@ -182,6 +182,39 @@ def test_what_does_not_fit_is_named(what: str, tmp_path: Path) -> None:
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    model = model_of("glm4")
+    exported(tmp_path, model)
+    more = {"model.layers.2.eh_proj.weight": torch.ones(3)}
+    altered(tmp_path / "hf", lambda tensors: tensors.update(more))
+    source = open_source(locate(str(tmp_path / "hf"), ""), model)
+    assert source.unused == tuple(more)
+    more = {"model.layers.1.eh_proj.weight": torch.ones(3)}
+    altered(tmp_path / "hf", lambda tensors: tensors.update(more))
+    with pytest.raises(CheckpointError, match=r"has a tensor model.layers.1.eh_proj.weight"):
+        open_source(locate(str(tmp_path / "hf"), ""), model)
+
+
+def test_experts_may_be_stacked(tmp_path: Path) -> None:
+    """As transformers holds them in memory: gate and up of all experts in one tensor."""
+    model = model_of("qwen3_moe")
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, route_scale=2.0))
+    exported(tmp_path, model)
+
+    def stack(t: dict[str, torch.Tensor]) -> None:
+        for layer in ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"):
+            gate, up, down = (
+                torch.stack([t.pop(f"{layer}.{e}.{name}_proj.weight") for e in range(4)])
+                for name in ("gate", "up", "down")
+            )
+            t[f"{layer}.gate_up_proj"] = torch.cat((gate, up), 1)
+            t[f"{layer}.down_proj"] = down
+
+    altered(tmp_path / "hf", stack)
+    back = load_model(locate(str(tmp_path / "hf"), ""), model)
+    assert not differences(dict(model_tensors(built(model))), dict(model_tensors(back)))
+
+
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     exported(tmp_path, model_of("llama"))
     file = tmp_path / "hf" / "model.safetensors"

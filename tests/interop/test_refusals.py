@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "sigmoid, gated shared": (
         "AE",
         {"moe.shared_gate": True},
-        "model.moe.num_shared=1",
+        "model.moe.shared_gate=True",
         "--model.moe.shared-gate false",
     ),
     "sparse gqa": (
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "latent softmax post": (
         "AE",
         {**MLA, **SOFTMAX},
-        "model.moe.score=softmax",
+        "model.moe.softmax_order=post",
         "softmax-order pre",
     ),
     "E before F": ("AEAF", {}, "model.moe.score=sigmoid", "--model.moe.score softmax"),
