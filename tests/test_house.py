@@ -192,6 +192,19 @@ def test_the_model_knows_nothing_of_ranks(path: Path) -> None:
     assert not [n for n in names if n.startswith("megacpp.") and n.split(".")[1] not in inner]
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "megacpp/interop").glob("*.py")), ids=lambda p: p.name
+)
+def test_other_formats_know_saved_models_and_no_run(path: Path) -> None:
+    rooms = {
+        name.split(".")[1]
+        for name in imported(without_types(ast.parse(path.read_text())))
+        if name.startswith("megacpp.")
+    }
+    inner = {"config", "errors", "model", "blocks", "data", "state", "report", "terminal"}
+    assert rooms <= inner | {"interop"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
     top = ast.Module([n for n in ast.parse(path.read_text()).body], [])

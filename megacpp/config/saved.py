@@ -12,6 +12,14 @@ from megacpp.config.model import ModelConfig
 from megacpp.errors import CheckpointError
 
 
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved settings of a model, with today's default for those that an older one lacked.
+
+    A setting that didn't exist had the effect of its default.
+    """
+    return _merged(dataclasses.asdict(ModelConfig()), values)
+
+
 def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
     """Return a ModelConfig from JSON.
 
@@ -19,6 +27,14 @@ def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
         CheckpointError: a field is missing, unknown or of the wrong type.
     """
     return _dataclass(ModelConfig, values, "model")
+
+
+def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**defaults, **given}
+    for key, value in defaults.items():
+        if isinstance(value, Mapping) and isinstance(given.get(key), Mapping):
+            found[key] = _merged(value, given[key])
+    return found
 
 
 def _dataclass(cls: Any, values: Any, where: str) -> Any:

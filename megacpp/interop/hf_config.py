@@ -11,7 +11,7 @@ from typing import Any
 
 from megacpp.config.arguments import replace_keys
 from megacpp.config.model import ModelConfig
-from megacpp.config.saved import read_model_config
+from megacpp.config.saved import read_model_config, with_defaults
 from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, ConfigError, did_you_mean
 from megacpp.interop.classes import class_named, to_config
@@ -120,8 +120,7 @@ def _made(settings: Mapping[str, Any]) -> ModelConfig:
 
 def _own(path: Path, one: HFClass, ours: Any, read: Mapping[str, Any]) -> ModelConfig:
     """Return the settings under `megacpp`, checked against the other keys of the file."""
-    defaults = dataclasses.asdict(ModelConfig())
-    model = read_model_config(_merged(defaults, ours.get("model", {})))
+    model = read_model_config(with_defaults(ours.get("model", {})))
     written = _settings(one, {**one.defaults, **to_config(one, model)})
     for key, value in written.items():
         if read.get(key) != value:
@@ -130,15 +129,6 @@ def _own(path: Path, one: HFClass, ours: Any, read: Mapping[str, Any]) -> ModelC
                 f"Fix: remove {OURS!r} from it if another program changed the weights."
             )
     return model
-
-
-def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return given settings, with today's default for those that an older version lacked."""
-    found = {**defaults, **given}
-    for key, value in defaults.items():
-        if isinstance(value, Mapping) and isinstance(given.get(key), Mapping):
-            found[key] = _merged(value, given[key])
-    return found
 
 
 def _refused(path: Path, key: str, value: Any, rule: str, fix: str) -> ConfigError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacpp.config.model import ModelConfig
-from megacpp.config.saved import read_model_config
+from megacpp.config.saved import read_model_config, with_defaults
 from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.hf_config import read_hf_config
@@ -98,11 +98,11 @@ def read_model(place: WeightsFolder) -> ModelConfig:
     name = "config.json" if place.kind == "final" else EXTRA
     content = _json(place.folder / name)
     values = content if place.kind == "final" else content.get("extra", {}).get("config", {})
-    if "model" not in values:
+    if not isinstance(values.get("model"), dict):
         raise CheckpointError(
             f"{place.folder / name}: has no settings of a model. Fix: give another folder."
         )
-    return read_model_config(values["model"])
+    return read_model_config(with_defaults(values["model"]))
 
 
 def saved_step(place: WeightsFolder) -> int:

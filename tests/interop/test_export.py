@@ -59,3 +59,20 @@ def test_a_folder_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert read_model(place) == model.config
     back = load_model(place, model.config)
     assert not differences(dict(model_tensors(model)), dict(model_tensors(back)))
+
+
+def test_a_routers_bias_stays_wide(tmp_path: Path) -> None:
+    """A bf16 folder: choices of experts go by a bias of small steps, which transformers keeps."""
+    model = built(model_of("deepseek_v3"))
+    final = final_folder(tmp_path / "run", model)
+    assert main(["export", str(final), "--out", str(tmp_path / "out")]) == 0
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    bias = other.model.layers[0].mlp.gate.e_score_correction_bias
+    assert other.dtype == torch.bfloat16 and bias.dtype == torch.float32
+    assert torch.equal(bias, model.get_buffer("blocks.1.mixer.router.expert_bias"))
+    place = locate(str(tmp_path / "out"), "run")
+    back = load_model(place, model.config)
+    for (name, t), (_, first) in zip(
+        back.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(t, first.to(torch.bfloat16).float()), name
