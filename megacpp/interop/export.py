@@ -26,8 +26,8 @@ from megacpp.interop.card import model_card
 from megacpp.interop.classes import to_config
 from megacpp.interop.hf_class import HFClass
 from megacpp.interop.hf_config import OURS
-from megacpp.interop.links import Link, links
-from megacpp.interop.places import MANIFEST, WeightsFolder, saved_step
+from megacpp.interop.links import Link, links, rows_in
+from megacpp.interop.places import WeightsFolder, saved_step
 from megacpp.interop.stored import StoredTensors
 from megacpp.interop.tokenizer import special_ids_of, write_tokenizer
 from megacpp.state.export import INDEX
@@ -81,7 +81,7 @@ def write_hf_folder(
         place.folder, _files(place), "model." if place.kind == "checkpoint" else ""
     )
     made = list(links(target.one, model))
-    _check_names(place, stored, made, model)
+    _check_names(place, stored, made)
     pending = pending_folder(folder)
     try:
         sizes = _write_tensors(pending, stored, made, target)
@@ -136,17 +136,15 @@ def _files(place: WeightsFolder) -> list[str]:
     return [name for name in manifest.files if name.endswith(".safetensors")]
 
 
-def _check_names(
-    place: WeightsFolder, stored: StoredTensors, made: Sequence[Link], model: ModelConfig
-) -> None:
-    """Raise CheckpointError unless every tensor that is read is stored with its shape."""
-    for link in made:
-        for part in link.parts:
-            if part.name not in stored.shapes:
-                raise CheckpointError(
-                    f"{place.folder}: has no tensor {part.name}. "
-                    f"Fix: give the folder whose {MANIFEST} names it."
-                )
+def _check_names(place: WeightsFolder, stored: StoredTensors, made: Sequence[Link]) -> None:
+    """Raise CheckpointError unless every row that is read is stored."""
+    for part in (part for link in made for part in link.parts):
+        rows = rows_in(stored.shapes.get(part.name, (0,)))
+        if part.first + part.count > rows:
+            raise CheckpointError(
+                f"{place.folder}: {part.name} has {rows} rows of {part.first + part.count}. "
+                "Fix: give the folder whose settings belong to the weights."
+            )
 
 
 def _write_tensors(

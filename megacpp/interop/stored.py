@@ -47,7 +47,6 @@ class StoredTensors:
     def __init__(self, folder: Path, files: Iterable[str], prefix: str = "") -> None:
         self.folder, self.prefix = folder, prefix
         self.pieces: dict[str, list[StoredPiece]] = {}
-        self.dtypes: dict[str, str] = {}
         self._open = ExitStack()
         for name in files:
             try:
@@ -123,7 +122,6 @@ class StoredTensors:
             offset = tuple(saved.get(key, {}).get("saved_offsets", [0] * len(shape)))
             name = key.removeprefix(self.prefix)
             self.pieces.setdefault(name, []).append(StoredPiece(file, shape, offset))
-            self.dtypes[name] = file.get_slice(key).get_dtype()
 
 
 def _extent(pieces: Sequence[StoredPiece]) -> tuple[int, ...]:
