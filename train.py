@@ -21,6 +21,7 @@ from checkpointing.tracing.watch import StepWatch
 from megacpp.data.loader import Loader
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
+from megacpp.interop.start import check_start, start_from
 from megacpp.launch.folder import open_folder, start_point
 from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
@@ -42,7 +43,7 @@ from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
 from optim.schedule import build_scheduler, lr_multiplier
 from parallel.boundary import AccumulationBoundary
-from parallel.build import build_model
+from parallel.build import build_model, local_part
 from parallel.mesh import pick_device, start
 
 
@@ -57,6 +58,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     with peers.agree("start"):  # a node's error ends all of them
         device = pick_device(resolved.config.train.device)
         check_fp8_device(resolved.config, device)
+        check_start(resolved.config)
         launch = prepare(resolved, peers, device)
     config, corpus, folder = launch.config, launch.corpus, Path(launch.config.run.dir)
     stop = StopRequest()  # SIGTERM: save after this step and leave
@@ -86,6 +88,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     )
     with clock.span("checkpoint"):
         state.resume(start_point(peers, config))
+        if config.checkpoint.init and state.saved is None:
+            state.changed += start_from(model, config, local_part(world))
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
 
     # ---- header, records -------------------------------------------------------------------------

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megacpp.config.schema import Config
 from megacpp.kernels.backend import set_kernels
 from megacpp.launch.kernels import chosen_kernels
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.init import initialise, whole
+from megacpp.model.init import Slice, initialise, whole
 from megacpp.run.precision import compute_dtype, storage_dtype
 from parallel.mesh import World
 
@@ -37,14 +38,19 @@ def build_model(
         if prepare is not None:
             prepare(model)
 
-    model, part = plan_model(config, world, prepared), whole
-    if world.parallel:
-        from parallel.fsdp import shard_slice
-
-        part = shard_slice
+    model = plan_model(config, world, prepared)
     model.to_empty(device=world.device)
-    initialise(model, model.init_rules(), config.run.seed, part)
+    initialise(model, model.init_rules(), config.run.seed, local_part(world))
     return model.train()
+
+
+def local_part(world: World) -> Callable[[Tensor], Slice]:
+    """Return the function from a tensor of a model to what this rank stores of it."""
+    if not world.parallel:
+        return whole
+    from parallel.fsdp import shard_slice
+
+    return shard_slice
 
 
 def plan_model(

@@ -23,7 +23,7 @@ FILES = sorted(
 # Optional packages: imported inside functions, never at the top of a module.
 OPTIONAL = {
     "mamba_ssm", "tilelang", "torchao", "transformer_engine", "triton",
-    "pyarrow", "zstandard", "matplotlib", "tensorboard", "wandb",
+    "pyarrow", "zstandard", "transformers", "matplotlib", "tensorboard", "wandb",
 }  # fmt: skip
 NO_TORCH = (
     "config/schema.py",
@@ -89,6 +89,12 @@ NO_TORCH = (
     "memory/allocator.py",
     "memory/timeline.py",
     "memory/snapshot.py",
+    "config/saved.py",
+    "interop/classes.py",
+    "interop/hf_config.py",
+    "interop/places.py",
+    "interop/table.py",
+    "cli/export.py",
     "run/goodput.py",
     "run/sinks.py",
     "report/charts.py",
@@ -174,6 +180,19 @@ def test_the_model_knows_nothing_of_ranks(path: Path) -> None:
     assert not [n for n in names if n.startswith("torch.distributed")]
     inner = ("config", "errors", "model", "blocks", "kernels")
     assert not [n for n in names if n.startswith("megacpp.") and n.split(".")[1] not in inner]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "megacpp/interop").glob("*.py")), ids=lambda p: p.name
+)
+def test_other_formats_know_saved_models_and_no_run(path: Path) -> None:
+    rooms = {
+        name.split(".")[1]
+        for name in imported(without_types(ast.parse(path.read_text())))
+        if name.startswith("megacpp.")
+    }
+    inner = {"config", "errors", "model", "blocks", "data", "state", "report", "terminal"}
+    assert rooms <= inner | {"interop"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

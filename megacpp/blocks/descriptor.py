@@ -89,6 +89,23 @@ ALL_TOKENS = ActivationLayout("", "x[B, T_tp, D] -> x[B, T, D]", "y[B, T, D]{tp}
 
 
 @dataclass(frozen=True)
+class HFTensor:
+    """Tensor of Hugging Face's folders that has the rows of some of ours.
+
+    Attributes:
+        name: below a layer; `{e}` in it: one tensor for each expert.
+        ours: names below the mixer, their rows stacked from top to bottom.
+        order: order of these rows there (megacpp/interop/orders.py); empty: as stacked.
+        when: a model has it.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    order: str = ""
+    when: Callable[[ModelConfig], bool] = always
+
+
+@dataclass(frozen=True)
 class ContextExchange:
     """Exchange of a sequence mixer under context parallelism.
 
@@ -164,6 +181,7 @@ class BlockKind:
         upstream: fused tensor of the authors' checkpoints -> our parameters, from top to bottom.
         interleaved: fused tensors that repeat this order for each group of heads, and the groups.
         before: kind of layer -> the layers that one needs in front of it.
+        hf: tensors of Hugging Face's folders; a class may have others (megacpp/interop/classes.py).
     """
 
     letter: str
@@ -187,6 +205,7 @@ class BlockKind:
     upstream: tuple[tuple[str, tuple[str, ...]], ...] = ()
     interleaved: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     before: Callable[[str], tuple[str, ...]] = lambda kind: ()
+    hf: tuple[HFTensor, ...] = ()
 
     def shapes(
         self, model: ModelConfig, kind: str = ""

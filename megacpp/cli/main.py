@@ -104,6 +104,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "report": Command("report", "report", "ReportArgs", "a page about a run, or several compared"),
     "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
+    "export": Command(
+        "export", "export", "ExportArgs", "write a run's weights as a Hugging Face folder"
+    ),
     "completion": Command(
         "completion", "completion", "CompletionArgs", "a script that completes words in your shell"
     ),

@@ -126,10 +126,15 @@ def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
     """Return the tokenizer beside the final weights, else that of the training corpus."""
     from megacpp.data.tokenizer import CorpusTokenizer
 
+    return CorpusTokenizer.load(tokenizer_path(run_folder))
+
+
+def tokenizer_path(run_folder: Path) -> Path:
+    """Return the tokenizer.json beside the final weights, else that of the training corpus."""
     path = run_folder / "final" / "tokenizer.json"
-    if not path.is_file():
-        path = Path(_config(run_folder)["data"]["path"]) / "tokenizer.json"
-    return CorpusTokenizer.load(path)
+    if path.is_file():
+        return path
+    return Path(_config(run_folder)["data"]["path"]) / "tokenizer.json"
 
 
 def load_model(args: SampleArgs, folder: Path) -> HybridLM:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megacpp.config.arguments import Resolved, flatten, parse_run
 from megacpp.config.help import headline
 from megacpp.config.presets import PRESETS
+from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
@@ -70,11 +71,21 @@ class ShowArgs:
         at_most=MOST_RANKS,
     )
     json: bool = setting(False, "Print one JSON object instead of text.")
+    from_: str = setting(
+        "", "Folder with weights, such as a Hugging Face one: print the settings that fit it."
+    )
+    check: bool = setting(False, "Compare that folder with transformers, which must be installed.")
 
 
 def show(args: ShowArgs, words: list[str]) -> int:
-    """Model table, parameter counts, and every resolved setting with its origin."""
+    """Model table, parameter counts, and every resolved setting with its origin.
+
+    With --from FOLDER instead: the model of a folder with weights, and the settings in which it
+    differs from the preset. `--checkpoint.init FOLDER` takes them by itself.
+    """
     resolved = parse_run(words, args.world)
+    if args.from_:
+        return _show_folder(args, resolved.config)
     model = resolved.config.model
     count, published = count_parameters(model), published_reading(model)
     if args.json:
@@ -95,6 +106,30 @@ def show(args: ShowArgs, words: list[str]) -> int:
         )
         print("\n".join(wrapped(reading)))
     print("\n" + "\n".join(setting_lines(resolved)))
+    return 0
+
+
+def _show_folder(args: ShowArgs, config: Config) -> int:
+    """Print the model of a folder with weights."""
+    from megacpp.interop.places import locate, read_model
+    from megacpp.interop.settings import flags_between
+
+    folder = locate(args.from_, "from")
+    model = read_model(folder)
+    flags = flags_between(config.model, model)
+    if args.json:
+        count = dataclasses.asdict(count_parameters(model))
+        content = {"parameters": count, "model": dataclasses.asdict(model), "flags": flags}
+        print(json.dumps(content, indent=2))
+    else:
+        heading, *kinds = table_lines(model)
+        start = f"train.py {config.preset} --checkpoint.init {folder.folder}"
+        print("\n".join([*wrapped(heading), *kinds, "", *wrapped(f"starts from it: {start}"), ""]))
+        print("\n".join([f"{config.preset} with another start has these settings too:", *flags]))
+    if args.check:
+        from megacpp.interop.compare import compared
+
+        print("\n".join(wrapped(compared(folder.folder, "from"))))
     return 0
 
 

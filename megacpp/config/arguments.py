@@ -22,7 +22,7 @@ from megacpp.config.help import run_help
 from megacpp.config.presets import preset
 from megacpp.config.recompute_flags import FALSE, TRUE, compiles, translate
 from megacpp.config.schema import Config
-from megacpp.config.settings import MISSING, settings_of
+from megacpp.config.settings import MISSING, flag_name, settings_of
 from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value
 from megacpp.config.values import suggestion, utf8_words
@@ -42,7 +42,8 @@ class Resolved:
 
     Attributes:
         config: resolved configuration.
-        provenance: dotted key -> default, preset, config file, command line, derived or fitted.
+        provenance: dotted key -> default, preset, config file, command line, checkpoint.init,
+            derived or fitted.
         notes: flags that were translated to others.
     """
 
@@ -63,7 +64,7 @@ class Written:
     Attributes:
         config: preset with the given settings.
         base: the preset.
-        sources: given keys -> `command line` or `config file`.
+        sources: given keys -> `command line`, `config file` or `checkpoint.init`.
         notes: flags that were translated to others.
     """
 
@@ -75,7 +76,8 @@ class Written:
     @property
     def given(self) -> dict[str, Any]:
         """Given keys and their values."""
-        return {key: lookup(self.config, key) for key in self.sources}
+        given = (key for key, source in self.sources.items() if source in GIVEN)
+        return {key: lookup(self.config, key) for key in given}
 
 
 def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Resolved:
@@ -97,7 +99,7 @@ def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Re
         kept = {
             key: s
             for key, s in written.sources.items()
-            if not _other(config, key, written.given[key])
+            if not _other(config, key, lookup(written.config, key))
         }
         written = dataclasses.replace(written, config=config, sources=kept)
     if resumes:
@@ -130,7 +132,13 @@ def read_run(argv: Sequence[str]) -> Written:
     arguments, notes = translate(arguments, compiles(arguments, config.train.compile != "off"))
     given = dict(read_flags(arguments))
     sources |= dict.fromkeys(given, "command line")
-    return Written(replace_keys(config, given), base, sources, tuple(notes))
+    config = replace_keys(config, given)
+    if config.checkpoint.init:
+        from megacpp.interop.settings import with_weights
+
+        config, found, more = with_weights(config, sources)
+        sources, notes = found | sources, [*notes, *more]
+    return Written(config, base, sources, tuple(notes))
 
 
 def _preset_name(name: str, file: ConfigFile | None) -> str:
@@ -266,7 +274,8 @@ def split_args(cls: type[Parsed], argv: Sequence[str]) -> tuple[Parsed, list[str
         if key not in values and one.default is MISSING:
             form = key.upper() if one.positional else f"{one.flag} VALUE"
             raise config_error(key, "", "is needed", f"write {form}")
-    return cls(**values), rest
+    fields = {flag_name(item.name): item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(**{fields[key]: value for key, value in values.items()}), rest
 
 
 def _value_words(kind: Any, left: list[str]) -> list[str]:

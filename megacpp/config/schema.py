@@ -344,6 +344,10 @@ class CheckpointConfig:
     resume: str = setting(
         "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
     )
+    init: str = setting(
+        "",
+        "Weights to start from: a run, final/, a checkpoint, a Hugging Face folder (empty: none).",
+    )
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def settings_of(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Sett
     found: dict[str, Setting] = {}
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        kind, key = hints[item.name], f"{prefix}{item.name}"
+        kind, key = hints[item.name], f"{prefix}{flag_name(item.name)}"
         inner = next((o for o in typing.get_args(kind) if dataclasses.is_dataclass(o)), kind)
         if dataclasses.is_dataclass(inner):
             found |= settings_of(inner, f"{key}.")
@@ -186,6 +186,11 @@ def settings_of(cls: Any, prefix: str = "", top: bool = False) -> dict[str, Sett
                 default = item.default_factory()
             found[key] = Setting(key, kind, default, **item.metadata)
     return found
+
+
+def flag_name(field: str) -> str:
+    """Return the name of a field's flag: a field that is a word of Python ends in `_`."""
+    return field.rstrip("_")
 
 
 def sections_of(cls: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megacpp.config.saved import read_model_config as read_model_config
 from megacpp.config.schema import ModelConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
@@ -148,7 +147,7 @@ def load_exported(
     if problems:
         raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
     content = json.loads((folder / CONFIG).read_text())
-    model = _empty_model(read_model_config(content["model"]), device, dtype)
+    model = empty_model(read_model_config(content["model"]), device, dtype)
     files = [name for name in manifest.files if name.endswith(".safetensors")]
     _fill(model, folder, _read_files(folder, files), list(manifest.tensors))
     return model
@@ -182,19 +181,10 @@ def load_trained(
         if name.startswith(prefix)
     }
     load_checkpoint(path, stored, prefix)
-    model = _empty_model(config, device, dtype)
+    model = empty_model(config, device, dtype)
     named = {name.removeprefix(prefix): t for name, t in stored.items()}
     _fill(model, path, iter(named.items()), list(named))
     return model
-
-
-def read_model_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Return a ModelConfig from JSON.
-
-    Raises:
-        CheckpointError: a field is missing, unknown or of the wrong type.
-    """
-    return _dataclass(ModelConfig, values, "model")
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -280,7 +270,7 @@ def _finish(
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def _empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> HybridLM:
+def empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> HybridLM:
     """Return a materialised model in which only tables (non-persistent buffers) are initialised."""
     with torch.device("meta"):
         model = HybridLM(config).to(dtype)
@@ -322,35 +312,3 @@ def _fill(
         raise CheckpointError(
             f"{origin}: {problem[0]}{more}. Fix: use the config.json that belongs to the weights."
         )
-
-
-def _dataclass(cls: Any, values: Any, where: str) -> Any:
-    hints = typing.get_type_hints(cls)
-    if not isinstance(values, Mapping):
-        raise _wrong_config(where, "is not an object of settings")
-    known, given = {f.name for f in dataclasses.fields(cls)}, set(values)
-    wrong = sorted(known ^ given)
-    if wrong:
-        what = "is missing" if wrong[0] in known else "is unknown"
-        raise _wrong_config(f"{where}.{wrong[0]}", what)
-    return cls(**{k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()})
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    if isinstance(kind, types.UnionType):
-        if value is None:
-            return None
-        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
-    if dataclasses.is_dataclass(kind):
-        return _dataclass(kind, value, where)
-    if legal := typing.get_args(kind):  # choices of a Literal
-        fits = value in legal
-    else:
-        fits = type(value) in ((int, float) if kind is float else (kind,))
-    if not fits:
-        raise _wrong_config(where, f"can't be {value!r}")
-    return value
-
-
-def _wrong_config(where: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {what} in config.json. Fix: use the megacpp that wrote it.")

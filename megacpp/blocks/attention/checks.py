@@ -48,10 +48,6 @@ def checks(config: Config) -> Iterator[ConfigError]:
             "rotary pairs need an even number",
             _even(a.head_dim),
         )
-    if a.yarn is not None:
-        yield config_error(
-            "model.attention.yarn", "on", "is implemented for MLA", "set model.attention.kind=mla"
-        )
 
 
 def _even(value: int) -> str:

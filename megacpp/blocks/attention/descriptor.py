@@ -18,6 +18,7 @@ from megacpp.blocks.descriptor import (
     AllocationSettings,
     BlockKind,
     ContextExchange,
+    HFTensor,
     Parameter,
 )
 
@@ -66,6 +67,11 @@ def latent_queries(model: ModelConfig) -> bool:
 def direct_queries(model: ModelConfig) -> bool:
     """Return whether queries are projected directly from the input."""
     return not latent_queries(model)
+
+
+def direct_latents(model: ModelConfig) -> bool:
+    """Return whether queries of multi-head latent attention are projected directly."""
+    return is_mla(model) and direct_queries(model)
 
 
 def normed_heads(model: ModelConfig) -> bool:
@@ -133,6 +139,32 @@ PARAMETERS = (
         within=".index",
     ),
     Parameter(("indexer.weights_proj.weight",), "[Xh, D]", "adamw", fp32=True, within=".index"),
+)
+
+HF = (
+    HFTensor("self_attn.q_proj.weight", ("wq.weight",), "halves", when=is_gqa),
+    HFTensor("self_attn.k_proj.weight", ("wk.weight",), "halves", when=is_gqa),
+    HFTensor("self_attn.v_proj.weight", ("wv.weight",), when=is_gqa),
+    HFTensor("self_attn.q_norm.weight", ("q_norm.weight",), "halves", when=normed_heads),
+    HFTensor("self_attn.k_norm.weight", ("k_norm.weight",), "halves", when=normed_heads),
+    HFTensor("self_attn.q_proj.weight", ("wq.weight",), when=direct_latents),
+    HFTensor("self_attn.q_a_proj.weight", ("wq_a.weight",), when=latent_queries),
+    HFTensor("self_attn.q_a_layernorm.weight", ("q_norm.weight",), when=latent_queries),
+    HFTensor("self_attn.q_b_proj.weight", ("wq_b.weight",), when=latent_queries),
+    HFTensor("self_attn.kv_a_proj_with_mqa.weight", ("wkv_a.weight",), when=is_mla),
+    HFTensor("self_attn.kv_a_layernorm.weight", ("kv_norm.weight",), when=is_mla),
+    HFTensor("self_attn.kv_b_proj.weight", ("wkv_b.weight",), when=is_mla),
+    HFTensor("self_attn.o_proj.weight", ("wo.weight",)),
+    *(
+        HFTensor(f"self_attn.indexer.{name}", (f"indexer.{name}",), when=is_mla)
+        for name in (
+            "wq_b.weight",
+            "wk.weight",
+            "k_norm.weight",
+            "k_norm.bias",
+            "weights_proj.weight",
+        )
+    ),
 )
 
 
@@ -210,4 +242,5 @@ ATTENTION = BlockKind(
     last_product=last_product,
     before=lambda kind: ("A.index",) if kind.startswith("A.share") else (),
     context=ContextExchange("cp_attention", heads_exchanged, "all_gather", context_traffic),
+    hf=HF,
 )

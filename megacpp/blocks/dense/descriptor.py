@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ALL_TOKENS, AllocationSettings, BlockKind, Parameter
+from megacpp.blocks.descriptor import ALL_TOKENS, AllocationSettings, BlockKind, HFTensor, Parameter
 
 if TYPE_CHECKING:
     from megacpp.blocks.dense.module import MLP
@@ -29,10 +29,22 @@ def gated(model: ModelConfig) -> bool:
     return model.mlp.activation == "swiglu"
 
 
+def squared(model: ModelConfig) -> bool:
+    """Squared ReLU has two matrices."""
+    return not gated(model)
+
+
 PARAMETERS = (
     Parameter(("w1.weight",), "[F_tp, D]", "muon", fp8=True, compress=True),
     Parameter(("w3.weight",), "[F_tp, D]", "muon", fp8=True, compress=True, when=gated),
     Parameter(("w2.weight",), "[D, F_tp]", "muon", fp8=True),
+)
+
+HF = (
+    HFTensor("mlp.gate_proj.weight", ("w1.weight",), when=gated),
+    HFTensor("mlp.up_proj.weight", ("w3.weight",), when=gated),
+    HFTensor("mlp.up_proj.weight", ("w1.weight",), when=squared),
+    HFTensor("mlp.down_proj.weight", ("w2.weight",)),
 )
 
 
@@ -72,4 +84,5 @@ DENSE = BlockKind(
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="fblock",
+    hf=HF,
 )

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.descriptor import ActivationLayout, AllocationSettings, BlockKind, Parameter
+from megacpp.blocks.descriptor import (
+    ActivationLayout,
+    AllocationSettings,
+    BlockKind,
+    HFTensor,
+    Parameter,
+)
 from megacpp.blocks.experts.checks import checks
 from megacpp.blocks.experts.rows import expert_rows
 
@@ -45,6 +51,11 @@ def shared_gate(model: ModelConfig) -> bool:
     return shared(model) and model.moe.shared_gate
 
 
+def biased(model: ModelConfig) -> bool:
+    """Return whether a bias of each expert takes part in the choice."""
+    return model.moe.score == "sigmoid"
+
+
 PARAMETERS = (
     Parameter(("router.weight",), "[E, D]", "adamw", fp32=True),
     Parameter(("experts.w1",), "[E_ep, I, D]", "muon"),
@@ -54,6 +65,18 @@ PARAMETERS = (
     Parameter(("shared.w3.weight",), "[F_tp, D]", "muon", fp8=True, when=shared),
     Parameter(("shared.w2.weight",), "[D, F_tp]", "muon", fp8=True, when=shared),
     Parameter(("shared.gate.weight",), "[O, D]", "adamw", when=shared_gate),
+)
+
+HF = (
+    HFTensor("mlp.gate.weight", ("router.weight",)),
+    HFTensor("mlp.gate.e_score_correction_bias", ("router.expert_bias",), when=biased),
+    HFTensor("mlp.experts.{e}.gate_proj.weight", ("experts.w1",)),
+    HFTensor("mlp.experts.{e}.up_proj.weight", ("experts.w3",)),
+    HFTensor("mlp.experts.{e}.down_proj.weight", ("experts.w2",)),
+    HFTensor("mlp.shared_experts.gate_proj.weight", ("shared.w1.weight",), when=shared),
+    HFTensor("mlp.shared_experts.up_proj.weight", ("shared.w3.weight",), when=shared),
+    HFTensor("mlp.shared_experts.down_proj.weight", ("shared.w2.weight",), when=shared),
+    HFTensor("mlp.shared_expert_gate.weight", ("shared.gate.weight",), when=shared_gate),
 )
 
 
@@ -107,4 +130,5 @@ EXPERTS = BlockKind(
     regions=regions,
     region_multiply_adds=region_multiply_adds,
     whole="eblock",
+    hf=HF,
 )

@@ -14,6 +14,7 @@ from megacpp.blocks.descriptor import (
     AllocationSettings,
     BlockKind,
     ContextExchange,
+    HFTensor,
     Parameter,
 )
 from megacpp.blocks.gated_deltanet.traffic import context_traffic
@@ -60,6 +61,22 @@ PARAMETERS = (
     Parameter(("conv_v.weight",), "[W_tp, O, J]", "adamw", decay=False),
     Parameter(("norm.weight",), "[V]", "vector", fp32=True),
     Parameter(("out_proj.weight",), "[D, W_tp]", "muon", fp8=True),
+)
+
+FUSED = (  # Qwen3-Next
+    ("in_proj_qkvz.weight", ("in_q.weight", "in_k.weight", "in_v.weight", "in_z.weight")),
+    ("in_proj_ba.weight", ("in_b.weight", "in_a.weight")),
+    ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
+)
+HF = (
+    *(
+        HFTensor(f"linear_attn.{name}", ours, "" if "conv" in name else "key_heads", when=gated)
+        for name, ours in FUSED
+    ),
+    *(
+        HFTensor(f"linear_attn.{name}", (name,), when=gated)
+        for name in ("dt_bias", "A_log", "norm.weight", "out_proj.weight")
+    ),
 )
 
 
@@ -138,15 +155,9 @@ GATED_DELTANET = BlockKind(
         context_traffic,
         taps=lambda model: model.gated_deltanet.conv_kernel,
     ),
-    upstream=(  # Qwen3-Next
-        (
-            "in_proj_qkvz.weight",
-            ("in_q.weight", "in_k.weight", "in_v.weight", "in_z.weight"),
-        ),
-        ("in_proj_ba.weight", ("in_b.weight", "in_a.weight")),
-        ("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight")),
-    ),
+    upstream=FUSED,
     interleaved=lambda model: dict.fromkeys(
         ("in_proj_qkvz.weight", "in_proj_ba.weight"), model.gated_deltanet.num_key_heads
     ),
+    hf=HF,
 )

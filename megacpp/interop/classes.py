@@ -1,0 +1,113 @@
+"""Class of Hugging Face that computes what a model does; no torch import here.
+
+Export takes the first class of the table (table.py) whose `fits` has every feature of a model;
+import the class that config.json names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from megacpp.config.model import ModelConfig
+from megacpp.errors import ConfigError, config_error
+from megacpp.interop.features import FEATURES, blocked, features, settings_for
+from megacpp.interop.hf_class import HFClass
+from megacpp.interop.table import CLASSES
+
+
+def class_of(model: ModelConfig, dropless: bool = False) -> tuple[HFClass, str]:
+    """Return the class that computes what a model does, and why it is that one.
+
+    Args:
+        model: settings.
+        dropless: as `blocked`.
+
+    Raises:
+        ConfigError: no class does; the error names a setting and what to set instead.
+    """
+    for error in blocked(model, dropless):
+        raise error
+    found = features(model)
+    exact = [one for one in CLASSES if one.fits and not one.misfits(found)]
+    if exact:
+        return exact[0], _reason(found)
+    raise _nearest_misses(model, found)
+
+
+def class_named(model_type: str) -> HFClass | None:
+    """Return the class of config.json's `model_type`."""
+    return next((one for one in CLASSES if one.model_type == model_type), None)
+
+
+def to_config(one: HFClass, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json that decide what a model computes."""
+    found: dict[str, Any] = {"architectures": [one.name], "model_type": one.model_type}
+    for rule in one.rules:
+        found |= rule.to(model)
+    found |= one.fixed
+    if "partial_rotary_factor" in one.fixed:
+        share = {"partial_rotary_factor": one.fixed["partial_rotary_factor"]}
+        found["rope_parameters"] = found["rope_parameters"] | share
+    return found
+
+
+def dropped(model: ModelConfig) -> list[str]:
+    """Return what a folder lacks without changing the model's function, a line each."""
+    found = []
+    if model.mtp.depths:
+        found.append("multi-token prediction (model.mtp) trains only; its weights are left out")
+    if model.top.loss:
+        found.append("token-order prediction (model.top) trains only; its weights are left out")
+    if model.attention.sparse.layers and model.attention.sparse.stage == "dense":
+        found.append("attention is dense (model.attention.sparse.stage); indexers are left out")
+    return found
+
+
+def _reason(found: Mapping[str, str]) -> str:
+    """Return the features that decide, as words."""
+    return ", ".join(
+        _worded(name, value)
+        for name, value in found.items()
+        if value not in ("none", "no") and name != "heads divide the width"
+    )
+
+
+def _worded(name: str, value: str) -> str:
+    """Return a feature and its value as words."""
+    return {"yes": name, "no": f"a model without {name}"}.get(value, f"{name}: {value}")
+
+
+def _nearest_misses(model: ModelConfig, found: Mapping[str, str]) -> ConfigError:
+    """Return the error of the class that the fewest changes lead to, the cheapest ones if equal."""
+    cost = {name: len(FEATURES) - i for i, name in enumerate(FEATURES)}
+    rows = {one: one.misfits(found) for one in CLASSES if one.fits}
+    near = min(rows, key=lambda one: (len(rows[one]), max(cost[name] for name in rows[one])))
+    names = rows[near]
+    settings = [
+        setting
+        for name in names
+        for setting in next(
+            filter(None, (settings_for(name, value, model) for value in near.fits[name])), []
+        )
+    ]
+    key = settings[0].partition("=")[0] if settings else FEATURES[names[0]].key
+    value = attrgetter(key.removeprefix("model."))(model)
+    less = " nor ".join(_worded(name, found[name]) for name in names)
+    rule = f"{near.name}, the nearest class of Hugging Face, hasn't {less}"
+    return config_error(key, value, rule, f"train with {' and '.join(settings)}")
+
+
+def as_exported(model: ModelConfig) -> ModelConfig:
+    """Return the settings of what a folder computes: without what `dropped` names."""
+    sparse = model.attention.sparse
+    if sparse.stage == "dense":
+        sparse = replace(sparse, layers="")
+    return replace(
+        model,
+        mtp=replace(model.mtp, depths=0),
+        top=replace(model.top, loss=0.0),
+        attention=replace(model.attention, sparse=sparse),
+    )

@@ -1,0 +1,132 @@
+"""Folders that weights are taken from, and the settings of their model; no torch import here.
+
+A run, its `final/`, one of its checkpoints, or a folder of Hugging Face's format.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megacpp.config.model import ModelConfig
+from megacpp.config.saved import read_model_config, with_defaults
+from megacpp.config.schema import Config
+from megacpp.errors import CheckpointError, config_error
+from megacpp.interop.hf_config import read_hf_config
+
+MANIFEST, EXTRA = "manifest.json", "extra.json"
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """Folder with weights.
+
+    Attributes:
+        kind: format of the folder.
+        folder: the folder itself.
+        run: folder of the run that made it, if it is there.
+    """
+
+    kind: Literal["final", "checkpoint", "hf"]
+    folder: Path
+    run: Path | None = None
+
+
+def locate(source: str, key: str) -> WeightsFolder:
+    """Return the folder that a source names: of a run, its final weights or newest checkpoint.
+
+    Args:
+        source: folder.
+        key: setting that names it, for messages.
+
+    Raises:
+        ConfigError: no weights are known to be there.
+    """
+    folder = Path(source)
+    try:
+        there = folder.is_dir()
+    except OSError:  # a name that is too long, or a loop of links
+        there = False
+    if not there:
+        raise config_error(key, source, "no such folder", "give a run, or a folder with weights")
+    if (folder / EXTRA).is_file():
+        return WeightsFolder("checkpoint", folder, _run_above(folder.parent))
+    if (folder / MANIFEST).is_file():
+        return WeightsFolder("final", folder, _run_above(folder))
+    if (folder / "final" / MANIFEST).is_file():
+        return WeightsFolder("final", folder / "final", folder)
+    if newest := _newest(folder / "checkpoints"):
+        return WeightsFolder("checkpoint", newest, folder)
+    if "model_type" in _json(folder / "config.json"):
+        return WeightsFolder("hf", folder)
+    raise config_error(
+        key,
+        source,
+        "holds no final weights, no checkpoint and no config.json with a model_type",
+        "give a run, a checkpoint or a folder of Hugging Face's format",
+    )
+
+
+def model_folder(config: Config) -> str:
+    """Return the folder whose settings of the model a run with `checkpoint.init` takes.
+
+    Its own checkpoint, if it goes on from one: the first weights may be gone by then.
+    """
+    return resumed_from(config) or config.checkpoint.init
+
+
+def resumed_from(config: Config) -> str:
+    """Return the checkpoint that a run goes on from; empty: it starts anew."""
+    if config.checkpoint.resume not in ("auto", "never"):
+        return config.checkpoint.resume
+    folder = Path(config.run.dir.replace("{preset}", config.preset)) / "checkpoints"
+    newest = _newest(folder) if config.checkpoint.resume == "auto" else None
+    return str(newest or "")
+
+
+def read_model(place: WeightsFolder) -> ModelConfig:
+    """Return the settings of the model whose weights are in a folder.
+
+    Raises:
+        ConfigError: a key of Hugging Face's config.json that our settings don't express.
+        CheckpointError: the settings can't be read.
+    """
+    if place.kind == "hf":
+        return read_hf_config(place.folder).model
+    name = "config.json" if place.kind == "final" else EXTRA
+    content = _json(place.folder / name)
+    values = content if place.kind == "final" else content.get("extra", {}).get("config", {})
+    if not isinstance(values.get("model"), dict):
+        raise CheckpointError(
+            f"{place.folder / name}: has no settings of a model. Fix: give another folder."
+        )
+    return read_model_config(with_defaults(values["model"]))
+
+
+def saved_step(place: WeightsFolder) -> int:
+    """Return the number of steps that made the weights; 0 for another program's."""
+    if place.kind == "hf":
+        return int((_json(place.folder / "config.json").get("megacpp") or {}).get("step", 0))
+    return int(_json(place.folder / MANIFEST).get("step", 0))
+
+
+def _newest(folder: Path) -> Path | None:
+    try:
+        name = (folder / "latest").read_text().strip()
+    except OSError:
+        return None
+    return folder / name if (folder / name / MANIFEST).is_file() else None
+
+
+def _run_above(folder: Path) -> Path | None:
+    return folder.parent if (folder.parent / "config.json").is_file() else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,66 @@
+"""First weights of a run (`checkpoint.init`): checked before ranks meet, read when they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from megacpp.config.schema import Config
+from megacpp.data.shards import TOKENIZER
+from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.interop.load import load_weights, open_source
+from megacpp.interop.places import WeightsFolder, locate, resumed_from, saved_step
+from megacpp.model.init import Slice
+
+
+def check_start(config: Config) -> None:
+    """Compare the tensors of the folder with the model's, unless a checkpoint is resumed.
+
+    Raises:
+        ConfigError: no weights are there, or a key of config.json has no setting of ours.
+        CheckpointError: a tensor is missing, left over or of another shape.
+    """
+    if config.checkpoint.init and not resumed_from(config):
+        place = locate(config.checkpoint.init, "checkpoint.init")
+        open_source(place, config.model).stored.close()
+
+
+def start_from(model: nn.Module, config: Config, part: Callable[[Tensor], Slice]) -> list[str]:
+    """Fill a model with the first weights; return lines for the header. Every rank calls it.
+
+    Args:
+        model: model on any mesh.
+        config: configuration of the run.
+        part: what this process stores of a tensor.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    place = locate(config.checkpoint.init, "checkpoint.init")
+    source = open_source(place, config.model)
+    load_weights(model, source, part)
+    step = saved_step(place)
+    after = f" after {step:,} steps" if step else ""
+    lines = [f"weights of {place.folder}{after}; the optimizer starts anew"]
+    if source.unused:
+        lines.append(f"not read: {source.unused[0]} and {len(source.unused) - 1} further tensors")
+    return lines + other_words(place, config)
+
+
+def other_words(place: WeightsFolder, config: Config) -> list[str]:
+    """Return a warning if ids of the corpus mean other words than those of the weights.
+
+    Args:
+        place: folder of the weights, perhaps with a tokenizer.
+        config: configuration of the run.
+    """
+    theirs, ours = place.folder / TOKENIZER, Path(config.data.path) / TOKENIZER
+    if not theirs.is_file() or not ours.is_file():
+        return []
+    found, wanted = (CorpusTokenizer.load(path).inner.get_vocab() for path in (theirs, ours))
+    other = sum(found.get(word) != i for word, i in wanted.items())
+    if not other:
+        return []
+    return [f"{other:,} of {len(wanted):,} ids of the corpus are other words in {theirs}"]

@@ -1,0 +1,402 @@
+"""Classes of Hugging Face, a row each: which settings they express, under which names.
+
+No torch import here.
+"""
+
+from __future__ import annotations
+
+from megacpp.blocks.descriptor import HFTensor
+from megacpp.config.model import ModelConfig
+from megacpp.interop import keys
+from megacpp.interop.hf_class import Change, HFClass, Zeros
+from megacpp.interop.keys import COMMON, DENSE
+
+# ---- features, rules and rewrites that classes share --------------------------------------------
+
+ANY = ("yes", "no")
+NEVER = {
+    "sparse": ("none",),
+    "Gated DeltaNet": ("no",),
+    "groups of experts": ("no",),
+    "query latent": ("no",),
+    "heads divide the width": ANY,
+}
+PLAIN = {
+    **NEVER,
+    "attention": ("gqa",),
+    "shared expert": ("none",),
+    "activation of F": ("none", "swiglu"),
+}
+DENSE_ONLY = {**PLAIN, "feed-forward": ("F alone",), "router": ("none",)}
+LATENT = {
+    **NEVER,
+    "attention": ("mla",),
+    "qk_norm": ("no",),
+    "query latent": ANY,
+    "activation of F": ("none", "swiglu"),
+}
+SOFTMAX = ("softmax post", "softmax pre")
+MIXED = ("E alone", "E and F", "F, then E")
+LEADING = ("E alone", "F, then E")
+SIGMOID = {
+    "feed-forward": LEADING,
+    "router": ("sigmoid",),
+    "shared expert": ("plain", "none"),
+    "groups of experts": ANY,
+}
+BASIC = {"hidden_act": "silu", "attention_bias": False}
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "attention_bias": False, "hidden_act": "silu"}
+
+
+def route_scale(model: ModelConfig) -> float:
+    """Return the factor that routed experts take over where a class has none."""
+    return model.moe.route_scale
+
+
+def twice_if_ungated(model: ModelConfig) -> float:
+    """Return 2 for a shared expert whose gate is written as zeros, a sigmoid of 1/2."""
+    return 1.0 if model.moe.shared_gate else 2.0
+
+
+def ungated(model: ModelConfig) -> bool:
+    """Return whether a shared expert has no gate."""
+    return not model.moe.shared_gate
+
+
+def unshared(model: ModelConfig) -> bool:
+    """Return whether there is no shared expert."""
+    return not model.moe.num_shared
+
+
+FOLDED = {
+    "mlp.experts.{e}.down_proj.weight": Change(scale=route_scale),
+    "mlp.experts.down_proj": Change(scale=route_scale),
+}
+GATED_SHARED = {**FOLDED, "mlp.shared_experts.down_proj.weight": Change(scale=twice_if_ungated)}
+GATE = Zeros("E", "mlp.shared_expert_gate.weight", lambda model: (1, model.dim), ungated)
+PADDED = {
+    "mlp.shared_experts.gate_proj.weight": Change(pad="rows"),
+    "mlp.shared_experts.up_proj.weight": Change(pad="rows"),
+    "mlp.shared_experts.down_proj.weight": Change(pad="columns"),
+}
+EMPTY = (
+    *(
+        Zeros("E", f"mlp.shared_experts.{name}.weight", lambda model: (0, model.dim), unshared)
+        for name in ("gate_proj", "up_proj")
+    ),
+    Zeros("E", "mlp.shared_experts.down_proj.weight", lambda model: (model.dim, 0), unshared),
+)
+ONE_SHARED = (("shared_experts.", "shared_expert."),)
+FROM_ZERO = Change(shift=-1.0)  # a norm there multiplies by 1 + weight
+INTO_PAIRS = {
+    f"self_attn.indexer.{name}": Change(order="index_pairs")
+    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
+}
+# Where a folder's `rope_interleave` is false.
+IN_HALVES = {
+    "self_attn.q_proj.weight": Change(order="rotated_last"),
+    "self_attn.q_b_proj.weight": Change(order="rotated_last"),
+    "self_attn.kv_a_proj_with_mqa.weight": Change(order="rotated_key"),
+}
+GRANITE_EXPERTS = (
+    HFTensor("block_sparse_moe.router.layer.weight", ("router.weight",)),
+    HFTensor("block_sparse_moe.input_linear.weight", ("experts.w1", "experts.w3"), "each_expert"),
+    HFTensor("block_sparse_moe.output_linear.weight", ("experts.w2",)),
+    HFTensor("shared_mlp.input_linear.weight", ("shared.w1.weight", "shared.w3.weight")),
+    HFTensor("shared_mlp.output_linear.weight", ("shared.w2.weight",)),
+)
+# Experts as transformers holds them in memory; import takes them where a folder has them.
+STACKED_EXPERTS = (
+    HFTensor("mlp.experts.gate_up_proj", ("experts.w1", "experts.w3"), "each_expert"),
+    HFTensor("mlp.experts.down_proj", ("experts.w2",)),
+)
+DEEPSEEK = (
+    *COMMON,
+    keys.MLA,
+    DENSE,
+    keys.experts("n_routed_experts"),
+    keys.SCALED,
+    keys.SHARED_NUMBER,
+)
+SPARSE = {**LATENT, **SIGMOID, "query latent": ("yes",)}
+SPARSE_FIXED = {
+    **BASIC, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+SPARSE_DEFAULTS = {
+    **DEFAULTS, "norm_topk_prob": True, "scoring_func": "sigmoid", "mlp_bias": False,
+    "first_k_dense_replace": 3, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+SIGMOID_IMPLIED = {"moe.score": "sigmoid", "moe.shared_gate": False}
+
+
+CLASSES = (
+    HFClass(
+        "LlamaForCausalLM",
+        "llama",
+        {**DENSE_ONLY, "qk_norm": ("no",), "heads divide the width": ("yes",)},
+        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
+        {**BASIC, "mlp_bias": False},
+        {**DEFAULTS, "mlp_bias": False},
+    ),
+    HFClass(
+        "ArceeForCausalLM",
+        "arcee",
+        {
+            **DENSE_ONLY,
+            "qk_norm": ("no",),
+            "activation of F": ("relu2",),
+            "heads divide the width": ("yes",),
+        },
+        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
+        {**BASIC, "mlp_bias": False, "hidden_act": "relu2"},
+        {**DEFAULTS, "mlp_bias": False, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        {"mlp.activation": "relu2"},
+    ),
+    HFClass(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {**DENSE_ONLY, "qk_norm": ("yes",)},
+        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
+        {**BASIC, "use_sliding_window": False},
+        {**DEFAULTS, "use_sliding_window": False, "head_dim": 128},
+        {"attention.qk_norm": True},
+    ),
+    HFClass(
+        "MixtralForCausalLM",
+        "mixtral",
+        {**PLAIN, "feed-forward": ("E alone",), "router": ("softmax post",), "qk_norm": ("no",)},
+        (
+            *COMMON,
+            keys.GQA,
+            keys.experts("num_local_experts", "intermediate_size"),
+            keys.alike("AE"),
+        ),
+        {"hidden_act": "silu", "sliding_window": None},
+        {**DEFAULTS, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        {"moe.score": "softmax", "moe.num_shared": 0},
+        rename=(
+            ("mlp.", "block_sparse_moe."),
+            (".gate_proj.", ".w1."),
+            (".up_proj.", ".w3."),
+            (".down_proj.", ".w2."),
+        ),
+        changes=FOLDED,
+    ),
+    HFClass(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {**PLAIN, "feed-forward": MIXED, "router": SOFTMAX, "qk_norm": ("yes",)},
+        (
+            *COMMON,
+            keys.GQA,
+            DENSE,
+            keys.experts("num_experts"),
+            keys.SOFTMAX_ORDER,
+            keys.DENSE_NAMED,
+        ),
+        {**BASIC, "use_sliding_window": False},
+        {
+            **DEFAULTS, "use_sliding_window": False, "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+        {"attention.qk_norm": True, "moe.score": "softmax", "moe.num_shared": 0},
+        changes=FOLDED,
+    ),
+    HFClass(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
+        {
+            **PLAIN,
+            "feed-forward": ("E alone",),
+            "router": ("softmax post",),
+            "shared expert": ("plain",),
+            "qk_norm": ("no",),
+        },
+        (
+            *COMMON,
+            keys.GQA,
+            keys.ATTENTION_SCALE,
+            keys.experts("num_local_experts", "intermediate_size"),
+            keys.shared_width("shared_intermediate_size"),
+            keys.alike("AE"),
+        ),
+        {**BASIC, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+        {
+            **DEFAULTS, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+            "logits_scaling": 1.0, "attention_multiplier": 1.0,
+        },
+        {"moe.score": "softmax", "moe.shared_gate": False},
+        changes={"block_sparse_moe.output_linear.weight": Change(scale=route_scale)},
+        tensors={"E": GRANITE_EXPERTS},
+    ),
+    HFClass(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            **PLAIN,
+            "feed-forward": MIXED,
+            "router": SOFTMAX,
+            "shared expert": ("plain", "gated"),
+            "qk_norm": ("no",),
+        },
+        (
+            *COMMON,
+            keys.GQA,
+            DENSE,
+            keys.experts("num_experts"),
+            keys.SOFTMAX_ORDER,
+            keys.shared_width("shared_expert_intermediate_size"),
+            keys.DENSE_NAMED,
+        ),
+        {"hidden_act": "silu", "qkv_bias": False, "use_sliding_window": False},
+        {
+            **DEFAULTS, "qkv_bias": True, "use_sliding_window": False, "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+        {"moe.score": "softmax", "moe.shared_gate": True},
+        rename=ONE_SHARED,
+        changes=GATED_SHARED,
+        zeros=(GATE,),
+    ),
+    HFClass(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        {
+            **PLAIN,
+            "feed-forward": MIXED,
+            "router": SOFTMAX,
+            "shared expert": ("plain", "gated"),
+            "qk_norm": ("yes",),
+            "Gated DeltaNet": ANY,
+        },
+        (
+            *COMMON,
+            keys.GQA,
+            DENSE,
+            keys.experts("num_experts"),
+            keys.SOFTMAX_ORDER,
+            keys.shared_width("shared_expert_intermediate_size"),
+            keys.DELTA,
+            keys.TYPED,
+        ),
+        {**BASIC, "partial_rotary_factor": 1.0},
+        {
+            **DEFAULTS, "partial_rotary_factor": 0.25, "norm_topk_prob": True, "head_dim": 256,
+            "decoder_sparse_step": 1, "full_attention_interval": 4,
+        },
+        {"attention.qk_norm": True, "moe.score": "softmax", "moe.shared_gate": True},
+        rename=ONE_SHARED,
+        changes={
+            **GATED_SHARED,
+            "self_attn.q_proj.weight": Change(order="gated_queries"),
+            "self_attn.o_proj.weight": Change(scale=2.0),
+            "self_attn.q_norm.weight": FROM_ZERO,
+            "self_attn.k_norm.weight": FROM_ZERO,
+            "input_layernorm.weight": FROM_ZERO,
+            "post_attention_layernorm.weight": FROM_ZERO,
+            "model.norm.weight": FROM_ZERO,
+        },
+        zeros=(GATE,),
+    ),
+    HFClass(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        {**PLAIN, **SIGMOID, "qk_norm": ANY},
+        (
+            *COMMON,
+            keys.GQA,
+            keys.HEAD_NORMS,
+            DENSE,
+            keys.experts("n_routed_experts"),
+            keys.SCALED,
+            keys.GROUPED,
+            keys.SHARED_NUMBER,
+            keys.LEADING,
+        ),
+        {
+            **BASIC, "partial_rotary_factor": 1.0, "norm_topk_prob": True,
+            "num_nextn_predict_layers": 0,
+        },
+        {
+            **DEFAULTS, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True,
+            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        SIGMOID_IMPLIED,
+        changes=PADDED,
+        zeros=EMPTY,
+    ),
+    HFClass(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        {
+            **LATENT,
+            "feed-forward": LEADING,
+            "router": ("softmax pre",),
+            "shared expert": ("none", "plain"),
+            "heads divide the width": ("yes",),
+        },
+        (*DEEPSEEK, keys.LEADING),
+        {
+            **BASIC, "topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False,
+            "scoring_func": "softmax",
+        },
+        {
+            **DEFAULTS, "topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False,
+            "scoring_func": "softmax", "first_k_dense_replace": 0, "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0, "q_lora_rank": 1536,
+        },
+        {"moe.score": "softmax", "moe.softmax_order": "pre", "moe.shared_gate": False},
+        changes=PADDED,
+        zeros=EMPTY,
+    ),
+    HFClass(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        {**LATENT, **SIGMOID, "feed-forward": (*LEADING, "F alone"), "router": ("none", "sigmoid")},
+        (*DEEPSEEK, keys.GROUPED, keys.LEADING),
+        {**BASIC, "norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 0},
+        {
+            **DEFAULTS, "norm_topk_prob": True, "rope_interleave": True, "n_shared_experts": 1,
+            "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
+            "routed_scaling_factor": 2.5,
+        },
+        SIGMOID_IMPLIED,
+        changes=PADDED,
+        zeros=EMPTY,
+    ),
+    HFClass(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32",
+        {**SPARSE, "sparse": ("each layer",)},
+        (*DEEPSEEK, keys.GROUPED, keys.INDEXER, keys.EACH_INDEXES, keys.TYPED_LEADING),
+        SPARSE_FIXED,
+        {**SPARSE_DEFAULTS, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536},
+        SIGMOID_IMPLIED,
+        changes=PADDED,
+        zeros=EMPTY,
+    ),
+    HFClass(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        {**SPARSE, "sparse": ("choices shared",)},
+        (*DEEPSEEK, keys.GROUPED, keys.INDEXER, keys.INDEXERS, keys.TYPED_LEADING),
+        SPARSE_FIXED,
+        {
+            **SPARSE_DEFAULTS, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
+            "q_lora_rank": 2048,
+        },
+        SIGMOID_IMPLIED,
+        changes={**PADDED, **INTO_PAIRS},
+        zeros=EMPTY,
+    ),
+    HFClass(
+        "MistralForCausalLM",
+        "mistral",
+        {},
+        (*COMMON, keys.GQA, DENSE, keys.alike("AF")),
+        {"hidden_act": "silu", "sliding_window": None},
+        {**DEFAULTS, "sliding_window": 4096},
+    ),
+)  # fmt: skip

@@ -1,0 +1,78 @@
+"""Exported folders compute what the run's model computes, in transformers itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megacpp.cli.main import main
+from megacpp.interop.compare import WITHIN, load_model, our_logits
+from megacpp.interop.places import locate, read_model
+from megacpp.run.sample import generate
+from megacpp.state.tensors import model_tensors
+from tests.interop.models import CASES, built, final_folder, model_of
+from tests.state.toy import differences
+
+IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(3))
+
+# Random weights whose likeliest tokens repeat after a few.
+LOOPS = "llama_tied_yarn arcee qwen3_tied mixtral_scaled glm4_unshared deepseek_v2".split()
+
+
+def exported(name: str, folder: Path, *more: str):
+    model = built(model_of(name))
+    final = final_folder(folder / "run", model)
+    out = folder / "out"
+    assert main(["export", str(final), "--out", str(out), "--dtype", "fp32", *more]) == 0
+    return model, out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
+    model, out = exported(name, tmp_path)
+    written = json.loads((out / "config.json").read_text())
+    assert written["architectures"] == [f"{CASES[name][0]}ForCausalLM"]
+    auto = transformers.AutoModelForCausalLM
+    other, info = auto.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    with torch.no_grad():
+        theirs = other.eval()(IDS).logits
+    ours = our_logits(model, IDS)
+    assert (ours - theirs).abs().max() <= WITHIN * theirs.abs().max()
+    assert theirs.std() > 0.1
+    other.generation_config.eos_token_id = None
+    made = other.generate(IDS[:1, :5], max_new_tokens=200, do_sample=False)[0, 5:].tolist()
+    assert generate(model, IDS[0, :5].tolist(), 200, temperature=0) == made
+    assert len(set(made)) > 15 or name in LOOPS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, out = exported(name, tmp_path)
+    place = locate(str(out), "run")
+    assert read_model(place) == model.config
+    back = load_model(place, model.config)
+    assert not differences(dict(model_tensors(model)), dict(model_tensors(back)))
+
+
+def test_a_routers_bias_stays_wide(tmp_path: Path) -> None:
+    """A bf16 folder: choices of experts go by a bias of small steps, which transformers keeps."""
+    model = built(model_of("deepseek_v3"))
+    final = final_folder(tmp_path / "run", model)
+    assert main(["export", str(final), "--out", str(tmp_path / "out")]) == 0
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    bias = other.model.layers[0].mlp.gate.e_score_correction_bias
+    assert other.dtype == torch.bfloat16 and bias.dtype == torch.float32
+    assert torch.equal(bias, model.get_buffer("blocks.1.mixer.router.expert_bias"))
+    place = locate(str(tmp_path / "out"), "run")
+    back = load_model(place, model.config)
+    for (name, t), (_, first) in zip(
+        back.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(t, first.to(torch.bfloat16).float()), name
