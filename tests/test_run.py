@@ -26,7 +26,7 @@ SMALL = (
     " --model.attention.head-dim 16 --model.mamba3.headdim 16 --model.mamba3.d-state 8"
     " --model.mamba3.chunk-size 16 --model.m2rnn.key-dim 8 --model.m2rnn.value-dim 8"
     " --model.moe.num-experts 4 --model.moe.hidden-dim 32 --model.moe.shared-hidden-dim 32"
-    " --model.mlp.hidden-dim 64 --data.seq-len 48 --run.steps 20 --run.eval-rows 24"
+    " --model.mlp.hidden-dim 64 --data.seq-len 48 --run.steps 20 --run.eval-rows 23"
     " --run.sample-tokens 8 --checkpoint.every 10 --checkpoint.keep 0"
 ).split()
 ADAMW = ["--optim.name", "adamw", "--precision.dtype", "fp64"]
