@@ -204,6 +204,19 @@ def test_every_candidate_can_be_launched_and_has_the_tokens() -> None:
         )
 
 
+def test_a_plan_of_reduced_microbatches_has_no_pipeline() -> None:
+    """`train.gradient_sync=each` reduces every microbatch; a pipeline's schedule once a step."""
+    config = small()
+    each = replace(config, train=replace(config.train, gradient_sync="each"))
+    plain, found = (plan(c, 8, 10**9, 64 * SEQ, estimator=estimator()) for c in (config, each))
+    assert found.candidates and not [c for c in found.candidates if list(broken(c.config, 8))]
+    assert found.out["pipeline"] > plain.out["pipeline"] > 0
+    in_stages = replace(each, mesh=replace(each.mesh, pp=2))
+    assert not plan(in_stages, 8, 10**9, 64 * SEQ, ("mesh.pp",), estimator()).candidates
+    deferred = replace(config, mesh=in_stages.mesh)
+    assert plan(deferred, 8, 10**9, 64 * SEQ, ("mesh.pp",), estimator()).candidates
+
+
 def test_a_pipeline_must_run_the_first_steps_of_a_warmup() -> None:
     """An eighth of the microbatches, which must be as many as stages."""
     config = small()

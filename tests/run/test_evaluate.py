@@ -73,6 +73,8 @@ def test_the_loss_of_uneven_rows_is_that_of_the_rows_one_by_one(held_out: Corpus
         assert sum(s.valid_tokens for s in sums) == targets
         assert sum(s.target_bytes for s in sums) == text
         assert sum(s.nll_sum.item() for s in sums) == pytest.approx(sum(nll), rel=1e-12)
-    values = evaluate(boundary.evaluate, validation_share(held_out, config_of(7, 2), 0, 1), held_out)
+    values = evaluate(
+        boundary.evaluate, validation_share(held_out, config_of(7, 2), 0, 1), held_out
+    )
     assert values["loss"] == pytest.approx(sum(nll) / targets, rel=1e-12)
     assert values["target_bytes"] == text and values["complete"] == 0
