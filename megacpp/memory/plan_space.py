@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megacpp.config.checks.mesh import first_broken
+from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.data.schedule import BatchSchedule
 from megacpp.memory.forms.parameters import kinds_of
@@ -42,12 +43,13 @@ LADDER: dict[str, dict[str, Any]] = {
     },
     "full": {
         "ablock": "full",
-        "eblock": "full",
+        "eblock": "expert_gemm_only",  # as a whole it would send again (mesh.ep)
         "mblock": "conv_bc_only",
         "rblock": "full_plus_norms",
         "gblock": "full",
         "fblock": "full",
         "norms": True,
+        "mlp": True,
     },
 }
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -151,6 +153,11 @@ def with_knobs(
         grad_accum=tokens_per_step // per_micro,
     )
     return replace(config, mesh=mesh, train=train, recompute=policy.recompute)
+
+
+def policy_is_legal(config: Config, mesh: MeshConfig, policy: Policy) -> bool:
+    """Whether the policy breaks no rule on that mesh."""
+    return not any(recompute_rules(replace(config, mesh=mesh, recompute=policy.recompute)))
 
 
 def mesh_is_legal(config: Config, mesh: MeshConfig, world: int) -> bool:

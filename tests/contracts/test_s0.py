@@ -127,7 +127,8 @@ def test_s0_7_a_stock_checkpoint_of_a_transformer_engine_block_is_refused() -> N
 
 def test_s0_8_no_preset_leaves_expert_blocks_out() -> None:
     """Blocks of experts are recomputed wherever M blocks are; leaving them out is said by name."""
-    assert "skip_eblock_checkpointing" not in vars(CheckpointingPolicy())
+    assert policy("--skip-eblock-checkpointing").eblock == "none"
+    assert policy().eblock == "expert_gemm_only"
     assert PER_BLOCK.eblock == "expert_gemm_only"
     for make in PRESETS.values():
         config = make()
@@ -171,11 +172,18 @@ def test_s0_b_selective_attention_is_offered_with_its_cost() -> None:
     assert "recompute.ablock=selective" in notes and "FLOP" in notes
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoint_spacing isn't translated.")
 def test_s0_c_every_older_flag_is_translated() -> None:
-    for flag in ("recompute_moe_experts", "recompute_m2rnn", "recompute_mamba_conv"):
-        assert policy(f"--{flag}=true") == policy()
-    assert policy("--checkpoint-spacing", "2") != policy()
+    """Of the article's flag surface; a spacing of layers is the policy by kind, and says so."""
+    switches = (
+        *("recompute_moe_experts", "recompute_m2rnn", "recompute_mamba_conv", "recompute_norms"),
+        *("mtp_recompute", "cpu_offload_checkpointing", "gradient_checkpointing"),
+    )
+    for flag in switches:
+        on, off = (policy(f"--{flag}={value}", preset="dense_110m") for value in ("true", "false"))
+        assert on != off, flag
+    resolved = parse_run(["dense_110m", "--checkpoint-spacing", "2"], 1)
+    assert resolved.config.recompute == PER_BLOCK
+    assert "no policy for one layer in 2" in resolved.notes[0]
 
 
 @pytest.mark.xfail(strict=True, reason="Only A and F blocks project what their layers read.")
