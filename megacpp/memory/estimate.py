@@ -78,14 +78,13 @@ class MemoryEstimate:
         """The point without context, libraries and allocator: what a trace counts."""
         return self.point - sum(self.components.get(name, 0) for name in NO_TENSOR)
 
-    @property
-    def gib(self) -> dict[str, float]:
-        """Components, point and upper bound in GiB, for people."""
+    def as_dict(self) -> dict[str, float]:
+        """Return components, point and upper bound in GiB, for people."""
         found = {**self.components, "point": self.point, "upper": self.upper}
         return {name: size / 2**30 for name, size in found.items()}
 
-    def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+    def as_json(self) -> dict[str, Any]:
+        """Return everything in bytes, for machines."""
         return {
             "point": self.point,
             "upper": self.upper,

@@ -114,7 +114,6 @@ def test_s3_10_the_peak_of_a_step_decides_and_counts_muons_whole_matrices() -> N
     assert estimate(config, 8, budget=found.resting).verdict == "does_not_fit"
 
 
-@pytest.mark.xfail(strict=True, reason="as_dict() returns texts and tables beside the figures.")
 def test_s3_b_the_articles_snippet_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     cfg = nam52_deep_base().model
     est = estimate_memory(
@@ -126,6 +125,8 @@ def test_s3_b_the_articles_snippet_runs_as_printed(capsys: pytest.CaptureFixture
         print(f"{name:24s} {gb:6.2f} GiB")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 6 and all(line.endswith(" GiB") for line in lines)
+    parts = [gb for name, gb in est.as_dict().items() if name in est.components]
+    assert sum(parts) == pytest.approx(est.as_dict()["point"], rel=1e-12)
 
 
 @pytest.mark.xfail(strict=True, reason="Padded dispatch is a setting, not a lever of the planner.")

@@ -92,7 +92,7 @@ def test_what_every_estimate_is(name: str, size: int, flags: list[str]) -> None:
     assert estimate(config, size, budget=found.point).verdict == "at_risk"
     assert estimate(config, size, budget=found.point - 1).verdict == "does_not_fit"
     assert estimate(config, size).verdict == "unknown"
-    assert json.loads(json.dumps(found.as_dict()))["point"] == found.point
+    assert json.loads(json.dumps(found.as_json()))["point"] == found.point
     assert estimate(config, size, detail=False) == dataclasses.replace(
         estimate(config, size), detail={}
     )
@@ -147,7 +147,7 @@ def test_the_call_with_plain_numbers() -> None:
     assert kept == policy and kept.point > one.point
     adamw = estimate_memory(nam56r_base().model, **wanted, optimizer="adamw")
     assert adamw.components["optimizer_state"] > 2 * one.components["optimizer_state"]
-    assert one.gib["point"] == one.point / 2**30
+    assert one.as_dict()["point"] == one.point / 2**30
 
 
 ODD = dataclasses.replace(
