@@ -328,7 +328,7 @@ class Meter(TorchDispatchMode):
         self._back = part
 
     def _unpacking(self, init: Callable[..., None]) -> Callable[..., None]:
-        """What runs to get a saved tensor back is replayed."""
+        """What runs to get a saved tensor back is replayed; what is put away is kept."""
 
         def watched(
             hooks: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -340,9 +340,17 @@ class Meter(TorchDispatchMode):
                 finally:
                     self._replaying -= 1
 
-            init(hooks, pack, replayed)
+            def kept(t: Tensor) -> Any:
+                held = pack(t)
+                self._keeps(held)
+                return held
+
+            init(hooks, kept, replayed)
 
         return watched
+
+    def _keeps(self, held: Any) -> None:
+        """Something was put away for the backward: a tensor, or what will bring one back."""
 
 
 def in_backward() -> bool:

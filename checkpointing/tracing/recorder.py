@@ -167,11 +167,15 @@ class Recorder(Meter):
             return "batch"
         if id(life) in self._of_unit or life.weight:
             return "communication"
-        if id(life) in self._kept:
+        if self._is_kept(life):
             if life.part in (*ENTRANCE, *EXIT):
                 return "head_loss"
             return "moe_routing" if self._routes(life) else "activations"
         return "workspace"
+
+    def _is_kept(self, life: Life) -> bool:
+        """For the backward, as the end of the forward showed."""
+        return id(life) in self._kept
 
     def _routes(self, life: Life) -> bool:
         """Made by the router of an E block, or on the way of rows to its experts and back."""

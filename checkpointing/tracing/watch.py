@@ -8,6 +8,8 @@
 (Activation memory, and all the rest.) The recorder starts with an empty model; this one is for the
 middle of a run. It takes in what rests (parameters, gradients, state, and the storages that FSDP2
 empties and fills), and finds the optimizer's part of the step by its hooks. It changes no value.
+A forward that has not ended, as one that ran out of memory, is told apart too: what is kept is
+noted when autograd or a recompute region puts it away.
 It counts the memory of the model's device: beside a GPU what waits on the host isn't counted.
 Cost: one Python call an operator, about half a step of a small model on a CPU.
 """
@@ -22,11 +24,15 @@ from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from checkpointing.tracing.meter import Life, local_part, part_of
-from checkpointing.tracing.operators import tensors_in
+from checkpointing.rebuild import Forward, _Argument
+from checkpointing.tracing.meter import Life, _replaced, local_part, part_of
+from checkpointing.tracing.operators import storages_of, tensors_in
 from checkpointing.tracing.recorder import Recorder
 from megacpp.memory.stream import Stream
+
+ROUTED = ("mixer.dispatch", "mixer.experts", "mixer.combine")
 
 
 class StepWatch(Recorder):
@@ -37,6 +43,9 @@ class StepWatch(Recorder):
         self.optimizer = optimizer
         self._device = next((local_part(p).device.type for p in model.parameters()), "cpu")
         self._ends: list[ref[UntypedStorage]] = []
+        self._saved: set[int] = set()  # lives that something was put away of
+        # Made before the meter watches such hooks: these see what no others do.
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> StepWatch:
         for component, part, t in resting(self.model, self.optimizer):
@@ -46,13 +55,22 @@ class StepWatch(Recorder):
             self.optimizer.register_step_pre_hook(self._into_optimizer).remove,
             self.optimizer.register_step_post_hook(self._out_of_optimizer).remove,
         ]
-        self._undo += hooks
+        self._undo += [*hooks, _replaced(_Argument, "capture", self._capturing)]
+        self._hooks.__enter__()
         self.begin()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(None, None, None)
+        super().__exit__(*error)
 
     def stream(self) -> Stream:
         """Blocks and events from where the watch began until now."""
         self.note_gradients()
+        if not self.forward_ended:
+            shared = set(storages_of(self._documents, set()))
+            for key, life in self._alive.items():
+                life.batch = life.batch or key in shared
         return super().stream()
 
     def rest(self) -> dict[str, int]:
@@ -86,6 +104,38 @@ class StepWatch(Recorder):
         if t.device.type == self._device:
             super()._bear(storage, t, *rest)
 
+    def _is_kept(self, life: Life) -> bool:
+        """While a forward runs: what was put away, what parts that are done have left alive, and
+        what is on its way through experts."""
+        if super()._is_kept(life) or self.forward_ended or life.backward or life.died is not None:
+            return super()._is_kept(life)
+        runs = self._marks[-1][1].removeprefix("forward ") if self._marks else ""
+        # Rows and hidden units of the experts that run: put away a few operators later.
+        routed = life.path.startswith(ROUTED) and f"{life.part}.mixer.router" in self._modules
+        return life.part not in ("", runs) or routed or id(life) in self._saved
+
+    def _pack(self, t: Tensor) -> Tensor:
+        self._keeps(t)
+        return t
+
+    def _keeps(self, held: Any) -> None:
+        if not isinstance(held, Tensor) or self.forward_ended:
+            return
+        for t in pieces(held):
+            life = self._alive.get(id(t.untyped_storage()))
+            if life is not None:
+                self._saved.add(id(life))
+
+    def _capturing(self, capture: Callable[..., Any]) -> Callable[..., Any]:
+        """Arguments of a piece that runs again are kept without autograd."""
+
+        def captured(arg: object, forward: Forward) -> Any:
+            found = capture(arg, forward)
+            self._keeps(found.kept)
+            return found
+
+        return captured
+
     def _end(self, key: int, life: Life, _: object) -> None:
         self._bury(key, life)
 
@@ -96,6 +146,10 @@ class StepWatch(Recorder):
 
     def _out_of_optimizer(self, *_: Any) -> None:
         self._stage = ""
+
+
+def _unpack(t: Tensor) -> Tensor:
+    return t
 
 
 def resting(

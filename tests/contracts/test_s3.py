@@ -20,7 +20,7 @@ from megacpp.model.documents import Documents
 from tests.memory import test_calibration, test_reference
 from tests.model.small import small
 from tests.optim import test_muon_memory
-from tests.run import test_forensics
+from tests.run import test_failed_forward, test_forensics
 
 GIB = 1 << 30
 
@@ -96,8 +96,20 @@ def test_s3_8_snapshots_are_a_thousand_steps_apart(tmp_path: Path) -> None:
     test_forensics.test_the_default_looks_at_few_steps(tmp_path)
 
 
-def test_s3_9_peak_of_every_rank_and_the_largest_growth_are_recorded(tmp_path: Path) -> None:
-    test_forensics.test_every_rank_is_in_the_summary(tmp_path)
+def test_s3_9_peak_of_every_rank_and_the_largest_growth_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a run that ended with an error, by each rank alone."""
+    test_forensics.test_every_rank_is_in_the_summary(tmp_path / "whole")
+    test_failed_forward.test_any_failure_leaves_a_summary(tmp_path, monkeypatch)
+
+
+def test_s3_a_an_error_mid_forward_is_blamed_on_the_bucket_that_grew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the last E block on dispatch, with a snapshot and a summary; a changed chunk on states."""
+    test_failed_forward.test_what_is_written_at_the_error(tmp_path / "experts", capsys)
+    test_failed_forward.test_a_changed_chunk_is_told_from_a_hot_expert_mid_forward(tmp_path)
 
 
 def test_s3_10_the_peak_of_a_step_decides_and_counts_muons_whole_matrices() -> None:
