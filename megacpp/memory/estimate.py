@@ -33,7 +33,7 @@ from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
-from megacpp.model.stages import SPLIT_BACKWARD
+from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
 NO_TENSOR = ("runtime_reserved", "allocator_overhead")
@@ -108,6 +108,7 @@ def estimate(
         budget: bytes that may be used.
         detail: fill in `detail`, which takes longer than all the rest.
     """
+    config = as_scheduled(config)
     found = step_bytes(config, size, rank)
     most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
     one_layer = found.one_layer

@@ -14,7 +14,7 @@ from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.model.pieces import BLOCK, Piece, layer_pieces
 from megacpp.model.primes import divisors
-from megacpp.model.stages import pipeline_rules
+from megacpp.model.stages import chunk_rules, pipeline_rules
 
 # Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
 LADDER: dict[str, dict[str, Any]] = {
@@ -165,15 +165,18 @@ def mesh_is_legal(config: Config, mesh: MeshConfig, world: int) -> bool:
     return first_broken(replace(config, mesh=mesh), world) is None
 
 
-def pipeline_is_legal(config: Config, mesh: MeshConfig, microbatches: int) -> bool:
+def pipeline_is_legal(config: Config, mesh: MeshConfig, rows: int, microbatches: int) -> bool:
     """Whether the schedule runs so many microbatches on the model's layers, and fewer at first."""
+    batch = replace(config.train, device_batch_size=rows)
+    if any(chunk_rules(replace(config, mesh=mesh, train=batch))):
+        return False
     if mesh.pp == 1:
         return True
     if config.train.gradient_sync == "each":
         return False
     one = replace(config, mesh=mesh)
     numbers = {microbatches}
-    if config.train.batch_warmup_steps:
+    if config.train.batch_warmup_steps and not config.train.static_shapes:
         ramp = BatchSchedule(1, microbatches, config.train.batch_warmup_steps)
         numbers |= set(ramp.distinct_accums())
     return not any(error for n in numbers for error in pipeline_rules(one, n))

@@ -251,7 +251,7 @@ class _Search:
             return
         ranks = mesh.dp_replicate * mesh.dp_shard
         of_ranks = self.tokens // self.config.data.seq_len // ranks
-        legal = [r for r in rows if pipeline_is_legal(self.config, mesh, of_ranks // r)]
+        legal = [r for r in rows if pipeline_is_legal(self.config, mesh, r, of_ranks // r)]
         self.out["pipeline"] += (len(rows) - len(legal)) * len(self.policies)
         allowed = [i for i, p in enumerate(self.policies) if policy_is_legal(self.config, mesh, p)]
         self.out["mesh"] += len(legal) * (len(self.policies) - len(allowed))

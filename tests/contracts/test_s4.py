@@ -18,7 +18,7 @@ from megacpp.model.stages import enough_microbatches
 from tests.data import test_schedule
 from tests.memory import test_planner
 from tests.model import test_router
-from tests.parallel import test_boundary, test_guard, test_loss_scale
+from tests.parallel import test_boundary, test_chunks, test_guard, test_loss_scale
 from tests.parallel.parity import TOLERANCE, Run, check_scatters, covered, error, traces_of
 from tests.ranks import on_worlds
 from tests.run import test_fit
@@ -62,11 +62,15 @@ def test_s4_4_a_pipeline_divides_by_microbatches_times_chunks() -> None:
     test_boundary.test_divisors()
 
 
-@pytest.mark.xfail(strict=True, reason="A pipeline's chunks are the loader's microbatches.")
 def test_s4_4_chunks_of_a_pipeline_are_counted_apart_from_microbatches() -> None:
-    flags = "--mesh.pp 2 --train.grad-accum 2 --train.num-chunks 4 --train.device-batch-size 8"
-    train: Any = parse_run(["tiny", *flags.split()], 2).config.train
-    assert (train.grad_accum, train.num_chunks) == (2, 4)
+    """Two microbatches of the loader in two parts each: the gradient of four, divided by four."""
+    test_chunks.test_counts_are_apart_and_rules_know_both()
+    case = test_chunks.Case(2, 2, "microbatches")
+    other = test_chunks.alone(case)
+    found = on_worlds(test_chunks.outcome, {case: 2, other: 2})
+    for mine, theirs in zip(found[case], found[other], strict=True):
+        assert mine.run == theirs.run == 4
+        assert error(mine.gradients, theirs.gradients)[0] <= TOLERANCE["fp64"]
 
 
 def test_s4_5_a_nan_on_one_rank_costs_one_step_and_nothing_else() -> None:
@@ -81,9 +85,14 @@ def test_s4_5_a_nan_on_one_rank_costs_one_step_and_nothing_else() -> None:
         assert test_guard.equal(seen.states[-1], left_out.states[-1])
 
 
-@pytest.mark.xfail(strict=True, reason="The look at gradients before they are summed can't be off.")
 def test_s4_5_the_look_before_the_reduction_can_be_turned_off() -> None:
+    """By a setting of the run, not of the environment; a step without a finite norm stays out."""
     assert parse_run(["tiny", "--train.nonfinite", "off"], 1).config.train.nonfinite == "off"
+    test_guard.test_without_a_look_nothing_is_watched()
+    case = test_guard.Case("fsdp2", policy="off")
+    for seen in on_worlds(test_guard.play, {case: 2})[case]:
+        assert [v.healthy for v in seen.verdicts] == [True, False, True]
+        assert seen.verdicts[1].nonfinite == 0
 
 
 def test_s4_6_fp16_halves_its_scale_on_the_same_event() -> None:
@@ -101,7 +110,6 @@ def test_s4_8_static_shapes_leave_the_warmup_out() -> None:
     test_schedule.test_static_shapes_leave_the_warmup_out_and_say_so()
 
 
-@pytest.mark.xfail(strict=True, reason="Static shapes are an argument that no setting reaches.")
 def test_s4_8_static_shapes_are_a_setting() -> None:
     flags = "--train.static-shapes true --train.batch-warmup-steps 5 --train.grad-accum 8"
     schedule, reason = batch_schedule(parse_run(["tiny", *flags.split()], 1).config, 1)
@@ -117,10 +125,9 @@ def test_s4_9_a_v_shaped_schedule_needs_twice_as_many_microbatches_as_ranks() ->
     assert any("needs 2 * mesh.pp (4) or more" in str(e) for e in broken(few, 2))
 
 
-@pytest.mark.xfail(strict=True, reason="There is no split of a device batch that could not divide.")
 def test_s4_9_a_device_batch_that_does_not_divide_is_refused() -> None:
     flags = "--mesh.pp 2 --train.grad-accum 2 --train.num-chunks 4 --train.device-batch-size 6"
-    with pytest.raises(ConfigError, match=r"device_batch_size \(6\).*divide"):
+    with pytest.raises(ConfigError, match=r"must divide train.device_batch_size \(6\)"):
         parse_run(["tiny", *flags.split()], 2)
 
 
