@@ -93,8 +93,7 @@ class TrainConfig:
     # off: a step whose norm isn't finite is left out, but nobody looks which rank it was.
     nonfinite: Literal["skip", "sanitize", "raise", "off"] = setting(
         "skip",
-        "A step with a non-finite gradient: leave it out, put zeros in its place, stop, or do not"
-        " look before ranks add up.",
+        "A step with a non-finite gradient: leave it out, put zeros there, stop, or don't look.",
     )
     max_skips: int = setting(
         10, "Steps left out in a row that end the run (exit code 5).", "steps", at_least=1
