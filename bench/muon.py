@@ -164,7 +164,8 @@ def on_ranks(
 def _difference(contender: Contender, reference: Sequence[Tensor]) -> float:
     pairs = zip(contender.params, reference, strict=True)
     parts = [(local_part(p.detach()), local_part(r)) for p, r in pairs]
-    return max((float((p - r).abs().max()) for p, r in parts if p.numel()), default=0.0)
+    apart = [float((p - r).abs().max()) for p, r in parts if p.numel()]
+    return torch.tensor([0.0, *apart]).max().item()  # NaN if one is; Python's max may drop it
 
 
 def measure_set(

@@ -89,7 +89,7 @@ class AccumulationBoundary:
         )
         self.needs_full_row, self.depths = config.model.needs_full_row, config.model.mtp.depths
         self.steps = config.run.steps
-        self.guard = NonFiniteGuard(model, world, stages)
+        self.guard = NonFiniteGuard(model, world, stages, config.train.nonfinite != "off")
         self.loss_scale = LossScale(config.precision)
         self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
         self.ahead = [m for m in self.sources if isinstance(m, MultiTokenPrediction)]
@@ -111,6 +111,8 @@ class AccumulationBoundary:
         """
         batches = list(microbatches)
         assert batches, "a step of no microbatch"
+        if self.train.num_chunks > 1:  # the loader's count and the schedule's are two numbers
+            batches = [part for batch in batches for part in batch.split(self.train.num_chunks)]
         totals = self._totals(batches)
         divisors = totals.divisors(self.train.divisor) / self.loss_scale.value
         self._set_scales(totals, step)

@@ -37,9 +37,18 @@ class NonFiniteGuard:
         counts: int64, values of each that weren't finite since `reset`, on this rank.
     """
 
-    def __init__(self, model: HybridLM, world: World, stages: Sequence[Stage] = ()) -> None:
-        """Guard `model`, whose FSDP2 roots are this rank's pipeline `stages`, if it has some."""
-        units, unseen = _units(model, world, stages)
+    def __init__(
+        self, model: HybridLM, world: World, stages: Sequence[Stage] = (), looks: bool = True
+    ) -> None:
+        """Watch the gradients of a model.
+
+        Args:
+            model: this rank's part of the model.
+            world: ranks that add up gradients.
+            stages: of this rank, where a pipeline has some; these are then the roots of FSDP2.
+            looks: False watches nothing: no pass over gradients, and no count.
+        """
+        units, unseen = _units(model, world, stages) if looks else ([], lambda name: False)
         self.loose = [(name, p) for name, p in model.named_parameters() if unseen(name)]
         self.names = [name for name, _ in (*units, *self.loose)]
         self.counts = torch.zeros(len(self.names), dtype=torch.int64, device=world.device)

@@ -106,6 +106,7 @@ NO_TORCH = (
     "report/style.py",
     "launch/home.py",
     "launch/outcome.py",
+    "launch/schema.py",
     "launch/command.py",
     "launch/agent.py",
     "cli/train.py",

@@ -57,7 +57,8 @@ def test_short_commands_print_what_is_shown(command: str, shown: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode in (0, 2)
+    refused = shown.startswith("error: ")
+    assert done.returncode == (2 if refused else 0), done.stdout + done.stderr
     if shown:
         assert shown.strip() == (done.stdout + done.stderr).strip()
 

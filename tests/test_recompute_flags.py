@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megacpp.config.arguments import parse_run
-from megacpp.config.presets import dense_110m, tiny
+from megacpp.config.presets import PER_BLOCK, dense_110m, tiny
 from megacpp.config.recompute_flags import OLDER
 from megacpp.config.schema import CheckpointingPolicy
 from megacpp.errors import ConfigError
@@ -52,10 +52,7 @@ def test_latent_queries() -> None:
 
 def test_gradient_checkpointing_is_a_policy_or_a_budget() -> None:
     """By block kind where blocks are eager; where they are compiled the compiler gets a budget."""
-    full = policy("--gradient-checkpointing", "true")
-    assert (full.ablock, full.eblock, full.fblock) == ("full", "full", "full")
-    assert full.mblock == "conv_bc_only" and full.rblock == "full_plus_norms"
-    assert full.activation_memory_budget == 1.0
+    assert policy("--gradient-checkpointing", "true") == PER_BLOCK
     compiled = policy("--gradient-checkpointing", "--train.compile", "inductor")
     assert compiled == replace(KEEP, activation_memory_budget=0.5)
     off = policy("--gradient-checkpointing=false", preset="tiny")
@@ -63,9 +60,29 @@ def test_gradient_checkpointing_is_a_policy_or_a_budget() -> None:
     assert policy("--train.compile=aot_eager", "--no-gradient-checkpointing") == KEEP
 
 
+def test_spacing_is_the_policy_by_kind_and_the_run_says_so() -> None:
+    for spacing in ("1", "2"):
+        resolved = parse_run(["dense_110m", "--checkpoint-spacing", spacing], 1)
+        assert resolved.config.recompute == PER_BLOCK
+        (note,) = resolved.notes
+        assert note.startswith(f"--checkpoint-spacing {spacing} means --recompute.")
+        assert note.endswith("no policy for one layer in 2") == (spacing == "2")
+    assert policy("--checkpoint-spacing=0", preset="tiny") == KEEP
+    compiled = policy("--checkpoint_spacing=1", "--train.compile", "inductor")
+    assert compiled == replace(KEEP, activation_memory_budget=0.5)
+
+
+def test_leaving_expert_blocks_out_is_said_by_name() -> None:
+    assert policy("--skip-eblock-checkpointing", preset="tiny") == replace(
+        tiny().recompute, eblock="none"
+    )
+    assert policy("--skip-eblock-checkpointing=false", preset="tiny") == tiny().recompute
+
+
 def test_a_later_flag_wins_as_always() -> None:
-    both = ["--gradient-checkpointing", "--recompute.ablock", "none"]
-    assert policy(*both).ablock == "none" and policy(*reversed_pairs(both)).ablock == "full"
+    both = ["--gradient-checkpointing", "--recompute.rblock", "none"]
+    assert policy(*both).rblock == "none"
+    assert policy(*reversed_pairs(both)).rblock == "full_plus_norms"
 
 
 def reversed_pairs(flags: list[str]) -> list[str]:
@@ -78,6 +95,8 @@ def reversed_pairs(flags: list[str]) -> list[str]:
         (["--recompute-moe-experts", "maybe"], "must be true or false"),
         (["--recompute-modules", "everything"], "must be of core_attn, mlp, moe, norms"),
         (["--recompute-modules"], "needs a value"),
+        (["--checkpoint-spacing", "often"], "must be a number of layers, 0 for none"),
+        (["--checkpoint-spacing"], "needs a value"),
         (["--mhc-recompute-group-size", "-2"], "must be at least -1"),
         (["--activation-memory-budget", "0.5"], "no block is compiled"),
         (["--recompute.activation-memory-budget", "1.5"], "must be in [0, 1]"),

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megacpp.launch.record import versions
+from megacpp.launch.record import all_versions
+from megacpp.launch.schema import SCHEMA
+from megacpp.report.files import read_launch
 from tests.launch import ROOT, Done, forked, started
 
 SMALL = (
@@ -26,7 +28,7 @@ SMALL = (
     " --model.attention.head-dim 16 --model.mamba3.headdim 16 --model.mamba3.d-state 8"
     " --model.mamba3.chunk-size 16 --model.m2rnn.key-dim 8 --model.m2rnn.value-dim 8"
     " --model.moe.num-experts 4 --model.moe.hidden-dim 32 --model.moe.shared-hidden-dim 32"
-    " --model.mlp.hidden-dim 64 --data.seq-len 48 --run.steps 20 --run.eval-rows 24"
+    " --model.mlp.hidden-dim 64 --data.seq-len 48 --run.steps 20 --run.eval-rows 23"
     " --run.sample-tokens 8 --checkpoint.every 10 --checkpoint.keep 0"
 ).split()
 ADAMW = ["--optim.name", "adamw", "--precision.dtype", "fp64"]
@@ -110,8 +112,9 @@ def test_the_run_folder_is_complete(single: tuple[Path, str], corpus: Path) -> N
     assert {layer["kind"] for layer in layers} == set("AEMR") and last["runs_again"] == []
     experts = next(layer for layer in layers if layer["kind"] == "E")
     assert "rows and hidden units of experts" in experts["runs_again"]
-    assert launch["versions"] == versions() and launch["world_size"] == 1
+    assert launch["versions"] == all_versions() and launch["world_size"] == 1
     assert launch["parameters"]["total"] > launch["parameters"]["active"] > 0
+    assert launch["schema"] == SCHEMA and read_launch(folder / "launch.json") == launch
     assert {"git_commit", "mesh", "flops_per_token", "data_fingerprint"} <= launch.keys()
     assert list((folder / "tensorboard").iterdir())
     prompt = json.loads((corpus / "index.json").read_text())["sample_prompt"]

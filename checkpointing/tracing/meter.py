@@ -335,7 +335,7 @@ class Meter(TorchDispatchMode):
         self._back = part
 
     def _unpacking(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Count operators that run while a saved tensor is unpacked as replayed."""
+        """Count operators that unpack a saved tensor as replayed; note what is packed as kept."""
 
         def watched(
             hooks: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -347,9 +347,17 @@ class Meter(TorchDispatchMode):
                 finally:
                     self._replaying -= 1
 
-            init(hooks, pack, replayed)
+            def kept(t: Tensor) -> Any:
+                held = pack(t)
+                self._keeps(held)
+                return held
+
+            init(hooks, kept, replayed)
 
         return watched
+
+    def _keeps(self, held: Any) -> None:
+        """Note what was packed for the backward: a tensor, or what will bring one back."""
 
 
 def in_backward() -> bool:

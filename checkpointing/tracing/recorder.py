@@ -174,14 +174,18 @@ class Recorder(Meter):
             return "batch"
         if id(alloc) in self._of_unit or alloc.weight:
             return "communication"
-        if id(alloc) in self._kept:
+        if self._is_kept(alloc):
             if alloc.part in (*ENTRANCE, *EXIT):
                 return "head_loss"
             return "moe_routing" if self._routes(alloc) else "activations"
         return "workspace"
 
+    def _is_kept(self, alloc: Allocation) -> bool:
+        """For the backward, as the end of the forward showed."""
+        return id(alloc) in self._kept
+
     def _routes(self, alloc: Allocation) -> bool:
-        """Whether an E block's router made it, or the way of rows to their experts and back did."""
+        """Made by the router of an E block, or on the way of rows to its experts and back."""
         if f"{alloc.part}.mixer.router" not in self._modules:
             return False
         weights = alloc.path == "mixer.experts" and len(alloc.shape) == 1  # of rows in their slots

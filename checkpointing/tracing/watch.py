@@ -6,9 +6,11 @@
     watch.stream()      # megacpp/memory/stream.py, as a trace of that step gives it
 
 (Activation memory, and all the rest.) The recorder starts with an empty model; this one is for the
-middle of a run. It adopts resting storages (parameters, gradients, optimizer state, and those that
-FSDP2 empties and fills), and finds the optimizer's part of the step by its hooks. It changes no
-value. It counts the memory of the model's device: beside a GPU the host's memory isn't counted.
+middle of a run. It takes in what rests (parameters, gradients, state, and the storages that FSDP2
+empties and fills), and finds the optimizer's part of the step by its hooks. It changes no value.
+A forward that has not ended, as one that ran out of memory, is told apart too: what is kept is
+noted when autograd or a recompute region puts it away.
+It counts the memory of the model's device: beside a GPU what waits on the host isn't counted.
 Cost: one Python call an operator, about half a step of a small model on a CPU.
 """
 
@@ -22,11 +24,15 @@ from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from checkpointing.tracing.meter import Allocation, local_part, part_of
-from checkpointing.tracing.operators import tensors_in
+from checkpointing.recompute import Forward, _Argument
+from checkpointing.tracing.meter import Allocation, _replaced, local_part, part_of
+from checkpointing.tracing.operators import storages_of, tensors_in
 from checkpointing.tracing.recorder import Recorder
 from megacpp.memory.stream import Stream
+
+ROUTED = ("mixer.dispatch", "mixer.experts", "mixer.combine")
 
 
 class StepWatch(Recorder):
@@ -37,6 +43,9 @@ class StepWatch(Recorder):
         self.optimizer = optimizer
         self._device = next((local_part(p).device.type for p in model.parameters()), "cpu")
         self._ends: list[ref[UntypedStorage]] = []
+        self._saved: set[int] = set()  # allocations of which something was packed
+        # Made before the meter watches such hooks: these see what no others do.
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
     def __enter__(self) -> StepWatch:
         for component, part, t in resting(self.model, self.optimizer):
@@ -46,13 +55,22 @@ class StepWatch(Recorder):
             self.optimizer.register_step_pre_hook(self._into_optimizer).remove,
             self.optimizer.register_step_post_hook(self._out_of_optimizer).remove,
         ]
-        self._undo += hooks
+        self._undo += [*hooks, _replaced(_Argument, "capture", self._capturing)]
+        self._hooks.__enter__()
         self.begin()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(None, None, None)
+        super().__exit__(*error)
 
     def stream(self) -> Stream:
         """Blocks and events from the beginning of the watch until now."""
         self.note_gradients()
+        if not self.forward_ended:
+            shared = set(storages_of(self._documents, set()))
+            for key, life in self._alive.items():
+                life.batch = life.batch or key in shared
         return super().stream()
 
     def rest(self) -> dict[str, int]:
@@ -88,6 +106,44 @@ class StepWatch(Recorder):
         if t.device.type == self._device:
             super()._on_alloc(storage, t, *rest)
 
+    def _is_kept(self, alloc: Allocation) -> bool:
+        """While a forward runs: what was put away, what parts that are done have left alive, and
+        what is on its way through experts.
+        """
+        if (
+            super()._is_kept(alloc)
+            or self.forward_ended
+            or alloc.backward
+            or alloc.freed_at is not None
+        ):
+            return super()._is_kept(alloc)
+        runs = self._marks[-1][1].removeprefix("forward ") if self._marks else ""
+        # Rows and hidden units of the experts that run: put away a few operators later.
+        routed = alloc.path.startswith(ROUTED) and f"{alloc.part}.mixer.router" in self._modules
+        return alloc.part not in ("", runs) or routed or id(alloc) in self._saved
+
+    def _pack(self, t: Tensor) -> Tensor:
+        self._keeps(t)
+        return t
+
+    def _keeps(self, held: Any) -> None:
+        if not isinstance(held, Tensor) or self.forward_ended:
+            return
+        for t in stored_tensors(held):
+            alloc = self._alive.get(id(t.untyped_storage()))
+            if alloc is not None:
+                self._saved.add(id(alloc))
+
+    def _capturing(self, capture: Callable[..., Any]) -> Callable[..., Any]:
+        """Arguments of a piece that runs again are kept without autograd."""
+
+        def captured(arg: object, forward: Forward) -> Any:
+            found = capture(arg, forward)
+            self._keeps(found.kept)
+            return found
+
+        return captured
+
     def _end(self, key: int, alloc: Allocation, _: object) -> None:
         self._on_free(key, alloc)
 
@@ -98,6 +154,10 @@ class StepWatch(Recorder):
 
     def _out_of_optimizer(self, *_: Any) -> None:
         self._stage = ""
+
+
+def _unpack(t: Tensor) -> Tensor:
+    return t
 
 
 def resting(

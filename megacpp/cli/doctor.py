@@ -152,12 +152,12 @@ def _runtime() -> Finding:
 
 def _nccl() -> Finding:
     """Report the library for communication between GPUs."""
-    import torch.distributed as dist
-    from torch.cuda import nccl
+    from megacpp.launch.record import nccl_version
 
-    if not (dist.is_available() and dist.is_nccl_available()):
+    version = nccl_version()
+    if version is None:
         return Finding("nccl", None, "this torch has none; one GPU only")
-    return Finding("nccl", True, ".".join(map(str, nccl.version())))
+    return Finding("nccl", True, version)
 
 
 def _optional() -> list[Finding]:

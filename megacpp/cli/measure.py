@@ -26,7 +26,7 @@ from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import ENTRANCE, EXIT
-from megacpp.model.stages import SPLIT_BACKWARD, StagePart, stage_parts
+from megacpp.model.stages import SPLIT_BACKWARD, StagePart, as_scheduled, stage_parts
 from megacpp.run.precision import compute_dtype
 from parallel.mesh import DENSE, World
 from parallel.simulate.fake import (
@@ -55,7 +55,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
         full: run all layers.
     """
     given, place = config, (size, rank)
-    config, mesh = as_trained(config), config.mesh
+    config, mesh = as_trained(as_scheduled(config)), config.mesh
     # Layers of a kind differ by their position in a group.
     full = full or bool(stream_groups(config))
     traced = config.model if full else one_of_each(config.model)
@@ -90,7 +90,7 @@ def _as_on_gpu(part: Part) -> Part:
 
 def microbatches_in_flight(config: Config, size: int, rank: int) -> int | None:
     """Return the most forwards whose backward is still to come; None for an unknown schedule."""
-    mesh, total = config.mesh, config.train.grad_accum
+    mesh, total = config.mesh, as_scheduled(config).train.grad_accum
     if mesh.pp == 1:
         return 1
     stage = rank // (size // mesh.pp)

@@ -223,7 +223,7 @@ def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
         "device_tokens": candidate.device_tokens,
         "score": candidate.score._asdict(),
         "rank": candidate.rank,
-        "estimate": candidate.estimate.as_dict() | {"detail": detail},
+        "estimate": candidate.estimate.as_json() | {"detail": detail},
         "traffic_bytes": sent.as_dict(),
         "flops": {"step": plain, "repeated": again},
         "command": quoted(launch_words(asked, candidate)),

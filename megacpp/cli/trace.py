@@ -22,7 +22,7 @@ from megacpp.memory.compose import Whole, compose, shallow
 from megacpp.memory.stream import Stream
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
-from megacpp.model.stages import stages_per_rank
+from megacpp.model.stages import as_scheduled, stages_per_rank
 from megacpp.run.precision import compute_dtype
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
@@ -125,7 +125,7 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
         rank: rank to trace.
         full: run all layers.
     """
-    config = as_trained(config)
+    config = as_trained(as_scheduled(config))
     few = None if full or not _composes(config) else shallow(config, size, rank)
     if few is None:
         with fake_world(config, size, rank) as world:
@@ -168,7 +168,7 @@ def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Strea
         rank: rank to trace.
         steps: number of steps.
     """
-    config = as_trained(config)
+    config = as_trained(as_scheduled(config))
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world, prepared(config))
         with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
@@ -244,6 +244,7 @@ def gather_once(model: HybridLM) -> None:
 
 def microbatches(config: Config) -> int:
     """Return the fewest microbatches that show the peak; each stage needs a backward."""
+    config = as_scheduled(config)
     stages = config.mesh.pp * stages_per_rank(config.mesh.pp_schedule)
     most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages
     return (

@@ -132,7 +132,7 @@ def _memory(config: Config, world_size: int) -> tuple[dict[str, Any] | None, lis
         room = f"{given.device_gib:g} GiB given, {given.headroom:.0%} headroom"
         price = lambda other: fullest(other, world_size, budget, BRIEF)[1]  # noqa: E731
         refused = [memory_error(config, world_size, rank, price, needs, room)]
-    return {"rank": rank, "gate": given.gate, "estimate": needs.as_dict()}, refused
+    return {"rank": rank, "gate": given.gate, "estimate": needs.as_json()}, refused
 
 
 def _memory_line(memory: dict[str, Any]) -> str:

@@ -13,13 +13,12 @@ from megacpp.errors import ConfigError, config_error
 
 TRUE, FALSE = ("true", "True", "1", "yes", "on"), ("false", "False", "0", "no", "off")
 Meaning = dict[str, str]  # setting -> value
-FULL: Meaning = {
-    "recompute.ablock": "full",
-    "recompute.eblock": "full",
+BY_KIND: Meaning = {  # the policy of the large presets, and of the estimator's grad_checkpoint
+    "recompute.eblock": "expert_gemm_only",
     "recompute.mblock": "conv_bc_only",
     "recompute.rblock": "full_plus_norms",
-    "recompute.gblock": "full",
-    "recompute.fblock": "full",
+    "recompute.norms": "true",
+    "recompute.mlp": "true",
 }
 NONE: Meaning = {
     **{f"recompute.{kind}": "none" for kind in ("ablock", "eblock", "mblock", "gblock", "fblock")},
@@ -57,6 +56,14 @@ def _modules(flag: str, text: str) -> Meaning:
     return dict(meanings[name] for name in names)
 
 
+def _spacing(flag: str, text: str) -> Meaning:
+    if not text.isdecimal():
+        raise config_error(
+            flag, text, "must be a number of layers, 0 for none", "write --checkpoint-spacing 1"
+        )
+    return BY_KIND if int(text) else NONE
+
+
 def _same(key: str) -> Callable[[str, str], Meaning]:
     return lambda _, text: {key: text}
 
@@ -70,11 +77,17 @@ OLDER: dict[str, Callable[[str, str], Meaning]] = {
     "recompute_modules": _modules,
     "mtp_recompute": _switch("recompute.mtp"),
     "mhc_recompute_group_size": _same("recompute.mhc_group_size"),
-    "gradient_checkpointing": _either(FULL, NONE),
+    "gradient_checkpointing": _either(BY_KIND, NONE),
+    "checkpoint_spacing": _spacing,
+    "skip_eblock_checkpointing": _either({"recompute.eblock": "none"}, {}),
     "activation_memory_budget": _same("recompute.activation_memory_budget"),
     "cpu_offload_checkpointing": _switch("recompute.offload", "block_inputs", "none"),
 }
-TAKES_A_VALUE = ("recompute_modules", "mhc_recompute_group_size", "activation_memory_budget")
+TAKES_A_VALUE = (
+    *("recompute_modules", "mhc_recompute_group_size", "activation_memory_budget"),
+    "checkpoint_spacing",
+)
+GLOBAL = ("gradient_checkpointing", "checkpoint_spacing")  # said of the whole model
 
 
 def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list[str]]:
@@ -104,13 +117,22 @@ def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list
             raise ConfigError(f"{name}=: needs a value. Fix: write --{text} VALUE.")
         value = "false" if no else value or "true"
         meaning = OLDER[name](name, value)
-        if name == "gradient_checkpointing" and compiles:
-            budget = COMPILED_BUDGET if meaning is FULL else 1.0
+        if name in GLOBAL and compiles:
+            budget = COMPILED_BUDGET if meaning is BY_KIND else 1.0
             meaning = {"recompute.activation_memory_budget": str(budget)}
         flags = [f"--{key.replace('_', '-')}={to}" for key, to in meaning.items()]
         found += flags
-        notes.append(f"{word} {'' if equals or no else value} means {' '.join(flags)}")
+        said = f"{word} {'' if equals or no else value}"
+        notes.append(
+            f"{said} means {' '.join(flags) or 'what the policy says'}{_spaced(name, value)}"
+        )
     return found, [" ".join(note.split()) for note in notes]
+
+
+def _spaced(name: str, value: str) -> str:
+    """Add to a note that a policy is by kind of block, not by every so many layers."""
+    every = name == "checkpoint_spacing" and int(value) > 1
+    return f", in every layer: there is no policy for one layer in {value}" if every else ""
 
 
 def compiles(arguments: Sequence[str], default: bool) -> bool:

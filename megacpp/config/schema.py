@@ -77,6 +77,12 @@ class TrainConfig:
         at_least=0,
         at_most=1_000_000,  # the schedule enumerates every step
     )
+    num_chunks: int = setting(
+        1, "Equal parts into which a pipeline cuts each microbatch.", "parts", at_least=1
+    )
+    static_shapes: bool = setting(
+        False, "A step is one graph of fixed shapes (as on XLA): grad_accum never changes."
+    )
     divisor: Literal["tokens", "microbatches"] = setting(
         "tokens", "Gradient over valid tokens of the step, or mean of microbatches' own means."
     )
@@ -84,8 +90,10 @@ class TrainConfig:
     gradient_sync: Literal["defer", "each", "resident"] = setting(
         "defer", "Sum over data ranks once a step, after each microbatch, or once, all gathered."
     )
-    nonfinite: Literal["skip", "sanitize", "raise"] = setting(
-        "skip", "A step with a non-finite gradient: leave it out, put zeros in its place, or stop."
+    # off: a step whose norm isn't finite is left out, but nobody looks which rank it was.
+    nonfinite: Literal["skip", "sanitize", "raise", "off"] = setting(
+        "skip",
+        "A step with a non-finite gradient: leave it out, put zeros there, stop, or don't look.",
     )
     max_skips: int = setting(
         10, "Steps left out in a row that end the run (exit code 5).", "steps", at_least=1

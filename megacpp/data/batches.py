@@ -64,6 +64,25 @@ class Batch:
         ids_BT, labels_BT = (to_device(x, device) for x in (self.ids_BT, self.labels_BT))
         return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
 
+    def split(self, parts: int) -> list[Batch]:
+        """Return equal parts, some rows each; the first has the bytes of all labels."""
+        each, rest = divmod(len(self.ids_BT), parts)
+        assert not rest and self.docs.row is None and self.docs.tokens_BT is None
+        found = []
+        for first in range(0, len(self.ids_BT), each):
+            here = slice(first, first + each)
+            labels_BT, docs = self.labels_BT[here], self.docs
+            part = Batch(
+                ids_BT=self.ids_BT[here],
+                labels_BT=labels_BT,
+                docs=Documents(docs.ids_BT[here], docs.positions_BT[here], docs.whole),
+                target_bytes=0 if first else self.target_bytes,
+                num_targets=int((labels_BT != IGNORED).sum()),
+                rows=self.rows[here],
+            )
+            found.append(part)
+        return found
+
     def with_tokens(self) -> Batch:
         """Attach ids and labels of whole rows to the documents."""
         return replace(self, docs=self.docs.with_tokens(self.ids_BT, self.labels_BT))

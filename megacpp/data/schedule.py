@@ -103,25 +103,20 @@ class BatchSchedule:
         return list(accumulate(map(self.accum, range(self.warmup_steps)), initial=0))
 
 
-def batch_schedule(
-    config: Config, world_size: int, static_shapes: bool = False
-) -> tuple[BatchSchedule, str]:
+def batch_schedule(config: Config, world_size: int) -> tuple[BatchSchedule, str]:
     """Return the schedule of a resolved configuration, and the reason for a dropped warmup, or "".
 
-    Args:
-        config: resolved configuration.
-        world_size: number of ranks.
-        static_shapes: a whole step is one compiled graph (as on XLA), which another number of
-            microbatches would recompile; the warmup is then 0.
+    With `train.static_shapes` a whole step is one graph (as on XLA), which another number of
+    microbatches would compile again; the warmup is then 0.
     """
     train = config.train
     assert train.grad_accum >= 1, "a resolved configuration"
     rows = train.device_batch_size * batch_ranks(config.mesh, world_size)
     warmup, reason = train.batch_warmup_steps, ""
-    if static_shapes and warmup:
+    if train.static_shapes and warmup:
         reason = (
-            f"train.batch_warmup_steps={warmup} is taken as 0: a step compiled as one graph "
-            f"needs the same {train.grad_accum} microbatches from the first one on"
+            f"train.batch_warmup_steps={warmup} is taken as 0 (train.static_shapes): a step that "
+            f"is one graph needs the same {train.grad_accum} microbatches from the first one on"
         )
         warmup = 0
     return BatchSchedule(rows, train.grad_accum, warmup), reason

@@ -119,7 +119,7 @@ class Admission:
         """Return the admission for launch.json."""
         m = self.margin
         return {
-            "estimate": self.estimate.as_dict(),
+            "estimate": self.estimate.as_json(),
             "rank": self.rank,
             "gate": self.gate,
             "budget": self.estimate.budget,

@@ -10,18 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megacpp.config.schema import Config
+from megacpp.launch.schema import PACKAGES, SCHEMA, installed
 from megacpp.memory.calibration import fingerprint
 from megacpp.model.count import ParameterCount
 from megacpp.terminal.screen import columns, wrapped
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich")
+CORE = ("megacpp", "torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich")
 
 
 def write_config(folder: Path, config: Config, provenance: dict[str, str]) -> None:
@@ -35,7 +35,8 @@ def write_launch(
 ) -> None:
     """Write launch.json: configuration and hash, commit, versions, device, mesh, parameter counts.
 
-    A resumed run writes `launch-<step>.json` beside it.
+    `megacpp.report.files.read_launch` reads it, and those of earlier versions. A resumed run writes
+    `launch-<step>.json` beside it.
 
     Args:
         folder: folder of the run.
@@ -45,11 +46,12 @@ def write_launch(
         more: further entries.
     """
     content = {
+        "schema": SCHEMA,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "git_commit": git_commit(),
         "python": platform.python_version(),
-        "versions": versions(),
+        "versions": all_versions(),
         "platform": platform.platform(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "mesh": mesh,
@@ -87,9 +89,30 @@ def driver_version() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that a run depends on."""
-    found = {"megacpp": metadata.version("megacpp")} if _installed("megacpp") else {}
-    return found | {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+    """Return the installed versions of the packages that every run depends on."""
+    found = {name: installed(name) for name in CORE}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def all_versions() -> dict[str, str | None]:
+    """Return versions of optional packages, CUDA, its driver and NCCL too; None: not there."""
+    gpu = torch.cuda.is_available()
+    return {
+        **{name: installed(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "cuda driver": driver_version() if gpu else None,
+        "nccl": nccl_version() if gpu else None,
+    }
+
+
+def nccl_version() -> str | None:
+    """Return the version of NCCL in this torch, or None."""
+    import torch.distributed as dist
+    from torch.cuda import nccl
+
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(map(str, nccl.version()))
 
 
 def git_commit() -> str | None:
@@ -123,11 +146,3 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -29,6 +29,7 @@ from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
+from megacpp.model.stages import as_scheduled
 from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
@@ -175,7 +176,8 @@ def announce(
 def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
     """Return the bytes that a forward saves on the first rank, by kind of block."""
     narrow = compute_dtype(config.precision, device) == torch.bfloat16
-    return activation_bytes(as_run(as_chosen(config, device), device.type, narrow), ranks).as_dict()
+    run = as_run(as_chosen(as_scheduled(config), device), device.type, narrow)
+    return activation_bytes(run, ranks).as_dict()
 
 
 def _given(resolved: Resolved) -> dict[str, object]:
@@ -217,6 +219,7 @@ def _gradient_line(config: Config) -> str:
         "skip": f"a step that is not finite is skipped ({train.max_skips} in a row end the run)",
         "sanitize": "what is not finite is taken as zero",
         "raise": "a step that is not finite ends the run",
+        "off": "not looked at before they are summed, a step without a finite norm is skipped",
     }
     return (
         f"gradients: of the mean {mean[train.divisor]}, {summed[train.gradient_sync]}; "

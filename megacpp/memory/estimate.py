@@ -33,7 +33,7 @@ from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
-from megacpp.model.stages import SPLIT_BACKWARD
+from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
 NO_TENSOR = ("runtime_reserved", "allocator_overhead")
@@ -78,14 +78,13 @@ class MemoryEstimate:
         """The point without context, libraries and allocator: what a trace counts."""
         return self.point - sum(self.components.get(name, 0) for name in NO_TENSOR)
 
-    @property
-    def gib(self) -> dict[str, float]:
-        """Components, point and upper bound in GiB, for people."""
+    def as_dict(self) -> dict[str, float]:
+        """Return components, point and upper bound in GiB, for people."""
         found = {**self.components, "point": self.point, "upper": self.upper}
         return {name: size / 2**30 for name, size in found.items()}
 
-    def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+    def as_json(self) -> dict[str, Any]:
+        """Return everything in bytes, for machines."""
         return {
             "point": self.point,
             "upper": self.upper,
@@ -109,6 +108,7 @@ def estimate(
         budget: bytes that may be used.
         detail: fill in `detail`, which takes longer than all the rest.
     """
+    config = as_scheduled(config)
     found = step_bytes(config, size, rank)
     most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
     one_layer = found.one_layer

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megacpp.config.checks.mesh import first_broken
+from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.data.schedule import BatchSchedule
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.model.primes import divisors
 from megacpp.model.regions import BLOCK, Region, layer_regions
-from megacpp.model.stages import pipeline_rules
+from megacpp.model.stages import chunk_rules, pipeline_rules
 
 # Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
 LADDER: dict[str, dict[str, Any]] = {
@@ -42,12 +43,13 @@ LADDER: dict[str, dict[str, Any]] = {
     },
     "full": {
         "ablock": "full",
-        "eblock": "full",
+        "eblock": "expert_gemm_only",  # as a whole it would send again (mesh.ep)
         "mblock": "conv_bc_only",
         "rblock": "full_plus_norms",
         "gblock": "full",
         "fblock": "full",
         "norms": True,
+        "mlp": True,
     },
 }
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -153,20 +155,28 @@ def with_knobs(
     return replace(config, mesh=mesh, train=train, recompute=policy.recompute)
 
 
+def policy_is_legal(config: Config, mesh: MeshConfig, policy: Policy) -> bool:
+    """Whether the policy breaks no rule on that mesh."""
+    return not any(recompute_rules(replace(config, mesh=mesh, recompute=policy.recompute)))
+
+
 def mesh_is_legal(config: Config, mesh: MeshConfig, world: int) -> bool:
     """Whether the model fits the axes; how many microbatches there are comes later."""
     return first_broken(replace(config, mesh=mesh), world) is None
 
 
-def pipeline_is_legal(config: Config, mesh: MeshConfig, microbatches: int) -> bool:
+def pipeline_is_legal(config: Config, mesh: MeshConfig, rows: int, microbatches: int) -> bool:
     """Whether the schedule runs so many microbatches on the model's layers, and fewer at first."""
+    batch = replace(config.train, device_batch_size=rows)
+    if any(chunk_rules(replace(config, mesh=mesh, train=batch))):
+        return False
     if mesh.pp == 1:
         return True
     if config.train.gradient_sync == "each":
         return False
     one = replace(config, mesh=mesh)
     numbers = {microbatches}
-    if config.train.batch_warmup_steps:
+    if config.train.batch_warmup_steps and not config.train.static_shapes:
         ramp = BatchSchedule(1, microbatches, config.train.batch_warmup_steps)
         numbers |= set(ramp.distinct_accums())
     return not any(error for n in numbers for error in pipeline_rules(one, n))

@@ -31,6 +31,7 @@ from megacpp.memory.plan_space import (
     meshes,
     pipeline_is_legal,
     policies,
+    policy_is_legal,
     row_choices,
     stage_ranks,
     with_knobs,
@@ -250,9 +251,11 @@ class _Search:
             return
         ranks = mesh.dp_replicate * mesh.dp_shard
         of_ranks = self.tokens // self.config.data.seq_len // ranks
-        legal = [r for r in rows if pipeline_is_legal(self.config, mesh, of_ranks // r)]
+        legal = [r for r in rows if pipeline_is_legal(self.config, mesh, r, of_ranks // r)]
         self.out["pipeline"] += (len(rows) - len(legal)) * len(self.policies)
-        left = {i: self._undominated(mesh, legal, i) for i in range(len(self.policies))}
+        allowed = [i for i, p in enumerate(self.policies) if policy_is_legal(self.config, mesh, p)]
+        self.out["mesh"] += len(legal) * (len(self.policies) - len(allowed))
+        left = {i: self._undominated(mesh, legal, i) for i in allowed}
         self.out["dominated"] += sum(len(legal) - len(some) for some in left.values())
         looks = _Looks(self, mesh)
         misfits: dict[int, int] = {}  # by policy: rows that don't fit

@@ -34,10 +34,11 @@ BUCKETS = (
     *(
         f"activations/{letter}{part}"
         for letter in sorted(KINDS)
-        for part in ("", *[" scan"] * KINDS[letter].recurrent)
+        for part in ("", *[" scan", " conv"] * KINDS[letter].recurrent)
     ),
     *("moe_routing/router", "moe_routing/dispatch", "loose", "host"),
 )
+RECURRENT = tuple(letter for letter in sorted(KINDS) if KINDS[letter].recurrent)
 ROUTING = ("router", "experts", "dispatch", "combine")  # modules below an E block's mixer
 
 
@@ -117,10 +118,16 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "ssm_state",
-        ("activations/M", "activations/R"),
-        "M or R blocks keep more a token: states of chunks, convolution",
-        "look for a change of --model.mamba3.chunk-size, d-state or conv-kernel (or m2rnn's); "
+        tuple(f"activations/{letter}" for letter in RECURRENT),
+        "blocks with a scan keep more a token: states of chunks",
+        "look for a change of --model.mamba3.chunk-size or d-state (or m2rnn's); "
         "--recompute.mblock conv_bc_only, --recompute.rblock full_plus_norms",
+    ),
+    Cause(
+        "convolution",
+        tuple(f"activations/{letter} conv" for letter in RECURRENT),
+        "short convolutions in front of a scan keep more a token",
+        "look for a change of --model.mamba3.conv-kernel; --recompute.mblock conv_bc_only",
     ),
     Cause(
         "fragmentation",
@@ -301,18 +308,27 @@ def bucket_of(block: StreamBlock, letters: str) -> str:
     letter = letters[int(words[1])]
     if letter == "E" and (below := next((w for w in path.split(".") if w in ROUTING), "")):
         return "moe_routing/router" if below == "router" else "moe_routing/dispatch"
-    if KINDS[letter].recurrent and path == "mixer":  # the scan and the convolution are no modules
-        return f"activations/{letter} scan"
-    return f"activations/{letter}"
+    below = path.split(".")[1:2] if KINDS[letter].recurrent else []
+    part = {"scan": " scan", "convolve": " conv"}.get(below[0], "") if below else ""
+    return f"activations/{letter}{part}"
 
 
 def by_component(stream: Stream, event: int, letters: str) -> dict[str, int]:
     """Bytes alive after an event; what routing keeps is `moe_routing` wherever it was made."""
     found = dict.fromkeys(COMPONENTS, 0)
+    for bucket, size in by_bucket(stream, event, letters).items():
+        found[bucket.split("/")[0]] += size
+    return {name: size for name, size in found.items() if size}
+
+
+def by_bucket(stream: Stream, event: int, letters: str) -> dict[str, int]:
+    """Return the bytes of each bucket that are alive after an event, in the order of a table."""
+    found: dict[str, int] = {}
     for number in stream.alive_at(event):
         block = stream.blocks[number]
-        found[bucket_of(block, letters).split("/")[0]] += block.bytes
-    return {name: size for name, size in found.items() if size}
+        name = bucket_of(block, letters)
+        found[name] = found.get(name, 0) + block.bytes
+    return _ordered(found)
 
 
 def most_by_bucket(stream: Stream, letters: str) -> dict[str, int]:
@@ -325,8 +341,12 @@ def most_by_bucket(stream: Stream, letters: str) -> dict[str, int]:
         now[name] = now.get(name, 0) + sign * stream.blocks[number].bytes
         if now[name] > most.get(name, 0):
             most[name] = now[name]
+    return _ordered(most)
+
+
+def _ordered(buckets: dict[str, int]) -> dict[str, int]:
     order = {name: place for place, name in enumerate(COMPONENTS)}
-    return dict(sorted(most.items(), key=lambda x: (order[x[0].split("/")[0]], x[0])))
+    return dict(sorted(buckets.items(), key=lambda x: (order[x[0].split("/")[0]], x[0])))
 
 
 # ---- files --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, regions_of
 from megacpp.model.sizes import ngram_width
-from megacpp.model.stages import SPLIT_BACKWARD, choice_bytes, stage_parts
+from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled, choice_bytes, stage_parts
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
 Sent = tuple[str, str, int]  # axis, what, bytes
@@ -65,6 +65,7 @@ class Traffic:
 
 def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
     """What rank `rank` of `size`, for which `config` is resolved, sends in an optimizer step."""
+    config = as_scheduled(config)
     parts: Counter[tuple[str, str]] = Counter()
     if size > 1:
         own, place = Share.of(config, size, rank), Place.of(config, size, rank)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import add
@@ -21,6 +21,7 @@ from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.model.pattern import choice_across, expand_pattern, layer_kinds
+from megacpp.model.primes import nearest_divisor
 from megacpp.model.sizes import (
     copied_parameters,
     embedding_parameters,
@@ -141,7 +142,8 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
     """Every broken rule of a pipeline; none without one (`mesh.pp` 1).
 
     Args:
-        microbatches: of one optimizer step, as derived or given.
+        microbatches: of one optimizer step, as derived or given; the schedule runs
+            `train.num_chunks` times as many.
     """
     mesh = config.mesh
     if mesh.pp < 1:
@@ -149,7 +151,7 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
     if mesh.pp <= 1:
         return
     yield from _layer_rules(config)
-    yield from _microbatch_rules(mesh, microbatches)
+    yield from _microbatch_rules(mesh, microbatches, config.train.num_chunks)
     if config.model.tie_embeddings and mesh.pp_schedule in V_SHAPED:
         yield config_error(
             "mesh.pp_schedule",
@@ -173,6 +175,35 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
             mesh.reshard,
             f"{mesh.pp_schedule} needs gathered weights from the forward to both backwards",
             "use mesh.reshard=auto",
+        )
+
+
+def as_scheduled(config: Config) -> Config:
+    """Return the configuration whose microbatches are what a pipeline's schedule runs at once.
+
+    A microbatch of B rows in `train.num_chunks` parts is so many microbatches of B / num_chunks.
+    """
+    train, chunks = config.train, config.train.num_chunks
+    if chunks == 1:
+        return config
+    rows, accum = train.device_batch_size // chunks, train.grad_accum * chunks
+    train = replace(train, device_batch_size=rows, grad_accum=accum, num_chunks=1)
+    return replace(config, train=train)
+
+
+def chunk_rules(config: Config) -> Iterator[ConfigError]:
+    """Every broken rule of `train.num_chunks`."""
+    rows, chunks = config.train.device_batch_size, config.train.num_chunks
+    if chunks > 1 and config.mesh.pp == 1:
+        rule = "only a pipeline cuts its microbatches on (mesh.pp=1)"
+        yield config_error("train.num_chunks", chunks, rule, "use train.num_chunks=1")
+    elif rows % chunks:
+        near = nearest_divisor(rows, chunks)
+        yield config_error(
+            "train.num_chunks",
+            chunks,
+            f"must divide train.device_batch_size ({rows}), so that all parts have one shape",
+            f"use train.num_chunks={near} or train.device_batch_size={-(-rows // chunks) * chunks}",
         )
 
 
@@ -228,8 +259,9 @@ def _split_context_rules(config: Config) -> Iterator[ConfigError]:
             )
 
 
-def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigError]:
+def _microbatch_rules(mesh: MeshConfig, accum: int, chunks: int) -> Iterator[ConfigError]:
     schedule, pp = mesh.pp_schedule, mesh.pp
+    microbatches = accum * chunks
     if enough_microbatches(schedule, pp, microbatches):
         return
     needs = {
@@ -237,14 +269,15 @@ def _microbatch_rules(mesh: MeshConfig, microbatches: int) -> Iterator[ConfigErr
         "dualpipev": f"needs 2 * mesh.pp ({2 * pp}) or more",
         "interleaved": f"runs them in {max(1, microbatches // pp)} equal rounds",
     }.get(schedule, "needs one")
-    around = (n for i in range(2 * pp + 1) for n in (microbatches - i, microbatches + i) if n > 0)
-    number = next(n for n in around if enough_microbatches(schedule, pp, n))
+    around = (n for i in range(2 * pp + 1) for n in (accum - i, accum + i) if n > 0)
+    number = next(n for n in around if enough_microbatches(schedule, pp, n * chunks))
     degrees = sorted(range(1, 2 * pp), key=lambda p: abs(p - pp))
     degree = next(p for p in degrees if p == 1 or enough_microbatches(schedule, p, microbatches))
     yield config_error(
         "train.grad_accum",
-        microbatches,
-        f"microbatches a step: {schedule} {needs}",
+        accum,
+        f"microbatches a step{f' in {chunks} parts each' if chunks > 1 else ''}: "
+        f"{schedule} {needs}",
         f"use train.grad_accum={number} or mesh.pp={degree}",
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.errors import DataError, config_error
+from megacpp.launch.schema import current
 
 LAUNCH, STEPS = "launch.json", "metrics.jsonl"
 NUMBER = (int, float)
@@ -64,19 +65,24 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_launch(path: Path) -> dict[str, Any]:
-    """Return a launch record; empty if there is none.
+    """Return a launch record in today's layout; empty if there is none.
 
     Raises:
-        DataError: it is damaged.
+        DataError: it is damaged, or of a later layout.
     """
     found = read_object(path)
+    if not found:
+        return {}
     for name in OBJECTS:
         if not isinstance(found.get(name) or {}, dict):
             raise damaged(path, 1, f"{name} is not an object")
     for name in ("first_step", "world_size"):
         if type(found.get(name, 0)) is not int:
             raise damaged(path, 1, f"{name} is {found[name]!r}")
-    return found
+    try:
+        return current(found)
+    except ValueError as error:
+        raise damaged(path, 1, error) from None
 
 
 def read_rows(path: Path, types: Mapping[str, tuple[type, ...]]) -> list[dict[str, Any]]:

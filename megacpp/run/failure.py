@@ -15,7 +15,7 @@ from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.outcome import note
 from megacpp.launch.rank_store import RankStore
-from megacpp.run.oom import out_of_memory, show_once
+from megacpp.run.oom import forensics_of, out_of_memory, show_once
 from megacpp.state.checkpoint import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
@@ -122,6 +122,9 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
         traceback.print_exception(error)  # the folder isn't writable: print it instead
+    with contextlib.suppress(Exception):  # the first error must be reported
+        if (forensics := forensics_of(error)) is not None:
+            forensics.at_error()
     late = any(words in str(error) for words in TIMED_OUT)
     if late or is_peer_failure(error):
         return _alone(peers, path, late)

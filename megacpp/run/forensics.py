@@ -13,6 +13,10 @@ later; the two are compared. The first step is recorded as well, for the calibra
 dispatches each operator through Python: on a CPU with small matrices it takes about half as long
 again.
 
+A run that fails leaves what this rank knows: `memory/error-step-N.json`, the bytes at the error (of
+a step that was not recorded only those that outlive it), `memory/summary-rank-N.json`, and on a GPU
+the allocator's own snapshot for pytorch.org/memory_viz.
+
 A compiled block hides its tensors, and Transformer Engine allocates outside torch's dispatcher: a
 snapshot then has the tensors that outlive a step and the allocator's figures.
 """
@@ -30,6 +34,7 @@ from torch import Tensor
 from megacpp.config.schema import Config
 from megacpp.launch.record import write_json
 from megacpp.memory.budget import resident_bytes, words
+from megacpp.memory.components import RESTING
 from megacpp.memory.snapshot import (
     BUCKETS,
     CAUSES,
@@ -37,6 +42,7 @@ from megacpp.memory.snapshot import (
     Difference,
     Snapshot,
     as_text,
+    by_bucket,
     by_component,
     compare,
     file_name,
@@ -88,6 +94,7 @@ class Forensics:
     Attributes:
         first, last: stored snapshots of this start.
         seen: snapshot of the step that ended last, if it was due or requested.
+        failed: snapshot at the error that ended the run.
     """
 
     def __init__(
@@ -110,6 +117,8 @@ class Forensics:
         self.first: Snapshot | None = None
         self.last: Snapshot | None = None
         self.seen: Snapshot | None = None
+        self.failed: Snapshot | None = None
+        self._step = first_step
         self._asked = False
         self._before: dict[int, Snapshot] = {}  # snapshots that wait for their comparison
         self._running: Watch | None = None
@@ -131,7 +140,7 @@ class Forensics:
             step: index of the step.
             asked: record this step, due or not.
         """
-        self._asked, self.seen = asked, None
+        self._step, self._asked, self.seen = step, asked, None
         if (asked or self.due(step)) and self.follows:
             self._running = self.watch()
             self._running.__enter__()
@@ -167,40 +176,71 @@ class Forensics:
             sum_over_ranks: sum of a tensor over all ranks.
             size: number of ranks.
         """
-        own = self._snapshot(0, None)
-        grown = [0] * 5
-        if self.first is not None and self.last is not None and self.first is not self.last:
-            found = compare(self.first, self.last)
-            cause = CAUSE_NAMES.index(found.cause.name)
-            bucket = BUCKETS.index(found.largest.bucket)
-            grown = [found.largest.grown, cause, bucket, self.first.step, self.last.step]
-        row = [own.reserved_bytes, own.allocated_bytes, peak_resident_bytes(), *grown]
+        row = self._row(self.last)
         table = torch.zeros(size, len(row), dtype=torch.int64, device=self.device)
         table[self.rank] = torch.tensor(row)
         table = sum_over_ranks(table).tolist()
         if self.rank == 0:
             write_json(self.folder / "summary.json", summary(table))
 
-    def live(self) -> dict[str, int]:
-        """Return live bytes by component: all of a recorded step, else those that outlive it."""
-        if self._running is None:
-            return self.watch().rest()
-        stream = self._running.stream()
-        return by_component(stream, len(stream.events) - 1, self.letters)
+    def at_error(self) -> Snapshot:
+        """Return a snapshot of now, when the run has failed; write it and this rank's summary.
+
+        Tensors are those that the frames of the exception still hold. No other rank is waited for.
+        """
+        if self.failed is not None:
+            return self.failed
+        stream = None
+        if self._running is not None:
+            stream = self._running.stream()  # before the watch ends: then a forward has ended
+            self._running.__exit__(None, None, None)
+            self._running = None
+        event = len(stream.events) - 1 if stream is not None else 0
+        found = self.failed = self._snapshot(self._step + 1, stream, event)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / f"error-{file_name(found.step, self.rank)}", as_text(found))
+        buckets = {name: size for name, size in found.most.items() if name not in RESTING}
+        about = {
+            "rank": self.rank,
+            "step": found.step,
+            "where": found.where,
+            "largest_bucket": max(buckets, key=lambda name: buckets[name], default=None),
+            "largest_bucket_bytes": max(buckets.values(), default=None),
+        }
+        content = {"error": about, **summary([self._row(found)])}
+        write_json(self.folder / f"summary-rank-{self.rank}.json", content)
+        if self.device.type == "cuda" and torch.cuda.is_available():
+            name = f"error-step-{found.step}-rank-{self.rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(self.folder / name))
+        return found
+
+    def _row(self, last: Snapshot | None) -> list[int]:
+        """Return this rank's line of the summary: peaks, and growth since the first snapshot."""
+        own, grown = self._snapshot(0, None), [0] * 5
+        if self.first is not None and last is not None and self.first is not last:
+            found = compare(self.first, last)
+            cause = CAUSE_NAMES.index(found.cause.name)
+            bucket = BUCKETS.index(found.largest.bucket)
+            grown = [found.largest.grown, cause, bucket, self.first.step, last.step]
+        return [own.reserved_bytes, own.allocated_bytes, peak_resident_bytes(), *grown]
 
     def _second(self, done: int) -> bool:
         return self.gap > 0 and done > self.gap and (done - self.gap) % self.every == 0
 
-    def _snapshot(self, step: int, stream: Stream | None) -> Snapshot:
+    def _snapshot(self, step: int, stream: Stream | None, at: int | None = None) -> Snapshot:
+        """Return what is known of a step, at its fullest moment or after an event."""
         rest = self.watch().rest()
         resting = sum(rest.values())
         values: dict[str, Any] = {"most": rest, "peak_bytes": resting, "at_peak": rest}
         if stream is not None:
-            event, peak = stream.peak()
+            if at is None:
+                event, most = stream.peak()[0], most_by_bucket(stream, self.letters)
+            else:
+                event, most = at, by_bucket(stream, at, self.letters)
             values = {
-                "most": most_by_bucket(stream, self.letters),
+                "most": most,
                 "at_peak": by_component(stream, event, self.letters),
-                "peak_bytes": peak,
+                "peak_bytes": stream.timeline()[event],
                 "where": stream.where(event),
             }
         return Snapshot(

@@ -15,9 +15,9 @@ import torch
 
 from megacpp.launch.kernels import as_chosen
 from megacpp.memory.budget import as_run, fullest, resident_bytes, words
-from megacpp.memory.components import COMPONENTS
+from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.fixes import cheapest_fixes
-from megacpp.memory.snapshot import STEADY, compare
+from megacpp.memory.snapshot import STEADY, Snapshot, compare
 from megacpp.run.forensics import Forensics, allocator_state
 from megacpp.run.precision import compute_dtype
 
@@ -50,11 +50,12 @@ def oom_screen(error: BaseException, folder: Path, found: Forensics | None = Non
     found = found or forensics_of(error)
     predicted = recorded_estimate(folder)
     device = found.device if found else torch.device("cpu")
-    live = found.live() if found else {}
+    failed = found.at_error() if found else None
+    live = failed.at_peak if failed else {}
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     state = allocator_state(device, 0)
     lines = ["out of memory", f"  {first[:200]}", "", *_table(predicted, live, device, state), ""]
-    lines += _grown(found, live)
+    lines += _grown(found, failed)
     lines += ["", "what helps, cheapest first", *(f"  {fix}" for fix in _fixes(found))]
     return "\n".join(lines)
 
@@ -130,24 +131,37 @@ def _table(
     return lines
 
 
-def _grown(found: Forensics | None, live: Mapping[str, int]) -> list[str]:
-    """Return the growth since the last snapshot of this start, and from its first to its last."""
-    first, last = (found.first, found.last) if found else (None, None)
-    if first is None or last is None:
+def _grown(found: Forensics | None, failed: Snapshot | None) -> list[str]:
+    """Return the largest buckets, their growth since the last snapshot, and that before it."""
+    if found is None or failed is None:
         return ["grown: not known, there was no snapshot yet (memory.snapshot_every)"]
-    grown = {k: v - last.at_peak.get(k, 0) for k, v in live.items()}
+    lines, (first, last) = [], (found.first, found.last)
+    if failed.followed:
+        moving = sorted(
+            (x for x in failed.most.items() if x[0] not in RESTING), key=lambda x: -x[1]
+        )
+        said = ", ".join(f"{name} {words(size)}" for name, size in moving[:3])
+        lines.append(f"largest in {failed.where or 'this step'}: {said}")
+    if first is None or last is None:
+        return [*lines, "grown: not known, there was no snapshot yet (memory.snapshot_every)"]
+    grown = {k: v - last.at_peak.get(k, 0) for k, v in failed.at_peak.items()}
     top = sorted((x for x in grown.items() if x[1] > 0), key=lambda x: -x[1])[:3]
     said = ", ".join(f"{name} {words(more)}" for name, more in top) or "no component is larger"
-    lines = [f"grown since the fullest moment of step {last.step}: {said}"]
+    lines.append(f"grown since the fullest moment of step {last.step}: {said}")
+    if failed.followed:
+        lines.append(_between(last, failed, f"from step {last.step} to the error"))
     if first is not last:
-        other, between = compare(first, last), f"from step {first.step} to {last.step}"
-        row, cause = other.largest, other.cause
-        lines.append(
-            f"grown {between}: {row.bucket} by {words(row.grown)}: {cause.words}. Fix: {cause.fix}."
-            if cause is not STEADY
-            else f"grown {between}: {STEADY.words}"
-        )
+        lines.append(_between(first, last, f"from step {first.step} to {last.step}"))
     return lines
+
+
+def _between(before: Snapshot, after: Snapshot, words_: str) -> str:
+    """Return what grew between two snapshots, and why."""
+    other = compare(before, after)
+    row, cause = other.largest, other.cause
+    if cause is STEADY:
+        return f"grown {words_}: {STEADY.words}"
+    return f"grown {words_}: {row.bucket} by {words(row.grown)}: {cause.words}. Fix: {cause.fix}."
 
 
 def _fixes(found: Forensics | None) -> list[str]:

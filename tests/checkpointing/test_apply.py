@@ -108,10 +108,18 @@ def test_what_runs_again() -> None:
     assert ac.replays.counts["block"] == 10
 
 
-def test_the_last_layer_is_never_wrapped() -> None:
-    for policy in POLICIES.values():
-        model, _ = build(policy)
-        assert model.get_submodule("blocks.6").recompute is PLAIN
+@pytest.mark.parametrize("name", [*POLICIES, "saved tensors", "block inputs"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_last_layer_is_never_wrapped(name: str, streams: bool) -> None:
+    """Also where every saved tensor goes to the host, and where streams of groups run again."""
+    offloads = {
+        "saved tensors": CheckpointingPolicy(offload="saved_tensors"),
+        "block inputs": replace(FULL, offload="block_inputs"),
+    }
+    model, _ = build((POLICIES | offloads)[name], hybrid("streams" if streams else "plain"))
+    seams = [block.recompute for block in model.blocks.values()]
+    assert len(seams) == 7 and seams[-1] is PLAIN
+    assert any(isinstance(seam, BlockRecompute) for seam in seams[:-1]), "others are"
 
 
 def test_only_blocks_of_experts_go_without_the_shape_check() -> None:

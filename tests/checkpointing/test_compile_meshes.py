@@ -26,6 +26,7 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import World
 from parallel.simulate.fake import fake_world
+from tests.differences import largest, relative
 from tests.model.small import small
 from tests.parallel.parity import (
     Run,
@@ -200,7 +201,7 @@ def compiled_step(device: torch.device, budget: float) -> tuple[float, int]:
         found.append(_two_steps(block, device))
     (expected, _), (gradients_, kept_bytes) = found
     pairs = zip(gradients_, expected, strict=True)
-    return max(((p - q).abs().max() / q.abs().max()).item() for p, q in pairs), kept_bytes
+    return largest(relative(p, q) for p, q in pairs), kept_bytes
 
 
 def _two_steps(block: nn.Module, device: torch.device) -> tuple[list[Tensor], int]:

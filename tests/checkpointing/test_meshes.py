@@ -6,12 +6,14 @@ steps, gradients of the first, expert counts, weights after the last. Packed doc
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, MeshConfig
-from tests.parallel.parity import Run, Trace, check, traces_of
+from tests.parallel.parity import Run, Trace, check, config_of, traces_of
 
 REGIONS = CheckpointingPolicy(
     ablock="selective",
@@ -28,6 +30,8 @@ BLOCKS = CheckpointingPolicy(
     rblock="full_plus_norms",
     fblock="full",
 )
+# With experts on ranks: whole E blocks would send rows again, and are refused.
+SPREAD_BLOCKS = replace(BLOCKS, eblock="expert_gemm_only")
 KEEP_STATES = CheckpointingPolicy(rblock="none")
 RUNS = [
     Run("plain", recompute=REGIONS, accum=2),
@@ -45,12 +49,12 @@ RUNS = [
         recompute=REGIONS,
     ),
     Run("plain", MeshConfig(dp_shard=2, ep=2), recompute=REGIONS, accum=2),
-    Run("options", MeshConfig(dp_shard=2, ep=2, ep_dispatch="per_expert"), recompute=BLOCKS),
+    Run("options", MeshConfig(dp_shard=2, ep=2, ep_dispatch="per_expert"), recompute=SPREAD_BLOCKS),
     Run("plain", MeshConfig(pp=2, dp_shard=1), recompute=REGIONS, accum=4),
     Run("mla", MeshConfig(pp=2, dp_shard=1, pp_schedule="interleaved"), recompute=BLOCKS, accum=4),
     Run("plain", MeshConfig(pp=2, dp_shard=1, pp_schedule="zbv"), recompute=REGIONS, accum=4),
     Run("options", MeshConfig(dp_shard=2, tp=2, ep=2), recompute=REGIONS, accum=2),
-    Run("plain", MeshConfig(dp_shard=2, tp=2, ep=4), recompute=BLOCKS, accum=2),
+    Run("plain", MeshConfig(dp_shard=2, tp=2, ep=4), recompute=SPREAD_BLOCKS, accum=2),
     Run("plain", MeshConfig(pp=2, dp_shard=2, ep=2), recompute=REGIONS, accum=4),
     Run(
         "options", MeshConfig(dp_replicate=2, dp_shard=2), recompute=REGIONS, optimizer="muon_adamw"
@@ -68,6 +72,7 @@ def test_the_same_run(run: Run, traces: dict[Run, list[Trace]]) -> None:
     check(traces[run], traces[run.reference][0], run.dtype)
     ran = set().union(*(trace.again for trace in traces[run]))
     wanted = {REGIONS: {"norm", "core_attn", "mlp", "expert_gemm", "conv_bc"}, BLOCKS: {"block"}}
+    wanted[SPREAD_BLOCKS] = {"block", "expert_gemm"}
     assert wanted.get(run.recompute, set()) <= ran
 
 
@@ -82,7 +87,8 @@ SENDS = [
 
 @pytest.fixture(scope="module")
 def sends() -> dict[Run, list[Trace]]:
-    return traces_of([*SENDS, *(replace(run, recompute=REGIONS) for run in SENDS)])
+    again = (REGIONS, SPREAD_BLOCKS)
+    return traces_of([*SENDS, *(replace(run, recompute=p) for run in SENDS for p in again)])
 
 
 @pytest.mark.parametrize("run", SENDS, ids=str)
@@ -90,3 +96,30 @@ def test_no_piece_sends_anything_again(run: Run, sends: dict[Run, list[Trace]]) 
     """Not a byte: the collectives of a step are the same, one by one, in the same order."""
     for keeps, rebuilds in zip(sends[run], sends[replace(run, recompute=REGIONS)], strict=True):
         assert keeps.collectives and keeps.collectives == rebuilds.collectives
+
+
+@pytest.mark.parametrize("run", SENDS, ids=str)
+def test_whole_blocks_send_tokens_again_and_never_an_expert_s_rows(
+    run: Run, sends: dict[Run, list[Trace]]
+) -> None:
+    """Over `ep` and over shards the same, one by one; over `tp` and `cp` what a forward sends."""
+    within = {"tp", "cp"}
+    again = sends[replace(run, recompute=SPREAD_BLOCKS)]
+    for keeps, rebuilds in zip(sends[run], again, strict=True):
+        assert rebuilds.again["block"] > 0
+        others = [
+            [c for c in trace.collectives if c.axis not in within] for trace in (keeps, rebuilds)
+        ]
+        assert others[0] == others[1]
+        more = Counter(rebuilds.collectives) - Counter(keeps.collectives)
+        assert {c.axis for c in more} <= within
+        assert bool(more) == (run.mesh.tp > 1 or run.mesh.cp > 1)
+
+
+def test_whole_expert_blocks_are_refused_where_they_would_send() -> None:
+    base = config_of(Run("plain", MeshConfig(dp_shard=2, ep=2)))
+    refused = replace(base, recompute=BLOCKS)
+    (error,) = recompute_rules(refused)
+    assert str(error).startswith("recompute.eblock=full: would send the rows of all experts again")
+    assert not list(recompute_rules(replace(base, recompute=SPREAD_BLOCKS)))
+    assert not list(recompute_rules(replace(refused, mesh=MeshConfig(dp_shard=2))))

@@ -103,8 +103,9 @@ def test_without_warmup_steps_are_equal() -> None:
     assert schedule.distinct_accums() == (4,) and schedule.describe() == "4 microbatches"
 
 
-def resolved(warmup: int) -> Config:
-    train = TrainConfig(device_batch_size=2, grad_accum=16, batch_warmup_steps=warmup)
+def resolved(warmup: int, static: bool = False) -> Config:
+    batch = {"device_batch_size": 2, "grad_accum": 16, "batch_warmup_steps": warmup}
+    train = TrainConfig(**batch, static_shapes=static)
     mesh = MeshConfig(dp_replicate=2, cp=2)
     return resolve(Config(train=train, mesh=mesh, data=DataConfig(seq_len=8)), world_size=8)
 
@@ -121,10 +122,13 @@ def test_of_a_configuration() -> None:
 
 
 def test_static_shapes_leave_the_warmup_out_and_say_so() -> None:
-    schedule, reason = batch_schedule(resolved(10), world_size=8, static_shapes=True)
+    schedule, reason = batch_schedule(resolved(10, static=True), world_size=8)
     assert schedule == BatchSchedule(8, 16) and schedule.distinct_accums() == (16,)
-    assert reason.startswith("train.batch_warmup_steps=10 is taken as 0: ") and "\n" not in reason
-    assert batch_schedule(resolved(0), world_size=8, static_shapes=True) == (schedule, "")
+    assert (
+        reason.startswith("train.batch_warmup_steps=10 is taken as 0 (train.static_shapes): ")
+        and "\n" not in reason
+    )
+    assert batch_schedule(resolved(0, static=True), world_size=8) == (schedule, "")
 
 
 def test_needs_no_torch() -> None:

@@ -45,7 +45,6 @@ class GoldenFile:
         self.config: dict = json.loads(self.metadata.get("config", "{}"))
         self._touched: set[str] = set()
         self.compared: list[str] = []
-        self.worst = 0.0
 
     def names(self, prefix: str = "") -> list[str]:
         """Tensor names that start with `prefix`."""
@@ -80,7 +79,6 @@ class GoldenFile:
         scale = want.double().abs().max().item() if want.numel() else 0.0
         limit = FP64_ABS if self.dtype == torch.float64 else FP32_REL[kind] * scale
         error = (got.detach().double() - want.double()).abs().max().item() if want.numel() else 0.0
-        self.worst = max(self.worst, error)
         assert error <= limit, f"{self.path.name}: {name} ({self.dtype}): {error:.2e} > {limit:.2e}"
 
     def expect_within(self, name: str, got: Tensor, limit: float) -> None:

@@ -124,7 +124,7 @@ def test_the_estimate_of_a_step(case: str) -> None:
 
 
 SENT = {
-    "tp, all again": (2, "--mesh.tp 2 --gradient-checkpointing true"),
+    "tp, all again": (2, "--mesh.tp 2 --recompute.ablock full --recompute.fblock full"),
     "cp tp": (4, "--mesh.cp 2 --mesh.tp 2 --gradient-checkpointing false"),
 }
 

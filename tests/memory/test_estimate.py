@@ -20,6 +20,8 @@ from megacpp.errors import ConfigError
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.device import communicators
 from megacpp.memory.estimate import NO_TENSOR, MemoryEstimate, estimate, estimate_memory
+from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
+from megacpp.model.stages import split_layers
 
 UNDER, OVER = 0.005, 0.02
 TWO = ["--train.tokens-per-step", "0", "--train.grad-accum", "2"]
@@ -27,9 +29,10 @@ HYBRID = ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", *TWO]
 DENSE = ["dense_110m", "--model.depth", "2", "--model.dim", "192", "--data.seq-len", "512", *TWO]
 
 AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100000".split()
+PIPELINE = [*HYBRID, *"--model.depth 10 --mesh.pp 2 --train.grad-accum 4".split()]
 KEEP = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
 
-CASES = {  # ranks, flags
+CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     "cpu": (1, ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", "--train.device", "cpu"]),
     "autocast, tied": (1, [*DENSE, "--model.vocab-size", "8192"]),
     "tied, gathered twice": (4, [*DENSE, "--mesh.reshard", "always"]),
@@ -51,15 +54,18 @@ CASES = {  # ranks, flags
         1024,
         [*HYBRID, *KEEP, "--mesh.ep", "8", "--model.moe.capacity-factor", "1.25"],
     ),
+    "first stage of two": (4, PIPELINE, 0),
+    "last stage of two": (4, PIPELINE, 3),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_trace_agrees(case: str) -> None:
-    size, flags = CASES[case]
+    size, flags, *ranks = CASES[case]
+    rank = ranks[0] if ranks else 0
     config = parse_run(flags, size).config
-    event, peak = (stream := trace_step(config, size)).peak()
-    found = estimate(config, size)
+    event, peak = (stream := trace_step(config, size, rank)).peak()
+    found = estimate(config, size, rank)
     where = stream.where(event), found.moment
     assert (1 - UNDER) * peak <= found.tensors <= (1 + OVER) * peak, (where, peak, found.tensors)
     reserved = sum(found.components.get(name, 0) for name in NO_TENSOR)
@@ -86,7 +92,7 @@ def test_what_every_estimate_is(name: str, size: int, flags: list[str]) -> None:
     assert estimate(config, size, budget=found.point).verdict == "at_risk"
     assert estimate(config, size, budget=found.point - 1).verdict == "does_not_fit"
     assert estimate(config, size).verdict == "unknown"
-    assert json.loads(json.dumps(found.as_dict()))["point"] == found.point
+    assert json.loads(json.dumps(found.as_json()))["point"] == found.point
     assert estimate(config, size, detail=False) == dataclasses.replace(
         estimate(config, size), detail={}
     )
@@ -141,7 +147,7 @@ def test_the_call_with_plain_numbers() -> None:
     assert kept == policy and kept.point > one.point
     adamw = estimate_memory(nam56r_base().model, **wanted, optimizer="adamw")
     assert adamw.components["optimizer_state"] > 2 * one.components["optimizer_state"]
-    assert one.gib["point"] == one.point / 2**30
+    assert one.as_dict()["point"] == one.point / 2**30
 
 
 ODD = dataclasses.replace(
@@ -171,5 +177,18 @@ def test_what_can_not_be_is_one_line(
 def test_other_ranks_of_a_pipeline_need_other_memory() -> None:
     config: Config = parse_run(["nam56r_base", "--mesh.pp", "2", "--mesh.ep", "4"], 8).config
     first, last = (estimate(config, 8, rank) for rank in (0, 4))
-    assert first.components["parameters"] != last.components["parameters"]
     assert "forward of head" in last.moments and "forward of head" not in first.moments
+
+
+def test_stages_store_their_layers_and_the_ends_their_tables() -> None:
+    """fp32 parameters on two ranks, counted layer by layer: 4 bytes each."""
+    config = parse_run(
+        [*DENSE, "--mesh.pp", "2", "--model.no-tie-embeddings", "--model.depth", "6"], 2
+    )
+    model = config.config.model
+    layers = [4 * n for n in layer_parameters(model)]
+    stored = [estimate(config.config, 2, rank).components["parameters"] for rank in (0, 1)]
+    past = split_layers(model, 2)[0].stop
+    assert 0 < past < 6
+    assert stored[0] == 4 * embedding_parameters(model) + sum(layers[:past])
+    assert stored[1] == sum(layers[past:]) + 4 * head_parameters(model)

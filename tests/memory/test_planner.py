@@ -11,7 +11,7 @@ import pytest
 
 from megacpp.config.checks.every import broken, resolve
 from megacpp.config.presets import nam52_deep_base, preset, tiny
-from megacpp.config.recompute_flags import FULL, NONE
+from megacpp.config.recompute_flags import BY_KIND, NONE
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import MemoryEstimate, estimate
@@ -59,6 +59,15 @@ def estimator(weights: int = 400_000, upper: float = 1.0):
         )
         parts = {"activations": point}
         return MemoryEstimate(parts, {}, "", {}, 0, point, int(point * upper), budget, ())
+
+    return needs
+
+
+def estimator_of_any():
+    """A byte for whatever is asked."""
+
+    def needs(config: Config, size: int, rank: int, budget: int | None) -> MemoryEstimate:
+        return MemoryEstimate({}, {}, "", {}, 0, 1, 1, budget, ())
 
     return needs
 
@@ -204,6 +213,19 @@ def test_every_candidate_can_be_launched_and_has_the_tokens() -> None:
         )
 
 
+def test_a_plan_of_reduced_microbatches_has_no_pipeline() -> None:
+    """`train.gradient_sync=each` reduces every microbatch; a pipeline's schedule once a step."""
+    config = small()
+    each = replace(config, train=replace(config.train, gradient_sync="each"))
+    plain, found = (plan(c, 8, 10**9, 64 * SEQ, estimator=estimator()) for c in (config, each))
+    assert found.candidates and not [c for c in found.candidates if list(broken(c.config, 8))]
+    assert found.out["pipeline"] > plain.out["pipeline"] > 0
+    in_stages = replace(each, mesh=replace(each.mesh, pp=2))
+    assert not plan(in_stages, 8, 10**9, 64 * SEQ, ("mesh.pp",), estimator()).candidates
+    deferred = replace(config, mesh=in_stages.mesh)
+    assert plan(deferred, 8, 10**9, 64 * SEQ, ("mesh.pp",), estimator()).candidates
+
+
 def test_a_pipeline_must_run_the_first_steps_of_a_warmup() -> None:
     """An eighth of the microbatches, which must be as many as stages."""
     config = small()
@@ -212,6 +234,14 @@ def test_a_pipeline_must_run_the_first_steps_of_a_warmup() -> None:
     found = plan(config, 8, 10**9, 64 * 8 * SEQ, ("mesh.pp",), estimator()).candidates
     assert found and all(not list(broken(c.config, 8)) for c in found)
     assert min(c.config.train.grad_accum for c in found) == 16
+
+
+def test_whole_expert_blocks_run_again_on_no_mesh_of_experts() -> None:
+    """They would send their rows again: refused, so not offered."""
+    config = replace(small(), recompute=CheckpointingPolicy(eblock="full"))
+    found = plan(config, 8, 10**9, 64 * SEQ, ("recompute.eblock",), estimator_of_any()).candidates
+    assert found and {c.config.mesh.ep for c in found} == {1}
+    assert all(not list(broken(c.config, 8)) for c in found)
 
 
 def test_knobs_make_the_candidate() -> None:
@@ -298,7 +328,7 @@ def test_the_ladder_repeats_more_and_keeps_less() -> None:
             assert more.replayed > less.replayed
 
 
-def test_the_ends_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
+def test_rungs_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
     """`--gradient-checkpointing true | false`, whose states a retry must not mix up."""
     from megacpp.config.arguments import replace_keys
     from megacpp.model.regions import layer_regions
@@ -306,7 +336,7 @@ def test_the_ends_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
     words = {"true": True, "false": False}
     config = small()
     ladder = {rung.name: rung for rung in policies(config)}
-    for name, meaning in (("full", FULL), ("none", NONE)):
+    for name, meaning in (("preset", BY_KIND), ("none", NONE)):
         said = replace_keys(config, {k: words.get(v, v) for k, v in meaning.items()})
         assert layer_regions(said.recompute, config.model) == list(ladder[name].pieces)
 

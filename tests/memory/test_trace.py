@@ -22,10 +22,11 @@ SELECTIVE = (
     "--recompute.ablock selective --recompute.eblock expert_gemm_only --recompute.norms true "
     "--recompute.mblock conv_bc_only --recompute.rblock recurrence --recompute.mlp true"
 )
-FULL = (
-    "--recompute.ablock full --recompute.eblock full --recompute.mblock conv_bc_only "
+BLOCKS = (  # of every kind but E
+    "--recompute.ablock full --recompute.mblock conv_bc_only "
     "--recompute.rblock full_plus_norms --recompute.fblock full --recompute.norms true"
 )
+FULL = f"{BLOCKS} --recompute.eblock full"
 NONE = "--recompute.eblock none --recompute.mblock none --recompute.rblock none"
 ADAMW, TWICE = "--optim.name adamw", "--train.grad_accum 2"
 # Ranks, layers, and what else is set.
@@ -45,14 +46,14 @@ CASES = [
     (2, "RR", "--mesh.cp 2"),
     (2, "AEMF", f"--mesh.tp 2 {SELECTIVE}"),
     (2, "AEMR", f"--mesh.cp 2 {SELECTIVE} {ADAMW}"),
-    (2, "AEMM", f"--mesh.tp 2 --mesh.ep 2 {FULL} {TWICE}"),
+    (2, "AEMM", f"--mesh.tp 2 --mesh.ep 2 {BLOCKS} {TWICE}"),
     (4, "AF", f"--mesh.tp 2 {ADAMW} {TWICE}"),
     (4, "AE", f"--mesh.ep 4 {NONE}"),
     (4, "MM", f"--mesh.tp 2 {FULL}"),
     (4, "RR", f"--mesh.reshard always {TWICE}"),
     (4, "AMRF", "--mesh.cp 4"),
     (4, "AEMR", f"--mesh.dp_replicate 2 {SELECTIVE} {ADAMW}"),
-    (4, "AEMR", f"--mesh.cp 2 --mesh.ep 2 {FULL}"),
+    (4, "AEMR", f"--mesh.cp 2 --mesh.ep 2 {BLOCKS}"),
     (4, "AEMF", f"--mesh.tp 2 --mesh.ep 2 {SELECTIVE} --mesh.reshard always {TWICE}"),
     (4, "AEMF", f"--mesh.cp 2 --mesh.tp 2 {ADAMW}"),
     (

@@ -22,7 +22,11 @@ SMALL = (
     "--data.seq-len 32 --model.mamba3.chunk-size 16 --model.m2rnn.chunk-size 16 "
 )
 SHARDS = ("dp_shard", "efsdp", "fsdp")  # which of them a group of ranks is called depends on others
-AGAIN, KEPT = "--gradient-checkpointing true", "--gradient-checkpointing false"
+BLOCKS = (  # of every kind but E
+    "--recompute.ablock full --recompute.mblock conv_bc_only "
+    "--recompute.rblock full_plus_norms --recompute.fblock full"
+)
+AGAIN, KEPT = f"{BLOCKS} --recompute.eblock full", "--gradient-checkpointing false"
 MLA = (
     "--model.attention.kind mla --model.attention.qk-norm false --model.pattern A --model.depth 2 "
     f"{KEPT}"
@@ -35,7 +39,7 @@ FP8 = (
 )
 # Ranks, rank, flags: each axis alone and with others, every kind of exchange, every policy.
 CASES = {
-    "tp ep, all again": (8, 0, f"--mesh.tp 2 --mesh.ep 4 --mesh.reshard always {AGAIN}"),
+    "tp ep, all again": (8, 0, f"--mesh.tp 2 --mesh.ep 4 --mesh.reshard always {BLOCKS}"),
     "replicas, copies, each": (
         *(8, 0),
         "--mesh.dp-replicate 2 --mesh.ep 4 --mesh.ep-dispatch per_expert "

@@ -22,7 +22,7 @@ MLA = "--model.attention.kind mla --model.attention.qk_norm false"
 CASES = (
     (1, f"{NAM56R} AEF"),
     (8, f"{NAM56R} AEF --mesh.tp 2 --mesh.ep 4"),
-    (64, f"{NAM56R} EFA --mesh.tp 2 --mesh.cp 2 --mesh.ep 8 --recompute.eblock full"),
+    (64, f"{NAM56R} EFA --mesh.tp 2 --mesh.cp 2 --mesh.ep 8"),
     (8, "nam52_deep_base --model.depth 3 --model.pattern EFA --mesh.ep 8 --recompute.fblock full"),
     (8, "moe_small --model.depth 3 --mesh.ep 4 --mesh.ep_dispatch per_expert"),
     (8, "dense_110m --model.depth 3 --mesh.cp 4 --mesh.cp_attention ring --recompute.norms true"),

@@ -23,6 +23,7 @@ from megacpp.kernels.experts.rows import (
     sum_rows,
     weigh_slots,
 )
+from tests.differences import largest, relative
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,8 @@ def grouped(case: Case, chosen_TK: Tensor) -> Groups:
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
-    """The largest difference over the largest value, of the worst result; no number is infinite."""
-    errors = [
-        ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300)).item()
-        for a, b in zip(got, want, strict=True)
-    ]
-    return max(float("inf") if e != e else e for e in errors)
+    """The largest difference over the largest value, of the worst result."""
+    return largest(relative(a, b) for a, b in zip(got, want, strict=True))
 
 
 if __name__ == "__main__":

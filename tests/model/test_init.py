@@ -171,7 +171,7 @@ def ks_distance(cdf_values: Tensor) -> float:
     """Largest distance between the empirical distribution of `cdf_values` and the uniform one."""
     u, n = cdf_values.sort().values, len(cdf_values)
     steps = torch.arange(n + 1, dtype=torch.float64) / n
-    return max((u - steps[:-1]).abs().max().item(), (u - steps[1:]).abs().max().item())
+    return torch.cat([u - steps[:-1], u - steps[1:]]).abs().max().item()
 
 
 def normal_cdf(z: Tensor) -> Tensor:

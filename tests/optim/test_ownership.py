@@ -25,7 +25,7 @@ from optim.ownership import (
     jobs_of,
     loads,
 )
-from optim.packing import MatrixKind, RankContext
+from optim.packing import JobSlice, MatrixKind, RankContext
 from optim.shard_layout import ShardLayout, ShardRegion, cutting_order, shard_bounds
 
 
@@ -180,27 +180,49 @@ def test_matrices_larger_than_the_bucket() -> None:
         assert max(parts) <= 500_000
 
 
-def test_every_element_is_sent_to_one_owner_and_comes_back() -> None:
-    """Sizes of both exchanges agree between any two ranks, for uneven bounds and replicas."""
-    regions = rows_on(((0, 5), (5, 6), (6, 6), (6, 17)), 3)
-    layout = ShardLayout(regions * 2, replicas=(0,) * 4 + (1,) * 4)
-    jobs = choose_owners(jobs_of(0, blocks((4, 3, 9, 1), 3), layout), 8)
-    moving = [job for job in jobs if job.moves]
-    buckets = [
-        CommBucket(moving, RankContext(r, 8, {0: layout}, {0: MatrixKind(0, 5)}, 9, 9))
-        for r in range(8)
-    ]
-    for out, back in (("sent", "received"), ("returned", "arriving")):
-        found = [getattr(bucket, out).splits for bucket in buckets]
-        assert found == [
-            [getattr(buckets[to], back).splits[rank] for to in range(8)] for rank in range(8)
-        ]
-    moved = sum(job.region.size for job in moving)
-    assert sum(bucket.sent.cells for bucket in buckets) == moved
-    assert sum(bucket.arriving.cells for bucket in buckets) == 2 * moved
-    for bucket in buckets:
-        mine = {id(p.job) for p in bucket.received.pieces}
-        assert mine == {id(job) for batch in bucket.batches for job in batch.jobs}
+def test_every_element_reaches_one_owner_and_comes_back() -> None:
+    """Exchange numbers between ten ranks in one process: uneven rows, an empty rank, two replicas.
+
+    Of the blocks of rows 0-4 | 4-7 | 7-16 | 16-17 the second and third lie on several ranks. Their
+    owners see them whole, once; each rank of either replica gets back what became of its own rows.
+    """
+    bounds = [(0, 5), (5, 6), (6, 6), (6, 12), (12, 17)]
+    layout = ShardLayout(rows_on(bounds, 3) * 2, replicas=(0,) * 5 + (1,) * 5)
+    jobs = choose_owners(jobs_of(0, blocks((4, 3, 9, 1), 3), layout), 10)
+    kinds = {0: MatrixKind(0, 5)}
+    ranks = [RankContext(r, 10, {0: layout}, kinds, 99, 99) for r in range(10)]
+    buckets = [CommBucket([job for job in jobs if job.moves], rank) for rank in ranks]
+    whole = torch.arange(1.0, 1 + 17 * 3).view(17, 3)
+    held = [whole[None, low:high] for low, high in bounds * 2]
+    packed = [_packed(b.sent.pieces, own) for b, own in zip(buckets, held, strict=True)]
+    seen: list[torch.Tensor] = []
+
+    def doubled(_batch: Any, x_KRC: torch.Tensor) -> torch.Tensor:
+        seen.extend(x_KRC.clone())
+        return 2 * x_KRC
+
+    arrived = _exchanged(packed, [b.sent.splits for b in buckets])
+    assert sum(map(len, arrived)) == (3 + 9) * 3, "one replica sends"
+    results = [b.solve(x, doubled) for b, x in zip(buckets, arrived, strict=True)]
+    assert sorted(x.tolist() for x in seen) == [whole[4:7].tolist(), whole[7:16].tolist()]
+    back = _exchanged(results, [b.returned.splits for b in buckets])
+    across = torch.zeros(17, 3)
+    across[4:16] = 1
+    for bucket, own, got, (low, high) in zip(buckets, held, back, bounds * 2, strict=True):
+        made = torch.zeros_like(own)
+        for piece, values in zip(bucket.arriving.pieces, bucket.arriving.views(got), strict=True):
+            piece.take(made).copy_(values)
+        assert torch.equal(made, 2 * own * across[None, low:high])
+
+
+def _packed(pieces: Sequence[JobSlice], own: torch.Tensor) -> torch.Tensor:
+    return torch.cat([own.new_empty(0), *(piece.take(own).flatten() for piece in pieces)])
+
+
+def _exchanged(packed: list[torch.Tensor], splits: list[list[int]]) -> list[torch.Tensor]:
+    """Return what each rank receives from the buffers of all, `[N]`, by rank of the sender."""
+    parts = [x.split(sizes) for x, sizes in zip(packed, splits, strict=True)]
+    return [torch.cat([of_rank[to] for of_rank in parts]) for to in range(len(packed))]
 
 
 def test_the_fingerprint_of_a_plan_is_that_of_its_content() -> None:

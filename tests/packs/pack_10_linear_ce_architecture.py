@@ -143,7 +143,8 @@ def main() -> int:
         print(f"PACK 10 BUG FIRES: the gate raises on {', '.join(refused)}")
     (whole, logits), (chunked, most) = loss_and_gradients(False), loss_and_gradients(True)
     pairs = zip(chunked, whole, strict=True)
-    drift = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    apart = [(a - b).abs().max() / b.abs().max() for a, b in pairs]
+    drift = torch.stack(apart).max().item()  # NaN if one is; Python's max may drop it
     print(f"chunked against whole logits, fp64: relative difference {drift:.1e}")
     print(f"largest tensor: {logits} numbers with logits, {most} in chunks (N * V = {N * V})")
     # fp64: 4096 terms a sum, each rounded by 1e-16, so 1e-12 parts a wrong formula from rounding

@@ -120,7 +120,8 @@ def main() -> int:
     if bug:
         print(f"PACK 11 BUG FIRES: the switch is on, and {lost.count} tensors of N * V were made")
     pairs = zip([loss, *gradients], [wanted_loss, *wanted], strict=True)
-    drift = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    apart = [(a - b).abs().max() / b.abs().max() for a, b in pairs]
+    drift = torch.stack(apart).max().item()  # NaN if one is; Python's max may drop it
     print(f"same loss and gradients, fp64: relative difference {drift:.1e}")
     holds = kept.count == 0 and drift < 1e-12  # fp64: apart only by the order of sums
     if holds:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from megacpp.model.documents import Documents
 from parallel.context.layout import ContextLayout, Order
 from tests.collectives import Collective, CollectiveCounter
+from tests.differences import largest, relative
 
 ORDERS: tuple[Order, ...] = ("contiguous", "head_tail")
 ROWS, TOKENS = 2, 32
@@ -95,7 +96,7 @@ def error(got: Pass, want: Pass) -> float:
     pairs = [(got.y_BTD, want.y_BTD), (got.dx_BTD, want.dx_BTD)]
     pairs += [(got.gradients[name], grad) for name, grad in want.gradients.items()]
     assert got.gradients.keys() == want.gradients.keys()
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    return largest(relative(a, b) for a, b in pairs)
 
 
 def outside(
@@ -123,8 +124,8 @@ def outside(
         )
         gradient = dx_BtD.abs().amax(-1)
         assert (difference[own_Bt] > 0).all() and (gradient[~own_Bt] > 0).all()
-        reached[0] = max([reached[0], *difference[~own_Bt].tolist()])
-        reached[1] = max([reached[1], *gradient[own_Bt].tolist()])
+        reached[0] = largest([reached[0], *difference[~own_Bt].tolist()])
+        reached[1] = largest([reached[1], *gradient[own_Bt].tolist()])
     return reached
 
 

@@ -27,6 +27,7 @@ from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
 from parallel.notation import Array
 from parallel.tensor import shard_parameter
+from tests.differences import relative
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -216,7 +217,7 @@ def complete(grad: Tensor, name: str, world: World) -> Slice:
 def error(got: Slice, want: Tensor) -> float:
     """Largest difference, relative to the largest entry of the whole."""
     box = tuple(slice(a, a + n) for a, n in zip(got.offset, got.local.shape, strict=True))
-    return float((got.local - want[box]).abs().max() / want.abs().max().clamp(min=1e-30))
+    return relative(got.local, want[box], want)
 
 
 def local_weight(mixer: MixtureOfExperts) -> Tensor:

@@ -42,6 +42,7 @@ from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
 from tests.awake import awake
 from tests.collectives import Collective, CollectiveCounter
+from tests.differences import largest, relative
 from tests.parallel.parity_models import models
 from tests.ranks import on_worlds
 from tests.synthetic import micro_rows, ragged_batch
@@ -169,6 +170,7 @@ def slices(tensors: dict[str, Tensor | None]) -> Slices:
     for name, t in tensors.items():
         assert t is not None, f"{name} has no gradient"
         part = shard_slice(t.detach())
+        assert part.local.isfinite().all(), f"{name} has values that aren't finite"
         found[name] = dataclasses.replace(part, local=part.local.clone())
     return found
 
@@ -280,16 +282,14 @@ def box_of(part: Slice) -> tuple[slice, ...]:
 
 
 def errors(found: Slices, expected: Slices) -> dict[str, float]:
-    """Largest difference of each tensor, relative to its largest entry."""
-    relative = {}
+    """Largest difference of each tensor that differs, relative to its largest entry."""
+    found_apart = {}
     for key, part in found.items():
-        target, size = expected[key].local, expected[key].local.abs().max().item()
-        assert part.shape == tuple(target.shape), key
-        target = target[box_of(part)]
-        if part.local.numel() and not torch.equal(part.local, target):
-            difference = (part.local - target).abs().max().item()
-            relative[key] = difference / size if size else torch.inf
-    return relative
+        whole = expected[key].local
+        assert part.shape == tuple(whole.shape), key
+        if apart := relative(part.local, whole[box_of(part)], whole):
+            found_apart[key] = apart
+    return found_apart
 
 
 def error(found: Slices, expected: Slices) -> tuple[float, str]:
@@ -414,10 +414,10 @@ def check(found: list[Trace], expected: Trace, dtype: Dtype) -> None:
 def summary(found: list[Trace], expected: Trace) -> dict[str, Any]:
     """The same figures without a status, for a person who looks for a cause."""
     return {
-        "loss": max(
+        "loss": largest(
             abs(a / b - 1) for t in found for a, b in zip(t.losses, expected.losses, strict=True)
         ),
-        "norm": max(
+        "norm": largest(
             abs(a / b - 1) for t in found for a, b in zip(t.norms, expected.norms, strict=True)
         ),
         "gradient": max(error(t.gradients, expected.gradients) for t in found),

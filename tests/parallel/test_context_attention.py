@@ -34,6 +34,7 @@ from parallel.notation import Array
 from parallel.plans import PARAMETERS
 from parallel.tensor import shard_parameter
 from tests.collectives import Collective, CollectiveCounter
+from tests.differences import largest, relative
 from tests.livebytes import LiveBytes
 from tests.model.attention_cases import noise, packed
 from tests.ranks import run_ranks
@@ -189,7 +190,7 @@ def worst(found: Part, expected: Part) -> float:
     assert found.gradients.keys() == expected.gradients.keys() and found.gradients
     pairs = [(found.y, expected.y), (found.dx, expected.dx)]
     pairs += [(found.gradients[name], expected.gradients[name]) for name in expected.gradients]
-    return max(float((a.double() - b.double()).abs().max() / b.abs().max()) for a, b in pairs)
+    return largest(relative(a, b) for a, b in pairs)
 
 
 # --- the same numbers ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,7 +36,7 @@ BAD, STEPS = 1, 3  # of three steps the second
 Where = Literal["loss", "activation", "expert", "shard", "value", "forward"]
 CHOICES = ("expert_bias", "null_bias", "null_score")  # that a step's counts move
 UNTAKEN = ("shard", "value", "forward")  # a sum or a loss is bad: nothing to go on with
-Policy = Literal["skip", "sanitize", "raise"]
+Policy = Literal["skip", "sanitize", "raise", "off"]
 
 ONE, FSDP = MeshConfig(dp_shard=1), MeshConfig(dp_shard=2)
 MESHES = {
@@ -222,6 +223,7 @@ def cases() -> list[Case]:
             Case("hsdp2x2", "activation", "-inf", policy),
             Case("pp2 fsdp2", "loss", "inf", policy),
         ]
+    found += [Case(mesh, policy="off") for mesh in ("one process", "fsdp2", "pp2 fsdp2")]
     return [*found, Case("fsdp2", policy="sanitize", model="nulls")]
 
 
@@ -293,6 +295,27 @@ def test_raising_names_the_rank(case: Case) -> None:
         assert len(seen.statuses) == BAD and "Fix:" in seen.raised
         if case.where not in ("shard", "value"):
             assert f"rank {case.run.world - 1}: " in seen.raised
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.policy == "off"], ids=str)
+def test_without_a_look_the_norm_still_leaves_the_step_out(case: Case) -> None:
+    """On every rank alike; nobody can say where it was, and sound steps are the same bits."""
+    for seen, other in zip(results()[case], results()[without(case)], strict=True):
+        assert [v.healthy for v in seen.verdicts] == [True, False, True]
+        assert seen.verdicts[BAD].nonfinite == 0 and not seen.verdicts[BAD].finite
+        assert not math.isfinite(seen.verdicts[BAD].grad_norm) and seen.where == ""
+        assert equal(seen.states[BAD], seen.states[BAD + 1])
+        assert equal(seen.states[-1], other.states[-1])
+
+
+def test_without_a_look_nothing_is_watched() -> None:
+    model = nn.Linear(6, 4)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    guard = NonFiniteGuard(model, World(0, 1, torch.device("cpu")), looks=False)  # type: ignore[arg-type]
+    guard.clean_unreduced()
+    assert not guard.names and guard.total == 0 and guard.found() == {}
+    assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
 
 
 def test_nothing_is_read_before_the_verdict() -> None:

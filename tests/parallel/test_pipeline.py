@@ -34,6 +34,7 @@ from parallel.fsdp import shard_model, shard_slice
 from parallel.mesh import World, join
 from parallel.pipeline import Pipeline
 from parallel.stages import Stage, keep_parts, make_stages, tied_copies
+from tests.differences import largest, relative
 from tests.model.small import small
 from tests.ranks import LONG_S, run_ranks
 from tests.synthetic import ragged_batch
@@ -273,15 +274,12 @@ def results(world: int) -> list[dict[Case, Trace]]:
 
 def error(found: dict[str, Slice], expected: dict[str, Slice]) -> float:
     """Largest difference of a tensor, relative to its largest entry."""
-    worst = 0.0
+    apart = []
     for key, part in found.items():
-        target = expected[key].local
+        whole = expected[key].local
         box = tuple(slice(a, a + n) for a, n in zip(part.offset, part.local.shape, strict=True))
-        if part.local.numel() and not torch.equal(part.local, target[box]):
-            difference = (part.local - target[box]).abs().max().item()
-            size = target.abs().max().item()
-            worst = max(worst, difference / size if size else torch.inf)
-    return worst
+        apart.append(relative(part.local, whole[box], whole))
+    return largest(apart)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -43,6 +43,7 @@ def test_the_budget_of_bad_steps(corpus: Path, four: Path, tmp_path: Path) -> No
     folder = tmp_path / "run"
     shutil.copytree(four, folder)
     flags = "--run.steps 20 --optim.lr 1e30 --train.max-skips 3 --checkpoint.keep 2".split()
+    flags += "--optim.schedule cosine --optim.warmup-steps 0".split()
     done = run(corpus, folder, 1, *flags)
     assert done.returncode == 5, done.stderr
     assert "train.max_skips=3: " in done.stderr and done.stderr.count("\n") == 1
@@ -50,6 +51,9 @@ def test_the_budget_of_bad_steps(corpus: Path, four: Path, tmp_path: Path) -> No
     assert [row["skipped"] for row in rows] == [False] * 5 + [True] * 3
     assert all(row["nonfinite"] > 0 for row in rows[5:])
     assert [row["lr"] for row in rows[5:]] == [rows[5]["lr"]] * 3, "the schedule waits"
+    rates = [row["lr_groups"] for row in rows]  # read from the optimizer
+    assert rates[5:] == [rates[5]] * 3 and rates[4] != rates[5], "the optimizer's rates wait"
+    assert all(set(row["lr_groups"].values()) == {row["lr"]} for row in rows[4:])
     assert "SKIPPED" in done.stdout and "left out: " in done.stdout and "rank 0: " in done.stdout
     saved = latest_checkpoint(folder / "checkpoints")
     assert saved is not None and saved.name == "step-000005", "none since the first bad step"

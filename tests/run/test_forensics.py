@@ -308,6 +308,22 @@ def test_what_the_allocator_of_a_gpu_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert allocator_state(CPU, resting=30) == {}
 
 
+def test_an_error_on_a_gpu_leaves_the_allocators_own_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumped: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"reserved_bytes.all.peak": 7})
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dumped.append)
+    run = watched(tmp_path, FakeWatch(parameters=100 * MIB))
+    run.device = torch.device("cuda")
+    run.begin(4)
+    run.at_error()
+    assert dumped == [str(tmp_path / "memory/error-step-5-rank-0.pickle")]
+    written = json.loads((tmp_path / "memory/summary-rank-0.json").read_text())
+    assert written["peak_reserved_bytes"] == [7] and written["error"]["step"] == 5
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_has_every_figure() -> None:
     device = torch.device("cuda")

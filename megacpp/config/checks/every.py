@@ -23,7 +23,7 @@ from megacpp.config.settings import flatten, settings_of
 from megacpp.data.schedule import batch_schedule
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
-from megacpp.model.stages import enough_microbatches, pipeline_rules
+from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rules
 
 Rules = Callable[[Config, int], Iterator[ConfigError]]
 SIZES = ("model.", "mesh.", "run.", "data.", "train.", "precision.fp8_ends")
@@ -119,7 +119,8 @@ def _batch(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
-    """Yield broken rules of a pipeline, at every number of microbatches of a step."""
+    """Rules of a pipeline, at every number of microbatches that a step will have."""
+    yield from chunk_rules(config)
     if config.mesh.pp == 1 or any(mesh_rules(config, world_size)):
         return
     resolved = resolve(config, world_size)
@@ -135,7 +136,8 @@ def _pipeline(config: Config, world_size: int) -> Iterator[ConfigError]:
     if warmup <= 0 or any(pipeline_rules(config, resolved.train.grad_accum)):
         return
     for accum in batch_schedule(resolved, world_size)[0].distinct_accums():
-        if not enough_microbatches(config.mesh.pp_schedule, config.mesh.pp, accum):
+        run = accum * config.train.num_chunks
+        if not enough_microbatches(config.mesh.pp_schedule, config.mesh.pp, run):
             yield config_error(
                 "train.batch_warmup_steps",
                 config.train.batch_warmup_steps,
@@ -188,7 +190,7 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
 
 def _precision(config: Config) -> Iterator[ConfigError]:
     precision, train = config.precision, config.train
-    if precision.dtype == "fp16" and train.nonfinite != "skip":
+    if precision.dtype == "fp16" and train.nonfinite not in ("skip", "off"):
         yield config_error(
             "train.nonfinite",
             train.nonfinite,

@@ -22,6 +22,13 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
                     "there is no latent, model.attention.kind=gqa",
                     f"use recompute.{name}=false",
                 )
+    if policy.eblock == "full" and config.mesh.ep > 1 and "E" in config.model.pattern.upper():
+        yield config_error(
+            "recompute.eblock",
+            "full",
+            f"would send the rows of all experts again in the backward (mesh.ep={config.mesh.ep})",
+            "use recompute.eblock=expert_gemm_only, with recompute.norms and recompute.mlp",
+        )
     if policy.compress and not set("AF") & set(config.model.pattern):
         yield config_error(
             "recompute.compress",

@@ -1,0 +1,199 @@
+"""S0: activation memory, what is kept, run again, or spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from checkpointing.apply import ActivationCheckpointing
+from checkpointing.recompute import BlockRecompute
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import PER_BLOCK, PRESETS
+from megacpp.config.schema import (
+    CheckpointingPolicy,
+    Config,
+    MeshConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from megacpp.kernels.selection import OPERATIONS
+from megacpp.memory.forms.activations import activation_bytes
+from megacpp.model.recompute import PLAIN
+from parallel.build import build_model
+from parallel.mesh import World
+from tests.checkpointing import test_apply
+from tests.checkpointing.fp8_cases import broken_keys, te_config
+from tests.memory import test_activations
+from tests.parallel.parity import Run, check, models, traces_of
+
+ONE = World(0, 1, torch.device("cpu"))
+
+
+def policy(*flags: str, preset: str = "tiny", world: int = 1) -> CheckpointingPolicy:
+    return parse_run([preset, *flags], world).config.recompute
+
+
+def compressed(block: nn.Module) -> bool:
+    """Whether some linear layer saves a projection of its input."""
+    return any(name.endswith("latent") for name, _ in block.named_parameters())
+
+
+def test_s0_1_the_last_layer_is_never_wrapped() -> None:
+    for name in ("all pieces", "full", "saved tensors"):
+        test_apply.test_the_last_layer_is_never_wrapped(name, streams=False)
+    test_apply.test_the_last_layer_is_never_wrapped("full", streams=True)
+
+
+@pytest.mark.xfail(strict=True, reason="All K depths of multi-token prediction run again.")
+def test_s0_1_multi_token_prediction_replays_k_minus_1_of_k_depths() -> None:
+    ahead = models()["ahead"]
+    assert ahead.mtp.depths == 2
+    model, ac = test_apply.build(CheckpointingPolicy(), ahead)
+    model.mtp.aux_scale.fill_(1.0)
+    test_apply.train(model)
+    assert ac.replays.counts == {"block": ahead.mtp.depths - 1}
+
+
+@pytest.mark.xfail(strict=True, reason="Linear layers of the last layer are compressed too.")
+def test_s0_1_compression_leaves_the_last_layer_alone() -> None:
+    model, _ = test_apply.build(CheckpointingPolicy(compress=0.25))
+    found = [compressed(block) for block in model.blocks.values()]
+    assert any(found[:-1]) and not found[-1]
+
+
+def test_s0_2_only_wrappers_of_experts_go_without_the_shape_check() -> None:
+    test_apply.test_only_blocks_of_experts_go_without_the_shape_check()
+
+
+def test_s0_3_wrappers_vanish_inside_a_compiled_block() -> None:
+    config = Config(
+        model=test_apply.hybrid(),
+        precision=PrecisionConfig("fp64"),
+        train=TrainConfig(compile="aot_eager"),
+        recompute=replace(test_apply.FULL, norms=True, activation_memory_budget=0.5),
+    )
+    ac = ActivationCheckpointing(config)
+    model = build_model(config, ONE, ac)
+    whole = [int(k) for k, b in model.blocks.items() if not isinstance(b.recompute, BlockRecompute)]
+    assert {0, 4, 6} <= set(whole) <= set(ac.compiled), "A, F and A are graphs"
+    for key in whole:
+        for module in model.blocks[str(key)].modules():
+            assert getattr(module, "seam", PLAIN) is PLAIN
+    assert isinstance(model.blocks["1"].recompute, BlockRecompute), "E is no graph"
+
+
+def test_s0_4_the_flag_becomes_a_budget_below_one() -> None:
+    compiled = "--train.compile", "aot_eager"
+    said = policy("--gradient-checkpointing", "true", *compiled, preset="dense_110m")
+    assert 0 < said.activation_memory_budget < 1
+    no = policy("--gradient-checkpointing", "false", *compiled, preset="dense_110m")
+    assert no.activation_memory_budget == 1
+    config = Config(model=models()["F"], recompute=said, train=TrainConfig(compile="aot_eager"))
+    with mock.patch("checkpointing.compile.compile_blocks") as compile_blocks:
+        build_model(config, ONE, ActivationCheckpointing(config))
+    assert compile_blocks.call_args.args[2] == said.activation_memory_budget
+
+
+@pytest.mark.xfail(strict=True, reason="A preset's policy becomes budget 1 where blocks compile.")
+def test_s0_4_a_presets_policy_becomes_a_budget_below_one() -> None:
+    found = policy("--train.compile", "inductor", preset="nam56r_base", world=8)
+    assert found.activation_memory_budget < 1
+
+
+def test_s0_5_sequence_parallelism_is_on_exactly_with_tensor_parallelism() -> None:
+    """Each rank holds its part of the tokens between blocks; no setting turns that off."""
+    test_activations.test_fake_ranks_keep_a_part_of_the_residual_stream()
+    assert not [name for name in vars(MeshConfig()) if "sequence" in name or name == "sp"]
+
+
+def test_s0_6_context_parallelism_goes_through_mamba_exactly() -> None:
+    """We differ: states are handed on between ranks, so nothing is refused."""
+    run = Run("M", MeshConfig(cp=2, dp_shard=1))
+    found = traces_of([run, run.reference])
+    check(found[run], found[run.reference][0], run.dtype)
+
+
+def test_s0_7_a_stock_checkpoint_of_a_transformer_engine_block_is_refused() -> None:
+    config = te_config(fblock="full", fp8_wrapper="torchao")
+    assert "recompute.fp8_wrapper" in broken_keys(config)
+    allowed = te_config(fblock="full")
+    assert "recompute.fp8_wrapper" not in broken_keys(allowed)
+
+
+def test_s0_8_no_preset_leaves_expert_blocks_out() -> None:
+    """Blocks of experts are recomputed wherever M blocks are; leaving them out is said by name."""
+    assert policy("--skip-eblock-checkpointing").eblock == "none"
+    assert policy().eblock == "expert_gemm_only"
+    assert PER_BLOCK.eblock == "expert_gemm_only"
+    for make in PRESETS.values():
+        config = make()
+        if {"E", "M"} <= set(config.model.pattern):
+            assert config.recompute.eblock != "none", config.preset
+
+
+def test_s0_9_activation_fields_are_in_the_launch_record() -> None:
+    test_activations.test_the_launch_record_has_it()
+
+
+def test_s0_10_activation_bytes_grow_linearly_with_tokens() -> None:
+    for name in test_activations.EIGHT:
+        test_activations.test_linear_in_tokens(name)
+
+
+@pytest.mark.xfail(strict=True, reason="Layers cut by column save the gathered input whole.")
+@pytest.mark.parametrize("norms", [False, True])
+def test_s0_11_tensor_parallelism_divides_what_norms_leave(norms: bool) -> None:
+    kept = []
+    for tp in (1, 2, 4):
+        mesh = MeshConfig(dp_shard=8 // tp, tp=tp)
+        again = replace(test_activations.NONE, norms=norms)
+        config = test_activations.of_preset("nam56r_base", mesh=mesh, recompute=again)
+        parts = activation_bytes(config, 8).parts
+        kept.append(sum(part.groups.get("normed", 0) for part in parts))
+    assert kept[1] == kept[0] // 2 and kept[2] == kept[0] // 4
+
+
+@pytest.mark.xfail(strict=True, reason="Recompute is on in presets, not by default.")
+def test_s0_a_recompute_is_on_by_default() -> None:
+    """Experts, M2RNN, Mamba's convolution and multi-token prediction; norms on demand."""
+    default = CheckpointingPolicy()
+    assert default.eblock == "expert_gemm_only" and default.mblock == "conv_bc_only"
+    assert default.rblock != "none" and default.mtp
+
+
+@pytest.mark.xfail(strict=True, reason="No line of a run says what ablock=selective would cost.")
+def test_s0_b_selective_attention_is_offered_with_its_cost() -> None:
+    notes = " ".join(parse_run(["nam56r_base"], 8).notes)
+    assert "recompute.ablock=selective" in notes and "FLOP" in notes
+
+
+def test_s0_c_every_older_flag_is_translated() -> None:
+    """Of the article's flag surface; a spacing of layers is the policy by kind, and says so."""
+    switches = (
+        *("recompute_moe_experts", "recompute_m2rnn", "recompute_mamba_conv", "recompute_norms"),
+        *("mtp_recompute", "cpu_offload_checkpointing", "gradient_checkpointing"),
+    )
+    for flag in switches:
+        on, off = (policy(f"--{flag}={value}", preset="dense_110m") for value in ("true", "false"))
+        assert on != off, flag
+    resolved = parse_run(["dense_110m", "--checkpoint-spacing", "2"], 1)
+    assert resolved.config.recompute == PER_BLOCK
+    assert "no policy for one layer in 2" in resolved.notes[0]
+
+
+@pytest.mark.xfail(strict=True, reason="Only A and F blocks project what their layers read.")
+def test_s0_f_random_projection_reaches_every_projection_of_a_normed_input() -> None:
+    model, _ = test_apply.build(CheckpointingPolicy(compress=0.25))
+    letters = dict(zip("AEMRF", list(model.blocks.values())[:5], strict=True))
+    assert [letter for letter, block in letters.items() if compressed(block)] == list("AEMRF")
+
+
+@pytest.mark.xfail(strict=True, reason="These four operations have no kernel of their own yet.")
+def test_s0_g_fused_operations_are_kernels_by_name() -> None:
+    wanted: set[Any] = {"norm_qkv", "mla_q_upproj", "residual_dropout", "permuted_experts"}
+    assert wanted <= set(OPERATIONS)
