@@ -107,15 +107,13 @@ class StepWatch(Recorder):
             super()._on_alloc(storage, t, *rest)
 
     def _is_kept(self, alloc: Allocation) -> bool:
-        """While a forward runs: what was put away, what parts that are done have left alive, and
-        what is on its way through experts.
+        """Return whether an allocation is kept for the backward.
+
+        While a forward runs these are packed ones, what finished parts have left alive, and rows on
+        their way through experts.
         """
-        if (
-            super()._is_kept(alloc)
-            or self.forward_ended
-            or alloc.backward
-            or alloc.freed_at is not None
-        ):
+        past = self.forward_ended or alloc.backward or alloc.freed_at is not None
+        if past or super()._is_kept(alloc):
             return super()._is_kept(alloc)
         runs = self._marks[-1][1].removeprefix("forward ") if self._marks else ""
         # Rows and hidden units of the experts that run: put away a few operators later.

@@ -150,7 +150,7 @@ class AllocationSettings:
     mesh: tuple[str, ...] = ()
     policy: tuple[str, ...] = ()
     counts: Callable[[Share], Mapping[str, int]] = lambda own: {}
-    same: Callable[[Share], tuple[bool, ...]] = lambda own: ()
+    same: Callable[[Share], tuple[int, ...]] = lambda own: ()
     document: Callable[[Config], int] = lambda config: 0
 
 

@@ -49,7 +49,7 @@ class BlockRequest:
     context: int
     sharded: bool
     counts: tuple[tuple[str, int], ...] = ()
-    same: tuple[bool, ...] = ()
+    same: tuple[int, ...] = ()
     document: int = DOCUMENT
     apart: bool = False
 
@@ -72,7 +72,8 @@ class BlockRequest:
     @property
     def group(self) -> BlockRequest:
         """The request without its point; one row needs no copy where several are gathered."""
-        train = replace(self.config.train, device_batch_size=min(self.rows, 2))
+        rows = self.rows if self.apart else min(self.rows, 2)
+        train = replace(self.config.train, device_batch_size=rows)
         data = DataConfig(seq_len=1) if self.apart else self.config.data
         return replace(self, config=replace(self.config, train=train, data=data), counts=())
 
@@ -178,6 +179,8 @@ def moments(
 ) -> Iterator[Moment]:
     """Yield moments of the forward or of the backward at which bytes stop growing.
 
+    The forward's last one is called `sum`, those of the norm's backward `norm`.
+
     Args:
         backward: of it; else of the forward.
         weights: count what is made of weights alone, other than their casts by autocast.
@@ -185,7 +188,7 @@ def moments(
             batch's and isn't counted.
     """
     skipped = ("" if weights else "w") + ("" if first else "b")
-    gradients = 0
+    norm, gradients = _norm_begins(trace), 0
     tensors = -sum(trace.bytes[n] for n in _stays(trace)) if first else 0
     fresh: dict[int, int] = {}  # gradients that aren't in a sum yet
     grew: Moment | None = None
@@ -207,11 +210,18 @@ def moments(
             yield grew
         if inside and sign > 0:
             name = "sum" if role == "o" else trace.names[number].partition(": ")[2]
+            name = "norm" if backward and index > norm else name
             grew = Moment(name, tensors, gradients, fresh=sum(fresh.values()))
         else:
             grew = None
     if grew is not None:
         yield grew
+
+
+def _norm_begins(trace: BlockTrace) -> int:
+    """Return the event behind which only the norm's weight gets a gradient: the block's last."""
+    made = [i for i, n in enumerate(trace.events) if n > 0 and trace.roles[n - 1] == "g"]
+    return made[-2] if len(made) > 1 else -1
 
 
 def _stays(trace: BlockTrace) -> set[int]:

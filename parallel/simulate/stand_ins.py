@@ -76,7 +76,9 @@ def given_batch(model: HybridLM, counts: Mapping[str, int], document: int) -> It
         counts: of an E block, as `ExpertRows.counts`.
         document: tokens of one.
     """
-    rows = GivenRows(**counts, whole=(True, True)) if counts else None
+    rows = None
+    if counts:
+        rows = GivenRows(counts["leaving"], counts["arriving"], counts["copies"], counts["slots"])
     for module in model.modules():
         if isinstance(module, ExpertDispatch) and module.even is not None and rows:
             module.even = GivenRouting(**vars(module.even), given=rows)

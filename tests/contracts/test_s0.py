@@ -44,7 +44,7 @@ def compressed(block: nn.Module) -> bool:
 
 
 def test_s0_1_the_last_layer_is_never_wrapped() -> None:
-    for name in ("all pieces", "full", "saved tensors"):
+    for name in ("all regions", "full", "saved tensors"):
         test_apply.test_the_last_layer_is_never_wrapped(name, streams=False)
     test_apply.test_the_last_layer_is_never_wrapped("full", streams=True)
 

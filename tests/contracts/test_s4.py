@@ -79,8 +79,8 @@ def test_s4_5_a_nan_on_one_rank_costs_one_step_and_nothing_else() -> None:
     other = test_guard.without(case)
     found = on_worlds(test_guard.play, {c: c.run.world for c in (case, other)})
     for seen, left_out in zip(found[case], found[other], strict=True):
-        assert [v.healthy for v in seen.verdicts] == [True, False, True]
-        assert seen.verdicts[1].nonfinite > 0
+        assert [v.healthy for v in seen.statuses] == [True, False, True]
+        assert seen.statuses[1].nonfinite > 0
         assert test_guard.equal(seen.states[1], seen.states[2])
         assert test_guard.equal(seen.states[-1], left_out.states[-1])
 
@@ -91,8 +91,8 @@ def test_s4_5_the_look_before_the_reduction_can_be_turned_off() -> None:
     test_guard.test_without_a_look_nothing_is_watched()
     case = test_guard.Case("fsdp2", policy="off")
     for seen in on_worlds(test_guard.play, {case: 2})[case]:
-        assert [v.healthy for v in seen.verdicts] == [True, False, True]
-        assert seen.verdicts[1].nonfinite == 0
+        assert [v.healthy for v in seen.statuses] == [True, False, True]
+        assert seen.statuses[1].nonfinite == 0
 
 
 def test_s4_6_fp16_halves_its_scale_on_the_same_event() -> None:

@@ -16,6 +16,7 @@ GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64)
 MLA = AttentionConfig(
     kind="mla", num_heads=8, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
+GENERATOR = 16  # bytes: torch's kernel for packed rows keeps the state of a generator
 
 
 def share(config: AttentionConfig, backend: str, device: str = "cuda") -> Share:
@@ -45,15 +46,14 @@ def test_only_torch_has_a_mask() -> None:
 
 def test_masked_kernels_on_cuda_keep_keys_and_values_of_all_heads() -> None:
     more = kept(share(GQA, "torch")) - kept(share(GQA, "varlen"))
-    assert more == 2 * 4096 * 2 * (8 - 2) * 64 * 2
+    assert more == 2 * 4096 * 2 * (8 - 2) * 64 * 2 - GENERATOR
     assert kept(share(GQA, "torch", "cpu")) == kept(share(GQA, "flex"))
-    assert kept(share(replace(GQA, num_kv_heads=8), "torch")) == kept(
-        share(replace(GQA, num_kv_heads=8), "varlen")
-    )
+    every = replace(GQA, num_kv_heads=8)
+    assert kept(share(every, "torch")) == kept(share(every, "varlen")) - GENERATOR
 
 
 @pytest.mark.parametrize("backend", ["flex", "torch"])
 def test_zero_columns_cost_what_they_hold(backend: str) -> None:
     """Values 64 numbers wider, an output of 192 beside the one of 128."""
     more = kept(share(MLA, "varlen_padded")) - kept(share(MLA, backend))
-    assert more == 2 * 4096 * 8 * (64 + 192) * 2
+    assert more == 2 * 4096 * 8 * (64 + 192) * 2 + GENERATOR

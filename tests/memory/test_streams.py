@@ -16,6 +16,7 @@ from megacpp.memory.estimate import estimate
 from megacpp.memory.forms import streams, working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
+from megacpp.memory.forms.batch import ids_bytes, mask_bytes
 from tests.memory.test_activations import FULL, NONE, SELECTIVE, agree, config_of, same
 from tests.memory.working_cases import WIDE
 from tests.memory.working_sets import working_sets
@@ -81,11 +82,14 @@ def test_working_sets(case: str) -> None:
     own = Share.of(config, size, 0)
     names = {f"blocks.{i}": name for i, name in enumerate(streams.layer_names(config))}
     first = f"blocks.{config.model.pattern.find('A')}"
-    for (phase, part), found in working_sets(trace_step(config, size)).items():
+    stream, letters = trace_step(config, size), {name[0] for name in names.values()}
+    with_batch, batch = working_sets(stream, batch=True), ids_bytes(own) + mask_bytes(own, letters)
+    for (phase, part), found in working_sets(stream).items():
         form = working.forward if phase == "forward" else working.backward
         moments = form(own, names.get(part, part))
         if (phase, part) == ("forward", first):
-            moments += working.first_attention(own)
+            found = with_batch[phase, part]
+            moments = [m.more(batch) for m in working.first_attention(own, names[part])]
         most = max(moment.bytes for moment in moments)
         assert 0.98 <= most / found.bytes <= 1.02, (phase, part, most, found.bytes)
 

@@ -66,7 +66,7 @@ def _counted(
         if block.component in ELSEWHERE:
             continue
         if block.component == "gradients" and (
-            block.part != part or block.name.startswith("_reduce_scatter_base_")
+            block.part != part or block.name.startswith(("_reduce_scatter_base_", "copy_ "))
         ):
             continue  # of others, or shards
         if place.get(block.part, len(place)) < place[part]:

@@ -301,9 +301,9 @@ def test_raising_names_the_rank(case: Case) -> None:
 def test_without_a_look_the_norm_still_leaves_the_step_out(case: Case) -> None:
     """On every rank alike; nobody can say where it was, and sound steps are the same bits."""
     for seen, other in zip(results()[case], results()[without(case)], strict=True):
-        assert [v.healthy for v in seen.verdicts] == [True, False, True]
-        assert seen.verdicts[BAD].nonfinite == 0 and not seen.verdicts[BAD].finite
-        assert not math.isfinite(seen.verdicts[BAD].grad_norm) and seen.where == ""
+        assert [v.healthy for v in seen.statuses] == [True, False, True]
+        assert seen.statuses[BAD].nonfinite == 0 and not seen.statuses[BAD].finite
+        assert not math.isfinite(seen.statuses[BAD].grad_norm) and seen.where == ""
         assert equal(seen.states[BAD], seen.states[BAD + 1])
         assert equal(seen.states[-1], other.states[-1])
 

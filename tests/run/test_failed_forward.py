@@ -70,7 +70,7 @@ class Rig:
         self.boundary.accumulate([ragged_batch([2 * rank, 2 * rank + 1], T)])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.boundary.conclude()
+        self.boundary.finish_step()
         self.forensics.end(number)
 
     def failing(self, module: nn.Module, number: int) -> Snapshot:

@@ -15,7 +15,7 @@ from megacpp.blocks.descriptor import (
     Parameter,
 )
 from megacpp.blocks.experts.checks import checks
-from megacpp.blocks.experts.rows import expert_rows
+from megacpp.blocks.experts.rows import counts, operators
 
 if TYPE_CHECKING:
     from megacpp.blocks.experts.module import MixtureOfExperts
@@ -124,8 +124,8 @@ EXPERTS = BlockKind(
         "moe",
         kernel="experts",
         mesh=("ep", "ep_dispatch"),
-        counts=lambda own: expert_rows(own).counts,
-        same=lambda own: expert_rows(own).whole,
+        counts=counts,
+        same=operators,
     ),
     regions=regions,
     region_multiply_adds=region_multiply_adds,

@@ -13,11 +13,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.attention.choices import circle, columns, visited_ranks
+from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows
 
 if TYPE_CHECKING:
     from megacpp.memory.forms.activation_share import Share
-
-ROWS, GPU_ROWS = 48, 16  # a group is padded to a multiple (kernels/grouped_mm.py)
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,6 @@ class ExpertRows:
     slots: int
     whole: tuple[bool, bool] = (True, True)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return the numbers by name."""
-        found = asdict(self)
-        del found["whole"]
-        return found
-
 
 def expert_rows(own: Share) -> ExpertRows:
     """Return rows of an E block: dropless, with even choices, or the most that there can be.
@@ -54,7 +46,7 @@ def expert_rows(own: Share) -> ExpertRows:
     """
     moe, m, mesh = own.config.model.moe, own.stream, own.config.mesh
     E, K, W = moe.num_experts, columns(moe), mesh.ep
-    N, e, rows = m * moe.top_k, E // W, GPU_ROWS if own.on_gpu else ROWS
+    N, e, rows = m * moe.top_k, E // W, GPU_ROWS if own.on_gpu else CPU_ROWS
     if moe.capacity_factor is not None:
         slots = E * math.ceil(N / E * moe.capacity_factor)
         return ExpertRows(slots, slots, slots, slots)
@@ -66,8 +58,7 @@ def expert_rows(own: Share) -> ExpertRows:
         if not per_rank or W == 1:
             return ExpertRows(m * K, copies, copies, slots, (W > 1, True))
         visits = visited_ranks(moe, W)
-        # One place of a row is empty, so that the mask of empty places counts.
-        return ExpertRows(m * visits, W * m, copies - 1, slots, (visits == K, False))
+        return ExpertRows(m * visits, W * m, copies, slots, (visits == K, False))
     order = circle(E, moe.num_groups, moe.top_k_groups) if W > 1 else tuple(range(E - 1, -1, -1))
     counts = [N // E] * E
     for expert in order[: N % E]:
@@ -83,6 +74,27 @@ def expert_rows(own: Share) -> ExpertRows:
     return ExpertRows(
         leaving, arriving, copies, slots, (leaving == m * K, copies == arriving * labels)
     )
+
+
+def counts(own: Share) -> dict[str, int]:
+    """Return the numbers that bytes are affine in, by name."""
+    found = asdict(expert_rows(own))
+    whole = found.pop("whole")
+    # Where rows want as many experts as they can, one place is empty: its mask counts as well.
+    found["copies"] -= own.most and not whole[1]
+    return found | {"block": _block(own) if own.by("experts") == "torch" else 0}
+
+
+def operators(own: Share) -> tuple[int, ...]:
+    """Return what decides about operators: masks that are made, and blocks of hidden units."""
+    rows = expert_rows(own)
+    each = _block(own)
+    blocks = -(-rows.slots // each) if own.by("experts") == "torch" else 0
+    return *map(int, rows.whole), blocks
+
+
+def _block(own: Share) -> int:
+    return block_rows(expert_rows(own).slots, own.config.model.moe.hidden_dim)
 
 
 @lru_cache(maxsize=64)

@@ -14,20 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacpp.kernels.autocast import autocast_dtype
+from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS
 from megacpp.model.transfer import listed
 
 # Slots of each expert, in order; the last one owns the rest. None: all have as many, and
 # one batched product does it. One count more than experts is of slots at the end that no expert
 # owns, whose rows are undefined. A tensor stays where it is unless the host must read it.
 Counts = Tensor | Sequence[int] | None
-
-# A CPU matrix product may round a row differently when the number of rows changes (another kernel,
-# another split of the sum) or when the row falls into a remainder of the tiles. Products of 48 rows
-# each, which tiles of 2, 3, 4, 6, 8, 12, 16, 24 and 48 rows divide, don't, as long as rows are a
-# multiple of 16 bytes (MKL on AMD rounds odd widths in fp64 by place): tests/model/test_moe.py.
-CPU_ROWS = 48
-# torch.nn.functional.grouped_mm sums over a group in units of 16 bytes: 8 rows of bf16.
-GPU_ROWS = 16
 
 
 def row_multiple(device: torch.device) -> int:

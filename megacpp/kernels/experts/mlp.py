@@ -23,14 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megacpp.kernels.experts.fp8 import Fp8Products, outer_sums, rows_times
-from megacpp.kernels.experts.grouped_mm import CPU_ROWS, autocast
+from megacpp.kernels.experts.grouped_mm import autocast
 from megacpp.kernels.experts.rows import Groups, rows_of_slots, sum_of_slots
+from megacpp.kernels.experts.sizes import block_rows
 from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.fp32 import wide
-
-# Elements between products are worked on in blocks of rows: at most so many, none smaller than so
-# many elements (which a core's cache holds), so that wide temporary tensors stay small.
-BLOCKS, BLOCK_ELEMENTS = 16, 2**16
 
 
 def into_experts(
@@ -167,10 +164,9 @@ class _Units(NamedTuple):
         return _Units(hidden[0], hidden[1] if num_hidden == 2 else None, *weight or (None,))
 
     def blocks(self) -> Iterator[tuple[slice, _Units]]:
-        """Yield some rows at a time, in at least fp32; see `BLOCKS`."""
+        """Yield some rows at a time, in at least fp32."""
         slots, width = self.gate_SI.shape
-        each = max(-(-slots // BLOCKS), BLOCK_ELEMENTS // max(1, width), 1)
-        each = -(-each // CPU_ROWS) * CPU_ROWS
+        each = block_rows(slots, width)
         if torch.compiler.is_compiling():  # it fuses what the blocks are for
             each = max(slots, 1)
         for start in range(0, slots, each):

@@ -55,7 +55,7 @@ def request_of(own: Share, kind: str, pieces: Pieces) -> BlockRequest:
     cp, rows, row, apart = own.cp, own.rows, own.row, block.context is None
     if apart:  # tokens of other ranks don't matter, nor in which row a token is
         cp, row = 1, own.here
-        if rows % 2 == 0:
+        if rows > 1 and own.tokens % 2 == 0:
             rows, row = 2, own.tokens // 2
     mesh = {"tp": own.tp, "cp": cp, "dp_shard": 1, **_fields(config.mesh, needs.mesh)}
     if cp > 1 and block.context is not None:
@@ -164,5 +164,7 @@ def _kept(request: BlockRequest) -> dict[str, int]:
 @lru_cache(maxsize=1024)
 def _moments(request: BlockRequest, backward: bool, first: bool) -> tuple[Moment, ...]:
     found = list(moments(_trace(request), backward, request.sharded, first))
-    most = max(found, key=lambda m: m.bytes), max(found, key=lambda m: m.added), found[-1]
+    most = [max(found, key=lambda m: m.bytes), max(found, key=lambda m: m.added), found[-1]]
+    of_norm = [m for m in found if m.name == "norm"]
+    most += [max(of_norm, key=lambda m: m.bytes)] if of_norm else []
     return tuple(dict.fromkeys(most))

@@ -48,14 +48,20 @@ ENDS: dict[str, tuple[Callable[[Share], Iterator[Moment]], ...]] = {
 }
 
 
-def forward(own: Share, name: str) -> tuple[Moment, ...]:
-    """The fullest moments of a part (a name of `activations.PartBytes`) in the forward."""
+def forward(own: Share, name: str, first: bool = False) -> tuple[Moment, ...]:
+    """Return the fullest moments of a part in the forward.
+
+    Args:
+        own: sizes of the rank.
+        name: of `activations.PartBytes`.
+        first: of the layer that makes what all layers of a batch share.
+    """
     layer = Layered.of(name)
     kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][0](own))
     pieces = _pieces(own, layer)
-    found = traced_moments(own, _what(kind), pieces, backward=False)
+    found = traced_moments(own, _what(kind), pieces, backward=False, first=first)
     found = with_copies(own, kind[0], pieces, found)
     if own.config.model.mhc.streams > 1:
         found = connected_forward(own, layer, found)
@@ -94,8 +100,9 @@ def first_attention(own: Share, name: str) -> tuple[Moment, ...]:
         own: sizes of the rank.
         name: of the part; of another than an A block, those of its A blocks.
     """
-    layer = Layered.of(name)
-    pieces = _pieces(own, layer if layer.kind[0] == "A" else Layered.of("A"))
+    if name[0] == "A":
+        return forward(own, name, first=True)
+    pieces = _pieces(own, Layered.of("A"))
     return traced_moments(own, "A", pieces, backward=False, first=True)
 
 
