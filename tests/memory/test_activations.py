@@ -341,7 +341,7 @@ def test_linear_in_tokens(name: str) -> None:
 
 
 def test_tensor_parallelism_cuts_the_residual_stream() -> None:
-    """Halves it and what norms keep with tp 2, quarters both with tp 4. What mixers read is whole.
+    """Halves it and what the last norm keeps with tp 2, quarters both with tp 4.
 
     A rank of a stage without tp has it in full; the meter agrees by the tests above.
     """
@@ -350,11 +350,10 @@ def test_tensor_parallelism_cuts_the_residual_stream() -> None:
         mesh = MeshConfig(dp_shard=8 // tp, tp=tp)
         parts = activation_bytes(of_preset("nam56r_base", mesh=mesh, recompute=NONE), 8).parts
         residual = sum(part.groups.get("residual", 0) for part in parts)
-        found.append((residual, parts[-2].bytes, sum(p.groups.get("normed", 0) for p in parts)))
+        found.append((residual, parts[-2].bytes))
     whole, half, quarter = found
-    assert [x // 2 for x in whole[:2]] == list(half[:2])
-    assert [x // 4 for x in whole[:2]] == list(quarter[:2])
-    assert half[2] < 1.5 * whole[2]
+    assert [x // 2 for x in whole] == list(half)
+    assert [x // 4 for x in whole] == list(quarter)
 
 
 def test_fake_ranks_keep_a_part_of_the_residual_stream() -> None:
