@@ -1,13 +1,13 @@
-"""The memory of a training step on one rank, in closed form: before anything is built.
+"""Memory of a training step on one rank, known before anything is built.
 
     found = estimate(config, 8)         # of rank 0 of 8
     found.point, found.moment           # bytes at the fullest moment of a step, and which that is
     found.components                    # what they are; they sum to the point
     found.upper                         # no less than that, whatever routers choose
 
-Pure Python in milliseconds: megacpp/memory/forms/step.py over the closed forms of parameters,
-activations and working sets. Kinds of blocks without a form (megacpp/memory/forms/traced.py) are
-traced when they are first met, which needs torch and a fraction of a second each. bench/estimate.py
+Pure Python in milliseconds: megacpp/memory/forms/step.py composes a step of blocks that were traced
+once (megacpp/memory/forms/traced.py) and of closed forms of what lies around them. A block is
+traced when it is first met, which needs torch and a tenth of a second each. bench/estimate.py
 holds it against traces of the trainer's own model; `estimate_memory` takes plain numbers instead of
 a configuration.
 """

@@ -1,4 +1,4 @@
-"""Closed forms of a step's bytes: what is stored, kept, needed while a part runs, moved.
+"""Bytes of a step: stored, kept, needed while a part runs, moved.
 
-Blocks of the kinds in traced.py have no form: their bytes are those of a trace.
+Blocks are traced (traced.py); what lies around them is in closed form.
 """

@@ -1,4 +1,4 @@
-"""What a part of the model needs while it runs, in closed form: beside what others keep.
+"""Working sets: bytes that a part of the model needs while it runs, beside what others keep.
 
 `forward` and `backward` give the fullest moments of one layer. Counted at a moment: what the layer
 keeps, as far as it is alive, what came from behind, temporaries, and the gradients of the layer's

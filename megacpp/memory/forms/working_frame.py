@@ -1,14 +1,4 @@
-"""What is alive around a mixer: norm, doors of sequence parallelism, sum with the residual stream.
-
-A mixer describes moments inside of itself (working_*.py); the frame adds to each what it reads and
-what waits for it, and the moments before and after it. Not for a mixer to count:
-
-    forward   1 / rms, the normed input (the call's argument, alive until the mixer returns) and
-              its gathered copy
-    backward  the gradient of the residual stream, 1 / rms, and the input that projections read
-
-Legend: n tokens of this rank, t those of the residual stream, D model.
-"""
+"""Bytes of norms, and of gradients of a block's weights; no torch import here."""
 
 from __future__ import annotations
 
