@@ -34,8 +34,10 @@ def _young_heap() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Block traces of this session alone: none of the user's, and none left to the user."""
-    os.environ["MEGACPP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Keep block traces in a cache of this session, which its worker processes share."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["MEGACPP_CACHE"] = str(shared / "cache")
 
 
 @pytest.fixture(scope="session")
