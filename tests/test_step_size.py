@@ -1,0 +1,18 @@
+"""Our own code that a training step runs through: it may shrink, and grows for a reason only."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.house import STEPS, step_path
+
+# Files, lines in them, switches between files: no more than today's. The aims are in bench/house.py.
+MOST = {"dense": (48, 7_100, 560), "hybrid": (73, 11_600, 1_760)}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_runs_through_no_more(name: str) -> None:
+    path = step_path(name)
+    found = len(path.files), path.lines, path.switches
+    assert all(here <= most for here, most in zip(found, MOST[name], strict=True)), found
+    assert "parallel/boundary.py" in path.files and "megacpp/model/hybrid.py" in path.files
