@@ -131,7 +131,7 @@ NO_TORCH = (
     "launch/features.py",
     "model/pattern.py",
     "model/flops.py",
-    "blocks/attention/choices.py",
+    "blocks/experts/choices.py",
     "blocks/mtp/plan.py",
     "blocks/engram/sizes.py",
     "model/primes.py",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megacpp.blocks.attention.choices import columns, null_copies
 from megacpp.blocks.attention.sparse_checks import sparse_lines
 from megacpp.blocks.engram.sizes import engram_parameters
+from megacpp.blocks.experts.choices import columns, null_copies
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.mtp.plan import depth_weights

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megacpp.blocks.attention.choices import columns
 from megacpp.blocks.engram.sizes import memory_width
+from megacpp.blocks.experts.choices import columns
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS

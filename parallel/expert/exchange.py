@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.blocks.attention.choices import circle, columns
+from megacpp.blocks.experts.choices import circle, columns
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived
 from megacpp.kernels.experts.rows import (

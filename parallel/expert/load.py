@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.choices import columns, null_copies, slots
+from megacpp.blocks.experts.choices import columns, null_copies, slots
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig
 from megacpp.model.pattern import layer_kinds

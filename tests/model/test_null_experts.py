@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
-from megacpp.blocks.attention.choices import circle, columns, null_copies, slots, visited_ranks
 from megacpp.blocks.experts import module as moe_module
+from megacpp.blocks.experts.choices import circle, columns, null_copies, slots, visited_ranks
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.experts.router import Router

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacpp.blocks.attention.choices import visited_ranks
+from megacpp.blocks.experts.choices import visited_ranks
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import ModelConfig

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megacpp.blocks.attention.choices import null_copies
 from megacpp.blocks.dense.module import MLP
+from megacpp.blocks.experts.choices import null_copies
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import ModelConfig

@@ -1,7 +1,7 @@
 """Router of a mixture of experts: choice of experts, their weights, and their balance.
 
 Legend: B rows, T tokens (of all rows, where there is no B), D model, E experts, K experts of a
-token at most (megacpp/blocks/attention/choices.py).
+token at most (megacpp/blocks/experts/choices.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megacpp.blocks.attention.choices import columns, first_null_score, null_copies, slots
+from megacpp.blocks.experts.choices import columns, first_null_score, null_copies, slots
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.model.auxiliary import BUFFERS, AttachLoss, AuxiliarySource

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megacpp.blocks.attention.choices import circle, columns, visited_ranks
+from megacpp.blocks.experts.choices import circle, columns, visited_ranks
 from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megacpp.blocks.attention.choices import null_copies
+from megacpp.blocks.experts.choices import null_copies
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.mtp import mtp_buffers
 from megacpp.memory.forms.weights import COPY, Weight, weights
