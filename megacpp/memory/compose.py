@@ -222,7 +222,7 @@ class _Composer:
         return event[1], self.few.blocks[event[0]].component
 
     def _everywhere(self, events: Iterable[Event]) -> None:
-        """Replay events for every part that their block's part represents; once for blocks of none."""
+        """Replay events for every part that their block's part represents; else once."""
         for owner, run in groupby(events, key=lambda event: self.owner[event[0]]):
             found = list(run)
             for place in [None] if owner is None else self.places[owner]:
@@ -263,7 +263,7 @@ def _phase(name: str) -> Phase | None:
 
 
 def _sections(stream: Stream) -> Iterator[tuple[str, list[Event]]]:
-    """Yield (mark, its events), first those before any mark, named ""; empty ones too."""
+    """Yield (mark, its events), empty ones included; events before any mark have an empty name."""
     changes = list(stream.changes())
     starts = [0, *(start for start, _ in stream.marks), len(changes)]
     names = ["", *(name for _, name in stream.marks)]

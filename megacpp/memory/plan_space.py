@@ -74,7 +74,7 @@ class Policy:
     pieces: tuple[frozenset[Region], ...]
 
     def keeps_less(self, other: Policy) -> bool:
-        """Return whether this policy recomputes at least the regions that `other` does, in all layers."""
+        """Return whether this policy recomputes at least the regions of `other`, in all layers."""
         both = zip(self.pieces, other.pieces, strict=True)
         return all(own >= BLOCK or own >= others for own, others in both)
 
@@ -128,7 +128,7 @@ def meshes(config: Config, world: int, fixed: Collection[str] = ()) -> Iterator[
 def row_choices(
     config: Config, mesh: MeshConfig, tokens_per_step: int, fixed: Collection[str] = ()
 ) -> list[int]:
-    """Return device batches in rows that make `tokens_per_step` tokens, smallest first; may be empty.
+    """Return device batches in rows that make `tokens_per_step` tokens, smallest first, if any.
 
     Args:
         config: the run; gives the tokens of a row.

@@ -145,7 +145,7 @@ class Plan:
         return self.considered - sum(self.out[r] for r in ("indivisible", "mesh", "pipeline"))
 
     def instead_of(self, other: Candidate) -> Candidate | None:
-        """Return the first candidate that dominates one of another plan with the same policies, or None."""
+        """Return the first candidate that dominates `other`, of a plan with the same policies."""
         theirs = _cut(other)
         return next((one for one in self.candidates if _cut(one).beats(theirs)), None)
 
@@ -326,7 +326,7 @@ class _Looks:
         return found
 
     def _fullest(self, config: Config) -> tuple[int, MemoryEstimate, int]:
-        """Return the rank that needs most, its estimate, and the worst verdict (`MISFITS`) of all ranks."""
+        """Return the rank that needs most, its estimate, and the worst verdict of all ranks."""
         search, worst, found = self.search, FITS, []
         for rank in self.ranks:
             needs = search.estimator(config, search.world, rank, search.budget)
