@@ -9,7 +9,7 @@ from megacpp.model.sizes import ngram_width
 
 
 def ngram(own: Share) -> Iterable[Kept]:
-    """Yield the residual stream, ids of table rows (of cut tables a mask too), and looked-up rows."""
+    """Yield the residual stream, ids of table rows (for cut tables with a mask), and rows."""
     tables = ngram_width(own.config.model.ngram) // own.config.model.ngram.dim
     if own.config.model.mhc.streams == 1:  # else copies of it
         yield residual(own)

@@ -203,7 +203,7 @@ def spread(own: Share) -> Iterable[Kept]:
 
 
 def collapse(own: Share) -> Iterable[Kept]:
-    """Yield the mean of the streams, which the last norm reads."""
+    """Yield the collapsed stream, which the last norm reads."""
     yield "residual", own.stream * own.config.model.dim, own.residual
 
 

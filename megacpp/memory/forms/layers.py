@@ -84,7 +84,10 @@ def layers_of(
 
 
 def looks_up_more(model: ModelConfig) -> bool:
-    """Return whether the embedding gets a gradient before its own backward, from no tied head."""
+    """Return whether the embedding gets a gradient before its own backward; False if it is tied.
+
+    Multi-token prediction looks up tokens a second time; a tied head's gradient is counted with it.
+    """
     return not model.tie_embeddings and model.mtp.depths > 0 and not model.mtp.detach_trunk
 
 
