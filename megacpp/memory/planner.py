@@ -168,7 +168,7 @@ def plan(
         tokens_per_step: tokens of an optimizer step.
         fixed: dotted settings that aren't varied (`mesh.tp`, `train.device_batch_size`, ...).
         estimator: estimates one rank.
-        watch: iterates over the meshes, for example with a progress bar.
+        watch: wraps the meshes while they are searched, for example in a progress bar.
 
     Raises:
         ConfigError: `tokens_per_step` isn't a whole number of rows.

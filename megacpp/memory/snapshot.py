@@ -94,14 +94,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Cause:
-    """Reason for growth of memory.
-
-    Attributes:
-        name: for logs and JSON.
-        buckets: prefixes of the buckets that show it.
-        words: explanation for people.
-        fix: action against it.
-    """
+    """Reason for growth: its name, prefixes of the buckets that show it, explanation, and fix."""
 
     name: str
     buckets: tuple[str, ...]

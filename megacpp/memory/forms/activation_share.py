@@ -75,7 +75,7 @@ class Share:
         )
 
     def halo_bytes(self, channels: int, taps: int, apart: int = 1) -> int:
-        """Return bytes that a convolution gathers from other chunks, gradients included.
+        """Return bytes of all chunks' ends that a convolution gathers, and of their gradients.
 
         Args:
             channels: of the convolution on this rank.

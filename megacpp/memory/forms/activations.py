@@ -229,7 +229,7 @@ def head(own: Share) -> Iterable[Kept]:
 
 
 def copy(own: Share) -> Iterable[Kept]:
-    """Return nothing: a last stage's embedding saves no tensors by itself."""
+    """Return no tensors: a last stage's embedding saves none by itself."""
     return ()
 
 

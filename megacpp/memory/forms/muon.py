@@ -32,7 +32,7 @@ def packing_bytes(cells: int, momentum_itemsize: int, gradient_itemsize: int) ->
 
 
 def newton_schulz_bytes(count: int, rows: int, cols: int, itemsize: int) -> int:
-    """Return peak bytes of a batch beyond its input, result included: x, next x, two s x s products.
+    """Return peak bytes of a batch beyond its input: x, next x, and two s x s products.
 
     Args:
         count: matrices of the batch, at least those that `least_batch` asks for.

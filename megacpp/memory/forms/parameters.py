@@ -286,7 +286,7 @@ LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
 
 
 def router_buffers(model: ModelConfig, store: int = 4) -> int:
-    """Return bytes of a router's bias and counts (nulls included), its losses, and sums of loads."""
+    """Return bytes of a router's buffers: bias and counts, losses, and two sums of loads."""
     nulls = null_copies(model.moe) > 0
     return (model.moe.num_experts + 2 * nulls) * (store + 8) + (LOSS_BUFFERS + 2) * store
 

@@ -182,9 +182,9 @@ def end_of_backward(
     stays: bool,
     renewed: bool,
 ) -> None:
-    """Simulate the reductions of the root unit, then of embeddings.
+    """Simulate the reductions of the root unit, then of embeddings and n-gram tables.
 
-    An embedding's input has no gradient that would tell FSDP2 earlier that its backward is done.
+    Their inputs have no gradient that would tell FSDP2 earlier that their backward is done.
 
     Args:
         walk: simulation that records the moments.

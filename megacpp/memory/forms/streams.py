@@ -72,7 +72,7 @@ def kept_by_connection(own: Share, layer: Layered, pieces: Pieces) -> Iterator[K
 
 
 def numbers(n: int) -> int:
-    """Return coefficients of a token: products of phi, 1 / rms, post and res."""
+    """Return the number of wide elements per token: products of phi, 1 / rms, post and res."""
     return (n * n + 2 * n + 1) + (n * n + n)
 
 

@@ -22,7 +22,7 @@ def norm_back(own: Share, rms: int) -> Moment:
 
     Args:
         own: sizes of the rank.
-        rms: bytes of its elements per token.
+        rms: bytes of the norm's factors, one or more per token.
     """
     D, x = own.config.model.dim, own.stream * own.config.model.dim
     casts = (own.residual < own.wide) + (own.compute < own.wide)

@@ -152,7 +152,10 @@ def product_bytes(whole: int, word: int) -> int:
 
 
 def chunk_rows(tokens: int, dim: int, words: int) -> int:
-    """Return tokens of a chunk (`chunk_rows` of megacpp/kernels/linear_cross_entropy/chunked.py)."""
+    """Return the tokens of a chunk of the head.
+
+    Source: `chunk_rows` of megacpp/kernels/linear_cross_entropy/chunked.py.
+    """
     wanted = max(FEWEST_ROWS, -(-tokens * dim // words))
     return min(max(1, tokens), 1 << (wanted - 1).bit_length())
 
