@@ -33,7 +33,7 @@ class BlockRequest:
 
     Attributes:
         config: one layer of the kind; settings that don't concern it have their defaults.
-        kind: of `layer_kinds`.
+        kind: a name from `layer_kinds`.
         pieces: regions that the block recomputes.
         context: coordinate on the axis cp.
         sharded: FSDP2 casts weights; else one process computes under autocast.
@@ -86,7 +86,7 @@ class BlockTrace:
     """Allocations and frees of a block.
 
     Attributes:
-        bytes: of each allocation, as its tensor requests.
+        bytes: size of each allocation, as its tensor requests.
         names: `path below the block: operator` of each allocation.
         roles: a `Role` of each allocation.
         events: n + 1 allocates allocation n, -(n + 1) frees it.
@@ -122,7 +122,7 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
     """Return the trace whose bytes are a weighted sum of others'; None: bytes aren't whole numbers.
 
     Args:
-        traces: with the same events.
+        traces: all have the same events.
         weights: one for each trace, 1 in all.
     """
     sizes = [
@@ -141,7 +141,7 @@ def affine_weights(
 
     Args:
         points: affinely independent.
-        wanted: of as many dims.
+        wanted: a point of as many dims.
     """
     table = [
         [*(Fraction(x) for x in column), Fraction(goal)]
@@ -186,7 +186,7 @@ def moments(
     The forward's last one is called `sum`, those of the norm's backward `norm`.
 
     Args:
-        trace: of the block.
+        trace: the block's.
         backward: moments of the backward; else of the forward.
         weights: count tensors made of weights alone, other than their casts by autocast.
         first: for the layer that makes the tensors that all layers of a batch share; those that

@@ -58,8 +58,8 @@ class Record:
     """Predicted and measured bytes of one launch, each the maximum over all ranks.
 
     Attributes:
-        key: of the launch's `Situation`.
-        family: of the launch's `Situation`.
+        key: see `Situation`.
+        family: see `Situation`.
         rows: rows of a device batch.
         predicted_bytes: estimate of the fullest rank.
         measured_bytes: peak of the fullest rank.
@@ -89,7 +89,7 @@ class Margin:
 
     Attributes:
         extra_bytes: 0 where the estimate is trusted, and where it was too large.
-        source: `record`: of this very launch; `neighbour`: of the same launch with another batch.
+        source: a `record` of this very launch, or a `neighbour` with another batch.
         residual: measured over predicted bytes, less 1.
         rows: rows of a device batch of the record that was used.
         trusted: the residual is within 5 %.
@@ -127,7 +127,7 @@ def situation(
         config: resolved, for `size` ranks.
         size: number of devices.
         device: name of the device; `cpu` for a CPU.
-        versions: of torch and of this package, which memory depends on.
+        versions: torch's and this package's, which memory depends on.
     """
     about = {
         "hardware": {"device": device, "count": size, "measures": measures(device)},

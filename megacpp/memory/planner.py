@@ -145,7 +145,10 @@ class Plan:
         return self.considered - sum(self.out[r] for r in ("indivisible", "mesh", "pipeline"))
 
     def instead_of(self, other: Candidate) -> Candidate | None:
-        """Return the first candidate that dominates `other`, of a plan with the same policies."""
+        """Return the first candidate that dominates `other`; None: no candidate does.
+
+        Both plans must have the same policies.
+        """
         theirs = _cut(other)
         return next((one for one in self.candidates if _cut(one).beats(theirs)), None)
 

@@ -59,7 +59,7 @@ class Snapshot:
         retries, ooms: of the allocator since the start.
         pools: of the allocator, current bytes: `large active`, `small reserved`, ...
         host_bytes: resident set of the process.
-        tokens: of a microbatch on this rank.
+        tokens: their number in a microbatch on this rank.
     """
 
     step: int

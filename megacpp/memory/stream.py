@@ -21,7 +21,7 @@ class StreamBlock:
         component: a name of components.py.
         part: part of the model (`blocks.3`, `head`, ...), or empty.
         name: operator, module and shape, for people.
-        stream: of the device; 0 computes, FSDP2 gathers and reduces on others.
+        stream: number of the device's stream; 0 computes, FSDP2 gathers and reduces on others.
     """
 
     bytes: int

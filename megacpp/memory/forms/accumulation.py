@@ -42,7 +42,7 @@ def travelling(
 
     Args:
         sync: `train.gradient_sync`.
-        microbatches: of the step.
+        microbatches: their number in the step.
         gathered_again: a backward gathers the parameters again (`mesh.reshard=always`).
         compute_bytes: bytes of an element in matrix products.
         reduce_bytes: bytes of an element in gradient reductions.
@@ -80,7 +80,7 @@ def held(
         sync: `train.gradient_sync`.
         parameters: elements of the units that a rank gathers (after tp, ep and pp), whole.
         sharded_parameters: elements of its shards of them.
-        microbatches: of the step.
+        microbatches: their number in the step.
         compute_bytes: bytes of an element in matrix products.
         reduce_bytes: bytes of an element in gradient reductions.
     """

@@ -1,4 +1,4 @@
-"""Saved and needed bytes of one layer of each kind, shared by meshes with the same sizes.
+"""Saved and needed bytes of one layer of each kind, shared by meshes of equal sizes.
 
 A planner asks for thousands of meshes whose ranks have layers of a few sizes: saved activations and
 working sets of a layer depend on `tp`, `cp`, `ep`, the microbatch and the policy, not on the number

@@ -47,7 +47,7 @@ def request_of(own: Share, kind: str, pieces: Pieces) -> BlockRequest:
 
     Args:
         own: sizes of the rank.
-        kind: of `layer_kinds`.
+        kind: a name from `layer_kinds`.
         pieces: regions that the block recomputes.
     """
     config, block = own.config, KINDS[kind[0]]
@@ -148,10 +148,10 @@ def traced_moments(
 
     Args:
         own: sizes of the rank.
-        kind: of `layer_kinds`.
+        kind: a name from `layer_kinds`.
         pieces: regions that the block recomputes.
-        backward: of it; else of the forward.
-        first: of the layer that makes what all layers of a batch share.
+        backward: return moments of the backward; else of the forward.
+        first: the layer makes the tensors that all layers of a batch share.
     """
     return _moments(request_of(own, kind, pieces), backward, first)
 

@@ -45,13 +45,13 @@ class Unit:
 
     Attributes:
         shards: number of ranks that share them.
-        own: of this rank's shards, as FSDP2 pads them.
+        own: in this rank's shards, as FSDP2 pads them.
         whole: gathered, as products read them.
-        moved: of these, elements of parameters with gradients.
-        last: of the last parameter, whose gradient lives until its reduction returns.
+        moved: gathered, of parameters with gradients only.
+        last: in the last parameter, whose gradient lives until its reduction returns.
         across: cut inside of their rows, so copied once more when they are gathered.
-        cast: of the weights that autocast makes narrow copies of, and keeps for the backward.
-        cast_once: of those that it keeps unless the product that reads them is recomputed.
+        cast: in weights that autocast makes narrow copies of, and keeps for the backward.
+        cast_once: in weights that it keeps unless the product that reads them is recomputed.
     """
 
     shards: int

@@ -54,8 +54,8 @@ def forward(own: Share, name: str, first: bool = False) -> tuple[Moment, ...]:
 
     Args:
         own: sizes of the rank.
-        name: of `activations.PartBytes`.
-        first: of the layer that makes what all layers of a batch share.
+        name: as in `activations.PartBytes`.
+        first: the layer makes the tensors that all layers of a batch share.
     """
     layer = Layered.of(name)
     kind = layer.kind

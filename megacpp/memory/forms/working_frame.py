@@ -39,7 +39,7 @@ def norm_products(own: Share) -> int:
 
 
 def given(own: Share, letter: str) -> int:
-    """Return bytes of a mixer's output gradient, unless it is the residual stream's own."""
+    """Return bytes of a mixer's output gradient; 0: it is the residual stream's own."""
     one = own.config.model.mhc.streams == 1
     if one and own.tp == 1 and own.residual == own.compute:
         return 0
