@@ -1,13 +1,14 @@
-"""What a GPU's caching allocator reserves for the allocations of a step.
+"""Bytes that a GPU's caching allocator reserves for the allocations of a step.
 
     found = replay(stream)                             # trace_step(...) gives a stream
-    found.reserved_bytes                               # what the device sees
+    found.reserved_bytes                               # bytes that the device reports
     replay(stream, expandable=True).reserved_bytes     # with expandable_segments:True
     replay(stream, limit=80 * 2**30).out_of_memory     # the allocation that doesn't fit, or None
 
-Tensors ask for bytes, the allocator hands out blocks (rounded up, sometimes with a rest that isn't
-worth splitting off) and reserves segments of the device's memory, of which parts are free at any
-time: fragmentation. Blocks freed are free at once here, so what PyTorch calls active is allocated.
+Tensors request bytes. The allocator hands out blocks (rounded up, sometimes with a rest that isn't
+worth splitting off) and reserves segments of the device's memory, parts of which are free at any
+time: fragmentation. A freed block is free at once here, so PyTorch's active bytes are the allocated
+bytes.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ HOLES = {False: 1.0, True: 0.5}  # of a bound: of the fullest layer, what it kee
 def allocator_overhead(
     allocated_bytes: int, expandable: bool, beside: int | None = None, one_layer: int = 0
 ) -> tuple[int, int]:
-    """Bytes that will be reserved beyond what tensors hold: expected, and at most.
+    """Return bytes reserved beyond those of tensors: expected, and at most.
 
     Args:
-        allocated_bytes: what tensors hold at the fullest moment of a step.
+        allocated_bytes: bytes of tensors at the fullest moment of a step.
         expandable: with `expandable_segments:True`.
-        beside: `beside_bytes` of the step; 0 on one rank. None: nobody knows, so the most.
-        one_layer: most that one layer has alive while it runs.
+        beside: `beside_bytes` of the step; 0 on one rank; None: not known, so larger shares count.
+        one_layer: most bytes that one layer has alive while it runs.
     """
     if beside is None:
         expected, most = (share * allocated_bytes for share in SHARES_WITH_BESIDE[expandable])
@@ -72,10 +73,10 @@ def allocator_overhead(
 
 
 def beside_bytes(stream: Stream) -> int:
-    """What pools of several streams hold at their fullest beyond what they hold at once.
+    """Return the sum of every stream's own peak, less the peak of all streams together, in bytes.
 
-    FSDP2 gathers weights on one stream and reduces gradients on another. Their memory stays theirs
-    when activations are at their fullest and no gradient is there.
+    FSDP2 gathers weights on one stream and reduces gradients on another. The memory of these
+    streams stays reserved when activations are at their fullest and no gradient is alive.
     """
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -88,14 +89,14 @@ def beside_bytes(stream: Stream) -> int:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The allocation for which there was no memory.
+    """Allocation that failed for lack of memory.
 
     Attributes:
         event: its number in the stream.
-        block: what was to be allocated.
-        reserved_bytes: by then, with all that was cached given back.
-        allocated_bytes: of these.
-        where: the part of the step.
+        block: block that was to be allocated.
+        reserved_bytes: reserved then, after all cached memory was given back.
+        allocated_bytes: the part of these in blocks handed out.
+        where: name of the part of the step.
     """
 
     event: int
@@ -107,19 +108,19 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Replay:
-    """What an allocator did with a stream.
+    """Result of running a stream through an allocator.
 
     Attributes:
-        requested_bytes: most that tensors asked for at a time: the stream's peak.
-        allocated_bytes: most in blocks handed out.
-        reserved_bytes: most that was reserved.
-        event: after which that was reached first.
-        fragmentation_bytes: reserved then and not allocated.
-        by_component: bytes asked for then.
-        segments: reserved then, of whatever size.
+        requested_bytes: most bytes that tensors requested at a time: the stream's peak.
+        allocated_bytes: most bytes in blocks handed out.
+        reserved_bytes: most bytes reserved.
+        event: first event after which that many were reserved.
+        fragmentation_bytes: reserved after that event and not allocated.
+        by_component: bytes requested at that event, by component.
+        segments: number of segments reserved then.
         retries: times that cached memory had to go back to the device first.
-        marks: (name, bytes reserved when it ended) of the parts of the step.
-        out_of_memory: where it ended early, if it did.
+        marks: (name, bytes reserved at its end) of each part of the step.
+        out_of_memory: the failed allocation that ended the replay, or None.
     """
 
     requested_bytes: int
@@ -135,7 +136,7 @@ class Replay:
 
 
 def stream_of(block: StreamBlock) -> int:
-    """The device stream that a block was allocated on."""
+    """Return the device stream that a block was allocated on."""
     return block.stream
 
 
@@ -146,13 +147,14 @@ def replay(
     pools: Callable[[StreamBlock], int] = stream_of,
     listener: Listener | None = None,
 ) -> Replay:
-    """Runs a stream through an allocator.
+    """Run a stream of allocations through an allocator.
 
     Args:
+        stream: allocations and frees of a step.
         expandable: as with `expandable_segments:True`.
-        limit: bytes of the device that may be reserved; none: any.
-        pools: the stream of the device that a block is allocated on: each has pools of its own.
-        listener: told of every change of the allocator.
+        limit: bytes of the device that may be reserved; None: any.
+        pools: gives the device stream of a block; each stream has pools of its own.
+        listener: is called at every change of the allocator.
     """
     allocator = CachingAllocator(expandable, limit, listener)
     requested = now = allocated = reserved = segments = fragmentation = 0
@@ -188,9 +190,9 @@ def replay(
 def drive(
     stream: Stream, allocator: CachingAllocator, pools: Callable[[StreamBlock], int] = stream_of
 ) -> Iterator[tuple[int, StreamBlock, Chunk | None]]:
-    """(event, block, its chunk after it) of every event; ends where there is no memory.
+    """Yield (event, block, its chunk after it) of every event; end where memory runs out.
 
-    A block of no bytes gets no memory: its chunk is an empty one.
+    A block of 0 bytes gets an empty chunk.
     """
     held: dict[int, Chunk] = {}
     for event, (number, sign) in enumerate(stream.changes()):
@@ -207,7 +209,7 @@ def drive(
 
 
 def _at_ends(marks: list[tuple[int, str]], line: list[int]) -> Iterator[tuple[str, int]]:
-    """What a line had come to by the end of each mark that began on it."""
+    """Yield each mark's name with the last value of `line` before the next mark."""
     ends = [*(start for start, _ in marks), len(line)][1:]
     for (start, name), end in zip(marks, ends, strict=bool(marks)):
         if start < len(line):

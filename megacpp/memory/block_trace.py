@@ -1,11 +1,11 @@
-"""Allocations of one block's forward and backward, in order: what a tracer writes down once.
+"""Allocations of one block's forward and backward, in order, as a tracer records them.
 
     trace = traced_block(own, "R", pieces)     # megacpp/memory/forms/traced.py
     max(m.bytes for m in moments(trace, True)) # bytes alive at the fullest moment of its backward
 
 A tracer runs a block of a rank's own sizes without values (megacpp/cli/block_trace.py). The bytes
-of each allocation are affine in the rows of a microbatch, and in the numbers of rows that experts
-get, so a few traces tell of all others (`combined`). Pure data; no torch import here.
+of each allocation are affine in the rows of a microbatch and in the numbers of rows that experts
+get, so a few traces determine all others (`combined`). Pure data; no torch import here.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ DOCUMENT = 1024  # tokens of one, where only data could say
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """What the allocations of a block hang on: equal requests have equal traces.
+    """Inputs that determine a block's allocations: equal requests have equal traces.
 
     Attributes:
-        config: of one layer of the kind, with all that doesn't concern it left at its default.
-        kind: of `layer_kinds`.
-        pieces: what the block runs again.
+        config: one layer of the kind; settings that don't concern it have their defaults.
+        kind: a name from `layer_kinds`.
+        pieces: regions that the block recomputes.
         context: coordinate on the axis cp.
         sharded: FSDP2 casts weights; else one process computes under autocast.
         counts: numbers that values of the batch decide (`AllocationSettings.counts`), in order.
-        same: what else decides about operators.
-        document: tokens of one; every row has as many as fit.
-        apart: tokens don't meet: only their number counts, in one row or in two.
+        same: other numbers that operators depend on.
+        document: tokens of a document; every row has as many documents as fit.
+        apart: tokens are independent: only their number counts, in one row or in two.
     """
 
     config: Config
@@ -71,7 +71,10 @@ class BlockRequest:
 
     @property
     def group(self) -> BlockRequest:
-        """The request without its point; one row needs no copy where several are gathered."""
+        """Request without its point, shared by requests whose bytes are affine in their points.
+
+        One row stays apart from several, because gathering several rows needs a copy.
+        """
         rows = self.rows if self.apart else min(self.rows, 2)
         train = replace(self.config.train, device_batch_size=rows)
         data = DataConfig(seq_len=1) if self.apart else self.config.data
@@ -83,12 +86,13 @@ class BlockTrace:
     """Allocations and frees of a block.
 
     Attributes:
-        bytes: of each allocation, as its tensor asks for.
-        names: `path below the block: operator` of each.
-        roles: a `Role` of each.
+        bytes: size of each allocation, as its tensor requests.
+        names: `path below the block: operator` of each allocation.
+        roles: a `Role` of each allocation.
         events: n + 1 allocates allocation n, -(n + 1) frees it.
         forward: number of events of the forward.
-        added: event by which a weight's gradient is in the sum of all microbatches, by allocation.
+        added: by allocation, the event by which a weight's gradient is in the sum of all
+            microbatches.
     """
 
     bytes: tuple[int, ...]
@@ -118,8 +122,8 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
     """Return the trace whose bytes are a weighted sum of others'; None: bytes aren't whole numbers.
 
     Args:
-        traces: with the same events.
-        weights: one for each, 1 in all.
+        traces: all have the same events.
+        weights: one for each trace, 1 in all.
     """
     sizes = [
         sum((w * n for w, n in zip(weights, each, strict=True)), Fraction())
@@ -133,11 +137,11 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
 def affine_weights(
     points: Sequence[Sequence[int]], wanted: Sequence[int]
 ) -> tuple[Fraction, ...] | None:
-    """Return weights, 1 in all, that make `wanted` of points; None: it isn't in their span.
+    """Return weights, 1 in all, that combine points to `wanted`; None: it isn't in their span.
 
     Args:
         points: affinely independent.
-        wanted: of as many dims.
+        wanted: a point of as many dims.
     """
     table = [
         [*(Fraction(x) for x in column), Fraction(goal)]
@@ -159,7 +163,7 @@ def affine_weights(
 def kept(trace: BlockTrace) -> Counter[str]:
     """Return bytes alive when the forward has ended, by module path.
 
-    What is made of weights alone is under `weights`. The block's result isn't among them: the next
+    Tensors made of weights alone are under `weights`. The block's result isn't counted: the next
     block keeps it.
     """
     alive: set[int] = set()
@@ -182,10 +186,11 @@ def moments(
     The forward's last one is called `sum`, those of the norm's backward `norm`.
 
     Args:
-        backward: of it; else of the forward.
-        weights: count what is made of weights alone, other than their casts by autocast.
-        first: of the layer that makes what all layers of a batch share; what stays of it is the
-            batch's and isn't counted.
+        trace: the block's.
+        backward: moments of the backward; else of the forward.
+        weights: count tensors made of weights alone, other than their casts by autocast.
+        first: for the layer that makes the tensors that all layers of a batch share; those that
+            stay belong to the batch and aren't counted.
     """
     skipped = ("" if weights else "w") + ("" if first else "b")
     norm, gradients = _norm_begins(trace), 0

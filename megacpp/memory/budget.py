@@ -1,4 +1,4 @@
-"""What a machine has left for its ranks, and which rank needs the most; no torch import here."""
+"""Memory that a machine has left for its ranks, and the rank that needs most; no torch import."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ BRIEF: EstimateFunction = partial(
 def fullest(
     config: Config, size: int, budget: int | None = None, estimator: EstimateFunction = estimate
 ) -> tuple[int, MemoryEstimate]:
-    """The rank of `size` that needs the most, and what it needs.
+    """Return the rank of `size` that needs most memory, and its estimate.
 
-    Ranks differ by their pipeline stage; of the ranks of a stage the first holds the longest
-    shards, where shards are uneven.
+    Ranks differ by their pipeline stage; if shards are uneven, the first rank of a stage holds the
+    longest ones.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        budget: bytes that a rank may use.
+        estimator: estimates one rank.
     """
     stride = size // config.mesh.pp
     found = [
@@ -34,14 +40,15 @@ def fullest(
 
 
 def as_run(config: Config, device: str, narrow: bool) -> Config:
-    """`auto` settled as a run on that device settles it.
+    """Return the configuration with `auto` resolved as a run on that device resolves it.
 
-    Kernels are those of a host that nobody has looked at; who has looked names them before
-    (`as_chosen`, megacpp/launch/kernels.py).
+    Kernels are those planned for a host that hasn't been examined. A caller that has examined it
+    names them before (`as_chosen`, megacpp/launch/kernels.py).
 
     Args:
+        config: may have `auto` in it.
         device: `cpu` or `cuda`.
-        narrow: it computes in bf16 if nothing else is asked for.
+        narrow: the device computes in bf16 unless another dtype is set.
     """
     precision = config.precision
     if precision.dtype == "auto":
@@ -52,17 +59,17 @@ def as_run(config: Config, device: str, narrow: bool) -> Config:
 
 
 def words(size_bytes: float) -> str:
-    """`12.3 GiB`, or MiB below a tenth of one."""
+    """Return bytes as text: `12.3 GiB`, or in MiB below a tenth of a GiB."""
     if abs(size_bytes) < GIB / 10:
         return f"{size_bytes / 2**20:.1f} MiB"
     return f"{size_bytes / GIB:.{2 if abs(size_bytes) < 10 * GIB else 1}f} GiB"
 
 
 def host_available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes of this machine may still take: the kernel's figure, or less.
+    """Return bytes that processes of this machine may still allocate; None: not reported.
 
-    Every memory limit of a control group above this process counts (versions 1 and 2); files that
-    it only caches are free to go. None where the kernel doesn't say.
+    Every memory limit of a control group above this process counts (versions 1 and 2); inactive
+    file cache counts as available.
 
     Args:
         root: where `proc` and `sys` are, for tests.
@@ -76,7 +83,7 @@ def host_available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """What this process holds of the machine's memory now (0: the kernel doesn't say)."""
+    """Return the resident set of this process in bytes; 0: the kernel doesn't report it."""
     try:
         lines = (root / "proc/self/status").read_text().splitlines()
     except OSError:
@@ -85,7 +92,7 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
-    """What each control group of this process leaves below its limit."""
+    """Yield the bytes that each control group of this process leaves below its limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

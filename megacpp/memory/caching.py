@@ -1,15 +1,15 @@
-"""A model of the caching allocator of a GPU: chunks, pools and segments, without a GPU.
+"""Chunks, pools and segments of a GPU's caching allocator, modelled without a GPU.
 
     allocator = CachingAllocator()
     chunk = allocator.allocate(5 * MIB)
     allocator.reserved        # 20 MiB: a segment of the large pool
     allocator.free(chunk)
 
-It does what PyTorch's native CUDA allocator does with its default settings, or with expandable
-segments. Memory comes from the device in segments and goes back only when there is no more. A
-request takes the smallest free chunk of its pool that fits, the rest is split off; neighbours that
-are free become one. A pool belongs to a stream of the device: memory freed on one stream isn't
-taken by another. Source: c10/cuda/CUDACachingAllocator.cpp and
+The model follows PyTorch's native CUDA allocator with its default settings, or with expandable
+segments. Memory comes from the device in segments and goes back only when the device has none left.
+A request takes the smallest free chunk of its pool that fits, and the rest is split off; free
+neighbours are merged. A pool belongs to a stream of the device: memory freed on one stream isn't
+reused by another. Source: c10/cuda/CUDACachingAllocator.cpp and
 https://pytorch.org/docs/stable/notes/cuda.html.
 
 Not modelled: events of other streams (a block that another stream still uses can be taken at once),
@@ -41,12 +41,12 @@ Listener = Callable[[Action, int, int, int], None]  # action, address, bytes, st
 
 
 def rounded(size: int) -> int:
-    """Bytes of the block that a request gets."""
+    """Return the bytes of the block that a request gets."""
     return max(ROUND, -(-size // ROUND) * ROUND)
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes asked of the device for a rounded request that no free block fits."""
+    """Return bytes asked of the device for a rounded request that no free block fits."""
     if size <= SMALL:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
@@ -56,7 +56,7 @@ def segment_bytes(size: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """A stretch of a segment: in use, free, or (of an expandable one) not mapped."""
+    """Contiguous part of a segment: in use, free, or (in an expandable segment) not mapped."""
 
     address: int
     bytes: int
@@ -69,11 +69,12 @@ class Chunk:
 
     @property
     def key(self) -> tuple[int, int]:
+        """Sort key in a pool: bytes, then address."""
         return self.bytes, self.address
 
     @property
     def room(self) -> int:
-        """Bytes that it can grow to, where what follows isn't mapped."""
+        """Bytes that the chunk can grow to, if the chunk after it isn't mapped."""
         after = self.after
         return self.bytes + (after.bytes if after is not None and not after.mapped else 0)
 
@@ -89,15 +90,20 @@ class Pool:
     tails: list[Chunk] = field(default_factory=list)  # what isn't mapped
 
     def put(self, chunk: Chunk) -> None:
+        """Add a free chunk."""
         insort(self.free, chunk.key)
         self.chunks[chunk.address] = chunk
 
     def take(self, chunk: Chunk) -> None:
+        """Remove a chunk that is about to be used."""
         del self.free[bisect_left(self.free, chunk.key)]
         del self.chunks[chunk.address]
 
     def fitting(self, size: int, expandable: bool) -> Chunk | None:
-        """The best free chunk for a request; expandable ones count with what they can grow to."""
+        """Return the best free chunk for `size` bytes; None: none fits.
+
+        Expandable chunks are compared by the bytes that they can grow to.
+        """
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             return None
@@ -111,16 +117,16 @@ class Pool:
 
 
 class CachingAllocator:
-    """Chunks of the device's memory, and what has been asked for.
+    """Reserved memory of a device, and the chunks that it is divided into.
 
     Args:
         expandable: one growing segment for each pool (`expandable_segments:True`).
-        limit: bytes that may be reserved; none: any.
-        listener: told of every change.
+        limit: bytes that may be reserved; None: any.
+        listener: is called at every change.
 
     Attributes:
         reserved, allocated: bytes now; `allocated` in whole blocks.
-        segments: addresses of segments and their bytes (mapped ones, of expandable segments).
+        segments: bytes by address of each segment (mapped bytes, of expandable segments).
         retries: times that cached memory had to be given back to the device first.
     """
 
@@ -138,7 +144,10 @@ class CachingAllocator:
         self._next = FIRST_ADDRESS
 
     def allocate(self, size: int, stream: int = 0) -> Chunk | None:
-        """A chunk for a request, an empty one for nothing; none: out of memory."""
+        """Return a chunk for a request of `size` bytes; None: out of memory.
+
+        A request of 0 bytes gets an empty chunk.
+        """
         small = size <= SMALL
         pool = self._pools.get((stream, small))
         if pool is None:
@@ -165,7 +174,7 @@ class CachingAllocator:
         return chunk
 
     def free(self, chunk: Chunk) -> None:
-        """Back to its pool, one with its free neighbours."""
+        """Return a chunk to its pool, merged with its free neighbours."""
         assert not chunk.free, "freed twice"
         self.allocated -= chunk.bytes
         chunk.free = True
@@ -174,7 +183,7 @@ class CachingAllocator:
             chunk.pool.put(self._joined(chunk))
 
     def release(self) -> None:
-        """Gives the device what is cached: whole segments, or whole pages of expandable ones."""
+        """Give cached memory back to the device: whole segments, or pages of expandable ones."""
         for pool in self._pools.values():
             for chunk in list(pool.chunks.values()):
                 if self.expandable:
@@ -185,7 +194,7 @@ class CachingAllocator:
                     del self.segments[chunk.address], self._heads[chunk.address]
 
     def chunks(self) -> Iterator[Chunk]:
-        """All that is mapped, segment by segment, in the order of addresses."""
+        """Yield all mapped chunks, segment by segment, by address."""
         for head in self._heads.values():
             chunk: Chunk | None = head
             while chunk is not None:
@@ -196,7 +205,7 @@ class CachingAllocator:
     # ---- segments -----------------------------------------------------------------------------
 
     def _more(self, pool: Pool, size: int) -> Chunk | None:
-        """A chunk of at least `size` bytes from the device, in no list; none: over the limit."""
+        """Return a new chunk of at least `size` bytes, in no list; None: over the limit."""
         if self.expandable:
             return self._grown(pool, size)
         if not self._fits(size):
@@ -208,7 +217,10 @@ class CachingAllocator:
         return chunk
 
     def _grown(self, pool: Pool, size: int) -> Chunk | None:
-        """The lowest place where free and unmapped memory side by side is enough, mapped."""
+        """Return a chunk of `size` mapped bytes, in no list; None: over the limit.
+
+        The chunk starts at the lowest address with enough adjacent free and unmapped memory.
+        """
         place = next((c for c in map(_start, pool.tails) if _has_room(c, size)), None)
         if place is None:
             place = Chunk(self._next, ADDRESSES, pool, self._next, mapped=False)
@@ -230,7 +242,7 @@ class CachingAllocator:
         return place
 
     def _map(self, tail: Chunk, size: int) -> Chunk | None:
-        """Maps the pages of the first `size` bytes; the free chunk that they are part of then."""
+        """Map the pages of a tail's first `size` bytes; return the free chunk that holds them."""
         page = SMALL_SEGMENT if tail.pool.small else LARGE_SEGMENT
         pages = min(tail.bytes, -(-size // page) * page)
         if not self._fits(pages):
@@ -247,7 +259,7 @@ class CachingAllocator:
         return joined
 
     def _unmap(self, chunk: Chunk) -> None:
-        """Gives back the whole pages inside of a free chunk."""
+        """Give back the whole pages inside a free chunk."""
         pool = chunk.pool
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         offset = chunk.address - chunk.segment
@@ -270,13 +282,13 @@ class CachingAllocator:
     # ---- chunks -------------------------------------------------------------------------------
 
     def _split(self, chunk: Chunk, size: int) -> None:
-        """Leaves `size` bytes to a chunk in no list, and the rest to a free one, if worth it."""
+        """Cut a chunk to `size` bytes and put the rest into its pool, if it is large enough."""
         rest = chunk.bytes - size
         if rest >= ROUND if chunk.pool.small or self.expandable else rest > SMALL:
             chunk.pool.put(_behind(chunk, size))
 
     def _joined(self, chunk: Chunk) -> Chunk:
-        """One chunk with the neighbours that are free (or unmapped) as it is; in no list."""
+        """Merge a chunk with neighbours that are free (or unmapped) like it; it is in no list."""
         for other in (chunk.before, chunk.after):
             if other is None or not other.free or other.mapped != chunk.mapped:
                 continue
@@ -307,7 +319,7 @@ class CachingAllocator:
 
 
 def _behind(chunk: Chunk, size: int) -> Chunk:
-    """Leaves `size` bytes to a chunk; what comes behind them is a chunk of its own, in no list."""
+    """Cut a chunk to `size` bytes and return the rest as a new chunk, in no list."""
     new = Chunk(chunk.address + size, chunk.bytes - size, chunk.pool, chunk.segment)
     chunk.bytes = size
     new.before, new.after = chunk, chunk.after
@@ -322,7 +334,7 @@ def _address(chunk: Chunk) -> int:
 
 
 def _start(tail: Chunk) -> Chunk:
-    """Where growth into an unmapped chunk begins: the free one before it, if there is one."""
+    """Return the chunk where growth into a tail begins: a free one before it, else the tail."""
     return tail.before if tail.before is not None and tail.before.free else tail
 
 

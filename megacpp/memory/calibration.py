@@ -1,11 +1,11 @@
-"""What estimates were off by: a record per launch, and the margin that it adds to the next one.
+"""Record how far estimates missed, and derive the margin of the next launch from it.
 
 A record is found by a hash of everything that memory depends on: hardware, versions, model, mesh,
-policy, optimizer, precision and batch. Records that differ in the batch alone are neighbours: what
-was learned at 8 rows a device need not be found out again at 4 and 2. No torch import here.
+policy, optimizer, precision and batch. Records that differ in the batch alone are neighbours: a
+miss that was measured at 8 rows a device also counts at 4 and 2. No torch import here.
 
-Which part of a miss grows with the batch can't be told from one record. So a neighbour's miss is
-taken over both as the bytes that it was and as the same part of the estimate; the larger counts.
+One record can't tell which part of a miss grows with the batch. So a neighbour's miss is taken
+both in bytes and in proportion to the estimate; the larger of the two counts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ BATCH = ("device_batch_size", "grad_accum")
 
 @dataclass(frozen=True)
 class Situation:
-    """What a launch's memory depends on.
+    """Everything that a launch's memory depends on.
 
     Attributes:
-        key: hash of all of it; `family`: of all but the batch.
-        rows: of a device batch.
-        about: the settings themselves, for whoever reads a record.
+        key: hash of all of it.
+        family: hash of all but the batch.
+        rows: rows of a device batch.
+        about: the settings themselves, for people who read a record.
     """
 
     key: str
@@ -54,10 +55,15 @@ class Situation:
 
 @dataclass(frozen=True)
 class Record:
-    """One launch: predicted against measured, the most over all ranks.
+    """Predicted and measured bytes of one launch, each the maximum over all ranks.
 
     Attributes:
-        components: by name, predicted and measured bytes; None: not to be measured there.
+        key: see `Situation`.
+        family: see `Situation`.
+        rows: rows of a device batch.
+        predicted_bytes: estimate of the fullest rank.
+        measured_bytes: peak of the fullest rank.
+        components: by name, predicted and measured bytes; None: not measurable there.
         steps: optimizer steps that had been taken.
         written: Unix time.
     """
@@ -73,19 +79,21 @@ class Record:
 
     @property
     def miss_bytes(self) -> int:
-        """Above 0: more was needed than predicted."""
+        """Measured bytes less predicted ones; above 0, more was needed than predicted."""
         return self.measured_bytes - self.predicted_bytes
 
 
 @dataclass(frozen=True)
 class Margin:
-    """What is kept free beside the configured headroom.
+    """Memory that stays free in addition to the configured headroom.
 
     Attributes:
         extra_bytes: 0 where the estimate is trusted, and where it was too large.
-        source: what it rests on: `record` of this very launch, a `neighbour` of another batch.
-        residual: of measured over predicted, less 1.
+        source: a `record` of this very launch, or a `neighbour` with another batch.
+        residual: measured over predicted bytes, less 1.
+        rows: rows of a device batch of the record that was used.
         trusted: the residual is within 5 %.
+        unreadable: names of files that hold no record.
     """
 
     extra_bytes: int = 0
@@ -96,7 +104,7 @@ class Margin:
     unreadable: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """For the header of a run."""
+        """Return the line about calibration in the header of a run."""
         bad = f"; unreadable and left out: {', '.join(self.unreadable)}" if self.unreadable else ""
         if self.residual is None:
             return f"calibration: no launch of this kind is on record{bad}"
@@ -113,10 +121,13 @@ class Margin:
 def situation(
     config: Config, size: int, device: str, versions: Mapping[str, str | None]
 ) -> Situation:
-    """The situation of a resolved configuration on `size` devices of that name.
+    """Return the situation of a resolved configuration.
 
     Args:
-        versions: of what decides about memory: torch and this package.
+        config: resolved, for `size` ranks.
+        size: number of devices.
+        device: name of the device; `cpu` for a CPU.
+        versions: torch's and this package's, which memory depends on.
     """
     about = {
         "hardware": {"device": device, "count": size, "measures": measures(device)},
@@ -138,21 +149,21 @@ def situation(
 
 
 def measures(device: str) -> str:
-    """The part of a device's memory that estimates and measurements are compared in."""
+    """Return which memory is compared: of `tensors` on a CPU, of the whole `device` on a GPU."""
     return "tensors" if device == "cpu" else "device"
 
 
 def fingerprint(content: Any) -> str:
-    """SHA-256 of JSON in its canonical form: sorted keys, no spaces."""
+    """Return the SHA-256 of canonical JSON: sorted keys, no spaces."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def margin(point: int, of: Situation, records: Iterable[Record]) -> Margin:
-    """What records add to the margin of an estimate of `point` bytes.
+    """Return the margin that records add to an estimate of `point` bytes.
 
-    A record of this very situation says what will be measured. Otherwise the neighbour counts that
-    is nearest by the ratio of rows a device; of two as near, the one that was missed by more.
+    A record of this very situation predicts the measured bytes. Otherwise the neighbour with the
+    nearest ratio of rows a device counts; of two equally near, the one with the larger miss.
     """
     known = list(records)
     exact = [r for r in known if r.key == of.key]
@@ -179,7 +190,7 @@ def _of_miss(
 
 
 def read_records(folder: Path) -> tuple[list[Record], tuple[str, ...]]:
-    """All records of a folder, and names of files that are none."""
+    """Return all records of a folder, and names of files that hold none."""
     found, bad = [], []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         try:
@@ -190,7 +201,14 @@ def read_records(folder: Path) -> tuple[list[Record], tuple[str, ...]]:
 
 
 def write_record(folder: Path, record: Record, of: Situation, **more: Any) -> Path:
-    """`folder/KEY.json`, whole or not at all; the newest launch of a situation is kept."""
+    """Write `folder/KEY.json` atomically and return its path; a situation keeps its newest launch.
+
+    Args:
+        folder: is made if it doesn't exist.
+        record: the launch to store.
+        of: the launch's situation, whose settings are stored too.
+        more: further entries of the JSON object.
+    """
     content = {**asdict(record), "residual": record.miss_bytes / max(1, record.predicted_bytes)}
     path = folder / f"{record.key}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,5 +232,5 @@ def _parse(content: Mapping[str, Any]) -> Record:
 def compared(
     predicted: Mapping[str, int], measured: Mapping[str, int | None], names: Sequence[str]
 ) -> dict[str, dict[str, int | None]]:
-    """Predicted and measured bytes side by side."""
+    """Return predicted and measured bytes of each component, side by side."""
     return {n: {"predicted": predicted.get(n, 0), "measured": measured.get(n)} for n in names}

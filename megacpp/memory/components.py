@@ -1,4 +1,4 @@
-"""What the bytes of a step are called: the same names in every estimate, trace and snapshot."""
+"""Names of the components of a step's memory, shared by estimates, traces and snapshots."""
 
 from __future__ import annotations
 

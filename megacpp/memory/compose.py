@@ -1,14 +1,14 @@
-"""The step of a deep model, composed of the traced step of a shallow one that has all its kinds.
+"""Compose the step of a deep model from the traced step of a shallow one with all its kinds.
 
-A layer does the same wherever it stands. What changes with its neighbours are their sizes: in its
-backward FSDP2 fetches the parameters of the layer before it, and lets go of the gradients of the
-one after it; the residual stream between two layers is freed by the other of them. So the events of
-a traced layer are played again for every layer that it stands for, and those among them that belong
-to a neighbour are the neighbour's own, as the layer traced for it had them.
+A layer allocates the same wherever it stands. Only the sizes of its neighbours differ: in its
+backward FSDP2 gathers the parameters of the layer before it and frees the gradients of the layer
+after it, and the residual stream between two layers is freed by the other one. So the events of a
+traced layer are replayed for every layer that it represents. Events that belong to a neighbour are
+replaced by those of the layer that was traced for this neighbour.
 
-The first layer and the last stand for themselves alone (`shallow`). A stage of a pipeline is traced
-as one of as many stages, each of these few layers, or one that a choice of keys comes from or goes
-to. Pure data, no torch.
+The first layer and the last represent themselves alone (`shallow`). A stage of a pipeline is traced
+in a pipeline of as many stages. Each of these has the same few layers, or one layer that a choice
+of keys comes from or goes to. Pure data, no torch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ NEAR = 1  # layers away: whose parameters are gathered, and gradients let go, du
 
 @dataclass(frozen=True)
 class Shallow:
-    """A model to trace in the place of another.
+    """Model to trace in place of a deeper one.
 
     Attributes:
-        model: of few layers.
-        parts: those of the deep model that the rank runs, in order, each with the traced one.
+        model: with few layers.
+        parts: (part of the deep model, traced part) for each part that the rank runs, in order.
     """
 
     model: ModelConfig
@@ -46,9 +46,10 @@ class Shallow:
 
 
 def shallow(config: Config, size: int, rank: int) -> Shallow | None:
-    """The first layer of a rank, one of each kind between two others, and the last.
+    """Return a model with a rank's first layer, one layer of each kind in between, and the last.
 
-    None: there are no fewer, or a rank of the pipeline has several stages.
+    None: it would have no fewer layers, layers differ by their place in a group of streams, or a
+    rank of the pipeline has several stages.
     """
     model, mesh = config.model, config.mesh
     if stream_groups(config):
@@ -85,13 +86,13 @@ def shallow(config: Config, size: int, rank: int) -> Shallow | None:
 
 @dataclass(frozen=True)
 class Whole:
-    """What is asked for.
+    """Deep model to compose.
 
     Attributes:
         parts: see `Shallow`.
-        root: what buffers of the root unit, which has parameters of all layers, are multiplied by.
-        optimizer: most bytes that its step needs for a while.
-        first_alone: blocks that the first layer of a kind makes for all.
+        root: factor for the buffers of the root unit, which holds parameters of all layers.
+        optimizer: most bytes of temporaries in the optimizer step.
+        first_alone: numbers of blocks that the first layer of a kind makes for all.
     """
 
     parts: Sequence[tuple[str, str]]
@@ -101,12 +102,12 @@ class Whole:
 
 
 def compose(few: Stream, whole: Whole) -> Stream:
-    """The deep model's stream."""
+    """Return the deep model's stream, from that of the shallow model."""
     return _Composer(few, whole).run()
 
 
 class _Composer:
-    """Parts are numbered in the order in which a token meets them, in both models."""
+    """Replay of a shallow model's events; parts are numbered in forward order, in both models."""
 
     def __init__(self, few: Stream, whole: Whole) -> None:
         self.few, self.whole, self.out = few, whole, Stream()
@@ -121,6 +122,7 @@ class _Composer:
         self.alive: dict[tuple[int | None, int], int] = {}
 
     def run(self) -> Stream:
+        """Return the stream of the deep model."""
         sections = list(_sections(self.few))
         self._everywhere(sections[0][1])
         index = 1
@@ -142,7 +144,7 @@ class _Composer:
         return self.out
 
     def _stage(self, name: str, events: list[Event]) -> None:
-        """A part of the step that is of no layer."""
+        """Replay events of the step that belong to no layer, such as the optimizer's."""
         self.out.mark(name)
         if name == "optimizer" and self.whole.optimizer:
             needed = StreamBlock(
@@ -152,7 +154,7 @@ class _Composer:
         self._everywhere(events)
 
     def _pass(self, phase: Phase, passed: dict[int, list[Event]]) -> None:
-        """All parts forward, or all backward."""
+        """Replay one forward or one backward of all parts."""
         places = range(len(self.parts))
         for place in places if phase == "forward" else reversed(places):
             self.out.mark(f"{phase} {self.parts[place]}")
@@ -165,7 +167,7 @@ class _Composer:
         return self.parts[place].startswith("blocks.")
 
     def _layer(self, phase: Phase, place: int, passed: dict[int, list[Event]]) -> None:
-        """The turn of a layer: its own events, and its neighbours' as they have them."""
+        """Replay one layer's forward or backward, with the events of its neighbours in it."""
         traced = self.stands[place]
         events = passed.get(traced, [])
         near = {
@@ -204,7 +206,7 @@ class _Composer:
     def _of_neighbour(
         self, place: int, offset: int, passed: dict[int, list[Event]]
     ) -> dict[Sign, deque[Event]]:
-        """What is of the part at `place` in the turn of the part `offset` away from it."""
+        """Return events of the part at `place` while the part `offset` away from it runs."""
         traced = self.stands[place]
         found: dict[Sign, deque[Event]] = defaultdict(deque)
         for event in passed.get(traced + offset, ()):
@@ -220,7 +222,7 @@ class _Composer:
         return event[1], self.few.blocks[event[0]].component
 
     def _everywhere(self, events: Iterable[Event]) -> None:
-        """For every part that the blocks' parts stand for, one after the other; once for none."""
+        """Replay events for every part that their block's part represents; else once."""
         for owner, run in groupby(events, key=lambda event: self.owner[event[0]]):
             found = list(run)
             for place in [None] if owner is None else self.places[owner]:
@@ -228,7 +230,7 @@ class _Composer:
                     self._emit(place, event)
 
     def _emit(self, place: int | None, event: Event) -> None:
-        """An event of a part; what is there already, or isn't, is left as it is."""
+        """Append an event of a part, unless its block is already alive, or already freed."""
         number, sign = event
         if (
             place is not None
@@ -250,7 +252,7 @@ class _Composer:
 
 
 def _order(part: str) -> tuple[int, int]:
-    """Where a token meets a part of the model."""
+    """Return the sort key of a part in forward order."""
     name, _, number = part.partition(".")
     return (*ENTRANCE, "blocks", *EXIT).index(name), int(number or 0)
 
@@ -261,7 +263,7 @@ def _phase(name: str) -> Phase | None:
 
 
 def _sections(stream: Stream) -> Iterator[tuple[str, list[Event]]]:
-    """Events between marks, those before the first without a name; empty ones too."""
+    """Yield (mark, its events), empty ones included; events before any mark have an empty name."""
     changes = list(stream.changes())
     starts = [0, *(start for start, _ in stream.marks), len(changes)]
     names = ["", *(name for _, name in stream.marks)]

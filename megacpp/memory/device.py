@@ -1,7 +1,7 @@
-"""Memory of a GPU that no tensor asks for: context, libraries, and what the allocator adds.
+"""Memory of a GPU outside of tensors: context, libraries, and the allocator's overhead.
 
-Constants, not measurements of this machine: megacpp/memory/calibration.py puts measured ones in
-their place once a run has been recorded. On a CPU all of it is 0.
+The figures are constants, not measurements of this machine: megacpp/memory/calibration.py replaces
+them once a run has been recorded. On a CPU all of them are 0.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ COMMUNICATOR_BYTES = 192 * MIB
 
 
 def on_gpu(config: Config) -> bool:
-    """`auto` is a GPU here: who estimates for a CPU says so (`train.device=cpu`)."""
+    """Return whether the estimate is for a GPU; `auto` is, only `train.device=cpu` is not."""
     return config.train.device != "cpu"
 
 
 def runtime_bytes(config: Config, size: int) -> int:
-    """Context, workspaces, and a communicator for every axis that has peers."""
+    """Return bytes of context, workspaces, and a communicator for every axis with peers."""
     if not on_gpu(config):
         return 0
     return CONTEXT_BYTES + WORKSPACE_BYTES + communicators(config.mesh, size) * COMMUNICATOR_BYTES
@@ -33,11 +33,13 @@ def runtime_bytes(config: Config, size: int) -> int:
 def overhead_bytes(
     config: Config, tensors: int, beside: int, one_layer: int = 0
 ) -> tuple[int, int]:
-    """What the allocator reserves beyond `tensors` bytes: expected, and at most.
+    """Return bytes that the allocator reserves beyond `tensors` bytes: expected, and at most.
 
     Args:
-        beside: in pools of other streams; `one_layer`: of the fullest layer
-            (megacpp/memory/allocator.py).
+        config: says whether segments are expandable.
+        tensors: bytes of tensors at the fullest moment.
+        beside: bytes in pools of other streams (megacpp/memory/allocator.py).
+        one_layer: bytes of the fullest layer.
     """
     if not on_gpu(config):
         return 0, 0
@@ -45,7 +47,7 @@ def overhead_bytes(
 
 
 def communicators(mesh: MeshConfig, size: int) -> int:
-    """Groups of ranks that send to each other: all of them, and one for each axis that is used."""
+    """Return the number of process groups: one of all ranks, and one for each axis in use."""
     if size == 1:
         return 0
     shards = mesh.dp_shard * mesh.cp

@@ -1,15 +1,15 @@
 """Memory of a training step on one rank, known before anything is built.
 
     found = estimate(config, 8)         # of rank 0 of 8
-    found.point, found.moment           # bytes at the fullest moment of a step, and which that is
-    found.components                    # what they are; they sum to the point
-    found.upper                         # no less than that, whatever routers choose
+    found.point, found.moment           # bytes at the fullest moment of a step, and its name
+    found.components                    # bytes by component, which sum to the point
+    found.upper                         # bytes at most, for any choice of the routers
 
-Pure Python in milliseconds: megacpp/memory/forms/step.py composes a step of blocks that were traced
-once (megacpp/memory/forms/traced.py) and of closed forms of what lies around them. A block is
-traced when it is first met, which needs torch and a tenth of a second each. bench/estimate.py
-holds it against traces of the trainer's own model; `estimate_memory` takes plain numbers instead of
-a configuration.
+It takes milliseconds of pure Python: megacpp/memory/forms/step.py composes a step of blocks that
+were traced once (megacpp/memory/forms/traced.py) and of closed forms for the parts around them. A
+block is traced at its first use, which needs torch and a tenth of a second. bench/estimate.py
+compares estimates with traces of the trainer's own model; `estimate_memory` takes plain numbers
+instead of a configuration.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class MemoryEstimate:
     """Bytes of one rank at the fullest moment of a step.
 
     Attributes:
-        components: by name (components.py) at that moment; they sum to `point`.
-        detail: of a component, by what it is made of.
-        moment: which one that is (`backward of layer 50 (E)`, `optimizer step`, ...).
-        moments: bytes at each moment that was looked at, of tensors.
-        resting: of tensors, between two steps.
-        point: what is expected; `upper`: no less than that, whatever routers and allocator do.
+        components: bytes by name (components.py) at that moment; they sum to `point`.
+        detail: for some components, their bytes by content.
+        moment: name of the fullest moment (`backward of layer 50 (E)`, `optimizer step`, ...).
+        moments: bytes of tensors at each moment that was examined.
+        resting: bytes of tensors between two steps.
+        point: expected bytes.
+        upper: bytes at most, for any choice of the routers and any behaviour of the allocator.
         budget: bytes that may be used: the device's memory less the headroom; None: not known.
-        assumptions: what the figures rest on, in words.
+        assumptions: assumptions behind the figures, in words.
     """
 
     components: dict[str, int]
@@ -66,7 +67,7 @@ class MemoryEstimate:
 
     @property
     def verdict(self) -> Verdict:
-        """`at_risk`: the point fits, the upper bound doesn't."""
+        """Verdict against the budget; `at_risk`: the point fits, the upper bound doesn't."""
         if self.budget is None:
             return "unknown"
         if self.upper <= self.budget:
@@ -75,7 +76,7 @@ class MemoryEstimate:
 
     @property
     def tensors(self) -> int:
-        """The point without context, libraries and allocator: what a trace counts."""
+        """Bytes of tensors: the point without context, libraries and allocator."""
         return self.point - sum(self.components.get(name, 0) for name in NO_TENSOR)
 
     def as_dict(self) -> dict[str, float]:
@@ -102,9 +103,12 @@ class MemoryEstimate:
 def estimate(
     config: Config, size: int, rank: int = 0, budget: int | None = None, detail: bool = True
 ) -> MemoryEstimate:
-    """What rank `rank` of `size` needs; `config` is resolved for `size` ranks.
+    """Return the memory that rank `rank` of `size` needs.
 
     Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: rank whose memory is estimated.
         budget: bytes that may be used.
         detail: fill in `detail`, which takes longer than all the rest.
     """
@@ -134,23 +138,23 @@ def estimate(
 
 
 def uneven(config: Config) -> bool:
-    """Routers decide how much a rank gets: nothing is dropped, so one may get all of it."""
+    """Return whether one rank may get more rows than others: dropless experts have no capacity."""
     return "E" in config.model.pattern.upper() and config.model.moe.capacity_factor is None
 
 
 def cut_by_documents(config: Config) -> bool:
-    """A scan keeps more of rows that hold more documents, whose number is data."""
+    """Return whether saved activations of a scan grow with the number of documents in a row."""
     kernel = config.kernels.mamba3 in ("mamba_ssm", "tilelang")
     return "M" in config.model.pattern.upper() and kernel
 
 
 def margin(config: Config, tensors: int) -> int:
-    """What the closed forms may be under a trace by: half a percent, three with a pipeline."""
+    """Return the error bound of closed forms: 0.5 % (3 % in a pipeline) and 1 MiB, in bytes."""
     return tensors * (6 if config.mesh.pp > 1 else 1) // 200 + (1 << 20)
 
 
 def assumptions(config: Config) -> tuple[str, ...]:
-    """What the figures rest on."""
+    """Return the assumptions behind the figures, in words."""
     named = ", ".join(f"{k} {v}" for k, v in asdict(config.kernels).items() if v != "auto")
     found = [f"kernels ({named or 'torch'}): what they keep and allocate, as a trace shows"]
     if cut_by_documents(config):
@@ -190,17 +194,26 @@ def estimate_memory(
     grad_accum: int | None = None,
     budget: int | None = None,
 ) -> MemoryEstimate:
-    """The same from plain numbers: rank 0 of a bf16 run on GPUs, sharded by FSDP2.
+    """Return the estimate of rank 0 from plain numbers: a bf16 run on GPUs, sharded by FSDP2.
 
-    Experts lie on ranks that also share the data: there is no axis of theirs beside the others.
-    `dp_degree` is read as all ranks with rows of their own where dp * cp * tp * pp is the world,
-    and as those beside an expert axis where dp * ep * cp * tp * pp is (so 8 = tp 2 * ep 4 * dp 1
-    has 4 ranks with rows of their own).
+    Experts lie on ranks that also share the data: the expert axis is no separate factor of the
+    world. `dp_degree` counts all ranks with rows of their own if dp * cp * tp * pp is the world. If
+    dp * ep * cp * tp * pp is, it excludes the expert axis (so 8 = tp 2 * ep 4 * dp 1 has 4 ranks
+    with rows of their own).
 
     Args:
+        model_config: the model.
+        world_size: number of ranks.
+        tp_degree: ranks that share each layer's matrices.
+        ep_degree: ranks that share the experts.
+        dp_degree: ranks with rows of their own; None: derived from the world.
+        cp_degree: ranks that share each row's tokens.
+        pp_degree: pipeline stages.
         batch_size: rows of a rank's microbatch.
-        grad_checkpoint: `True` is the policy of the large presets, by kind of block; `False` keeps
-            what one pass keeps by default.
+        seq_len: tokens of a row.
+        grad_checkpoint: `True` is the recompute policy of the large presets, by kind of block;
+            `False` is the default policy.
+        optimizer: which optimizer moves the matrices.
         grad_accum: microbatches of a step; None: one, or two for each stage of a pipeline.
         budget: bytes that may be used, for the verdict.
 
@@ -236,7 +249,15 @@ def estimate_memory(
 
 
 def data_degree(world: int, tp: int, ep: int, dp: int | None, cp: int, pp: int) -> int:
-    """Ranks with rows of their own.
+    """Return the number of ranks with rows of their own.
+
+    Args:
+        world: number of ranks.
+        tp: degree of tensor parallelism.
+        ep: degree of expert parallelism.
+        dp: degree that the caller asks for; None: any.
+        cp: degree of context parallelism.
+        pp: pipeline stages.
 
     Raises:
         ConfigError: the degrees don't make the world.

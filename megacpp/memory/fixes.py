@@ -1,4 +1,7 @@
-"""The cheapest settings that make a launch fit, each with what it gains; no torch import here."""
+"""Find the cheapest settings that make a launch fit, each with the bytes that it saves.
+
+No torch import here.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,13 @@ HEAVY = {
 
 @dataclass(frozen=True)
 class Fix:
-    """A change to a configuration that leaves its tokens a step alone.
+    """Change of a configuration that keeps its tokens per step.
 
     Attributes:
-        keys: settings as a person would give them; `flags` says them.
-        gain_bytes: of the fullest rank.
-        fits: it is enough, by itself or on top of the changes before it.
+        keys: dotted settings and their new values; `flags` writes them as options.
+        config: the resolved configuration with these settings.
+        gain_bytes: bytes that the fullest rank saves.
+        fits: whether the change is enough, alone or after the changes in front of it.
     """
 
     keys: Keys
@@ -49,6 +53,7 @@ class Fix:
 
     @property
     def flags(self) -> str:
+        """Command-line options that make the change."""
         return " ".join(
             f"--{key.replace('_', '-')} {str(value).lower()}" for key, value in self.keys.items()
         )
@@ -57,19 +62,20 @@ class Fix:
         return f"{self.flags} (-{words(self.gain_bytes)})"
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the settings, the gain in bytes and whether they fit, for JSON."""
         return {"keys": self.keys, "gain_bytes": self.gain_bytes, "fits": self.fits}
 
 
 def levers(config: Config, size: int) -> Iterator[list[Keys]]:
-    """What may be turned, the least extra work first; of each, one or more notches.
+    """Yield groups of settings that may be changed, least extra work first; a group is one lever.
 
     1. recompute without matrix products: norms, hidden units, convolutions, one recurrence
     2. the same work in other portions: fewer rows at once in more microbatches; fewer replicas,
-       whose parameters then come from further away
+       whose parameters are then gathered from more ranks
     3. gradients reduced, and parameters gathered, more often
-    4. moments in 8 bits: no bytes travel, but they are rounded
+    4. moments in 8 bits: no extra traffic, but the moments are rounded
     5. recompute with matrix products: core attention, whole blocks
-    6. a trip to the memory of the host and back
+    6. copies to the memory of the host and back
     7. more ranks to a row: exchanges within every layer (experts, tensors, tokens, stages)
     """
     recompute, train, mesh = config.recompute, config.train, config.mesh
@@ -128,16 +134,17 @@ def _light_recompute(config: Config, letters: set[str]) -> Iterator[list[Keys]]:
 def cheapest_fixes(
     config: Config, size: int, price: Price, before: MemoryEstimate
 ) -> tuple[list[Fix], bool]:
-    """Three changes, fewer where fewer exist, and whether they make it fit.
+    """Return at most three changes, and whether they make the launch fit.
 
-    Those that are enough alone come first, in the order of `levers`, and the largest gains fill up
-    the three. Where none is, they are to be made together: each is the cheapest that is enough on
-    top of those before it, or gains most.
+    Changes that are enough alone come first, in the order of `levers`; those with the largest gains
+    fill up the three. If no change is enough alone, the changes are to be made together: each is
+    the cheapest that is enough after those in front of it, or the one that gains most.
 
     Args:
         config: resolved, for `size` ranks.
-        price: what a configuration needs of its fullest rank, against the budget.
-        before: what this one needs.
+        size: number of ranks.
+        price: estimates the fullest rank of a configuration, against the budget.
+        before: estimate of `config`.
     """
     found = _fixes(config, size, price, before)
     enough = [fix for fix in found if fix.fits][:MOST]
@@ -158,7 +165,7 @@ def _pick(found: Sequence[Fix]) -> Fix:
 
 
 def _fixes(config: Config, size: int, price: Price, before: MemoryEstimate) -> list[Fix]:
-    """The best notch of every lever that is worth naming."""
+    """Return the best value of every lever that gains enough to be named."""
     tried = (_best(config, size, notches, price, before) for notches in levers(config, size))
     return [fix for fix in tried if fix is not None]
 
@@ -166,7 +173,7 @@ def _fixes(config: Config, size: int, price: Price, before: MemoryEstimate) -> l
 def _best(
     config: Config, size: int, notches: Sequence[Keys], price: Price, before: MemoryEstimate
 ) -> Fix | None:
-    """The first notch that is enough, otherwise the one that gains most; None: nothing gained."""
+    """Return the first value that is enough, else the one that gains most; None: no real gain."""
     found: list[Fix] = []
     for keys in notches:
         other = changed(config, size, keys)
@@ -182,9 +189,9 @@ def _best(
 
 
 def changed(config: Config, size: int, keys: Keys) -> Config | None:
-    """The configuration with other settings, resolved again; None where that breaks a rule.
+    """Return the configuration with other settings, resolved again; None: that breaks a rule.
 
-    Tokens a step stay; microbatches follow from them.
+    Tokens per step stay; the number of microbatches follows from them.
     """
     touches_batch = any(key.startswith(("mesh.", "train.")) for key in keys)
     other = replace_keys(config, keys | ({"train.grad_accum": 0} if touches_batch else {}))
@@ -194,7 +201,7 @@ def changed(config: Config, size: int, keys: Keys) -> Config | None:
 
 
 def _said(config: Config, other: Config, first: Keys) -> Keys:
-    """Settings that differ, derived ones included: together they are right in any command."""
+    """Return all settings that differ, derived ones included, so that any command can take them."""
     before, after = flatten(config), flatten(other)
     order = [*(key for key in first if key in after), *after]
     return {key: after[key] for key in dict.fromkeys(order) if before.get(key) != after[key]}
@@ -203,10 +210,15 @@ def _said(config: Config, other: Config, first: Keys) -> Keys:
 def memory_error(
     config: Config, size: int, rank: int, price: Price, needs: MemoryEstimate, room: str
 ) -> ConfigError:
-    """The one line of a launch that doesn't fit.
+    """Return the one-line error of a launch that doesn't fit.
 
     Args:
-        room: how the budget came about.
+        config: resolved, for `size` ranks.
+        size: number of ranks.
+        rank: the rank that needs the most memory.
+        price: estimates the fullest rank of a configuration, against the budget.
+        needs: estimate of that rank; its budget must be known.
+        room: explains how the budget was found.
     """
     assert needs.budget is not None
     fixes, together = cheapest_fixes(config, size, price, needs)
@@ -232,7 +244,7 @@ def _fits(needs: MemoryEstimate) -> bool:
 
 
 def _halves(n: int) -> list[int]:
-    """n/2, n/4, ... 1, as long as that divides."""
+    """Return n/2, n/4, ... 1, as long as 2 divides."""
     found = []
     while n > 1 and n % 2 == 0:
         n //= 2

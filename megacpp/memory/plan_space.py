@@ -1,4 +1,4 @@
-"""What a plan chooses from: meshes of a world, rows of a microbatch, recompute policies."""
+"""Choices of a plan: meshes of a world, rows of a microbatch, recompute policies."""
 
 from __future__ import annotations
 
@@ -57,12 +57,14 @@ MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 @dataclass(frozen=True)
 class Policy:
-    """A rung of the ladder.
+    """Recompute policy of a plan's ladder (`LADDER`), or the preset's own.
 
     Attributes:
-        checkpointing: some block runs again (the older `gradient_checkpointing`).
+        name: of the ladder, or `preset`.
+        recompute: its settings.
+        checkpointing: at least one block is recomputed (the older `gradient_checkpointing`).
         replayed: FLOPs a token that backwards repeat.
-        pieces: what each layer runs again.
+        pieces: regions that each layer recomputes.
     """
 
     name: str
@@ -72,15 +74,15 @@ class Policy:
     pieces: tuple[frozenset[Region], ...]
 
     def keeps_less(self, other: Policy) -> bool:
-        """All that `other` runs again this one does too, or it runs the whole block again."""
+        """Return whether this policy recomputes at least the regions of `other`, in all layers."""
         both = zip(self.pieces, other.pieces, strict=True)
         return all(own >= BLOCK or own >= others for own, others in both)
 
 
 def policies(config: Config, fixed: Collection[str] = ()) -> list[Policy]:
-    """What may run again, the least work first; the preset's own policy is among them.
+    """Return recompute policies, least repeated work first; the preset's own is among them.
 
-    Only that one where recompute settings are given, or where the compiler decides.
+    Only that one, if recompute settings are given or if the compiler decides.
     """
     found = {"preset": config.recompute}
     given = any(key.startswith("recompute.") for key in fixed)
@@ -101,7 +103,7 @@ def policies(config: Config, fixed: Collection[str] = ()) -> list[Policy]:
 
 
 def meshes(config: Config, world: int, fixed: Collection[str] = ()) -> Iterator[MeshConfig]:
-    """Every way to make axes of a world, small ones of the model first; legal or not."""
+    """Yield every factorisation of a world into axes, small model axes first; legal or not."""
 
     def degrees(axis: str, of: int) -> Sequence[int]:
         given = getattr(config.mesh, axis)
@@ -126,7 +128,14 @@ def meshes(config: Config, world: int, fixed: Collection[str] = ()) -> Iterator[
 def row_choices(
     config: Config, mesh: MeshConfig, tokens_per_step: int, fixed: Collection[str] = ()
 ) -> list[int]:
-    """Device batches that make that many tokens a step, smallest first; none if no batch does."""
+    """Return device batches in rows that make `tokens_per_step` tokens, smallest first, if any.
+
+    Args:
+        config: the run; gives the tokens of a row.
+        mesh: its data ranks share the rows.
+        tokens_per_step: tokens of an optimizer step.
+        fixed: dotted settings that keep their value.
+    """
     of_ranks = tokens_per_step // config.data.seq_len
     ranks = mesh.dp_replicate * mesh.dp_shard
     if of_ranks % ranks:
@@ -144,7 +153,15 @@ def row_choices(
 def with_knobs(
     config: Config, mesh: MeshConfig, rows: int, tokens_per_step: int, policy: Policy
 ) -> Config:
-    """A resolved configuration."""
+    """Return the resolved configuration of one candidate.
+
+    Args:
+        config: the run.
+        mesh: its degrees.
+        rows: device batch.
+        tokens_per_step: tokens of an optimizer step, from which the microbatches follow.
+        policy: its recompute settings.
+    """
     per_micro = rows * config.data.seq_len * mesh.dp_replicate * mesh.dp_shard
     train = replace(
         config.train,
@@ -156,17 +173,24 @@ def with_knobs(
 
 
 def policy_is_legal(config: Config, mesh: MeshConfig, policy: Policy) -> bool:
-    """Whether the policy breaks no rule on that mesh."""
+    """Return whether the policy breaks no rule on that mesh."""
     return not any(recompute_rules(replace(config, mesh=mesh, recompute=policy.recompute)))
 
 
 def mesh_is_legal(config: Config, mesh: MeshConfig, world: int) -> bool:
-    """Whether the model fits the axes; how many microbatches there are comes later."""
+    """Return whether the model fits the axes; the number of microbatches is checked later."""
     return first_broken(replace(config, mesh=mesh), world) is None
 
 
 def pipeline_is_legal(config: Config, mesh: MeshConfig, rows: int, microbatches: int) -> bool:
-    """Whether the schedule runs so many microbatches on the model's layers, and fewer at first."""
+    """Return whether the schedule can run all microbatches of a step, and a warmup's fewer ones.
+
+    Args:
+        config: the run.
+        mesh: its degrees.
+        rows: device batch.
+        microbatches: of an optimizer step.
+    """
     batch = replace(config.train, device_batch_size=rows)
     if any(chunk_rules(replace(config, mesh=mesh, train=batch))):
         return False
@@ -183,11 +207,11 @@ def pipeline_is_legal(config: Config, mesh: MeshConfig, rows: int, microbatches:
 
 
 def stage_ranks(config: Config, world: int) -> list[int]:
-    """A rank of every pipeline stage that may be the fullest.
+    """Return one rank of every pipeline stage that may be the fullest.
 
-    Of a stage it is the first, of which shards are longest, or the one with the row's last tokens,
-    which keeps most states of others. A stage of the same blocks as an earlier one never has more
-    microbatches in flight.
+    It is the first rank of a stage, whose shards are longest, or the one with the row's last
+    tokens, which keeps most states of others. A stage of the same blocks as an earlier one never
+    has more microbatches in flight.
     """
     mesh, pp = config.mesh, config.mesh.pp
     last = (mesh.cp - 1) * mesh.tp if mesh.cp_order == "contiguous" else 0

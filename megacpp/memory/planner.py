@@ -1,16 +1,16 @@
-"""Which mesh, device batch and recompute policy a run should have: enumerated, gated, ranked.
+"""Enumerate and rank the mesh, device batch and recompute policy that a run could have.
 
-Nothing is run: `estimate` says what a configuration needs. The order, after the articles: it fits;
-a larger device batch; nothing runs again; fewer microbatches; (of policies that run something
-again, which the articles don't tell apart, one that repeats less;) more headroom; smaller tp;
-smaller ep; then smaller cp, pp and dp_replicate, so that no two are alike.
+Candidates are not run: `estimate` gives the memory of each. The order, after the articles: it fits;
+a larger device batch; no recompute; fewer microbatches; less repeated work (the articles don't
+distinguish policies); more headroom; smaller tp; smaller ep; then smaller cp, pp and dp_replicate,
+so that no two candidates are equal.
 
 A mesh that shares each row, or its layers, between many ranks has many rows to a microbatch for
-that reason alone, so its candidates compete only if sharing buys something. One is dominated if
-another one that fits has no larger axis (tp, cp, pp, dp_replicate) and a smaller one, gives every
-device as much to do in a microbatch or more, and repeats no more work.
+that reason alone, so its candidates compete only if sharing has an advantage. A candidate is
+dominated by another one that fits, has no larger axis (tp, cp, pp, dp_replicate) and a smaller one,
+gives every device at least as many tokens in a microbatch, and repeats no more work.
 
-More rows of a microbatch never need less memory, nor does a policy that runs less again: so most
+More rows of a microbatch never need less memory, nor does a policy that recomputes less: so most
 candidates are decided without an estimate of their own.
 """
 
@@ -50,7 +50,7 @@ REASONS = {
 
 
 class Score(NamedTuple):
-    """What candidates are ranked by, the smallest first; each field beats all that follow."""
+    """Sort key of candidates, smallest first; each field takes precedence over those after it."""
 
     misfit: int  # 0 fits, 1 at risk: only if routers and allocator are kind
     fewer_rows: int  # - device batch
@@ -82,13 +82,14 @@ CRITERIA = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that was scored.
+    """Configuration with its estimate and its score.
 
     Attributes:
         config: resolved.
-        policy: its rung of the ladder.
-        estimate: of the rank that needs most.
-        rank: which one that is.
+        policy: its recompute policy.
+        estimate: of the rank that needs most memory.
+        rank: that rank.
+        score: its place among all candidates.
         settings: see `knobs`.
     """
 
@@ -101,16 +102,16 @@ class Candidate:
 
     @property
     def checkpointing(self) -> bool:
-        """Blocks run again in the backward (the older `gradient_checkpointing`)."""
+        """Whether blocks are recomputed in the backward (the older `gradient_checkpointing`)."""
         return self.policy.checkpointing
 
     def knobs(self) -> dict[str, Any]:
-        """Dotted settings that make the run this candidate."""
+        """Return the dotted settings that make the run this candidate."""
         return dict(self.settings)
 
     @property
     def device_tokens(self) -> float:
-        """Tokens of a microbatch through all layers that would be a device's part of the work."""
+        """Tokens of a microbatch through all layers that equal one device's share of its work."""
         return device_tokens(self.config, self.config.mesh, self.config.train.device_batch_size)
 
 
@@ -119,10 +120,14 @@ class Plan:
     """Candidates in the order in which they should be tried.
 
     Attributes:
-        budget_bytes: that a rank may use.
-        considered: candidates and all that are out; how many of these by reason (`REASONS`).
+        world: number of ranks.
+        budget_bytes: bytes that a rank may use.
+        tokens_per_step: tokens of an optimizer step.
+        candidates: the best one first.
+        considered: number of candidates and of configurations that were ruled out.
+        out: how many were ruled out, by reason (`REASONS`).
         estimated: how many were estimated; bounds decided the others.
-        nearest: of what was estimated and is too large, that which lacks least.
+        nearest: the smallest of the estimated configurations that are too large.
     """
 
     world: int
@@ -136,11 +141,14 @@ class Plan:
 
     @property
     def legal(self) -> int:
-        """Configurations that could be run, given the memory."""
+        """Number of configurations that could be run with enough memory."""
         return self.considered - sum(self.out[r] for r in ("indivisible", "mesh", "pipeline"))
 
     def instead_of(self, other: Candidate) -> Candidate | None:
-        """The first candidate that dominates one of another plan with the same policies."""
+        """Return the first candidate that dominates `other`; None: no candidate does.
+
+        Both plans must have the same policies.
+        """
         theirs = _cut(other)
         return next((one for one in self.candidates if _cut(one).beats(theirs)), None)
 
@@ -154,16 +162,19 @@ def plan(
     estimator: EstimateFunction = estimate,
     watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
 ) -> Plan:
-    """Ranks what `world` ranks of `budget_bytes` each can run.
+    """Rank the configurations that `world` ranks of `budget_bytes` each can run.
 
     Args:
-        config: the run; what isn't of its mesh, batch or recompute policy stays as it is.
+        config: the run; settings other than its mesh, batch and recompute policy stay as they are.
+        world: number of ranks.
         budget_bytes: memory of a device less the headroom.
+        tokens_per_step: tokens of an optimizer step.
         fixed: dotted settings that aren't varied (`mesh.tp`, `train.device_batch_size`, ...).
-        watch: sees each mesh when it is its turn.
+        estimator: estimates one rank.
+        watch: wraps the meshes while they are searched, for example in a progress bar.
 
     Raises:
-        ConfigError: the tokens are no rows.
+        ConfigError: `tokens_per_step` isn't a whole number of rows.
     """
     seq_len = config.data.seq_len
     assert world > 0
@@ -182,7 +193,7 @@ def plan(
 
 
 def deciding(better: Score, worse: Score) -> str:
-    """The first criterion in which two scores differ."""
+    """Return the first criterion in which two scores differ."""
     return next(name for name in Score._fields if getattr(better, name) != getattr(worse, name))
 
 
@@ -195,12 +206,12 @@ def _no_rows(tokens: int, seq_len: int, world: int) -> ConfigError:
 
 
 def device_tokens(config: Config, mesh: MeshConfig, rows: int) -> float:
-    """A device's part of a microbatch: its tokens, as if it had them to itself in all layers."""
+    """Return a device's share of a microbatch, as tokens that pass through all layers."""
     return rows * config.data.seq_len / (mesh.tp * mesh.cp * mesh.pp)
 
 
 class _Cut(NamedTuple):
-    """What dominates, where each number is no larger and one of the axes is smaller."""
+    """Sort key of dominance: no number is larger and at least one of the axes is smaller."""
 
     tp: int
     cp: int
@@ -220,7 +231,7 @@ def _cut(of: Candidate) -> _Cut:
 
 
 class _Search:
-    """Meshes looked at one after the other, those of small axes first."""
+    """Search over meshes, those of small axes first."""
 
     def __init__(
         self,
@@ -241,7 +252,7 @@ class _Search:
         self.nearest: Candidate | None = None
 
     def look_at(self, mesh: MeshConfig) -> None:
-        """Adds what fits of one mesh, and counts what doesn't."""
+        """Add the candidates of one mesh that fit, and count those that don't."""
         rows = row_choices(self.config, mesh, self.tokens, self.fixed)
         if not rows:
             self.out["indivisible"] += len(self.policies)
@@ -296,7 +307,7 @@ class _Looks:
         self.seen: dict[tuple[int, int], Candidate] = {}
 
     def at(self, rows: int, policy: int) -> Candidate:
-        """So many rows on a rung of the ladder."""
+        """Return the candidate with `rows` rows under the policy with that index."""
         key = rows, policy
         if key not in self.seen:
             self.seen[key] = self._look(rows, policy)
@@ -318,7 +329,7 @@ class _Looks:
         return found
 
     def _fullest(self, config: Config) -> tuple[int, MemoryEstimate, int]:
-        """The rank that needs most, what it needs, and the verdict on the worst one."""
+        """Return the rank that needs most, its estimate, and the worst verdict of all ranks."""
         search, worst, found = self.search, FITS, []
         for rank in self.ranks:
             needs = search.estimator(config, search.world, rank, search.budget)
@@ -340,7 +351,16 @@ def score_of(
     policy: int,
     budget: int,
 ) -> Score:
-    """The place of a candidate among all."""
+    """Return the score of a candidate.
+
+    Args:
+        config: resolved.
+        needs: estimate of its fullest rank.
+        misfit: `FITS`, `AT_RISK` or `TOO_LARGE`.
+        checkpointing: at least one block is recomputed.
+        policy: index of the recompute policy; a larger one repeats more work.
+        budget: bytes that a rank may use.
+    """
     mesh, train = config.mesh, config.train
     return Score(
         misfit,
@@ -358,7 +378,7 @@ def score_of(
 
 
 def _as_many_as_fit(rows: Sequence[int], fits: Callable[[int], bool]) -> Sequence[int]:
-    """The first of ascending `rows`, up to the last that fits, by halving."""
+    """Return the prefix of ascending `rows` that fits, found by bisection."""
     if not rows or not fits(rows[0]):
         return []
     low, high = 1, len(rows)
@@ -372,7 +392,7 @@ def _as_many_as_fit(rows: Sequence[int], fits: Callable[[int], bool]) -> Sequenc
 
 
 def _settings(config: Config, base: Config) -> Iterator[tuple[str, Any]]:
-    """Mesh and batch, and what of the policy differs from the run as it was given."""
+    """Yield mesh and batch, and the policy's settings that differ from the run's own."""
     for axis in MESH:
         yield f"mesh.{axis}", getattr(config.mesh, axis)
     yield "train.device_batch_size", config.train.device_batch_size

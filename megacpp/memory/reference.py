@@ -1,8 +1,7 @@
-"""Formulas that the field reckons with, to set beside the estimate of the real trainer.
+"""Memory formulas of the literature, to compare with the estimate of the real trainer.
 
-They come from public articles on training hybrids and from Korthikanti et al. (arXiv 2205.05198):
-quick, and wrong in ways that are worth knowing (tests/memory/test_reference.py says how).
-No torch import here.
+They come from public articles on training hybrids and from Korthikanti et al. (arXiv 2205.05198).
+They are quick, and wrong in ways that tests/memory/test_reference.py shows. No torch import here.
 """
 
 from __future__ import annotations
@@ -16,20 +15,48 @@ ADAMW_BYTES, MUON_BYTES = 8, 2  # of optimizer state, per parameter
 def transformer_activations(
     batch: int, tokens: int, dim: int, layers: int, itemsize: int = 2
 ) -> int:
-    """All layers as one kind of dense block: 34 bytes a token and channel in bf16."""
+    """Return activation bytes of a model whose layers are all one kind of dense block.
+
+    A layer takes 34 bytes per token and channel in bf16.
+
+    Args:
+        batch: rows of the microbatch.
+        tokens: tokens of a row.
+        dim: channels of the model.
+        layers: number of layers.
+        itemsize: bytes of an element.
+    """
     return batch * tokens * dim * BYTES_OF_A_LAYER * layers * itemsize // 2
 
 
 def hybrid_activations(
     batch: int, tokens: int, dim: int, layers: int, mamba_layers: int, itemsize: int = 2
 ) -> int:
-    """The same, an M layer for two: a scan without its chunks of states and scores."""
+    """Return activation bytes of a hybrid model, where an M layer counts as two dense layers.
+
+    The formula omits the chunks of states and scores that a scan stores.
+
+    Args:
+        batch: rows of the microbatch.
+        tokens: tokens of a row.
+        dim: channels of the model.
+        layers: number of layers, M layers included.
+        mamba_layers: number of M layers.
+        itemsize: bytes of an element.
+    """
     counted = layers + mamba_layers
     return transformer_activations(batch, tokens, dim, counted, itemsize)
 
 
 def expert_capacity(tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
-    """Slots of one expert."""
+    """Return the slots (rows) of one expert.
+
+    Args:
+        tokens: tokens that are routed.
+        top_k: experts of a token.
+        num_experts: experts in all.
+        capacity_factor: slots over an even share of the tokens.
+    """
     return math.ceil(tokens * top_k * capacity_factor / num_experts)
 
 
@@ -42,17 +69,27 @@ def dispatch_bytes(
     ep: int = 1,
     itemsize: int = 2,
 ) -> int:
-    """Gathered inputs and outputs of the experts that a rank of `ep` holds, for one layer."""
+    """Return bytes of the inputs and outputs of one rank's experts, for one layer.
+
+    Args:
+        tokens: tokens that are routed.
+        dim: channels of a row.
+        top_k: experts of a token.
+        num_experts: experts in all.
+        capacity_factor: slots over an even share of the tokens.
+        ep: degree of expert parallelism.
+        itemsize: bytes of an element.
+    """
     slots = num_experts // ep * expert_capacity(tokens, top_k, num_experts, capacity_factor)
     return 2 * slots * dim * itemsize
 
 
 def router_bytes(tokens: int, num_experts: int) -> int:
-    """Logits of one layer in fp32: the one line that grows with the number of experts."""
+    """Return bytes of one layer's router logits in fp32, which grow with the number of experts."""
     return tokens * num_experts * 4
 
 
 def optimizer_state(parameters: int, muon_share: float = 0.0) -> int:
-    """AdamW's moments in fp32, Muon's momentum in bf16."""
+    """Return bytes of optimizer state: AdamW's moments in fp32, Muon's momentum in bf16."""
     muon = round(parameters * muon_share)
     return ADAMW_BYTES * (parameters - muon) + MUON_BYTES * muon

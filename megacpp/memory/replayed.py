@@ -1,9 +1,9 @@
-"""FLOPs that a backward repeats, from the configuration; the others are in megacpp/model/flops.py.
+"""FLOPs that a backward recomputes, from the configuration; see megacpp/model/flops.py for others.
 
-Of matrix products alone, two FLOPs per multiply-add: norms, convolutions, gates and rotations run
-again for nothing here. What a piece repeats was counted on the running model (`megacpp activations
---levers`), to which tests/memory/test_replayed.py holds this; groups of experts padded there aren't
-here. (Activation memory.)
+Only matrix products count, two FLOPs per multiply-add: norms, convolutions, gates and rotations are
+recomputed for free here. The FLOPs of each region were counted on the running model (`megacpp
+activations --levers`), against which tests/memory/test_replayed.py checks this file. Padding of
+groups of experts isn't counted. (Activation memory.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacpp.model.regions import BLOCK, layer_regions
 
 
 def replayed_flops_per_token(config: Config) -> float:
-    """Of one token through all layers, under `config.recompute`."""
+    """Return recomputed FLOPs of one token through all layers, under `config.recompute`."""
     model, policy = config.model, config.recompute
     total, (read, mix) = 0.0, connection_flops(model)
     layers = zip(
@@ -49,7 +49,7 @@ def replayed_flops_per_token(config: Config) -> float:
 
 
 def _ahead(config: Config) -> float:
-    """Depths of multi-token prediction: all of their products but the head's."""
+    """Return recomputed FLOPs of the depths of multi-token prediction, without the head's."""
     model = config.model
     if not (config.recompute.mtp and model.mtp.depths):
         return 0.0
@@ -59,16 +59,17 @@ def _ahead(config: Config) -> float:
 
 
 def _padded_values(config: Config) -> float:
-    """Values of MLA are as wide as keys to a fused kernel; block_flops counts what is asked for."""
+    """Return FLOPs of padding MLA's values to the keys' width, as a fused kernel does."""
     a = config.model.attention
     narrow = a.qk_nope_head_dim + a.qk_rope_head_dim - a.v_head_dim if a.kind == "mla" else 0
     return 2.0 * config.data.seq_len * a.num_heads * narrow
 
 
 def _learnt_again(config: Config) -> float:
-    """The loss of an indexer makes its gradients at once, and the logits that it resembles.
+    """Return recomputed FLOPs of an indexer's loss: its gradients, and the logits that it imitates.
 
-    Scores of block_flops are the loss's: the choice is taken over from the first run.
+    block_flops counts the scores for the loss; the choice of keys itself is reused from the first
+    run.
     """
     a = config.model.attention
     head_dim = a.head_dim if a.kind == "gqa" else a.qk_nope_head_dim + a.qk_rope_head_dim

@@ -1,12 +1,12 @@
-"""What is allocated at a step, by component; two of them compared; what made the second larger.
+"""Snapshots of a step's memory by component, and the cause of growth between two of them.
 
 Pure data, no torch: megacpp/run/forensics.py takes snapshots, this file reads, writes and compares
 them. A bucket is a component (components.py), or a part of one: `activations/M scan`,
-`moe_routing/dispatch`. Its bytes are the most that were alive at one moment of the step; buckets
-have their fullest moments at different times, so they don't sum to the peak. `at_peak` does.
+`moe_routing/dispatch`. Its bytes are the most that were alive at one moment of the step. Buckets
+are fullest at different moments, so they don't sum to the peak; `at_peak` does.
 
-Growth is told apart by who grew alone. Longer rows or more of them make all that hangs on tokens
-grow by one factor: that factor is taken out first, and what a bucket grew beyond it is its own.
+Longer or more rows make all buckets that depend on tokens grow by one factor. The comparison takes
+this factor out first; growth beyond it is a bucket's own.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ ROUTING = ("router", "experts", "dispatch", "combine")  # modules below an E blo
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank at one step.
+    """Memory of one rank at one step.
 
     Attributes:
         step: counted from 1.
-        followed: every allocation of the step was seen; otherwise only what rests is known.
-        most: by bucket, at its own fullest moment.
-        at_peak: by component, at the fullest moment of the step; they sum to `peak_bytes`.
-        where: what ran at that moment.
+        followed: every allocation of the step was recorded; otherwise only resting bytes are known.
+        most: bytes by bucket, at its own fullest moment.
+        at_peak: bytes by component, at the fullest moment of the step; they sum to `peak_bytes`.
+        where: part of the step that ran at that moment.
         resting_bytes: alive between two steps.
-        loose_bytes: of these, in no parameter, gradient, state or buffer: somebody keeps them.
+        loose_bytes: of these, in no parameter, gradient, optimizer state or buffer: held elsewhere.
         allocated_bytes, reserved_bytes: peaks of the caching allocator since the start; 0: none.
         split_bytes: in blocks that are partly used, and can't be given back.
         retries, ooms: of the allocator since the start.
         pools: of the allocator, current bytes: `large active`, `small reserved`, ...
         host_bytes: resident set of the process.
-        tokens: of a microbatch on this rank.
+        tokens: their number in a microbatch on this rank.
     """
 
     step: int
@@ -83,18 +83,18 @@ class Snapshot:
 
     @property
     def overhead_bytes(self) -> int:
-        """Reserved beyond what tensors held when they held most."""
+        """Peak of reserved bytes less peak of allocated bytes, at least 0."""
         return max(0, self.reserved_bytes - self.allocated_bytes)
 
     def buckets(self) -> dict[str, int]:
-        """All that can grow: buckets of tensors, the allocator's overhead, what somebody keeps."""
+        """Return bytes by bucket: of tensors, of the allocator's overhead, and of loose tensors."""
         more = {"allocator_overhead": self.overhead_bytes, "loose": self.loose_bytes}
         return dict(self.most) | {name: size for name, size in more.items() if size}
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why memory grows: what it is called, which buckets tell, what it means, what to do."""
+    """Reason for growth: its name, prefixes of the buckets that show it, explanation, and fix."""
 
     name: str
     buckets: tuple[str, ...]
@@ -183,7 +183,7 @@ STEADY = Cause("steady", (), "nothing grew beyond noise", "nothing to do")
 
 @dataclass(frozen=True)
 class Growth:
-    """One line of a comparison: bytes before and after, and the part that is this bucket's own."""
+    """Bytes of a bucket before and after; `own`: growth beyond the common factor of tokens."""
 
     bucket: str
     before: int
@@ -192,15 +192,16 @@ class Growth:
 
     @property
     def grown(self) -> int:
+        """Bytes of growth, own and common."""
         return self.after - self.before
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What happened between two snapshots of a rank.
+    """Growth between two snapshots of a rank.
 
     Attributes:
-        rows: a line a bucket, largest growth first.
+        rows: one `Growth` for each bucket, largest first.
         by_cause: bytes of growth that each cause explains, largest first.
         cause: the first of them, or `steady`.
     """
@@ -213,13 +214,13 @@ class Difference:
 
     @property
     def loud(self) -> bool:
-        """More than routing alone moves from step to step."""
+        """Whether growth exceeds the changes that routing alone makes from step to step."""
         least = max(LOUD * self.after.peak_bytes, LOUD_BYTES)
         return max(self.by_cause.values(), default=0) > least
 
     @property
     def largest(self) -> Growth:
-        """The bucket that grew most of those that speak for the cause."""
+        """Growth of the bucket that grew most among those that show the cause."""
         own = [row for row in self.rows if row.grown > 0 and self._speaks(row)]
         return max(own or self.rows, key=lambda row: row.grown)
 
@@ -229,7 +230,7 @@ class Difference:
         return self.cause is STEADY or cause_of(row.bucket) is self.cause
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the difference for JSON, in bytes."""
         rows = [asdict(row) | {"grown": row.grown} for row in self.rows]
         return {
             "rank": self.after.rank,
@@ -245,7 +246,7 @@ class Difference:
 
 
 def compare(before: Snapshot, after: Snapshot) -> Difference:
-    """Growth from one snapshot to another, by bucket, and its most likely cause."""
+    """Return growth from one snapshot to another, by bucket, and its most likely cause."""
     old, new = before.buckets(), after.buckets()
     if not (before.followed and after.followed):  # one has no buckets of what comes and goes
         known = set(old) & set(new)
@@ -273,14 +274,14 @@ def compare(before: Snapshot, after: Snapshot) -> Difference:
 
 
 def cause_of(bucket: str) -> Cause:
-    """The cause that growth of a bucket alone speaks for: the longest name that fits."""
+    """Return the cause that growth of a bucket alone indicates: the longest prefix that fits."""
     fits = [(len(name), c) for c in CAUSES for name in c.buckets if bucket.startswith(name)]
     assert fits, f"no cause for {bucket}"
     return max(fits, key=lambda x: x[0])[1]
 
 
 def _common_factor(before: Snapshot, after: Snapshot) -> float:
-    """How much all that hangs on tokens grew: as tokens did or, unknown, at least that."""
+    """Return the factor by which tokens grew; if not known, the least growth of their buckets."""
     if before.tokens and after.tokens:
         return max(1.0, after.tokens / before.tokens)
     old, new = before.most, after.most
@@ -296,7 +297,7 @@ def _common_factor(before: Snapshot, after: Snapshot) -> float:
 
 
 def bucket_of(block: StreamBlock, letters: str) -> str:
-    """The bucket of an allocation; `letters` are the kinds of the layers, one after the other."""
+    """Return the bucket of an allocation; `letters` are the kinds of the layers, in order."""
     if block.component not in ("activations", "moe_routing"):
         return block.component
     words = block.part.split(".")
@@ -314,7 +315,7 @@ def bucket_of(block: StreamBlock, letters: str) -> str:
 
 
 def by_component(stream: Stream, event: int, letters: str) -> dict[str, int]:
-    """Bytes alive after an event; what routing keeps is `moe_routing` wherever it was made."""
+    """Return bytes alive after an event, by component; `moe_routing` has all that routing keeps."""
     found = dict.fromkeys(COMPONENTS, 0)
     for bucket, size in by_bucket(stream, event, letters).items():
         found[bucket.split("/")[0]] += size
@@ -332,7 +333,7 @@ def by_bucket(stream: Stream, event: int, letters: str) -> dict[str, int]:
 
 
 def most_by_bucket(stream: Stream, letters: str) -> dict[str, int]:
-    """The most bytes of each bucket that are alive at one moment."""
+    """Return the most bytes of each bucket that are alive at one moment."""
     names = [bucket_of(block, letters) for block in stream.blocks]
     now: dict[str, int] = {}
     most: dict[str, int] = {}
@@ -353,20 +354,20 @@ def _ordered(buckets: dict[str, int]) -> dict[str, int]:
 
 
 def file_name(step: int, rank: int = 0) -> str:
-    """`step-1000.json` of the first rank, `step-1000-rank-3.json` of another one."""
+    """Return `step-1000.json` for the first rank, `step-1000-rank-3.json` for another one."""
     return f"step-{step}-rank-{rank}.json" if rank else f"step-{step}.json"
 
 
 def as_text(snapshot: Snapshot) -> str:
-    """A snapshot as it is stored."""
+    """Return a snapshot as the JSON text that is stored."""
     return json.dumps({"megacpp_snapshot": VERSION, **asdict(snapshot)}, indent=1) + "\n"
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A stored snapshot.
+    """Read a stored snapshot.
 
     Raises:
-        DataError: no such file, or no snapshot of ours.
+        DataError: the file doesn't exist, or isn't a snapshot of megacpp.
     """
     try:
         values = json.loads(path.read_text())
@@ -387,7 +388,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def _checked(values: dict[str, Any]) -> Snapshot:
-    """Every value of the kind that its field has."""
+    """Return the snapshot, with the type of every value checked."""
     kinds = {"int": int, "str": str, "bool": bool, "dict[str, int]": dict}
     for f in fields(Snapshot):
         value = values.get(f.name, f.default)
@@ -405,7 +406,7 @@ def _checked(values: dict[str, Any]) -> Snapshot:
 
 
 def snapshots_of(folder: Path, rank: int = 0) -> list[Snapshot]:
-    """All readable snapshots of a rank in a run's `memory` folder, by step."""
+    """Return all readable snapshots of a rank in a run's `memory` folder, by step."""
     found = []
     for path in folder.glob(f"step-*-rank-{rank}.json" if rank else "step-*.json"):
         if rank == 0 and "-rank-" in path.name:

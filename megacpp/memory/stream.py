@@ -1,4 +1,4 @@
-"""The allocations of a step, in order: what a trace gives and what an allocator replays.
+"""Allocations of a step, in order: a trace makes them and an allocator replays them.
 
 Pure data, no torch: blocks of memory with a component (components.py), the events that allocate
 and free them, and marks that say which part of the step runs.
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class StreamBlock:
-    """One allocation.
+    """Allocation of one tensor's memory.
 
     Attributes:
-        bytes: as the tensor asks for; an allocator rounds it.
+        bytes: as the tensor requests; an allocator rounds it.
         component: a name of components.py.
-        part: of the model (`blocks.3`, `head`, ...), or empty.
+        part: part of the model (`blocks.3`, `head`, ...), or empty.
         name: operator, module and shape, for people.
-        stream: of the device, 0 the one that computes: what FSDP2 gathers and reduces is on others.
+        stream: number of the device's stream; 0 computes, FSDP2 gathers and reduces on others.
     """
 
     bytes: int
@@ -33,11 +33,12 @@ class StreamBlock:
 
 @dataclass
 class Stream:
-    """Blocks, and what happens to them.
+    """Blocks of a step, with their allocations and frees in order.
 
     Attributes:
-        events: number of a block; its first occurrence allocates it, its second frees it.
-        marks: (number of the event that comes next, what begins there), ascending.
+        blocks: all blocks, by number.
+        events: numbers of blocks; the first occurrence allocates a block, the second frees it.
+        marks: (number of the next event, name of the part that begins there), ascending.
     """
 
     blocks: list[StreamBlock] = field(default_factory=list)
@@ -45,19 +46,21 @@ class Stream:
     marks: list[tuple[int, str]] = field(default_factory=list)
 
     def allocate(self, block: StreamBlock) -> int:
-        """Appends a new block and its allocation; its number."""
+        """Append a new block and its allocation, and return the block's number."""
         self.blocks.append(block)
         self.events.append(len(self.blocks) - 1)
         return len(self.blocks) - 1
 
     def free(self, number: int) -> None:
+        """Append the free of a block."""
         self.events.append(number)
 
     def mark(self, name: str) -> None:
+        """Begin a part of the step at the next event."""
         self.marks.append((len(self.events), name))
 
     def changes(self) -> Iterator[tuple[int, int]]:
-        """(block, +1 or -1) of every event."""
+        """Yield (block, +1 for an allocation or -1 for a free) of every event."""
         alive: set[int] = set()
         for number in self.events:
             if number in alive:
@@ -68,7 +71,7 @@ class Stream:
                 yield number, 1
 
     def timeline(self) -> list[int]:
-        """Bytes alive after each event."""
+        """Return the bytes alive after each event."""
         found, now = [], 0
         for number, sign in self.changes():
             now += sign * self.blocks[number].bytes
@@ -76,13 +79,13 @@ class Stream:
         return found
 
     def peak(self) -> tuple[int, int]:
-        """The event after which most bytes are alive, the first of them, and how many."""
+        """Return the first event after which most bytes are alive, and those bytes."""
         line = self.timeline()
         most = max(line, default=0)
         return (line.index(most), most) if line else (-1, 0)
 
     def alive_at(self, event: int) -> list[int]:
-        """Blocks alive after an event."""
+        """Return the numbers of blocks alive after an event."""
         alive: set[int] = set()
         for index, (number, sign) in enumerate(self.changes()):
             if index > event:
@@ -91,18 +94,18 @@ class Stream:
         return sorted(alive)
 
     def by_component(self, event: int) -> dict[str, int]:
-        """Bytes of each component that are alive after an event."""
+        """Return the bytes alive after an event, by component."""
         return sizes(self.blocks[number] for number in self.alive_at(event))
 
     def where(self, event: int) -> str:
-        """The mark that an event lies behind."""
+        """Return the name of the last mark at or before an event; empty: none."""
         starts = [start for start, _ in self.marks]
         place = bisect_right(starts, event) - 1
         return self.marks[place][1] if place >= 0 else ""
 
 
 def sizes(blocks: Iterable[StreamBlock]) -> dict[str, int]:
-    """Bytes by component."""
+    """Return the bytes of blocks, by component."""
     found: Counter[str] = Counter()
     for block in blocks:
         found[block.component] += block.bytes

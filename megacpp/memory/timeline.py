@@ -1,10 +1,10 @@
-"""A step's allocations as a file that PyTorch's memory viewer opens.
+"""Write a step's allocations as a file that PyTorch's memory viewer opens.
 
     write_snapshot(trace_step(config, size), "step.pickle")
     # drop it on https://pytorch.org/memory_viz, or python -m torch.cuda._memory_viz stats FILE
 
-What `torch.cuda.memory._dump_snapshot` writes of a GPU, here of a replay: allocations in their
-order, where they lie in which segments, and the state at the end. In place of a stack of calls an
+The file has the format of `torch.cuda.memory._dump_snapshot`, filled by a replay: allocations in
+their order, their addresses in segments, and the state at the end. In place of a call stack an
 allocation has its component, part and operator; the component is its color, too.
 """
 
@@ -26,15 +26,22 @@ Frames = list[dict[str, str | int]]
 def write_snapshot(
     stream: Stream, path: str | Path, expandable: bool = False, until: int | None = None
 ) -> None:
-    """Writes a snapshot; `until`: the event after which it is taken, else after the last."""
+    """Write a snapshot as a pickle.
+
+    Args:
+        stream: allocations and frees of a step.
+        path: file to write.
+        expandable: as with `expandable_segments:True`.
+        until: event after which the snapshot is taken; None: the last.
+    """
     Path(path).write_bytes(pickle.dumps(snapshot(stream, expandable, until), PROTOCOL))
 
 
 def snapshot(stream: Stream, expandable: bool = False, until: int | None = None) -> dict[str, Any]:
-    """What is written: `segments` as they are at last, and `device_traces`, one for the device.
+    """Return the content of a snapshot: `segments` at the end, and `device_traces` of one device.
 
-    Sizes of allocations are what tensors asked for, those of blocks what they got. `time_us` is the
-    number of the event.
+    Sizes of allocations are those that tensors request, sizes of blocks those that they got.
+    `time_us` is the number of the event.
     """
     new: list[tuple[Action, int, int, int]] = []
     allocator = CachingAllocator(expandable, listener=lambda *change: new.append(change))
@@ -59,7 +66,7 @@ def snapshot(stream: Stream, expandable: bool = False, until: int | None = None)
 def _entries(
     change: tuple[Action, int, int, int], block: StreamBlock, frames: Frames, event: int
 ) -> list[Entry]:
-    """How the trace of a GPU says it."""
+    """Return entries of a GPU's trace for one change of the allocator."""
     action, address, size, stream = change
     of_tensor = action in ("alloc", "free")
     actions = ("free_requested", "free_completed") if action == "free" else (action,)
@@ -79,7 +86,7 @@ def _entries(
 
 
 def _segments(allocator: CachingAllocator, held: dict[int, StreamBlock]) -> list[Entry]:
-    """Stretches of reserved memory without holes, and the blocks in them."""
+    """Return contiguous ranges of reserved memory, and the blocks in them."""
     found: list[Entry] = []
     for chunk in allocator.chunks():
         last = found[-1] if found else None
@@ -122,6 +129,6 @@ def _block(chunk: Chunk, held: StreamBlock | None) -> Entry:
 
 
 def _frames(block: StreamBlock) -> Frames:
-    """Innermost first, as a stack of calls is."""
+    """Return frames in place of a call stack, innermost first."""
     names = ("operator", block.name), ("part", block.part or "(none)"), ("of", block.component)
     return [{"filename": kind, "line": 0, "name": name} for kind, name in names]

@@ -3,9 +3,9 @@
     $MEGACPP_CACHE, else $XDG_CACHE_HOME/megacpp, else ~/.cache/megacpp
         blocks/1-<hash of sources>/<hash of the request>.json
 
-A trace hangs on the request and on the code that runs: the sources of blocks, kernels, parallelism
-and recompute, and the versions of torch and Triton. An edit of any of them starts another folder;
-the oldest folders go. No torch import here.
+A trace depends on the request and on the code that runs: the sources of blocks, kernels,
+parallelism and recompute, and the versions of torch and Triton. An edit of any of them starts
+another folder; the oldest folders are deleted. No torch import here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOURCES = (
 
 
 def cache_folder() -> Path:
-    """Folder of everything that megacpp keeps for a user and can make again."""
+    """Return the folder of files that megacpp caches for a user and can make again."""
     given = os.environ.get("MEGACPP_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(given or f"{base}/megacpp").expanduser()
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def sources_hash(home: Path = HOME) -> str:
-    """Hash of the code that traces run, 16 hexadecimal digits."""
+    """Return a hash of the code that traces run, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for name in SOURCES:
         root = home / name
@@ -60,7 +60,7 @@ def sources_hash(home: Path = HOME) -> str:
 
 
 def read(request: BlockRequest) -> BlockTrace | None:
-    """Return the stored trace; None: there is none, or none that can be read."""
+    """Return the stored trace; None: there is no readable one."""
     try:
         return BlockTrace.from_dict(json.loads(_file(request).read_text()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -68,7 +68,7 @@ def read(request: BlockRequest) -> BlockTrace | None:
 
 
 def write(request: BlockRequest, trace: BlockTrace) -> None:
-    """Store a trace; a folder that can't be written to is no error: it is traced again."""
+    """Store a trace; errors of writing are ignored, and the block is traced again next time."""
     file = _file(request)
     own = file.with_suffix(f".{os.getpid()}")
     try:

@@ -1,8 +1,9 @@
 """Bytes that a rank sends and receives in an optimizer step, by mesh axis, in closed form.
 
-A collective counts with the bytes of its larger side, as in `megacpp dry-run`, to which
-tests/memory/test_traffic.py holds this; of those a ring of n ranks moves (n - 1) / n. Numbers that
-no model size changes (counts, sums of losses) are left out. Routers choose evenly.
+A collective counts with the bytes of its larger side, as in `megacpp dry-run`, against which
+tests/memory/test_traffic.py checks this file; a ring of n ranks moves (n - 1) / n of those bytes.
+Tensors whose size doesn't depend on the model (counts, sums of losses) are left out. Routers are
+assumed to choose evenly.
 
 Legend: U bytes of the residual stream of a microbatch that one tp group holds together.
 """
@@ -35,28 +36,29 @@ Stages = Sequence[Sequence[str]]  # parts of each stage of a rank
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank and step.
+    """Bytes that one rank moves in an optimizer step.
 
     Attributes:
-        parts: by axis and what travels.
+        parts: bytes by (axis, name of what travels).
     """
 
     parts: dict[tuple[str, str], int]
 
     @property
     def bytes(self) -> int:
+        """Bytes over all axes."""
         return sum(self.parts.values())
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """Bytes of each axis that something travels on."""
+        """Bytes of each axis with any traffic."""
         found: Counter[str] = Counter()
         for (axis, _), size in self.parts.items():
             found[axis] += size
         return dict(found)
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """For machines: axis, then what travels."""
+        """Return bytes by axis, then by what travels, for JSON."""
         found: dict[str, dict[str, int]] = {}
         for (axis, what), size in self.parts.items():
             found.setdefault(axis, {})[what] = size
@@ -64,7 +66,7 @@ class Traffic:
 
 
 def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
-    """What rank `rank` of `size`, for which `config` is resolved, sends in an optimizer step."""
+    """Return bytes that rank `rank` of `size` moves in an optimizer step of a resolved `config`."""
     config = as_scheduled(config)
     parts: Counter[tuple[str, str]] = Counter()
     if size > 1:
@@ -86,7 +88,7 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
 
 
 def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
-    """Of each layer of a rank, in order, the weights that travel in FP8."""
+    """Return, for each layer of a rank in order, the names of weights that travel in FP8."""
     mesh, found = config.mesh, fp8_weights(config) if config.precision.fp8_all_gather else {}
     layers = range(config.model.depth)
     if mesh.pp > 1:
@@ -98,7 +100,7 @@ def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str
 def _data_axes(
     own: Share, place: Place, stages: Stages, in_fp8: Sequence[frozenset[str]]
 ) -> Iterator[Sent]:
-    """Parameters gathered for products, gradients reduced: units of FSDP2."""
+    """Yield parameters that FSDP2 gathers, and gradients that it reduces."""
     layers = iter(in_fp8)
     config, mesh = own.config, own.config.mesh
     times = config.train.grad_accum if config.train.gradient_sync == "each" else 1
@@ -126,11 +128,11 @@ def _data_axes(
 
 
 def _gathers(config: Config, kind: str, again: bool, weight: Weight) -> int:
-    """How often a step gathers a weight of a part.
+    """Return how often a step gathers a weight of a part.
 
-    A pipeline keeps them between microbatches, or lets them go after each forward; those of the
-    last forward's backward then stay for all others. No backward reads the embedding's weight, or
-    that of another unembedding, and the head's comes at once.
+    A pipeline keeps gathered weights between microbatches, or frees them after each forward; those
+    of the last forward's backward then stay for all others. No backward reads the weight of the
+    embedding or of another unembedding, and the head's backward follows its forward at once.
     """
     sync, micro = config.train.gradient_sync, config.train.grad_accum
     twice = again and kind not in ("embed", "ngram", "top", "head", COPY)
@@ -143,7 +145,7 @@ def _gathers(config: Config, kind: str, again: bool, weight: Weight) -> int:
 
 
 def _gathers_again(own: Share, place: Place, stages: Stages) -> bool:
-    """Weights are shards again between a forward and its backward."""
+    """Return whether weights are resharded between a forward and its backward."""
     config = own.config
     wanted = config.mesh.reshard
     if config.mesh.pp > 1 and config.mesh.pp_schedule in SPLIT_BACKWARD:
@@ -163,9 +165,10 @@ def _gathers_again(own: Share, place: Place, stages: Stages) -> bool:
 
 
 def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
-    """Of each part: it runs again as a whole and so gathers again what it reads, but not the last.
+    """Return, for each part, whether it is recomputed as a whole and so gathers its inputs again.
 
-    The last layer of the model is the one in front of the last norm, or of the streams' mean.
+    The last layer of the model is never recomputed. It is the layer in front of the last norm, or
+    of the mean of the streams.
     """
     policy, model = own.config.recompute, own.config.model
     following = [*kinds[1:], ""]
@@ -180,7 +183,7 @@ def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
 def _tensor_axis(
     own: Share, place: Place, kinds: Sequence[str], run_again: Sequence[bool]
 ) -> Iterator[Sent]:
-    """Doors of mixers: gathered and summed in the forward, the other way in the backward."""
+    """Yield activations of mixers: gathered and summed in the forward, reversed in the backward."""
     if own.tp == 1:
         return
     config, model = own.config, own.config.model
@@ -215,7 +218,7 @@ def _tensor_axis(
 
 
 def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
-    """Rows to the experts and back, in either direction; choices that a document's load wants."""
+    """Yield rows to the experts and back, in both directions, and choices for a document's load."""
     config, moe = own.config, own.config.model.moe
     layers, micro = kinds.count("E"), config.train.grad_accum
     again = sum(x for kind, x in zip(kinds, run_again, strict=True) if kind == "E")
@@ -233,7 +236,7 @@ def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) ->
 
 
 def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
-    """Keys and values, states, ends of chunks, or heads for tokens."""
+    """Yield keys and values, states, ends of chunks, or heads for tokens."""
     if own.cp == 1:
         return
     micro = own.config.train.grad_accum
@@ -257,7 +260,7 @@ def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -
 
 
 def engram_moves(own: Share, again: bool) -> int:
-    """Rows of tables summed to their tokens, and tokens for channels, there and back."""
+    """Return bytes of table rows summed over tp, and of tokens exchanged for channels and back."""
     model, walks = own.config.model, 3 if again else 2
     rows = own.tokens * memory_width(model)
     turned = 2 * own.stream * model.dim * model.mhc.streams
@@ -265,10 +268,10 @@ def engram_moves(own: Share, again: bool) -> int:
 
 
 def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
-    """The residual stream from stage to stage, and its gradient back; a tied weight's too.
+    """Yield the residual stream between stages, its gradient, and that of a tied weight.
 
-    A shared choice of keys goes one way, of the tokens that a rank holds between blocks; a stage
-    that reads it gathers it over `tp`.
+    A shared choice of keys goes forward only, for the tokens that a rank holds between blocks; a
+    stage that reads it gathers it over `tp`.
     """
     config, mesh, micro = own.config, own.config.mesh, own.config.train.grad_accum
     if mesh.pp == 1:
@@ -291,7 +294,7 @@ def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
 
 
 def _optimizer(own: Share, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:
-    """Cells of matrices that no rank has whole: to their owners and back."""
+    """Yield cells of matrices that no rank holds whole: to their owners and back."""
     config = own.config
     if config.optim.name != "muon_adamw":
         return
@@ -310,7 +313,7 @@ def _optimizer(own: Share, place: Place, kinds: Sequence[str]) -> Iterator[Sent]
 
 
 def _stays(weight: Weight, cells: Held, tp: int) -> bool:
-    """Each of its matrices lies whole on some rank: neither columns are cut nor rows of one."""
+    """Return whether each matrix of a weight lies whole on one rank."""
     heights = set(weight.heights or weight.shape[-2:-1])
     rows = cells.own // weight.shape[-1]
     columns = weight.tp == 1 and tp > 1

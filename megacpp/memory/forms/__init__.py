@@ -1,4 +1,4 @@
-"""Bytes of a step: stored, kept, needed while a part runs, moved.
+"""Bytes of a step: stored, saved for the backward, needed while a part runs, and moved.
 
-Blocks are traced (traced.py); what lies around them is in closed form.
+Blocks are traced (traced.py); the parts around them are in closed form.
 """

@@ -1,8 +1,8 @@
-"""What accumulating gradients costs over the data axes: bytes that travel, bytes that stay.
+"""Cost of gradient accumulation over the data axes: bytes that travel, bytes that stay.
 
-All per parameter, for matrices in `compute_bytes` (2: bf16) whose gradients are reduced in
-`reduce_bytes` (4: fp32). A collective counts with the bytes of its larger side, of which a ring of
-n ranks sends (n - 1) / n.
+All figures are per parameter, for matrices in `compute_bytes` (2: bf16) whose gradients are reduced
+in `reduce_bytes` (4: fp32). A collective counts with the bytes of its larger side; a ring of n
+ranks sends (n - 1) / n of them.
 
     train.gradient_sync    gathers                  reductions    kept between microbatches
     defer                  2 a microbatch (1 kept)  1 a step      whole gradients
@@ -20,13 +20,14 @@ GradientSync = Literal["defer", "each", "resident"]
 
 @dataclass(frozen=True)
 class Travelling:
-    """Bytes a parameter and optimizer step."""
+    """Bytes that travel per parameter and optimizer step."""
 
     gathered: int
     reduced: int
 
     @property
     def total(self) -> int:
+        """Bytes gathered and reduced."""
         return self.gathered + self.reduced
 
 
@@ -37,10 +38,14 @@ def travelling(
     compute_bytes: int = 2,
     reduce_bytes: int = 4,
 ) -> Travelling:
-    """What FSDP2 moves for a block in a step of `microbatches`.
+    """Return the bytes per parameter that FSDP2 moves for a block in a step.
 
     Args:
-        gathered_again: a backward gathers the parameters anew (`mesh.reshard=always`).
+        sync: `train.gradient_sync`.
+        microbatches: their number in the step.
+        gathered_again: a backward gathers the parameters again (`mesh.reshard=always`).
+        compute_bytes: bytes of an element in matrix products.
+        reduce_bytes: bytes of an element in gradient reductions.
     """
     gathers = 1 if sync == "resident" else microbatches * (2 if gathered_again else 1)
     reductions = microbatches if sync == "each" else 1
@@ -57,6 +62,7 @@ class BetweenMicrobatches:
 
     @property
     def total(self) -> int:
+        """Bytes of gradients and parameters."""
         return self.whole_gradients + self.sharded_gradients + self.whole_parameters
 
 
@@ -68,11 +74,15 @@ def held(
     compute_bytes: int = 2,
     reduce_bytes: int = 4,
 ) -> BetweenMicrobatches:
-    """What a rank keeps from one microbatch to the next; with one microbatch there is no next.
+    """Return bytes that a rank keeps from one microbatch to the next; 0 with one microbatch.
 
     Args:
+        sync: `train.gradient_sync`.
         parameters: elements of the units that a rank gathers (after tp, ep and pp), whole.
         sharded_parameters: elements of its shards of them.
+        microbatches: their number in the step.
+        compute_bytes: bytes of an element in matrix products.
+        reduce_bytes: bytes of an element in gradient reductions.
     """
     if microbatches == 1:
         return BetweenMicrobatches(0, 0, 0)

@@ -1,4 +1,4 @@
-"""What modules that read tokens beside their own keep: hashed n-grams, token order prediction."""
+"""Saved activations of hashed n-grams and of token order prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megacpp.model.sizes import ngram_width
 
 
 def ngram(own: Share) -> Iterable[Kept]:
-    """The residual stream behind it, rows of tables, what stood there; of cut tables also where."""
+    """Yield the residual stream, ids of table rows (for cut tables with a mask), and rows."""
     tables = ngram_width(own.config.model.ngram) // own.config.model.ngram.dim
     if own.config.model.mhc.streams == 1:  # else copies of it
         yield residual(own)
@@ -18,7 +18,7 @@ def ngram(own: Share) -> Iterable[Kept]:
 
 
 def top(own: Share) -> Iterable[Kept]:
-    """Gradients of its input and of its weight, made in the forward; its loss."""
+    """Yield gradients of the head's input and of its weight, which the forward makes."""
     model = own.config.model
     weight = own.compute if own.parallel else own.wide
     yield "token order", own.tokens * model.dim, own.compute

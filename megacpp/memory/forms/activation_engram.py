@@ -1,7 +1,7 @@
-"""What n-gram memories in front of A blocks keep for the backward.
+"""Activations that n-gram memories in front of A blocks save for the backward.
 
 Legend: n tokens of this rank, t those of the residual stream, D model, C channels of all residual
-streams, M memory, H tables; s bytes of a number in compute, w of what is never narrower than fp32.
+streams, M memory, H tables; s bytes of an element in compute, w of one never narrower than fp32.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ RUNS_AGAIN: Pieces = frozenset({"engram"})
 
 
 def tables(own: Share) -> int:
-    """Rows that a token looks up."""
+    """Return the number of table rows that a token looks up."""
     e = own.config.model.engram
     return e.heads * (e.max_order - 1)
 
 
 def past(own: Share) -> int:
-    """Tokens that the convolution looks back."""
+    """Return the number of earlier tokens that the convolution reads."""
     e = own.config.model.engram
     return (e.conv_kernel - 1) * e.max_order
 
 
 def rows_bytes(own: Share, layers: list[int]) -> int:
-    """Of one microbatch: which rows each token looks up, for those of `layers` that remember.
+    """Return bytes of the row ids that tokens of one microbatch look up, in `layers` with a memory.
 
-    And per tap of the convolution the tokens whose document reaches back as far, once for all.
+    Masks of the convolution's taps, which end at documents, are counted once for all layers.
     """
     kinds, e = layer_kinds(own.config.model), own.config.model.engram
     count = sum("+engram" in kinds[i] for i in layers)
@@ -46,13 +46,19 @@ def rows_bytes(own: Share, layers: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of tensors: a memory of own tokens, all streams, one value, and one residual stream.
+    """Bytes of the tensors of a memory on one rank.
 
     Attributes:
-        looked: of a cut table, where its rows are and which of them are here.
-        numbers: one wide number per token and stream.
-        convolved: what the convolution keeps.
-        channels: all streams; `wide`: never narrower than fp32.
+        own: sizes of the rank.
+        memory: looked-up rows of own tokens.
+        looked: of a cut table, row ids and the mask of those on this rank.
+        key: keys of all streams.
+        value: values, as wide as one stream.
+        numbers: one wide element per token and stream.
+        convolved: the convolution's input, with tokens before each chunk.
+        channels: all streams in compute.
+        wide: all streams, never narrower than fp32.
+        stream: all streams, in the residual stream's dtype.
     """
 
     own: Share
@@ -68,6 +74,7 @@ class Sizes:
 
     @staticmethod
     def of(own: Share) -> Sizes:
+        """Return the sizes of a rank."""
         model, s, w, t = own.config.model, own.compute, own.wide, own.stream
         streams = model.mhc.streams
         C = streams * model.dim
@@ -87,11 +94,12 @@ class Sizes:
 
     @property
     def narrow(self) -> bool:
+        """Whether compute is narrower than fp32."""
         return self.own.compute < self.own.wide
 
 
 def kept(own: Share, pieces: Pieces) -> Iterator[Kept]:
-    """The memory, keys and values, the gate and the convolution's inputs, and their sum."""
+    """Yield the memory, keys and values, the gate's and the convolution's inputs, and their sum."""
     if pieces >= BLOCK:
         return
     z, again = Sizes.of(own), pieces >= RUNS_AGAIN
@@ -107,5 +115,5 @@ def kept(own: Share, pieces: Pieces) -> Iterator[Kept]:
 
 
 def kept_bytes(own: Share, pieces: Pieces) -> int:
-    """All of it."""
+    """Return bytes of all that a memory saves for the backward."""
     return sum(numbers * each for _, numbers, each in kept(own, pieces))

@@ -1,4 +1,4 @@
-"""What one rank has of a microbatch: the sizes that the closed forms of activations multiply."""
+"""Sizes of one rank's part of a microbatch, which the closed forms of activations multiply."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Share:
     """Sizes of one rank.
 
     Attributes:
+        config: resolved.
         rows: of the microbatch.
         row: tokens of a whole row.
         here: tokens of a row on this rank of the context axis.
         stage, context, expert: coordinates on the axes pp, cp and ep.
         parallel: FSDP2 shards the model (else one process computes under autocast).
-        compute: bytes of a number in matrix products.
-        wide: the same of what is never narrower than fp32.
+        compute: bytes of an element in matrix products.
+        wide: bytes of an element that is never narrower than fp32.
         most: dropless experts get as many rows as they can, instead of an even share.
-        fp8: letters of blocks in which something computes in FP8.
+        fp8: letters of blocks with products in FP8.
     """
 
     config: Config
@@ -46,6 +47,14 @@ class Share:
 
     @staticmethod
     def of(config: Config, size: int, rank: int, most: bool = False) -> Share:
+        """Return the sizes of one rank.
+
+        Args:
+            config: resolved for `size` ranks.
+            size: number of ranks.
+            rank: whose sizes are returned.
+            most: dropless experts get as many rows as they can, instead of an even share.
+        """
         mesh, dtype = config.mesh, config.precision.dtype
         if dtype == "auto":
             dtype = "fp32" if config.train.device == "cpu" else "bf16"
@@ -66,50 +75,59 @@ class Share:
         )
 
     def halo_bytes(self, channels: int, taps: int, apart: int = 1) -> int:
-        """Bytes of the ends of all chunks, gathered for a convolution, and of their gradients."""
+        """Return bytes of all chunks' ends that a convolution gathers, and of their gradients.
+
+        Args:
+            channels: of the convolution on this rank.
+            taps: of its kernel.
+            apart: tokens between two taps.
+        """
         past = max(0, taps - 1) * apart
         return 2 * self.cp * self.chunks * self.rows * past * channels * self.compute
 
     @property
     def tp(self) -> int:
+        """Degree of the axis tp."""
         return self.config.mesh.tp
 
     @property
     def cp(self) -> int:
+        """Degree of the axis cp."""
         return self.config.mesh.cp
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the run is on a GPU."""
         return self.config.train.device == "cuda"
 
     def by(self, operation: str) -> str:
-        """The backend of an operation; `auto` that nobody settled is torch."""
+        """Return the backend of an operation; `auto` that hasn't been resolved is torch."""
         named = getattr(self.config.kernels, operation)
         return "torch" if named == "auto" else named
 
     @property
     def attends_by(self) -> str:
-        """The backend of attention."""
+        """Backend of attention."""
         return self.by("attention")
 
     @property
     def masked(self) -> bool:
-        """All A blocks share a mask of every query and key."""
+        """Whether all A blocks share a mask of every query and key."""
         return self.attends_by == "torch"
 
     @property
     def tokens(self) -> int:
-        """That a mixer of this rank works on."""
+        """Tokens of a microbatch that a mixer of this rank works on."""
         return self.rows * self.here
 
     @property
     def stream(self) -> int:
-        """Tokens of the residual stream, which sequence parallelism cuts."""
+        """Tokens of the residual stream on this rank; sequence parallelism shards them over tp."""
         return self.tokens // self.tp
 
     @property
     def residual(self) -> int:
-        """Bytes of a number in the residual stream: autocast leaves it wide."""
+        """Bytes of an element in the residual stream, which autocast leaves wide."""
         return self.compute if self.parallel else self.wide
 
     @property
@@ -119,6 +137,6 @@ class Share:
 
 
 def residual(own: Share) -> Kept:
-    """Return what a block adds to: its sum is the next one's input."""
+    """Return the residual stream behind a block, which is the next block's input."""
     model = own.config.model
     return "residual", own.stream * model.mhc.streams * model.dim, own.residual

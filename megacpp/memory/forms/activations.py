@@ -1,9 +1,9 @@
-"""Bytes that a forward keeps for its backward, in closed form: per block kind and group of tensors.
+"""Bytes that a forward saves for its backward, per block kind and group of tensors.
 
-No model is built. What each kind of block keeps was traced once (traced.py); the sums are those of
-`megacpp activations`, which runs the model without values, byte for byte. As there, the residual
-stream between two blocks belongs to the first of
-them, and what all layers share (ids, masks and places of documents) to none. (Activation memory.)
+No model is built. Saved activations of each kind of block were traced once (traced.py); the sums
+equal those of `megacpp activations`, which runs the model without values, byte for byte. As there,
+the residual stream between two blocks belongs to the first of them, and tensors that all layers
+share (ids, masks and places of documents) belong to none. (Activation memory.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from megacpp.model.stages import stage_parts
 
 @dataclass(frozen=True)
 class PartBytes:
-    """All layers of a kind together.
+    """Saved activations of all layers of a kind.
 
     Attributes:
         name: a kind (`layer_kinds`), a kind with ` last`, `embed`, `norm`, `head`, or `received`
             (by a stage).
-        groups: bytes by what the tensors are.
-        upper: bytes at most, whatever the routers choose.
+        layers: number of layers.
+        groups: bytes by group of tensors.
+        upper: bytes at most, for any choice of the routers.
         weights: bytes of weights put together for one product, on a mesh; besides `bytes`.
     """
 
@@ -47,17 +48,18 @@ class PartBytes:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all groups."""
         return sum(self.groups.values())
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What one microbatch keeps on one rank.
+    """Saved activations of one microbatch on one rank.
 
     Attributes:
         parts: in the order in which a token first meets them.
         in_flight: microbatches that are kept at once, at most (None: not worked out).
-        not_counted: settings that change what is kept and that the forms know nothing of.
+        not_counted: settings that change saved activations and that the closed forms ignore.
     """
 
     parts: tuple[PartBytes, ...]
@@ -66,21 +68,21 @@ class ActivationBytes:
 
     @property
     def bytes(self) -> int:
-        """Of one microbatch. Dropless experts: when every expert gets as many tokens."""
+        """Bytes of one microbatch; dropless experts get as many tokens each."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def upper(self) -> int:
-        """Of one microbatch at most, whatever the routers choose."""
+        """Bytes of one microbatch at most, for any choice of the routers."""
         return sum(part.upper for part in self.parts)
 
     @property
     def weights(self) -> int:
-        """Copies of weights on a mesh, whose bytes no token changes."""
+        """Bytes of copies of weights on a mesh, which don't depend on tokens."""
         return sum(part.weights for part in self.parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return bytes by part, for JSON."""
         return {
             "bytes": self.bytes,
             "upper_bytes": self.upper,
@@ -95,10 +97,11 @@ class ActivationBytes:
 
 
 def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> ActivationBytes:
-    """What one microbatch keeps on rank `rank` of `size`, which `config` is resolved for.
+    """Return activations that one microbatch saves on a rank; `config` is for `size` ranks.
 
-    Precision `auto` is bf16, as on a GPU, unless the run is to be on a CPU. Kernels are those of a
-    CPU, as in the meter: a GPU pads the slots of experts less, and keeps keys and values for every
+    Precision `auto` is bf16, as on a GPU, unless the run is on a CPU. Kernels are those of a CPU,
+    as in
+    `megacpp activations`: a GPU pads the slots of experts less, and keeps keys and values for every
     query head where rows are packed (megacpp/kernels/attention/reference.py).
     """
     own, most = (Share.of(config, size, rank, most) for most in (False, True))
@@ -115,7 +118,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
 
 
 def _together(own: Share, names: Counter[str]) -> dict[str, int]:
-    """Bytes of so many layers of each name."""
+    """Return bytes by group, over the given number of layers of each name."""
     groups: Counter[str] = Counter()
     for name, layers in names.items():
         for group, each in layer_groups(own, name).items():
@@ -124,7 +127,7 @@ def _together(own: Share, names: Counter[str]) -> dict[str, int]:
 
 
 def not_counted(config: Config) -> tuple[str, ...]:
-    """Settings that the forms don't follow; with them `bytes` is what is kept without them."""
+    """Return settings in use that the closed forms ignore; `bytes` is as without them."""
     policy = config.recompute
     found = {
         "train.compile": config.train.compile != "off",
@@ -136,7 +139,7 @@ def not_counted(config: Config) -> tuple[str, ...]:
 
 
 def _names(own: Share) -> list[str]:
-    """Parts in order, one for every layer of this rank."""
+    """Return names of parts in order, one for every layer of this rank."""
     model, mesh = own.config.model, own.config.mesh
     blocks = layer_names(own.config)
     if mesh.pp == 1:
@@ -151,7 +154,7 @@ def _names(own: Share) -> list[str]:
 
 
 def layer_groups(own: Share, name: str) -> dict[str, int]:
-    """Bytes of one layer of a part; groups without any are left out."""
+    """Return bytes of one layer of a part, by group; empty groups are left out."""
     groups: Counter[str] = Counter()
     for group, numbers, each in _form(own, name):
         groups[group] += numbers * each
@@ -159,7 +162,7 @@ def layer_groups(own: Share, name: str) -> dict[str, int]:
 
 
 def _form(own: Share, name: str) -> list[Kept]:
-    """What one layer of a part keeps."""
+    """Return the tensors that one layer of a part saves."""
     layer = Layered.of(name)
     kind, model = layer.kind, own.config.model
     if kind in ENDS:
@@ -180,7 +183,7 @@ def _form(own: Share, name: str) -> list[Kept]:
 
 
 def embed(own: Share) -> Iterable[Kept]:
-    """The first residual stream; of a cut vocabulary also which words are here."""
+    """Yield the first residual stream; with a cut vocabulary, also the mask of this rank's ids."""
     model = own.config.model
     if not model.ngram.heads and model.mhc.streams == 1:  # which make others
         yield residual(own)
@@ -189,29 +192,32 @@ def embed(own: Share) -> Iterable[Kept]:
 
 
 def received(own: Share) -> Iterable[Kept]:
-    """The residual stream that another stage sent."""
+    """Yield the residual stream that another stage sent."""
     model = own.config.model
     yield "residual", own.stream * model.mhc.streams * model.dim, own.compute
 
 
 def spread(own: Share) -> Iterable[Kept]:
-    """Copies of the first residual stream."""
+    """Yield copies of the first residual stream."""
     yield residual(own)
 
 
 def collapse(own: Share) -> Iterable[Kept]:
-    """What the last norm reads."""
+    """Yield the collapsed stream, which the last norm reads."""
     yield "residual", own.stream * own.config.model.dim, own.residual
 
 
 def last_norm(own: Share) -> Iterable[Kept]:
-    """1 / rms: the head makes its gradients in the forward and reads nothing later."""
+    """Yield 1 / rms, and the output if multi-token prediction reads it.
+
+    The head makes its gradients in the forward and reads nothing later.
+    """
     yield "normed", own.stream, own.wide
     yield "normed", handed_back(own), 1
 
 
 def head(own: Share) -> Iterable[Kept]:
-    """Gradients of its input and of its weight, and sums: loss, valid tokens, its report."""
+    """Yield gradients of the head's input and weight, and sums: loss, valid tokens, its report."""
     model = own.config.model
     weight = own.compute if own.parallel else own.wide
     yield "head", own.tokens * model.dim, own.compute
@@ -223,7 +229,7 @@ def head(own: Share) -> Iterable[Kept]:
 
 
 def copy(own: Share) -> Iterable[Kept]:
-    """The embedding of a last stage: whoever looks tokens up keeps what there is to keep."""
+    """Return no tensors: a last stage's embedding saves none by itself."""
     return ()
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a step's rows on one rank: ids, and what documents tell of them; no torch import."""
+"""Bytes of a step's rows on one rank: ids, and tensors made from documents; no torch import."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megacpp.model.stages import stage_parts
 
 
 def ids_bytes(own: Share) -> int:
-    """Ids, labels, and numbers and positions of documents, of all microbatches of a step."""
+    """Return bytes of ids, labels, document numbers and positions, over a step's microbatches."""
     return max(1, own.config.train.grad_accum) * own.rows * own.row * 4 * 8
 
 
 def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
-    """What all layers share of one microbatch: masks, angles, where documents start.
+    """Return bytes that all layers share of one microbatch: masks, angles, document starts.
 
     Args:
+        own: sizes of the rank.
         kinds: of layers that this rank has.
-        saved: only what a backward reads, which stays when the documents themselves are gone.
+        saved: only tensors that a backward reads, which outlive the documents themselves.
     """
     config = own.config
     rows, row, here = own.rows, own.row, own.here
@@ -61,7 +62,7 @@ def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
 
 
 def _choices(own: Share, kinds: Collection[str]) -> int:
-    """Choices of keys that stay with the documents: of layers here, and from the stage before."""
+    """Return the number of key choices kept with the documents: of layers here, and received."""
     config = own.config
     if not any(kind.startswith("A.") for kind in kinds):
         return 0

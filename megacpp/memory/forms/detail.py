@@ -1,4 +1,4 @@
-"""What the components of an estimate are made of; no torch import here."""
+"""Content of an estimate's components; no torch import here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megacpp.memory.forms.units import stored_of
 
 
 def detail_of(config: Config, size: int, rank: int) -> dict[str, dict[str, int]]:
-    """By component; of activations and routing, what one microbatch keeps.
+    """Return bytes by component and content; activations and routing of one microbatch.
 
     `parameters` and `optimizer_state` by class of shard and optimizer, `activations` by kind of
-    block, `recompute_saves` by setting of the policy, `moe_routing` by what is kept and what
-    passes through the experts (`at_most`: whatever the routers choose), `head_loss` by part.
+    block, `recompute_saves` by setting of the policy, `moe_routing` by saved tensors and rows
+    through
+    the experts (`at most`: for any choice of the routers), `head_loss` by part.
     """
     stored = stored_of(config, size, rank).sums
     kept = activation_bytes(config, size, rank)
@@ -56,7 +57,7 @@ def _parameters(stored: RankBytes) -> dict[str, int]:
 
 
 def routing_of(config: Config, size: int, rank: int) -> dict[str, int]:
-    """Of one E layer: logits, rows in front of the experts and behind them, and at most."""
+    """Return bytes of one E layer's logits, and of rows before and behind the experts."""
     if "E" not in config.model.pattern.upper():
         return {}
     own, most = (Share.of(config, size, rank, worst) for worst in (False, True))
@@ -83,7 +84,14 @@ LEVERS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def saved(config: Config, size: int, rank: int, kept: int) -> dict[str, int]:
-    """Activation bytes that each lever of the policy saves, beside all others."""
+    """Return activation bytes that each lever of the policy saves, beside all others.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: whose activations are counted.
+        kept: bytes saved for the backward under the whole policy.
+    """
     found: dict[str, int] = {}
     for name, off in LEVERS:
         policy: CheckpointingPolicy = replace(config.recompute, **off)

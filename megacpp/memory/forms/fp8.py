@@ -1,9 +1,9 @@
-"""What FP8 layers need beside what they need anyway: copies while they multiply. An upper bound.
+"""Additional bytes of FP8 layers, an upper bound: copies while they multiply.
 
-They keep inputs and weights as wide layers do, but for the product of hidden units, which a linear
-layer in FP8 keeps and a fused wide one makes again. A product's operands are rounded just before
-it: in fp32 and scaled, then one byte each; without hardware for FP8 they are widened once more.
-Layers at both ends that stay wide are counted as if they didn't.
+They save inputs and weights as wide layers do, except for the product of hidden units: a linear
+layer in FP8 saves it, a fused wide one recomputes it. Operands are rounded just before a product:
+in fp32 and scaled, then one byte each; without hardware for FP8 they are widened once more. Layers
+at both ends that stay wide are counted as if they were FP8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ def kept_product(own: Share, letter: str, pieces: Pieces) -> int:
 def with_copies(
     own: Share, letter: str, pieces: Pieces, moments: Iterable[Moment]
 ) -> Iterator[Moment]:
-    """Yield moments of a block with what its layers keep, and the copies of its largest product."""
+    """Yield moments of a block, with the copies and the saved product of its FP8 layers.
+
+    Args:
+        own: sizes of the rank.
+        letter: of the block.
+        pieces: regions that the block recomputes.
+        moments: of the block without FP8.
+    """
     more = copies(own, letter) + kept_product(own, letter, pieces)
     for moment in moments:
         yield moment.more(more)

@@ -1,4 +1,4 @@
-"""The layers of a rank, put together of what each kind keeps, needs and moves; no torch import."""
+"""Compose the layers of a rank from saved, needed and moved bytes of each kind; no torch import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ def layers_of(
     units: Mapping[str, PartUnits],
     sharded: bool,
 ) -> list[list[Layer]]:
-    """The parts of each stage of a rank, in order."""
+    """Return the parts of each stage of a rank, in order.
+
+    Args:
+        own: sizes of the rank.
+        stages: kinds of the parts of each stage.
+        units: FSDP2 units by kind of part.
+        sharded: FSDP2 shards the model.
+    """
     config = own.config
     model = config.model
     number = iter(stage_layers(own))
@@ -77,12 +84,18 @@ def layers_of(
 
 
 def looks_up_more(model: ModelConfig) -> bool:
-    """The embedding has a gradient of its own before its backward, and none of a tied head's."""
+    """Return whether the embedding gets a gradient before its own backward; False if it is tied.
+
+    Multi-token prediction looks up tokens a second time; a tied head's gradient is counted with it.
+    """
     return not model.tie_embeddings and model.mtp.depths > 0 and not model.mtp.detach_trunk
 
 
 def passed_on(own: Share, name: str) -> int:
-    """What the next part is given and doesn't keep: of depths also labels and their weights."""
+    """Return bytes that a part hands to the next one and doesn't save itself.
+
+    For multi-token prediction these include the labels of all depths and their weights.
+    """
     model, layer = own.config.model, Layered.of(name)
     normed = own.stream * model.dim * own.compute
     if name in ("norm", "top"):
@@ -99,17 +112,17 @@ def passed_on(own: Share, name: str) -> int:
 
 
 def masked(kind: str) -> bool:
-    """A layer that attends to all keys: sparse ones make masks of their own."""
+    """Return whether a layer attends to all keys; sparse layers make masks of their own."""
     return kind.partition("+")[0] == "A"
 
 
 def name_of(kind: str, number: int, names: Sequence[str]) -> str:
-    """Of a part: a layer's tells its place too."""
+    """Return the name of a part; a layer's name includes its place."""
     return kind if number < 0 else names[number]
 
 
 def stage_layers(own: Share) -> list[int]:
-    """Numbers of this rank's layers."""
+    """Return the numbers of this rank's layers."""
     config = own.config
     if config.mesh.pp == 1:
         return list(range(config.model.depth))
@@ -117,7 +130,7 @@ def stage_layers(own: Share) -> list[int]:
 
 
 def root_unit(stages: Sequence[Sequence[Layer]]) -> Unit:
-    """All fp32-contract parameters of a rank."""
+    """Return the root unit: all parameters of a rank that stay in fp32."""
     wide = [layer.units.wide for layers in stages for layer in layers if layer.units.wide.whole]
     shards = max((unit.shards for unit in wide), default=1)
     return Unit(shards, sum(u.own for u in wide), sum(u.whole for u in wide), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What is alive at once at some moment of a step, in bytes; pure data, no torch."""
+"""Bytes that are alive at once at a moment of a step; pure data, no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Moment:
 
     Attributes:
         name: of the moment, for people: `after gate and up`, ...
-        tensors: kept ones, those that came from behind, temporaries.
-        gradients: of the layer's own weights, whole; what this microbatch has made of them.
-        reads: of a mixer's backward: what its projections read has been asked for by now.
-        fresh: of `gradients`, those that one process hasn't added to earlier microbatches' by now:
-            it adds each as soon as it is made (None: all of them).
+        tensors: bytes of saved activations, of gradients from later layers, and of temporaries.
+        gradients: bytes of the layer's own whole weight gradients, made by this microbatch.
+        reads: in a mixer's backward: the input of its projections has been requested by now.
+        fresh: the part of `gradients` that one process hasn't yet added to those of earlier
+            microbatches: it adds each as soon as it is made (None: all of them).
     """
 
     name: str
@@ -27,20 +27,21 @@ class Moment:
 
     @property
     def bytes(self) -> int:
+        """Bytes of tensors and gradients."""
         return self.tensors + self.gradients
 
     @property
     def added(self) -> int:
-        """Bytes, where earlier microbatches of one process have left gradients."""
+        """Bytes, if earlier microbatches of one process have left gradients."""
         return self.tensors + (self.gradients if self.fresh is None else self.fresh)
 
     def more(self, tensors: int, gradients: int = 0) -> Moment:
-        """The same moment with something else alive."""
+        """Return the moment with more bytes alive."""
         new = self.tensors + tensors, self.gradients + gradients
         return replace(self, tensors=new[0], gradients=new[1])
 
 
 def one_at_a_time(moments: Iterable[Moment], most: int) -> Iterator[Moment]:
-    """Where nothing is said of it, one gradient of so many bytes is fresh, if there are any."""
+    """Yield moments; where `fresh` is None, at most one gradient of `most` bytes is fresh."""
     for m in moments:
         yield replace(m, fresh=min(m.gradients, most)) if m.fresh is None else m

@@ -1,7 +1,7 @@
-"""Multi-token prediction in closed form: weights, what it keeps, its fullest moments; no torch.
+"""Multi-token prediction in closed form: weights, saved activations, fullest moments; no torch.
 
-It is a part behind the last norm, with the embedding's second call inside of it. Each depth is an A
-and an F block whose forms are those of layers; the head's second call is the head's.
+It is a part behind the last norm that includes the embedding's second call. Each depth has an A and
+an F block, with the closed forms of layers; the head's second call belongs to the head.
 
 Legend: n tokens of this rank, t those of the residual stream, D model, K depths.
 """
@@ -27,7 +27,7 @@ TERMS = 6  # of auxiliary losses, each with a sum for the record (megacpp/model/
 def mtp_weights(
     model: ModelConfig, weights: Callable[[ModelConfig, str], tuple[Weight, ...]]
 ) -> Iterator[Weight]:
-    """Parameters of all its blocks; `weights`: those of one layer of a kind."""
+    """Yield parameters of all blocks; `weights` gives those of one layer of a kind."""
     plain, d = block_model(model), model.dim
     (norm,) = weights(model, "norm")
     for _ in range(num_blocks(model.mtp)):
@@ -38,17 +38,17 @@ def mtp_weights(
 
 
 def mtp_buffers(model: ModelConfig, store: int) -> int:
-    """The scale of losses, their sums for the record, and a weight of each depth."""
+    """Return bytes of the scale of losses, their sums for the record, and a weight per depth."""
     return (1 + TERMS + model.mtp.depths) * store
 
 
 def of_blocks(own: Share) -> Share:
-    """The same rank, of a model whose A and F blocks are those of a depth."""
+    """Return sizes of the same rank, for a model whose A and F blocks are those of a depth."""
     return replace(own, config=replace(own.config, model=block_model(own.config.model)))
 
 
 def looked_up(own: Share) -> Iterator[Kept]:
-    """Embeddings of all depths, and which words they are."""
+    """Yield embeddings of all depths, and their token ids."""
     model = own.config.model
     depths, learns = model.mtp.depths, not model.mtp.detach_trunk
     yield "embeddings", depths * own.stream * model.dim, own.residual
@@ -56,7 +56,7 @@ def looked_up(own: Share) -> Iterator[Kept]:
 
 
 def depth(own: Share) -> Iterator[Kept]:
-    """What a depth keeps that doesn't run again, but for what it hands on."""
+    """Yield tensors that a depth saves without recompute, except the states for the next depth."""
     D, t, plain = own.config.model.dim, own.stream, of_blocks(own)
     yield "normed", 3 * t, own.wide
     yield "halves", t * 2 * D, own.compute
@@ -66,7 +66,7 @@ def depth(own: Share) -> Iterator[Kept]:
 
 
 def mtp(own: Share) -> Iterator[Kept]:
-    """All depths. One that runs again keeps what it was given, and nothing else."""
+    """Yield saved tensors of all depths; a recomputed depth saves only its input."""
     mtp, D, t = own.config.model.mtp, own.config.model.dim, own.stream
     post = mtp.hidden == "post_norm"
     yield from looked_up(own)
@@ -81,7 +81,7 @@ def mtp(own: Share) -> Iterator[Kept]:
 
 
 def handed_back(own: Share) -> int:
-    """What the last norm's output is kept for, where the first depth reads it."""
+    """Return bytes of the last norm's output, if the first depth reads it."""
     model = own.config.model
     reads = model.mtp.depths and model.mtp.hidden == "post_norm"
     return own.stream * model.dim * own.compute if reads else 0

@@ -1,7 +1,7 @@
-"""Bytes that Muon keeps and that a step of it needs for a while, in closed form.
+"""Bytes of Muon's state, and of the temporaries of its step, in closed form.
 
-Shapes in, bytes out: nothing here knows of tensors. `Muon.transient_bytes` in optim/muon.py feeds
-`step_peak_bytes` with its plan; a memory estimate without a plan takes `muon_transient_bytes`.
+Shapes in, bytes out: nothing here uses tensors. `Muon.transient_bytes` in optim/muon.py calls
+`step_peak_bytes` with its plan; a memory estimate without a plan calls `muon_transient_bytes`.
 
 Legend: K matrices of a batch, R rows and C columns; s the short and l the long side of a matrix.
 """
@@ -17,23 +17,28 @@ BLOCK_CELLS = 1 << 20  # momenta are moved, and packed, so many cells at a time
 
 
 def muon_state_bytes(cells: int, momentum_itemsize: int = 2) -> int:
-    """The momentum of `cells` parameters; bf16 by default."""
+    """Return bytes of the momentum of `cells` parameters; bf16 by default."""
     return cells * momentum_itemsize
 
 
 def packing_bytes(cells: int, momentum_itemsize: int, gradient_itemsize: int) -> int:
-    """Temporaries while the momentum of a block of `cells` moves and its update is packed.
+    """Return bytes of temporaries while a block's momentum is updated and its update is packed.
 
-    The momentum, then the update, in the gradient's dtype; and a narrower momentum, rounded.
+    These are the momentum, then the update, in the gradient's dtype; and a rounded copy of a
+    narrower momentum. The block has `cells` elements.
     """
     narrow = momentum_itemsize if momentum_itemsize != gradient_itemsize else 0
     return cells * (gradient_itemsize + narrow)
 
 
 def newton_schulz_bytes(count: int, rows: int, cols: int, itemsize: int) -> int:
-    """Peak of a batch beyond its input, the result included: x, next x, and two products s x s.
+    """Return peak bytes of a batch beyond its input: x, next x, and two s x s products.
 
-    Sides are padded to multiples of 8, and `count` is what `least_batch` asks for at least.
+    Args:
+        count: matrices of the batch, at least those that `least_batch` asks for.
+        rows: of a matrix; sides are padded to multiples of 8.
+        cols: of a matrix.
+        itemsize: bytes of an element.
     """
     short, long = (side + -side % 8 for side in sorted((rows, cols)))
     return itemsize * count * (2 * short * long + 2 * short * short)
@@ -60,20 +65,22 @@ class WaveBytes:
 
     @property
     def sending(self) -> int:
+        """Peak bytes while the wave is packed and sent."""
         return self.sent + max(self.packing, self.received + self.aside)
 
 
 def step_peak_bytes(
     waves: Sequence[WaveBytes], staying: Sequence[WaveBytes] = (), meanwhile: int = 0
 ) -> int:
-    """Most bytes that a step has alive at once beside parameters, gradients and state.
+    """Return peak bytes of a step beyond parameters, gradients and state.
 
-    Wave k + 1 is sent before wave k is solved, and the results of wave k - 1 travel meanwhile: at
-    most three waves are alive, each with what comes in and what goes out.
+    Wave k + 1 is sent before wave k is solved, while the results of wave k - 1 travel: at most
+    three waves are alive, each with its incoming and outgoing buffers.
 
     Args:
-        staying: what is solved where it lies, while the first wave is under way.
-        meanwhile: temporaries of the AdamW half, which runs then too.
+        waves: matrices that are sent to their owners, in order.
+        staying: matrices that are solved in place while the first wave travels.
+        meanwhile: bytes of temporaries of the AdamW half, which runs at that time too.
     """
     first = waves[0] if waves else WaveBytes(0)
     peak = first.sending
@@ -103,11 +110,20 @@ def muon_transient_bytes(
     gradient_itemsize: int = 4,
     batch_bytes: int = 64 * MIB,
 ) -> int:
-    """No less than what a step needs where `ranks` share all these matrices `(rows, cols)`.
+    """Return an upper bound of a step's temporary bytes, for matrices shared by `ranks`.
 
-    Three waves of a bucket, or of all there is, each coming in and going out; the temporaries of
-    packing a block; and those of a batch of `batch_bytes` (1 MiB on a CPU) or a larger matrix. One
-    rank: the update of a few batches, packed.
+    It counts three waves of a bucket (or of all matrices), each with incoming and outgoing buffers;
+    temporaries of packing a block; and those of a batch of `batch_bytes` or of one larger matrix.
+    One rank packs the updates of a few batches only.
+
+    Args:
+        matrices: (rows, columns) of each.
+        ranks: that share all matrices.
+        bucket_mib: MiB of a wave.
+        wire_itemsize: bytes of an element that travels and is orthogonalised.
+        momentum_itemsize: bytes of an element of momentum.
+        gradient_itemsize: bytes of an element of gradients.
+        batch_bytes: of matrices that are orthogonalised together; 1 MiB on a CPU.
     """
     sides = list(matrices)
     if not sides:

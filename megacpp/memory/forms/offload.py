@@ -1,12 +1,12 @@
-"""Bytes of activations that wait on the host, and those that stay on the device, in closed form.
+"""Bytes of activations that are offloaded to the host, and of those that stay, in closed form.
 
-Sizes in, bytes out: nothing here knows of tensors. The same rules as checkpointing/offload.py, for
-storages in the order in which a forward keeps them:
+Sizes in, bytes out: nothing here uses tensors. The rules are those of checkpointing/offload.py, for
+storages in the order in which a forward saves them:
 
     smaller than min_bytes          stays
     no buffer left in host_bytes    stays
-    among the last window_bytes     is copied, but never leaves
-    the others                      leave, and come back in the backward
+    among the last window_bytes     is copied, but stays on the device too
+    the others                      leave the device, and come back in the backward
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class OffloadBytes:
         out: copied to the host, of all forwards.
         back: copied to the device again.
         host: buffers that the host holds, rounded as its allocator rounds them.
-        stays: on the device at the end of the last forward: small ones, and those without room.
-        window: on the device as well, on their way out.
-        peak: most that is on the device besides what is computed with: `stays`, a window of those
-            that go and one of those that come.
+        stays: on the device at the end of the last forward: small storages, and those without a
+            buffer.
+        window: on the device as well, while they are copied out.
+        peak: most offload bytes on the device: `stays`, a window of storages that leave and one of
+            those that come back.
     """
 
     out: int
@@ -45,11 +46,15 @@ def offload_bytes(
     forwards: int = 1,
     pinned: bool = True,
 ) -> OffloadBytes:
-    """What `storages` (bytes each) of `forwards` microbatches in flight come to.
+    """Return bytes that leave and stay, for storages of microbatches in flight.
 
     Args:
-        forwards: kept at once, one after the other (a pipeline's microbatches in flight).
-        pinned: buffers of pinned memory, which are powers of two.
+        storages: bytes of each, in the order in which a forward saves them.
+        min_bytes: smaller storages stay.
+        host_bytes: room on the host.
+        window_bytes: storages that are copied at once.
+        forwards: number of microbatches in flight, saved one after the other.
+        pinned: buffers are of pinned memory, which are powers of two.
     """
     stays = out = held = window = 0
     moved: list[int] = []
@@ -70,5 +75,5 @@ def offload_bytes(
 
 
 def transfer_s(num_bytes: int, gigabytes_per_s: float = 64.0) -> float:
-    """Seconds that a copy in one direction takes; 64 GB/s: PCIe 5 with 16 lanes."""
+    """Return the seconds of a copy in one direction; 64 GB/s: PCIe 5 with 16 lanes."""
     return num_bytes / (gigabytes_per_s * 1e9)

@@ -23,9 +23,14 @@ def optimizer_bytes(
     on_cpu: bool,
     batch_bytes: int,
 ) -> int:
-    """Most bytes that a step of the optimizer has besides what rests and the gradients.
+    """Return peak bytes of an optimizer step's temporaries, beyond state and gradients.
 
     Args:
+        found: weights, each with the number of layers that have it.
+        optim: optimizer settings.
+        storage: bytes of stored elements.
+        place: rank's coordinates on the axes that cut parameters.
+        on_cpu: the run is on a CPU.
         batch_bytes: of matrices that are orthogonalised together (optim/newton_schulz.py).
     """
     found = list(found)

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state that one rank stores, in closed form; no torch import.
 
-Sums over the weights of its layers (weights.py); tests/memory/test_parameters.py holds them against
-a dry run, byte for byte.
+They are sums over the weights of its layers (weights.py); tests/memory/test_parameters.py compares
+them with a dry run, byte for byte.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ Mover = Literal["muon", "adamw", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is on the axes that cut parameters.
+    """Coordinates of a rank on the axes that cut parameters.
 
     Attributes:
-        shards, shard: over which FSDP2 cuts dense parameters, and which of them this rank is.
-        expert_shards, expert_shard: the same of routed experts.
+        tp, tp_rank: degree of the axis tp, and the rank's coordinate on it.
+        ep: degree of the axis ep.
+        shards, shard: number of FSDP2 shards of dense parameters, and this rank's.
+        expert_shards, expert_shard: the same for routed experts.
         apart: routed experts are a unit of their own.
         sharded: FSDP2 is used at all.
     """
@@ -48,12 +50,12 @@ class Place:
 
     @property
     def holders(self) -> int:
-        """Ranks that together hold one copy of every matrix."""
+        """Number of ranks that together hold one copy of every matrix."""
         return self.expert_shards * self.ep if self.apart else self.shards
 
     @staticmethod
     def of(config: Config, size: int, rank: int) -> Place:
-        """Of `rank`; the axes are those of parallel/mesh.py."""
+        """Return the place of `rank`; the axes are those of parallel/mesh.py."""
         m = config.mesh
         folded = m.dp_shard * m.cp * m.tp
         replica = rank // folded % m.dp_replicate
@@ -76,8 +78,9 @@ class Held:
     """Elements of one parameter on one rank.
 
     Attributes:
-        own: of its shard; `padded`: as FSDP2 stores it, all shards alike.
-        whole: of what is gathered for a product: cut over `tp` and `ep` alone.
+        own: of its shard.
+        padded: of its shard as FSDP2 stores it, equal on all ranks.
+        whole: gathered for a product: cut over `tp` and `ep` alone.
         across: the cut is inside of experts, not between them.
     """
 
@@ -88,7 +91,7 @@ class Held:
 
 
 def held(weight: Weight, place: Place) -> Held:
-    """What a rank has of a parameter: cuts are those of `torch.chunk`, `tp` and `ep` first."""
+    """Return a rank's elements of a parameter; cuts are `torch.chunk`'s, `tp` and `ep` first."""
     shape = list(weight.shape)
     if weight.experts:
         shape[0] //= place.ep
@@ -110,21 +113,21 @@ def held(weight: Weight, place: Place) -> Held:
 
 
 def shard_class(weight: Weight, place: Place) -> Class:
-    """As a dry run says: routed `experts`; `replicated` over `tp`; `dense`, all others."""
+    """Return the class of a dry run: routed `experts`; `replicated` over `tp`; else `dense`."""
     if weight.experts:
         return "experts"
     return "replicated" if place.tp > 1 and weight.tp is None else "dense"
 
 
 def mover(weight: Weight, optim: OptimConfig) -> Mover:
-    """Who moves a weight: `none` for one that moves through its latent."""
+    """Return the optimizer of a weight; `none` for one that is updated through its latent."""
     if weight.folded:
         return "none"
     return "muon" if weight.muon and optim.name == "muon_adamw" else "adamw"
 
 
 def kinds_of(config: Config, size: int, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Of each stage of a rank, its parts in order: `embed`, kinds of layers, `norm`, `head`, ..."""
+    """Return the parts of each stage of a rank in order: `embed`, kinds of layers, `norm`, ..."""
     mesh = config.mesh
     stage = rank // (size // mesh.pp)
     return _kinds(config.model, mesh.pp, mesh.pp_schedule, stage)
@@ -146,7 +149,7 @@ def _kinds(model: ModelConfig, pp: int, schedule: str, stage: int) -> tuple[tupl
 
 
 def parameters_of(config: Config, size: int, rank: int) -> Counter[str]:
-    """Parts of a rank with parameters of their own, and how many; a tied head has none."""
+    """Return how many parts of each kind a rank has; a tied head has no own parameters."""
     found = Counter(kind for stage in kinds_of(config, size, rank) for kind in stage)
     if config.model.tie_embeddings and found["embed"]:
         del found["head"]
@@ -155,7 +158,7 @@ def parameters_of(config: Config, size: int, rank: int) -> Counter[str]:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What a rank stores from one step to the next, and at the end of a backward.
+    """Bytes that a rank stores between steps, and of gradients at the end of a backward.
 
     Attributes:
         parameters, gradients: by class.
@@ -172,7 +175,7 @@ class RankBytes:
 
 
 def rank_bytes(config: Config, size: int, rank: int) -> RankBytes:
-    """Bytes of a rank by class: those of `megacpp dry-run`."""
+    """Return the bytes of a rank by class, equal to those of `megacpp dry-run`."""
     found = [
         (w, layers)
         for kind, layers in parameters_of(config, size, rank).items()
@@ -191,7 +194,15 @@ def sums_of(
     optim: OptimConfig,
     buffers: int,
 ) -> RankBytes:
-    """Bytes by class of weights, each with the number of layers that have it."""
+    """Return the bytes by class of weights.
+
+    Args:
+        found: weights, each with the number of layers that have it.
+        place: rank's coordinates on the axes that cut parameters.
+        storage: bytes of stored elements.
+        optim: optimizer settings.
+        buffers: bytes of buffers, handed through.
+    """
     parameters: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     by_mover: Counter[tuple[str, str]] = Counter()
@@ -211,13 +222,19 @@ def sums_of(
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes of a number in master parameters, gradients and AdamW's moments; of Muon's momentum."""
+    """Bytes of a stored element.
+
+    Attributes:
+        store: of master parameters, gradients and AdamW's moments.
+        momentum: of Muon's momentum.
+    """
 
     store: int
     momentum: int
 
     @staticmethod
     def of(config: Config) -> Storage:
+        """Return the bytes of stored elements of a configuration."""
         wide, width = config.precision.dtype == "fp64", config.optim.muon_momentum_dtype
         if wide and width == "auto":
             return Storage(8, 8)
@@ -225,7 +242,14 @@ class Storage:
 
 
 def state_bytes(storage: Storage, optim: OptimConfig, by: Mover, numel: int) -> int:
-    """Optimizer state of a parameter of which a rank has `numel` elements."""
+    """Return bytes of optimizer state on the device, for one parameter.
+
+    Args:
+        storage: bytes of stored elements.
+        optim: optimizer settings.
+        by: optimizer of the parameter.
+        numel: elements of it on this rank.
+    """
     if by == "none":
         return 0
     if by == "muon":
@@ -245,7 +269,13 @@ LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
 
 
 def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) -> int:
-    """Of all parts with losses of their own: `counts` of each kind."""
+    """Return bytes of buffers of routers, losses and multi-token prediction.
+
+    Args:
+        model: the model.
+        counts: number of parts of each kind.
+        store: bytes of an element.
+    """
     owners = [layers for kind, layers in counts.items() if "A.index" in kind or kind in LOSSES]
     found = counts.get("E", 0) * router_buffers(model, store) + sum(owners) * LOSS_BUFFERS * store
     return found + counts.get("mtp", 0) * mtp_buffers(model, store)
@@ -256,7 +286,7 @@ LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
 
 
 def router_buffers(model: ModelConfig, store: int = 4) -> int:
-    """Bias and counts of experts and nulls, what losses have, and two sums of loads."""
+    """Return bytes of a router's buffers: bias and counts, losses, and two sums of loads."""
     nulls = null_copies(model.moe) > 0
     return (model.moe.num_experts + 2 * nulls) * (store + 8) + (LOSS_BUFFERS + 2) * store
 

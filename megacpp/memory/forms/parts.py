@@ -1,8 +1,8 @@
-"""What one layer of each kind keeps and needs, once for all meshes that give it the same sizes.
+"""Saved and needed bytes of one layer of each kind, shared by meshes of equal sizes.
 
-A planner asks for thousands of meshes whose ranks have layers of a few sizes: what a layer keeps
-and its working sets depend on `tp`, `cp`, `ep`, the microbatch and the policy, not on how many
-ranks share its weights. No torch import here.
+A planner asks for thousands of meshes whose ranks have layers of a few sizes: saved activations and
+working sets of a layer depend on `tp`, `cp`, `ep`, the microbatch and the policy, not on the number
+of ranks that share its weights. No torch import here.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ ROUTING = ("mixer.router", "mixer.dispatch", "mixer.combine")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Of one part: a letter, a letter with ` last`, `embed`, `norm`, `head`, or `received`.
+    """Bytes of one part: a letter, a letter with ` last`, `embed`, `norm`, `head`, or `received`.
 
     Attributes:
         forward, backward: fullest moments.
-        kept: bytes for the backward, by walk.KEPT; `copies`: of weights, for one product.
+        kept: bytes saved for the backward, by walk.KEPT.
+        copies: bytes of copies of weights, for one product.
     """
 
     forward: tuple[Moment, ...]
@@ -49,7 +50,7 @@ class Form:
 
 
 def forms_of(own: Share, names: tuple[str, ...]) -> Mapping[str, Form]:
-    """Forms of parts of a rank, by name."""
+    """Return the forms of parts of a rank, by name."""
     config, mesh = own.config, own.config.mesh
     alike = replace(mesh, pp=1, dp_replicate=1, dp_shard=1, reshard="auto", pp_schedule="1f1b")
     by = config.kernels, TrainConfig(device=config.train.device)
@@ -88,10 +89,10 @@ def _form(own: Share, name: str) -> Form:
 
 
 def working_sets(own: Share, name: str) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
-    """The fullest moment of a part in the forward and in the backward.
+    """Return the fullest moment of a part in the forward and in the backward.
 
-    Of one process two of the backward: which it is where its gradients are added to others at once
-    may be another one.
+    One process gets two of the backward: if its gradients are added to others at once, another
+    moment may be the fullest.
     """
     forward, backward = working.forward(own, name), working.backward(own, name)
     most = fullest(backward)
@@ -101,5 +102,5 @@ def working_sets(own: Share, name: str) -> tuple[tuple[Moment, ...], tuple[Momen
 
 
 def fullest(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """The one of them that counts."""
+    """Return the moment with most bytes, in a tuple; empty if there are no moments."""
     return (max(moments, key=lambda m: m.bytes),) if moments else ()

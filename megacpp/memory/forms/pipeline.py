@@ -1,8 +1,8 @@
-"""A step through the stages of a pipeline, on one of its ranks; no torch import here.
+"""Simulate a step through the stages of a pipeline, on one of its ranks; no torch import here.
 
 Gathered parameters stay from the first forward to the end of the step, gradients stay whole until
-then, every microbatch has its own masks, and torch keeps a buffer for whatever a stage receives
-from its neighbours, one for each microbatch.
+then, every microbatch has its own masks, and torch keeps a buffer for each microbatch of all that a
+stage receives from its neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from megacpp.model.stages import V_SHAPED, stage_parts, stages_per_rank
 
 
 def pipeline_step(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, own: Share) -> None:
-    """Forwards of as many microbatches as are in flight, and the backward of one, then all."""
+    """Simulate the forwards in flight and one backward, then the reductions.
+
+    Args:
+        walk: simulation that records the moments.
+        stages: parts of each stage of the rank, in order.
+        root: unit of the parameters that stay in fp32.
+        own: sizes of the rank.
+    """
     total = microbatches(own)
     flight = in_flight(own)
     walk.habits = replace(walk.habits, again=False)
@@ -48,7 +55,7 @@ def pipeline_step(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, own
 def _round(
     walk: Walk, stages: Sequence[Sequence[Layer]], alive: Sequence[int], mask: int, carried: bool
 ) -> None:
-    """The last forward before a backward, and that backward, with so many microbatches alive."""
+    """Simulate the last forward before a backward, and that backward; `alive`: per stage."""
     base = walk.base
     walk.rest({**base, "batch": base["batch"] + mask * (max(1, sum(alive)) - 1)})
     for stage, number in zip(stages, alive, strict=True):
@@ -72,6 +79,7 @@ def _round(
 
 
 def _reductions(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, carried: bool) -> None:
+    """Simulate the reductions of all gradients at the end of the step."""
     name = "reductions"
     for stage in stages:
         for layer in stage:
@@ -86,12 +94,12 @@ def _reductions(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, carri
 
 
 def microbatches(own: Share) -> int:
-    """Of a step."""
+    """Return the number of microbatches of a step."""
     return max(1, own.config.train.grad_accum)
 
 
 def in_flight(own: Share) -> list[int]:
-    """Of every stage of a rank: microbatches whose forward it keeps at once, at most."""
+    """Return, for each stage of a rank, the most microbatches whose forward it keeps at once."""
     mesh, total = own.config.mesh, microbatches(own)
     if mesh.pp_schedule == "gpipe":
         return [total]
@@ -108,7 +116,7 @@ def in_flight(own: Share) -> list[int]:
 
 
 def buffer_bytes(own: Share) -> int:
-    """What a rank's stages receive: inputs from the left, gradients from the right."""
+    """Return bytes that a rank's stages receive: inputs from the left, gradients from the right."""
     if own.config.mesh.pp == 1:
         return 0
     config, mesh = own.config, own.config.mesh

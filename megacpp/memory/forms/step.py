@@ -1,12 +1,13 @@
-"""The moments of one optimizer step of a rank, composed from its layers; no torch import here.
+"""Moments of one optimizer step of a rank, composed from its layers; no torch import here.
 
-    resting    parameters, optimizer state, ids and what documents tell of them
-    forward    of every layer: what layers before keep, its own working set, gathered parameters
-    backward   of every layer, with the gradients that there are by then
+    resting    parameters, optimizer state, ids and tensors made from documents
+    forward    of every layer: saved activations of earlier layers, its working set, gathered
+               parameters
+    backward   of every layer, with the gradients made by then
     clip, optimizer
 
-Of many microbatches one in the middle and the last are walked: both find the whole gradients, or
-shards, that those before have left, and the last reduces them.
+Of many microbatches one in the middle and the last are simulated: both start with the whole
+gradients, or shards, of earlier ones, and the last one reduces them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ RESHARD_ABOVE_BYTES = 1 << 30  # of gathered parameters: parallel/fsdp.py
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What `step_bytes` found.
+    """Result of `step_bytes`.
 
     Attributes:
-        components: at the fullest moment; they sum to `most`.
-        moments: most bytes of each.
-        resting: between two steps.
-        beside: what pools of other streams hold when main's are at their fullest: reduced
+        components: bytes at the fullest moment; they sum to `most`.
+        moment: name of the fullest moment.
+        moments: most bytes of each moment.
+        most: bytes at the fullest moment.
+        resting: bytes between two steps.
+        beside: bytes in pools of other streams when the main stream's are fullest: reduced
             gradients, and units as they arrive (megacpp/memory/allocator.py).
         optimizer: bytes in the optimizer's step, without its temporaries.
-        one_layer: most that a layer has alive while it runs.
+        one_layer: most bytes that a layer has alive while it runs.
     """
 
     components: dict[str, int]
@@ -53,10 +56,13 @@ class StepBytes:
 
 
 def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> StepBytes:
-    """The fullest moment of a step of rank `rank` of `size`.
+    """Return the fullest moment of a step of one rank.
 
     Args:
-        most: dropless routers send as much here as they can.
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        rank: whose step is simulated.
+        most: dropless routers send as many rows to this rank as they can.
     """
     own, stored = Share.of(config, size, rank, most), stored_of(config, size, rank)
     stages = layers_of(own, kinds_of(config, size, rank), stored.units, size > 1)
@@ -89,13 +95,18 @@ def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> Step
 
 
 def fullest_bytes(layer: Layer) -> int:
-    """Of a layer's fullest moment, what it keeps included: without that, a policy that keeps less
-    would have a larger bound."""
+    """Return the bytes of a layer's fullest moment, its saved activations included.
+
+    Without these, a policy that saves less would have a larger bound.
+    """
     return max((moment.tensors for moment in (*layer.forward, *layer.backward)), default=0)
 
 
 def beside_bytes(stages: list[list[Layer]], walk: Walk) -> int:
-    """Shards of gradients, two of the largest unit and a block, less what was there at the peak."""
+    """Return bytes of gradient shards and arriving units, less those counted at the peak.
+
+    Arriving units are two of the largest, and one of a block.
+    """
     blocks = [layer for layers in stages for layer in layers if layer.kind not in OUTER]
     ends = [layer for layers in stages for layer in layers if layer.kind in OUTER]
     block = max((max(x.units.block.flat, x.units.experts.flat) for x in blocks), default=0)
@@ -105,7 +116,14 @@ def beside_bytes(stages: list[list[Layer]], walk: Walk) -> int:
 
 
 def microbatches(walk: Walk, layers: list[Layer], root: Unit, config: Config) -> None:
-    """Those that can be the fullest: of one, it; else one in the middle, if any, and the last."""
+    """Simulate the microbatches that can be the fullest: a middle one, if any, and the last.
+
+    Args:
+        walk: simulation that records the moments.
+        layers: parts of the rank, in order.
+        root: unit of the parameters that stay in fp32.
+        config: resolved.
+    """
     total, sync = max(1, config.train.grad_accum), config.train.gradient_sync
     if walk.habits.sharded:
         walk.gathered += root.gathered * walk.habits.store
@@ -118,7 +136,16 @@ def microbatches(walk: Walk, layers: list[Layer], root: Unit, config: Config) ->
 def microbatch(
     walk: Walk, layers: list[Layer], root: Unit, number: int, total: int, sync: str
 ) -> None:
-    """Forward and backward of one microbatch, without a pipeline."""
+    """Simulate forward and backward of one microbatch, without a pipeline.
+
+    Args:
+        walk: simulation that records the moments.
+        layers: parts of the rank, in order.
+        root: unit of the parameters that stay in fp32.
+        number: of the microbatch, from 0.
+        total: microbatches of the step.
+        sync: `train.gradient_sync`.
+    """
     first, last = number == 0, number == total - 1
     carried, reduces = not first and sync != "each", last or sync == "each"
     stays, renewed = sync == "resident" and not last, sync == "each" and not first
@@ -155,7 +182,19 @@ def end_of_backward(
     stays: bool,
     renewed: bool,
 ) -> None:
-    """The root unit, then what is looked up: no gradient of an input tells when that is done."""
+    """Simulate the reductions of the root unit, then of embeddings and n-gram tables.
+
+    Their inputs have no gradient that would tell FSDP2 earlier that their backward is done.
+
+    Args:
+        walk: simulation that records the moments.
+        layers: parts of the rank, in order.
+        root: unit of the parameters that stay in fp32.
+        carried: earlier microbatches left whole gradients.
+        reduces: this microbatch reduces them.
+        stays: parameters stay whole for the next microbatch.
+        renewed: gradients have been reduced before.
+    """
     name, store = "end of backward", walk.habits.store
     if reduces and root.whole:
         walk.scatter = root.gathered * store
@@ -172,12 +211,19 @@ def end_of_backward(
 
 
 def waiting(layers: list[Layer]) -> int:
-    """Gradients of the embedding that were made before its own backward."""
+    """Return bytes of the embedding's gradients that were made before its own backward."""
     return sum(layer.waits for layer in layers if layer.kind in ("mtp", "head"))
 
 
 def habits_of(config: Config, own: Share, stages: list[list[Layer]], sharded: bool) -> Habits:
-    """Whether units are gathered twice; every stage of a rank is asked for itself."""
+    """Return how FSDP2 is used in a step; units are gathered twice if one stage is large.
+
+    Args:
+        config: resolved.
+        own: sizes of the rank.
+        stages: parts of each stage of the rank.
+        sharded: FSDP2 shards the model.
+    """
     reshard = "never" if config.train.gradient_sync == "resident" else config.mesh.reshard
     whole = max(
         sum(layer.units.block.whole + layer.units.experts.whole for layer in layers)

@@ -1,13 +1,13 @@
-"""Hyper-connections in closed form: what a layer keeps beside its mixer, and its fullest moments.
+"""Hyper-connections in closed form: saved activations beside a mixer's, and fullest moments.
 
-A layer of a group (megacpp/blocks/hyper_connections/groups.py) is called by its kind and by its
+A layer of a group (megacpp/blocks/hyper_connections/groups.py) is named by its kind and by its
 place there:
 
-    A inside 2     two layers of its group are in front of it; the streams behind it run again
-    A closes 3     the last of its group: the streams behind it are kept
+    A inside 2     two layers of its group are in front of it; its output streams are recomputed
+    A closes 3     the last of its group: its output streams are saved
 
-Legend: t tokens of the residual streams, n of them, D model; r bytes of a number in them, s in
-compute, w of what is never narrower than fp32.
+Legend: t tokens of the residual streams, n streams, D model; r bytes of an element in them, s in
+compute, w of one never narrower than fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 1 << 24  # numbers that are wide at once (megacpp/kernels/hyper_connecti
 
 @dataclass(frozen=True)
 class Layered:
-    """A name, taken apart: kind, whether it is the last layer, its place in a group if any."""
+    """Parsed name of a layer: its kind, whether it is the last one, its place in a group if any."""
 
     kind: str
     last: bool
@@ -34,6 +34,7 @@ class Layered:
 
     @staticmethod
     def of(name: str) -> Layered:
+        """Parse a name."""
         kind, _, rest = name.partition(" ")
         word, _, place = rest.partition(" ")
         return Layered(
@@ -42,12 +43,12 @@ class Layered:
 
     @property
     def shown(self) -> str:
-        """As the parts of a model are called, whatever their place."""
+        """Name of the part without its place in a group."""
         return f"{self.kind} last" if self.last else self.kind
 
 
 def layer_names(config: Config) -> list[str]:
-    """What every layer of the model is called."""
+    """Return the names of all layers of the model, in order."""
     kinds, found = layer_kinds(config.model), []
     for kind, place in zip(kinds, places_in_groups(config), strict=True):
         word = "" if place is None else f" {'closes' if place.closes else 'inside'} {place.place}"
@@ -56,12 +57,12 @@ def layer_names(config: Config) -> list[str]:
 
 
 def streams(own: Share) -> int:
-    """n."""
+    """Return n, the number of residual streams."""
     return own.config.model.mhc.streams
 
 
 def kept_by_connection(own: Share, layer: Layered, pieces: Pieces) -> Iterator[Kept]:
-    """What a layer reads, coefficients, and what its mixer returned."""
+    """Yield a layer's input, its coefficients, and its mixer's output."""
     t, D, n = own.stream, own.config.model.dim, streams(own)
     if layer.group is None:
         yield "streams", t * D, own.residual
@@ -71,23 +72,23 @@ def kept_by_connection(own: Share, layer: Layered, pieces: Pieces) -> Iterator[K
 
 
 def numbers(n: int) -> int:
-    """Of a token: products of phi, 1 / rms, post and res."""
+    """Return the number of wide elements per token: products of phi, 1 / rms, post and res."""
     return (n * n + 2 * n + 1) + (n * n + n)
 
 
 def stream_bytes(own: Share) -> int:
-    """All streams of this rank, behind some layer."""
+    """Return bytes of all streams of this rank, between two layers."""
     return own.stream * streams(own) * own.config.model.dim * own.residual
 
 
 def wide_bytes(own: Share, width: int = 1) -> int:
-    """So many streams of the tokens that a kernel works on at once, wide."""
+    """Return bytes of `width` wide streams, for the tokens that a kernel processes at once."""
     n, D = streams(own), own.config.model.dim
     return min(own.stream, max(1, CHUNK // (n * D))) * width * D * own.wide
 
 
 def connected_forward(own: Share, layer: Layered, inner: Iterator[Moment]) -> Iterator[Moment]:
-    """Around the moments of a mixer's forward: what it reads, and the streams behind it."""
+    """Yield moments of a layer's forward: its input, its mixer's moments, its output streams."""
     n, u, few = streams(own), _read_bytes(own), own.stream * numbers(streams(own)) * own.wide
     cast = own.residual < own.wide
     yield Moment("read streams", u + few + wide_bytes(own, n) * cast + wide_bytes(own))
@@ -104,10 +105,15 @@ def connected_forward(own: Share, layer: Layered, inner: Iterator[Moment]) -> It
 def connected_backward(
     own: Share, layer: Layered, pieces: Pieces, inner: Iterator[Moment], made: int, kept: int
 ) -> Iterator[Moment]:
-    """Around the moments of a mixer's backward, with the streams that are mixed again.
+    """Yield moments of a layer's backward, with the streams that are mixed again.
 
     Args:
-        made: gradients of the mixer's and the norm's weights; `kept`: what both keep.
+        own: sizes of the rank.
+        layer: whose place says which streams are recomputed.
+        pieces: regions that the block recomputes.
+        inner: moments of the mixer's backward.
+        made: bytes of gradients of the mixer's and the norm's weights.
+        kept: bytes that both save.
     """
     n, u, few = streams(own), _read_bytes(own), own.stream * numbers(streams(own)) * own.wide
     all_streams, cast = stream_bytes(own), own.residual < own.wide
@@ -126,7 +132,7 @@ def connected_backward(
 
 
 def connection_numbers(own: Share) -> int:
-    """Parameters of one connection."""
+    """Return the number of parameters of one connection."""
     n, D = streams(own), own.config.model.dim
     return (n * n + 2 * n) * (n * D + 1) + 3
 
@@ -136,7 +142,7 @@ def _read_bytes(own: Share) -> int:
 
 
 def _again(own: Share, layer: Layered) -> int:
-    """Streams, and what was read of them, of the layers of a group up to this one."""
+    """Return bytes of recomputed streams, and their inputs, of a group's layers up to this one."""
     if layer.group is None:
         return 0
     read = _read_bytes(own) + own.stream * numbers(streams(own)) * own.wide

@@ -1,10 +1,10 @@
-"""Blocks whose memory is traced: what the rest of an estimate asks of a kind's trace.
+"""Traced blocks: saved activations and moments of a kind, from its trace.
 
-A kind's descriptor names the settings that its block depends on (`AllocationSettings`); all else
-stays at its default in the request, so that presets and meshes share traces.
-A microbatch whose sizes lie between or beyond traced ones follows from them
-(megacpp/memory/block_trace.py). No torch import here: what is missing in the cache
-(megacpp/memory/trace_cache.py) is traced by megacpp/cli/block_trace.py, which imports it.
+A kind's descriptor names the settings that its block depends on (`AllocationSettings`); others have
+their defaults in the request, so that presets and meshes share traces. A microbatch whose sizes lie
+between or beyond traced ones is derived from them (megacpp/memory/block_trace.py). No torch import
+here: a trace that the cache lacks (megacpp/memory/trace_cache.py) is made by
+megacpp/cli/block_trace.py, which imports torch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
 
 
 def request_of(own: Share, kind: str, pieces: Pieces) -> BlockRequest:
-    """Return what the trace of a block of this rank depends on.
+    """Return the request that determines the trace of a block of this rank.
 
     Args:
         own: sizes of the rank.
-        kind: of `layer_kinds`.
+        kind: a name from `layer_kinds`.
         pieces: regions that the block recomputes.
     """
     config, block = own.config, KINDS[kind[0]]
@@ -104,7 +104,7 @@ def traced_block(own: Share, kind: str, pieces: Pieces) -> BlockTrace:
 
 @lru_cache(maxsize=4096)
 def _trace(request: BlockRequest) -> BlockTrace:
-    """Return a trace: of others of its group, or a new one."""
+    """Return a trace, derived from others of its group, or a new one."""
     known = _known(request.group)
     weights = affine_weights([*known], request.point)
     found = None if weights is None else combined([*known.values()], weights)
@@ -133,7 +133,7 @@ def _exact(request: BlockRequest) -> BlockTrace:
 
 
 def traced_kept(own: Share, kind: str, pieces: Pieces) -> Iterator[Kept]:
-    """Yield what a block keeps for its backward, by module; not what it returns."""
+    """Yield tensors that a block saves for its backward, by module, without its result."""
     for group, size in _kept(request_of(own, kind, pieces)).items():
         if group != "weights" or own.parallel:
             yield group, size, 1
@@ -148,10 +148,10 @@ def traced_moments(
 
     Args:
         own: sizes of the rank.
-        kind: of `layer_kinds`.
+        kind: a name from `layer_kinds`.
         pieces: regions that the block recomputes.
-        backward: of it; else of the forward.
-        first: of the layer that makes what all layers of a batch share.
+        backward: return moments of the backward; else of the forward.
+        first: the layer makes the tensors that all layers of a batch share.
     """
     return _moments(request_of(own, kind, pieces), backward, first)
 

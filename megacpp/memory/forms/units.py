@@ -1,8 +1,8 @@
-"""What FSDP2 moves for each part of a model, in elements of one rank; no torch import here.
+"""FSDP2 units of each part of a model, in elements of one rank; no torch import here.
 
-A block is a unit, its routed experts another one where their ranks differ, and the fp32-contract
-parameters of all parts together are the root's (parallel/fsdp.py). A gathered unit is there twice
-for a while: flat, as it arrived, and as parameters.
+A block is a unit; its routed experts are another one if their ranks differ. The parameters of all
+parts that stay in fp32 are together the root's (parallel/fsdp.py). A gathered unit exists twice for
+a while: flat, as it arrived, and as parameters.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ REMEMBERED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Elements of the parameters that travel together.
+    """Elements of the parameters that are gathered together.
 
     Attributes:
-        shards: ranks that share them.
-        own: of this rank's shards, as FSDP2 pads them.
-        whole: gathered, as products read them; `moved`: of these, those that have gradients.
-        last: of the last parameter, whose gradient lives until its reduction returns.
+        shards: number of ranks that share them.
+        own: in this rank's shards, as FSDP2 pads them.
+        whole: gathered, as products read them.
+        moved: gathered, of parameters with gradients only.
+        last: in the last parameter, whose gradient lives until its reduction returns.
         across: cut inside of their rows, so copied once more when they are gathered.
-        cast: of the weights that autocast makes narrow copies of, and keeps for the backward.
-        cast_once: of those that it keeps unless the product that reads them runs again.
+        cast: in weights that autocast makes narrow copies of, and keeps for the backward.
+        cast_once: in weights that it keeps unless the product that reads them is recomputed.
     """
 
     shards: int
@@ -64,22 +65,23 @@ class Unit:
 
     @property
     def gathered(self) -> int:
-        """All shards, padding included."""
+        """Elements of all shards, padding included."""
         return self.own * self.shards
 
     @property
     def flat(self) -> int:
-        """What arrives; one rank by itself gathers nothing."""
+        """Elements that arrive in a gather; 0 on one rank, which gathers nothing."""
         return self.gathered if self.shards > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class PartUnits:
-    """Of one layer, or of `embed`, `norm` or `head`.
+    """Units of one layer, or of `embed`, `norm` or `head`.
 
     Attributes:
-        block: what its own unit has; `experts`: of a unit of their own; `wide`: its part of the
-            root unit.
+        block: the part's own unit.
+        experts: routed experts, if they are a unit of their own.
+        wide: its share of the root unit.
     """
 
     block: Unit
@@ -89,14 +91,15 @@ class PartUnits:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a rank stores, and what travels.
+    """Bytes that a rank stores, and units that it gathers.
 
     Attributes:
-        sums: by class.
+        sums: bytes by class.
         units: by kind of part.
         parameters: bytes as FSDP2 stores them, every shard as long as the longest, and buffers.
-        state: bytes of the optimizer; `transient`: of its step, on a CPU and at most.
-        partial: bytes of the gradients that `tp` adds up.
+        state: bytes of optimizer state.
+        transient: bytes of the optimizer step's temporaries, on a CPU and at most.
+        partial: bytes of the gradients that are summed over `tp`.
     """
 
     sums: RankBytes
@@ -108,7 +111,7 @@ class Stored:
 
 
 def stored_of(config: Config, size: int, rank: int) -> Stored:
-    """Of rank `rank` of `size`."""
+    """Return the bytes and units that rank `rank` of `size` stores."""
     counts = parameters_of(config, size, rank)
     return _stored(
         config.model,
@@ -154,7 +157,7 @@ def _stored(
 
 
 def part_units(found: Sequence[Weight], place: Place) -> PartUnits:
-    """Units of a part, from its parameters."""
+    """Return the units of a part, from its parameters."""
     wide = [w for w in found if w.wide]
     apart = [w for w in found if w.experts and place.apart]
     rest = [w for w in found if not w.wide and w not in apart]
@@ -166,7 +169,7 @@ def part_units(found: Sequence[Weight], place: Place) -> PartUnits:
 
 
 def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
-    """All of these parameters together."""
+    """Return the unit of all these parameters together."""
     sizes = [held(w, place) for w in found]
     across = sum(
         x.padded * shards for w, x in zip(found, sizes, strict=True) if w.experts and x.across

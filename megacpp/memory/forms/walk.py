@@ -1,11 +1,11 @@
-"""A step's moments, one after the other: what is alive on one rank at each of them.
+"""Simulate a step moment by moment: bytes alive on one rank at each of them.
 
-`Walk` holds what comes and goes between moments (gathered units, whole gradients and shards, what
-forwards keep) and remembers the fullest moment. It follows FSDP2 of torch 2.13, unit by unit:
+`Walk` holds the bytes that change between moments (gathered units, whole gradients and shards,
+saved activations) and records the fullest moment. It follows FSDP2 of torch 2.13, unit by unit:
 
     forward   a unit arrives flat and is copied out; the flat copy lives until the next one is
-              copied out; the experts of a block are asked for when the block begins
-    backward  the flat copy is freed at once, and the unit to the left is asked for
+              copied out; the experts of a block are gathered when the block begins
+    backward  the flat copy is freed at once, and the unit to the left is gathered
     after it  gradients are added to those of earlier microbatches in fp32, or copied into the
               buffer of a reduce-scatter, which lives until the next unit's
 """
@@ -25,16 +25,19 @@ KEPT = ("activations", "moe_routing", "head_loss")  # components of what forward
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A part of the model on this rank.
+    """Part of the model on this rank.
 
     Attributes:
         name: for people: `layer 7 (E)`, `head`, ...
         kind: a letter, `embed`, `norm` or `head`.
-        kept: bytes for the backward, by KEPT; `copies`: of weights, for one product.
+        units: FSDP2 units of the part.
+        forward, backward: fullest moments.
+        kept: bytes saved for the backward, by KEPT.
+        copies: bytes of copies of weights, for one product.
         stream: bytes of the residual stream's gradient.
-        passes: what the next part is given and doesn't keep.
-        waits: a tied head's gradient, until the embedding has its own; that of n-gram tables, until
-            the end of the backward.
+        passes: bytes that the next part is given and doesn't save.
+        waits: bytes of a tied head's gradient, until the embedding has its own; of n-gram tables,
+            until the end of the backward.
         tied: an embedding whose unit is the head's too, and whole until the loss.
     """
 
@@ -53,12 +56,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How FSDP2 is used in a step.
+    """Use of FSDP2 in a step.
 
     Attributes:
         sharded: it is used at all; else one process computes under autocast.
-        again: units are shards again after their forward.
-        compute, store: bytes of a number in products, and in gradients that are summed.
+        again: units are resharded after their forward.
+        compute, store: bytes of an element in products, and in gradients that are summed.
     """
 
     sharded: bool
@@ -69,17 +72,23 @@ class Habits:
 
 @dataclass
 class Walk:
-    """What is alive now, and the fullest moment so far.
+    """Bytes alive now, and the fullest moment so far.
 
     Attributes:
-        base: of components that rest: parameters, state, batch.
-        gathered: parameters of units, copies of weights; `flat`: as they arrived.
-        scatter: the last reduce-scatter's input.
-        whole: gradients that wait to be reduced; `shards`: reduced ones.
-        passed: the input of the part that runs, where nobody keeps it.
-        kept: by KEPT.
+        base: resting bytes by component: parameters, state, batch.
+        habits: use of FSDP2.
+        gathered: bytes of gathered parameters, and of copies of weights.
+        flat: bytes of units as they arrived.
+        scatter: bytes of the last reduce-scatter's input.
+        whole: bytes of gradients that wait to be reduced.
+        shards: bytes of reduced gradients.
+        passed: bytes of the running part's input, if it isn't saved.
+        kept: saved bytes, by KEPT.
         moments: most bytes of each name.
-        elsewhere: at the fullest moment, in pools of other streams.
+        moment: name of the fullest moment.
+        most: bytes at the fullest moment.
+        elsewhere: bytes at the fullest moment in pools of other streams.
+        fullest: state at the fullest moment, from which `components` follow.
     """
 
     base: dict[str, int]
@@ -102,7 +111,7 @@ class Walk:
 
     @property
     def components(self) -> dict[str, int]:
-        """At the fullest moment."""
+        """Bytes by component at the fullest moment."""
         base, kept, gradients, moved, tensors, other = self.fullest
         found = {**base, **dict(zip(KEPT, kept, strict=True)), "gradients": gradients}
         found["communication"] = base.get("communication", 0) + moved
@@ -110,7 +119,7 @@ class Walk:
         return {name: size for name, size in found.items() if size}
 
     def rest(self, base: dict[str, int]) -> None:
-        """Other bytes rest from now on."""
+        """Replace the resting bytes."""
         self.base, self.resting = base, sum(base.values())
 
     def see(
@@ -121,7 +130,15 @@ class Walk:
         communication: int = 0,
         other: str = "workspace",
     ) -> None:
-        """A moment with so much more alive; `other`: what component its tensors are."""
+        """Record a moment with more bytes alive than the state holds.
+
+        Args:
+            name: of the moment.
+            tensors: bytes of other tensors.
+            gradients: bytes of other gradients.
+            communication: bytes of other gathered parameters and buffers.
+            other: component that `tensors` belong to.
+        """
         moved = self.gathered + self.flat + self.scatter + communication
         gradients += self.whole + self.shards
         total = self.resting + sum(self.kept) + moved + gradients + tensors
@@ -133,13 +150,13 @@ class Walk:
             self.fullest = self.base, self.kept, gradients, moved, tensors, other
 
     def keep(self, layer: Layer, times: int = 1) -> None:
-        """From now on a layer's tensors wait for the backward (or no longer: -1)."""
+        """Count a layer's saved tensors `times` more; -1: they are freed."""
         (a, b, c), (x, y, z) = self.kept, layer.kept
         self.kept = a + times * x, b + times * y, c + times * z
         self.gathered += times * layer.copies
 
     def left(self, layers: Sequence[Layer], root: Unit, sync: str) -> None:
-        """What microbatches before have left: whole gradients, or shards and a buffer."""
+        """Start with the gradients of earlier microbatches: whole ones, or shards and a buffer."""
         size, store = self.habits.compute, self.habits.store
         units = [u for x in layers for u in (x.units.block, x.units.experts)]
         if sync == "each" and self.habits.sharded:
@@ -154,7 +171,7 @@ class Walk:
     # ---- forward ------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> int:
-        """A unit arrives and is copied out: its bytes; one process casts what it has."""
+        """Gather a unit and return its bytes; one process casts its own parameters instead."""
         size = self.habits.compute
         if not self.habits.sharded:
             cast = unit.cast * size if size < self.habits.store else 0
@@ -165,11 +182,12 @@ class Walk:
         return unit.gathered * size
 
     def forward(self, layer: Layer, gathers: bool = True, looks: bool = True) -> None:
-        """One layer's forward.
+        """Simulate one layer's forward.
 
         Args:
+            layer: the part that runs.
             gathers: its parameters are shards before.
-            looks: its moments count; else another microbatch's are the same.
+            looks: its moments count; else they equal another microbatch's.
         """
         name, size = f"forward of {layer.name}", self.habits.compute
         block, experts = layer.units.block, layer.units.experts
@@ -205,13 +223,14 @@ class Walk:
         stays: bool = False,
         again: bool = False,
     ) -> None:
-        """One layer's backward and what becomes of its gradients.
+        """Simulate one layer's backward and the reduction of its gradients.
 
         Args:
+            layer: the part that runs.
             gathers: its parameters are shards before.
-            ahead: bytes of the unit to the left, which is asked for meanwhile.
+            ahead: bytes of the unit to the left, which is gathered at the same time.
             carried: earlier microbatches left whole gradients.
-            reduces: this is the microbatch whose backward reduces them.
+            reduces: this microbatch's backward reduces them.
             stays: its parameters stay whole for the next microbatch.
             again: its gradients have been reduced before.
         """
@@ -241,7 +260,7 @@ class Walk:
             self.whole += units.wide.whole * self.habits.store
 
     def finishes_late(self, layer: Layer) -> bool:
-        """Its gradients are reduced at the end: no gradient of an input tells FSDP2 when."""
+        """Return whether gradients are reduced only at the end: the input has no gradient."""
         return layer.kind == "embed" or (layer.kind == "ngram" and self.habits.sharded)
 
     def finish(
@@ -255,12 +274,17 @@ class Walk:
         leaves: bool = True,
         again: bool = False,
     ) -> None:
-        """A unit's gradients are made: they are added up, and reduced if this is the time.
+        """Add up a unit's new gradients, and reduce them if `reduces`.
 
         Args:
-            carried: `whole` holds those of earlier microbatches.
-            stays: parameters remain gathered; `leaves`: they are gathered now.
-            again: shards of earlier microbatches are there, to be added to.
+            name: of the moment.
+            unit: whose gradients are complete.
+            tensors: bytes of other tensors alive.
+            carried: `whole` holds the gradients of earlier microbatches.
+            reduces: reduce them now.
+            stays: parameters remain gathered.
+            leaves: parameters are gathered now.
+            again: shards of earlier microbatches exist, to which the new ones are added.
         """
         narrow, store = self.habits.compute, self.habits.store
         new, summed = unit.moved * narrow, unit.moved * store

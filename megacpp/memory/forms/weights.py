@@ -1,4 +1,4 @@
-"""Every parameter of every kind of block with its dims, its cut, its optimizer; no torch import.
+"""Parameters of every kind of block with their dims, cuts and optimizers; no torch import.
 
 Mixers come from the descriptors of megacpp/blocks, the rest of the model is here.
 """
@@ -22,15 +22,18 @@ COPY = "copy"  # of the embedding, in a last stage that looks tokens up
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of a model.
+    """Parameter of a model.
 
     Attributes:
-        name: below the mixer of a block, or of the whole name.
+        name: below the mixer of a block; of other parts, the whole name.
+        shape: dims before any cut.
         tp: the dim that is cut over `tp`; None: whole on each of its ranks.
-        muon: hidden matrices are moved by Muon, if it is used.
-        wide: of the fp32 contract, so of the root unit.
+        muon: it is a hidden matrix, updated by Muon if Muon is used.
+        wide: it stays in fp32 and belongs to the root unit.
+        experts: it belongs to routed experts, whose dim is the first.
         heights: rows of the matrices that it holds; empty: one matrix, or one for each expert.
-        latent: moves in place of another weight (`recompute.compress`); `folded`: that other one.
+        latent: it is updated in place of another weight (`recompute.compress`).
+        folded: it is that other weight.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Weight:
 
 @lru_cache(maxsize=256)
 def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weight, ...]:
-    """Parameters of one layer of a kind, or of `embed`, `norm` or `head`."""
+    """Return the parameters of one layer of a kind, or of `embed`, `norm` or `head`."""
     if kind in ("embed", "head", COPY):
         return (Weight(f"{kind}.weight", (model.vocab_size, model.dim), 0),)
     if kind == "top":
@@ -79,7 +82,7 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
 
 
 def _mixer(model: ModelConfig, kind: str) -> Iterator[tuple[Weight, bool]]:
-    """Parameters of a mixer, and whether `recompute.compress` applies to their layer."""
+    """Yield parameters of a mixer, and whether `recompute.compress` applies to their layer."""
     for name, shape, row in KINDS[kind[0]].shapes(model, kind):
         weight = Weight(
             name.removesuffix(".weight").removeprefix("experts."),
@@ -94,7 +97,7 @@ def _mixer(model: ModelConfig, kind: str) -> Iterator[tuple[Weight, bool]]:
 
 
 def _connection(model: ModelConfig) -> Iterator[Weight]:
-    """Of hyper-connections, in every layer."""
+    """Yield parameters of hyper-connections, which every layer has."""
     n = model.mhc.streams
     if n > 1:
         coefficients = n * n + 2 * n

@@ -1,12 +1,13 @@
-"""Working sets: bytes that a part of the model needs while it runs, beside what others keep.
+"""Working sets: bytes that a part of the model needs while it runs, beside other parts' tensors.
 
-`forward` and `backward` give the fullest moments of one layer. Counted at a moment: what the layer
-keeps, as far as it is alive, what came from behind, temporaries, and the gradients of the layer's
-own weights that this microbatch has made, whole. Not counted: weights (shards, gathered, in
-collectives), what layers before keep. tests/memory/working_sets.py finds the same in a traced step.
+`forward` and `backward` give the fullest moments of one layer. Counted at a moment: saved tensors
+of the layer that are alive, gradients from later layers, temporaries, and the whole gradients of
+the layer's own weights that this microbatch has made. Not counted: weights (shards, gathered, in
+collectives), saved tensors of earlier layers. tests/memory/working_sets.py measures the same in a
+traced step.
 
-The sums that earlier microbatches left in the gradients are for others to add: with FSDP2 they are
-there beside the new ones, in fp32; in a single process each new one is added to its own and freed.
+Gradients of earlier microbatches are counted elsewhere: with FSDP2 they exist beside the new ones,
+in fp32; in a single process each new one is added to its own and freed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def forward(own: Share, name: str, first: bool = False) -> tuple[Moment, ...]:
 
     Args:
         own: sizes of the rank.
-        name: of `activations.PartBytes`.
-        first: of the layer that makes what all layers of a batch share.
+        name: as in `activations.PartBytes`.
+        first: the layer makes the tensors that all layers of a batch share.
     """
     layer = Layered.of(name)
     kind = layer.kind
@@ -71,7 +72,7 @@ def forward(own: Share, name: str, first: bool = False) -> tuple[Moment, ...]:
 
 
 def backward(own: Share, name: str) -> tuple[Moment, ...]:
-    """The same in the backward, with what it runs again."""
+    """Return the fullest moments of a part in the backward, recomputation included."""
     layer = Layered.of(name)
     kind = layer.kind
     if kind in ENDS:
@@ -94,11 +95,11 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
 def first_attention(own: Share, name: str) -> tuple[Moment, ...]:
     """Return moments of the first A block's forward, which makes the masks of a batch.
 
-    They take the place of the plain ones; the masks themselves are the batch's.
+    They replace the plain ones; the masks themselves belong to the batch.
 
     Args:
         own: sizes of the rank.
-        name: of the part; of another than an A block, those of its A blocks.
+        name: of the part; for another part than an A block, moments of its A blocks.
     """
     if name[0] == "A":
         return forward(own, name, first=True)
@@ -107,12 +108,12 @@ def first_attention(own: Share, name: str) -> tuple[Moment, ...]:
 
 
 def _pieces(own: Share, layer: Layered) -> Pieces:
-    """What a layer runs again of its mixer."""
+    """Return the regions of its mixer that a layer recomputes."""
     if layer.last:
         return NOTHING
     return regions_of(own.config.recompute, own.config.model, layer.kind[0])
 
 
 def _what(kind: str) -> str:
-    """The mixer of a kind."""
+    """Return the mixer of a kind."""
     return kind.partition("+")[0]

@@ -1,7 +1,7 @@
 """Working sets of hashed n-grams and of token order prediction.
 
 Legend: n tokens of this rank, t those of the residual stream, D model, v words of this rank, r
-tokens of a chunk, K tables or tokens ahead; s bytes of a number in compute, w of what is never
+tokens of a chunk, K tables or tokens ahead; s bytes of an element in compute, w of one never
 narrower than fp32.
 """
 
@@ -19,7 +19,7 @@ FARTHEST = {4: 88, 8: 709}  # tokens ahead that can weigh, by bytes (megacpp/ker
 
 
 def ngram(own: Share) -> Iterator[Moment]:
-    """Rows by hashing, what stands there, its projection, and the sum with the embedding."""
+    """Yield moments of hashing, the look-up, its projection, and the sum with the embedding."""
     model, n, t = own.config.model, own.tokens, own.stream
     width, s, c = ngram_width(model.ngram), own.residual, own.compute
     places = n * (width // model.ngram.dim)
@@ -33,7 +33,7 @@ def ngram(own: Share) -> Iterator[Moment]:
 
 
 def ngram_back(own: Share) -> Iterator[Moment]:
-    """Gradients of the projection, of what was looked up, and of the tables."""
+    """Yield moments of gradients of the projection, of looked-up rows, and of the tables."""
     model, n, t = own.config.model, own.tokens, own.stream
     width, s, c = ngram_width(model.ngram), own.residual, own.compute
     store, proj = c if own.parallel else own.wide, model.dim * width
@@ -51,7 +51,7 @@ def ngram_back(own: Share) -> Iterator[Moment]:
 
 
 def top(own: Share) -> Iterator[Moment]:
-    """Places of words in whole rows, then logits of some tokens at a time, and both gradients."""
+    """Yield moments of word places in whole rows, then of chunks of logits and both gradients."""
     model, s, w, n = own.config.model, own.compute, own.wide, own.tokens
     v, D = model.vocab_size // own.tp, model.dim
     rows = chunk_rows(n, D, v)
@@ -68,7 +68,7 @@ def top(own: Share) -> Iterator[Moment]:
 
 
 def top_back(own: Share) -> Iterator[Moment]:
-    """Gradients that the forward made are scaled; the input's meets the head's."""
+    """Yield moments of scaling the forward's gradients, and of the sum with the head's."""
     model, s = own.config.model, own.compute
     x, t = own.tokens * model.dim * s, own.stream * model.dim * s
     made = model.vocab_size // own.tp * model.dim * (s if own.parallel else own.wide)

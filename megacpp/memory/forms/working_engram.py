@@ -1,10 +1,10 @@
 """Working sets of n-gram memories in front of A blocks.
 
-They come before and behind those of the block's own forms: while a memory runs, nothing of its
-mixer is there yet, or any more. megacpp/blocks/engram/module.py and kernels/memory_gate.py line by
+They come before and behind those of the block itself: while a memory runs, no tensor of the mixer
+is alive. The moments follow megacpp/blocks/engram/module.py and kernels/memory_gate.py line by
 line.
 
-Legend: n tokens of this rank, M memory; s bytes of a number in compute, w of what is never narrower
+Legend: n tokens of this rank, M memory; s bytes of an element in compute, w of one never narrower
 than fp32.
 """
 
@@ -24,7 +24,7 @@ LOOKED_UP = ("own rows", "scatter rows", "rows")  # what no piece comes to again
 
 
 def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
-    """Rows, projections and gate, norm, convolution, sums."""
+    """Yield moments of rows, projections and gate, norm, convolution, and sums."""
     z, n = Sizes.of(own), own.tokens
     M, s, w = memory_width(own.config.model), own.compute, own.wide
     saves = not pieces & {"block", "engram"}
@@ -53,7 +53,7 @@ def forward(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 
 def behind(own: Share, pieces: Pieces, block: Iterable[Moment]) -> Iterator[Moment]:
-    """Moments of the block's forward behind its memory: the sum with the stream is there too."""
+    """Yield moments of the block's forward behind its memory, whose sum is alive too."""
     again = pieces & {"engram", "block"}
     held = kept_bytes(own, pieces) + (Sizes.of(own).stream if again else 0)
     for moment in block:
@@ -61,10 +61,10 @@ def behind(own: Share, pieces: Pieces, block: Iterable[Moment]) -> Iterator[Mome
 
 
 def before(own: Share, pieces: Pieces, block: Iterable[Moment]) -> Iterator[Moment]:
-    """Moments of the block's backward in front of its memory's.
+    """Yield moments of the block's backward, before its memory's.
 
-    The block's norm asks for its input, the sum with the stream: what runs again is there from then
-    on, or from the start where all of the block does.
+    The block's norm requests its input, the sum with the stream: recomputed tensors are alive from
+    then on, or from the start if the whole block is recomputed.
     """
     z = Sizes.of(own)
     there, all_there = kept_bytes(own, pieces), kept_bytes(own, NOTHING)
@@ -86,7 +86,7 @@ def before(own: Share, pieces: Pieces, block: Iterable[Moment]) -> Iterator[Mome
 
 
 def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
-    """Behind the block's own backward, whose gradients of weights have been made."""
+    """Yield moments behind the block's own backward, with its weights' gradients alive."""
     model, z = own.config.model, Sizes.of(own)
     made = gradient_bytes(own, "A") + model.dim * own.wide
     for moment in (*_mixed_back(own, z), *_looked_up_back(own, z)):
@@ -94,7 +94,7 @@ def backward(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 
 def _mixed_back(own: Share, z: Sizes) -> Iterator[Moment]:
-    """Convolution, norm, and gate."""
+    """Yield moments of the backward of convolution, norm, and gate."""
     grad = z.stream + (z.channels if own.residual != own.compute else 0)
     saved = z.memory + z.looked + z.key + z.value + 3 * z.numbers + z.channels
     conv = gradient_bytes(own, KIND, "engram.conv")
@@ -115,7 +115,7 @@ def _mixed_back(own: Share, z: Sizes) -> Iterator[Moment]:
 
 
 def _looked_up_back(own: Share, z: Sizes) -> Iterator[Moment]:
-    """Values, keys, and the tables."""
+    """Yield moments of the backward of values, keys, and tables."""
     made = gradient_bytes(own, KIND, "engram.conv") + 3 * gradient_bytes(
         own, KIND, "engram.value_norm"
     )

@@ -12,13 +12,18 @@ from megacpp.memory.forms.weights import Weight, weights
 
 
 def norm_forward(own: Share) -> Moment:
-    """x and x / rms widened, and the result; 1 / rms."""
+    """Return the moment of a norm's forward: x and x / rms widened, the result, 1 / rms."""
     x, cast = own.stream * own.config.model.dim * own.wide, own.residual < own.wide
     return Moment("norm", x * (3 if cast else 2) + own.stream * own.wide)
 
 
 def norm_back(own: Share, rms: int) -> Moment:
-    """dy as it came and widened, x widened, products, dx; `rms`: numbers per token."""
+    """Return the moment of a norm's backward: dy as it came and widened, x widened, products, dx.
+
+    Args:
+        own: sizes of the rank.
+        rms: bytes of the norm's factors, one or more per token.
+    """
     D, x = own.config.model.dim, own.stream * own.config.model.dim
     casts = (own.residual < own.wide) + (own.compute < own.wide)
     wide = own.wide * (norm_products(own) + 1 + casts)
@@ -26,12 +31,15 @@ def norm_back(own: Share, rms: int) -> Moment:
 
 
 def norm_products(own: Share) -> int:
-    """Beside dx the formula makes x / rms and dy x / rms; the kernel of a GPU makes neither."""
+    """Return the products that a norm's backward stores beside dx: x / rms, dy x / rms.
+
+    A GPU's kernel stores neither.
+    """
     return 0 if own.on_gpu else 2
 
 
 def given(own: Share, letter: str) -> int:
-    """The gradient of a mixer's output where it is not the residual stream's own."""
+    """Return bytes of a mixer's output gradient; 0: it is the residual stream's own."""
     one = own.config.model.mhc.streams == 1
     if one and own.tp == 1 and own.residual == own.compute:
         return 0
@@ -41,19 +49,19 @@ def given(own: Share, letter: str) -> int:
 
 
 def copied(own: Share) -> int:
-    """A gather or scatter along the tokens of several rows copies what it moves."""
+    """Return 1 if a gather or scatter along tokens makes a copy, as for several rows; else 0."""
     return 1 if own.rows > 1 else 0
 
 
 def kept_of_block(own: Share, kind: str, pieces: Pieces) -> int:
-    """Return what a block keeps, without copies of weights."""
+    """Return bytes that a block saves for its backward, without copies of weights."""
     parts = traced_kept(own, kind, pieces)
     kept = sum(count * each for group, count, each in parts if group != "weights")
     return kept + kept_product(own, kind[0], pieces)
 
 
 def whole(own: Share, weight: Weight) -> int:
-    """Elements of a gathered weight: cut over `tp` and `ep` alone."""
+    """Return the elements of a gathered weight: cut over `tp` and `ep` alone."""
     numbers = 1
     for size in weight.shape:
         numbers *= size
@@ -63,12 +71,12 @@ def whole(own: Share, weight: Weight) -> int:
 
 
 def gradient_bytes(own: Share, letter: str, *names: str) -> int:
-    """Gradients of the weights of a mixer, or of some of them, as a backward leaves them."""
+    """Return bytes of a mixer's weight gradients, or of those named, as a backward leaves them."""
     return sum(size for name, size in _gradients(own, letter) if not names or name in names)
 
 
 def largest_gradient(own: Share, letter: str) -> int:
-    """Of one weight."""
+    """Return bytes of the largest gradient of one weight of a mixer."""
     return max((size for _, size in _gradients(own, letter)), default=0)
 
 

@@ -1,7 +1,7 @@
-"""Working sets outside of the blocks: embedding, last norm, head, and what a stage receives.
+"""Working sets outside of the blocks: embedding, last norm, head, and received streams.
 
 Legend: n tokens of this rank, t those of the residual stream, D model, v words of this rank, r
-tokens of a chunk; s bytes of a number in compute, w of what is never narrower than fp32.
+tokens of a chunk; s bytes of an element in compute, w of one never narrower than fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRODUCT_BYTES = 2**26  # of the weight's gradient on a GPU at a time (there too)
 
 
 def embed(own: Share) -> Iterator[Moment]:
-    """Rows of the table; of a cut vocabulary zeros for other ranks' words, summed by tokens."""
+    """Yield moments of the look-up; of a cut vocabulary also zeros for other ranks' words."""
     t, n = _stream(own), own.tokens * own.config.model.dim * own.residual
     words = own.tokens * (INDEX + 1) if own.tp > 1 else 0
     if own.tp == 1:
@@ -28,7 +28,7 @@ def embed(own: Share) -> Iterator[Moment]:
 
 
 def embed_back(own: Share) -> Iterator[Moment]:
-    """The table's gradient; of a tied one also the sum with the head's, which is the head's."""
+    """Yield moments of the table's gradient; of a tied one also the sum with the head's."""
     model, t = own.config.model, _stream(own)
     n, words = own.tokens * model.dim * own.residual, own.tokens * (INDEX + 1)
     table = _words(own) * model.dim * (own.compute if own.parallel else own.wide)
@@ -41,32 +41,32 @@ def embed_back(own: Share) -> Iterator[Moment]:
 
 
 def spread(own: Share) -> Iterator[Moment]:
-    """Copies of one stream."""
+    """Yield the moment of copying one stream to all."""
     yield Moment("streams", _streams(own))
 
 
 def spread_back(own: Share) -> Iterator[Moment]:
-    """Their sum."""
+    """Yield the moment of summing the streams' gradients."""
     yield Moment("streams", _streams(own) + _stream(own))
 
 
 def collapse(own: Share) -> Iterator[Moment]:
-    """Mean or sum of the streams."""
+    """Yield the moment of the mean or sum of the streams."""
     yield Moment("streams", _stream(own))
 
 
 def collapse_back(own: Share) -> Iterator[Moment]:
-    """The same gradient for each of them."""
+    """Yield the moment of copying one gradient to all streams."""
     yield Moment("streams", _streams(own) + _stream(own))
 
 
 def last_norm(own: Share) -> Iterator[Moment]:
-    """Behind the last block."""
+    """Yield the moment of the norm behind the last block."""
     yield norm_forward(own)
 
 
 def last_norm_back(own: Share) -> Iterator[Moment]:
-    """From the head's gradient."""
+    """Yield the moment of the last norm's backward, from the head's gradient."""
     mtp = own.config.model.mtp
     waits = 0
     if mtp.depths and not mtp.detach_trunk:  # what it gives back is yet to be added
@@ -75,7 +75,7 @@ def last_norm_back(own: Share) -> Iterator[Moment]:
 
 
 def head(own: Share) -> Iterator[Moment]:
-    """Logits of some tokens at a time, and both gradients at once; then those further ahead."""
+    """Yield moments of chunks of logits with both gradients; then of tokens further ahead."""
     model, n = own.config.model, own.tokens
     depths, x = model.mtp.depths, n * model.dim * own.compute
     cut, made, tied = own.tp > 1, _made(own), model.tie_embeddings
@@ -87,7 +87,10 @@ def head(own: Share) -> Iterator[Moment]:
 
 
 def _loss(own: Share, n: int, learns: bool) -> Iterator[Moment]:
-    """One call for n tokens; Triton's kernels have no logits but the product, which they change."""
+    """Yield moments of one loss call for n tokens.
+
+    Triton's kernels store no logits except the product, which they change in place.
+    """
     model, s, w = own.config.model, own.compute, own.wide
     v, D = _words(own), model.dim
     rows = chunk_rows(n, D, v)
@@ -112,7 +115,7 @@ def _loss(own: Share, n: int, learns: bool) -> Iterator[Moment]:
 
 
 def head_back(own: Share) -> Iterator[Moment]:
-    """Gradients that the forward made are scaled; the input's goes back to its tokens."""
+    """Yield moments of scaling the forward's gradients, and of returning the input's."""
     model, s = own.config.model, own.compute
     x, made, tied = own.tokens * model.dim * s, _made(own), model.tie_embeddings
     back = x * copied(own) + _stream_in(own) if own.tp > 1 else 0
@@ -126,27 +129,33 @@ def head_back(own: Share) -> Iterator[Moment]:
 
 
 def copy(own: Share) -> Iterator[Moment]:
-    """A last stage's embedding does nothing by itself."""
+    """Yield nothing: a last stage's embedding runs no operators by itself."""
     return iter(())
 
 
 def _made(own: Share) -> int:
-    """The gradient of the weight."""
+    """Return bytes of the head weight's gradient."""
     return _words(own) * own.config.model.dim * (own.compute if own.parallel else own.wide)
 
 
 def received(own: Share) -> Iterator[Moment]:
-    """The residual stream from, or its gradient for, another stage."""
+    """Yield the moment of the residual stream from another stage, or of its gradient."""
     yield Moment("received", _streams(own))
 
 
 def product_bytes(whole: int, word: int) -> int:
-    """What a GPU makes of a weight's gradient at a time: `accumulate` of the same file."""
+    """Return bytes of a weight gradient that a GPU makes at a time.
+
+    Source: `accumulate` of megacpp/kernels/linear_cross_entropy/chunked.py.
+    """
     return min(whole, max(1, PRODUCT_BYTES // word) * word)
 
 
 def chunk_rows(tokens: int, dim: int, words: int) -> int:
-    """Tokens of a chunk (`chunk_rows` of megacpp/kernels/linear_cross_entropy/chunked.py)."""
+    """Return the tokens of a chunk of the head.
+
+    Source: `chunk_rows` of megacpp/kernels/linear_cross_entropy/chunked.py.
+    """
     wanted = max(FEWEST_ROWS, -(-tokens * dim // words))
     return min(max(1, tokens), 1 << (wanted - 1).bit_length())
 

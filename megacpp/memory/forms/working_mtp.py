@@ -1,7 +1,7 @@
-"""Working sets of multi-token prediction: depth after depth, each an A and an F block in a frame.
+"""Working sets of multi-token prediction: depth after depth, each with an A and an F block.
 
-Legend: n tokens of this rank, t those of the residual stream, D model, K depths; s bytes of a
-number in compute, w of what is never narrower than fp32, r of the residual stream.
+Legend: n tokens of this rank, t those of the residual stream, D model, K depths; s bytes of an
+element in compute, w of one never narrower than fp32, r of the residual stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacpp.model.regions import BLOCK, NOTHING
 
 
 def mtp(own: Share) -> Iterator[Moment]:
-    """Embeddings of all depths, then the last depth, when most is kept; what the head gets."""
+    """Yield moments of all depths' embeddings, of the last depth, and of the head's input."""
     K, made, again = own.config.model.mtp.depths, _normed(own), own.config.recompute.mtp
     beside = made if own.config.model.mtp.hidden == "pre_norm" else 0  # else it is handed on
     for moment in working_head.embed(_rows(own, K)):
@@ -37,7 +37,7 @@ def mtp(own: Share) -> Iterator[Moment]:
 
 
 def mtp_back(own: Share) -> Iterator[Moment]:
-    """Each depth, the last first, with what it runs again; then the embeddings'."""
+    """Yield moments of each depth, last first, with recomputation; then of the embeddings."""
     mtp, t, D = own.config.model.mtp, own.stream, own.config.model.dim
     K, r = mtp.depths, own.residual
     of_head = K * _normed(own)  # of all depths together: views of one tensor
@@ -68,7 +68,7 @@ def mtp_back(own: Share) -> Iterator[Moment]:
 
 
 def _depth(own: Share, pieces: Pieces) -> Iterator[Moment]:
-    """Forward of one depth, beside what is there before."""
+    """Yield moments of one depth's forward, beside the tensors alive before."""
     plain, t, D = of_blocks(own), own.stream, own.config.model.dim
     s, w, r = own.compute, own.wide, own.residual
     keeps = not pieces
@@ -88,7 +88,7 @@ def _depth(own: Share, pieces: Pieces) -> Iterator[Moment]:
 
 
 def _depth_back(own: Share) -> Iterator[Moment]:
-    """Backward of one depth, whose tensors are all there."""
+    """Yield moments of one depth's backward, with all its tensors alive."""
     plain, t, D = of_blocks(own), own.stream, own.config.model.dim
     s, w, r, narrow = own.compute, own.wide, own.residual, own.compute if own.parallel else own.wide
     kept = _sum(depth(own))
@@ -110,7 +110,7 @@ def _depth_back(own: Share) -> Iterator[Moment]:
 
 
 def _before(own: Share, k: int) -> int:
-    """What the embeddings and the first k depths keep, and hand on."""
+    """Return bytes that the embeddings and the first k depths save, and hand to the next."""
     mtp = own.config.model.mtp
     post = mtp.hidden == "post_norm"
     found = _sum(looked_up(own))
@@ -121,12 +121,12 @@ def _before(own: Share, k: int) -> int:
 
 
 def _rows(own: Share, times: int) -> Share:
-    """The same rank with more rows of a microbatch."""
+    """Return the sizes of the rank with `times` as many rows of a microbatch."""
     return replace(own, rows=own.rows * times)
 
 
 def _gradients(own: Share) -> int:
-    """Of the weights of one block."""
+    """Return bytes of the weight gradients of one block."""
     plain, D, narrow = of_blocks(own), own.config.model.dim, own.wide
     narrow = own.compute if own.parallel else own.wide
     blocks = gradient_bytes(plain, "A") + gradient_bytes(plain, "F")
@@ -134,8 +134,10 @@ def _gradients(own: Share) -> int:
 
 
 def _pending(own: Share) -> int:
-    """Gradients of a shared block that wait for those of other depths: of what autocast casts,
-    as narrow as their products."""
+    """Return bytes of a shared block's gradients that wait for those of other depths.
+
+    Gradients of weights that autocast casts are as narrow as their products.
+    """
     plain, D = of_blocks(own), own.config.model.dim
     wide = [w for letter in "AF" for w in weights(plain.config.model, letter)]
     found = sum(whole(plain, w) * (own.wide if w.wide else own.compute) for w in wide)
@@ -144,7 +146,7 @@ def _pending(own: Share) -> int:
 
 
 def _new(own: Share, made: int) -> int:
-    """What a depth adds to gradients that wait: each is summed with its own as it comes."""
+    """Return bytes that a depth adds to waiting gradients, each summed with its own at once."""
     wider = 0 if own.parallel else own.wide - own.compute
     largest = whole(own, weights(of_blocks(own).config.model, "F")[-1])
     one = largest * (own.compute if own.parallel else own.wide)
@@ -152,7 +154,7 @@ def _new(own: Share, made: int) -> int:
 
 
 def _normed(own: Share) -> int:
-    """What the head reads of one depth, as it lies between blocks."""
+    """Return bytes of the head's input for one depth, sharded as between blocks."""
     return own.stream * own.config.model.dim * own.compute
 
 
