@@ -59,7 +59,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     dtype = compute_dtype(config.precision, CPU)
     casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
     # SDPA on the meta device is another one, of plain products.
-    faked = casts or (request.kind[0] == "A" and config.kernels.attention == "torch")
+    faked = casts or _runs_sdpa(request)
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
     if world.parallel:
@@ -91,6 +91,13 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         with BlockMeter(model.train()) as meter:
             meter.run(model.blocks[str(layer)], x_BTD, docs, cast)
         return meter.trace()
+
+
+def _runs_sdpa(request: BlockRequest) -> bool:
+    """Return whether the block attends to all keys by torch's own function."""
+    if request.kind[0] != "A" or request.config.kernels.attention != "torch":
+        return False
+    return "." not in request.kind or request.config.model.attention.sparse.stage == "dense"
 
 
 def _documents(request: BlockRequest, world: World) -> Documents:
