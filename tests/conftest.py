@@ -34,7 +34,7 @@ def _young_heap() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep block traces in a cache of this session, which its worker processes share."""
+    """Keep block traces in a cache of this test run, which its worker processes share."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["MEGACPP_CACHE"] = str(shared / "cache")

@@ -10,7 +10,7 @@ gradient of the input is freed at once: in a step, the neighbouring blocks alloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
@@ -35,7 +35,6 @@ class BlockMeter(Meter):
         self._shared: set[int] = set()  # made for all layers of the batch
         self._start = 0  # the number that the backward starts from
         self._result: Allocation | None = None
-        self._remembering = 0
 
     def __enter__(self) -> BlockMeter:
         super().__enter__()
@@ -114,21 +113,6 @@ class BlockMeter(Meter):
         super()._on_alloc(*args)
         if self._remembering:
             self._shared.add(id(self.allocations[-1]))
-
-    def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell apart what documents remember: the first layer makes it for all."""
-
-        def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
-            def made() -> Any:
-                self._remembering += 1
-                try:
-                    return make()
-                finally:
-                    self._remembering -= 1
-
-            return memo(docs, key, made)
-
-        return watched
 
 
 def _in_order(events: list[int]) -> Iterator[int]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -112,7 +112,7 @@ class Meter(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.kept: list[Allocation] = []
         self.flops: Counter[tuple[str, Phase]] = Counter()
-        self.count = self.forward_ended = 0
+        self.count = self.forward_ended = self._remembering = 0
         self._events: list[tuple[int, int, Allocation, str]] = []
         self._alive: dict[int, Allocation] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -333,6 +333,21 @@ class Meter(TorchDispatchMode):
 
     def _enter_backward(self, part: str, grad: Tensor) -> None:
         self._back = part
+
+    def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the allocations that documents memoize: the first layer that asks makes them."""
+
+        def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
+            def made() -> Any:
+                self._remembering += 1
+                try:
+                    return make()
+                finally:
+                    self._remembering -= 1
+
+            return memo(docs, key, made)
+
+        return watched
 
     def _unpacking(self, init: Callable[..., None]) -> Callable[..., None]:
         """Count operators that unpack a saved tensor as replayed; note what is packed as kept."""

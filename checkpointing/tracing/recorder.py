@@ -16,7 +16,7 @@ parameters the unit has, whichever part runs meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,7 +60,6 @@ class Recorder(Meter):
         self._computes = torch.cpu.current_stream()
         self._streams: dict[int, int] = {}  # others, numbered as they come
         self._stream_of: dict[int, int] = {}
-        self._remembering = 0
         self._first_alone: set[int] = set()
         self.first_alone: set[int] = set()
 
@@ -230,21 +229,6 @@ class Recorder(Meter):
     def _enter_backward(self, part: str, grad: Tensor) -> None:
         super()._enter_backward(part, grad)
         self.mark(f"backward {part}")
-
-    def _remembered(self, memo: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the allocations that documents memoize: the first layer that asks makes them."""
-
-        def watched(docs: Documents, key: Hashable, make: Callable[[], Any]) -> Any:
-            def made() -> Any:
-                self._remembering += 1
-                try:
-                    return make()
-                finally:
-                    self._remembering -= 1
-
-            return memo(docs, key, made)
-
-        return watched
 
 
 def _locals(found: Any) -> Any:

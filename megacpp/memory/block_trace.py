@@ -1,6 +1,6 @@
 """Allocations of one block's forward and backward, in order, as a tracer records them.
 
-    trace = traced_block(own, "R", pieces)     # megacpp/memory/forms/traced.py
+    (trace,) = trace_blocks([request])         # megacpp/cli/block_trace.py
     max(m.bytes for m in moments(trace, True)) # bytes alive at the fullest moment of its backward
 
 A tracer runs a block of a rank's own sizes without values (megacpp/cli/block_trace.py). The bytes

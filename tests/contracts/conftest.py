@@ -1,4 +1,4 @@
-"""One line for each contract where the audit is asked for: `pytest tests/contracts -v`."""
+"""Print one line for each contract: `pytest tests/contracts -v`."""
 
 import pytest
 

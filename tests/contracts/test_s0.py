@@ -174,7 +174,7 @@ def test_s0_b_selective_attention_is_offered_with_its_cost() -> None:
 
 
 def test_s0_c_every_older_flag_is_translated() -> None:
-    """Of the article's flag surface; a spacing of layers is the policy by kind, and says so."""
+    """Translate the article's flags; a note says that a spacing becomes the policy by kind."""
     switches = (
         *("recompute_moe_experts", "recompute_m2rnn", "recompute_mamba_conv", "recompute_norms"),
         *("mtp_recompute", "cpu_offload_checkpointing", "gradient_checkpointing"),

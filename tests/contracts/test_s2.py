@@ -18,7 +18,7 @@ def test_s2_1_scores_streamed_by_head_are_the_formula_and_hold_no_slab() -> None
 
 
 def test_s2_2_every_head_reaches_the_fused_loss() -> None:
-    """Of a hybrid, further tokens and token order included: no tensor of N * V numbers."""
+    """Make no tensor of N * V numbers in a hybrid, further tokens and token order included."""
     test_ours.test_no_head_of_a_hybrid_model_makes_logits()
 
 

@@ -137,7 +137,7 @@ def check_segments(golden: GoldenFile, ranks: int) -> None:
 
 
 def check_settings(golden: GoldenFile) -> None:
-    """What the rule has no setting for."""
+    """Check what is fixed here: norms of q and k, their scale, the layout of states."""
     c = golden.config
     assert c["use_qk_l2norm"] and c["l2norm_eps"] == 1e-6 and c["scale"] == "head_k_dim**-0.5"
     assert c["state_layout"] == "[k, v]"

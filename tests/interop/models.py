@@ -1,4 +1,4 @@
-"""One small model for each class of Hugging Face, and its run's final folder on disk."""
+"""Small models, a class of Hugging Face each, and the final folders of their runs."""
 
 from __future__ import annotations
 

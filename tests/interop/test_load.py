@@ -196,7 +196,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
 
 
 def test_experts_may_be_stacked(tmp_path: Path) -> None:
-    """As transformers holds them in memory: gate and up of all experts in one tensor."""
+    """Save gate and up of all experts in one tensor, as transformers holds them in memory."""
     model = model_of("qwen3_moe")
     model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, route_scale=2.0))
     exported(tmp_path, model)

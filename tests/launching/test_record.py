@@ -39,7 +39,7 @@ def test_versions_of_packages_and_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_a_gpu_s_driver_and_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As nvidia-smi and torch say them: a stand-in for the program, NCCL's own number."""
+    """Record the driver's version (of a stand-in for nvidia-smi) and NCCL's."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!{sys.executable}\nprint('570.86.15')\nprint('570.86.15')\n")
     program.chmod(0o755)
@@ -69,7 +69,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_records_without_a_number_are_read(tmp_path: Path) -> None:
-    """What the first layout didn't record is null; what it did stays."""
+    """Read a record of the first layout: fields that it lacks are null."""
     path = tmp_path / "launch.json"
     old = {"versions": {"torch": "2.13.0", "numpy": "2.4.1"}, "world_size": 2, "mesh": {"tp": 2}}
     path.write_text(json.dumps(old))

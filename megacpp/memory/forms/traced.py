@@ -97,11 +97,6 @@ def _fields(of: object, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
 
 
-def traced_block(own: Share, kind: str, pieces: Pieces) -> BlockTrace:
-    """Return the trace of a block of this rank."""
-    return _trace(request_of(own, kind, pieces))
-
-
 @lru_cache(maxsize=4096)
 def _trace(request: BlockRequest) -> BlockTrace:
     """Return a trace, derived from others of its group, or a new one."""
