@@ -5,7 +5,7 @@ python train.py --help
 """
 
 from megacpp.config.arguments import Resolved, parse_or_exit
-from megacpp.launch.home import put_first
+from megacpp.home import put_first
 
 put_first()  # `parallel`, `optim` and `checkpointing` below are this checkout's, from any folder
 
@@ -18,25 +18,22 @@ from pathlib import Path
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.fp8 import check_fp8_device
 from checkpointing.tracing.watch import StepWatch
+from megacpp.config.batch_schedule import batch_schedule
 from megacpp.data.loader import Loader
-from megacpp.data.schedule import batch_schedule
 from megacpp.errors import PreemptedError
 from megacpp.interop.start import check_start, start_from
 from megacpp.launch.folder import open_folder, start_point
 from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
-from megacpp.run.evaluate import evaluate, validation_share
-from megacpp.run.expert_load import LoadWatch
+from megacpp.run.evaluate import HeldOut
 from megacpp.run.failure import guarded
-from megacpp.run.final import export_final, write_sample
-from megacpp.run.forensics import Forensics
+from megacpp.run.final import finish
 from megacpp.run.goodput import Goodput
-from megacpp.run.health import Health, budget_spent
-from megacpp.run.measured import Calibrator
+from megacpp.run.health import Health
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
-from megacpp.run.profiling import StepProfile
-from megacpp.run.records import Records
+from megacpp.run.records import open_records
+from megacpp.run.rewind import Rewinds
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer, describe, learning_rates
 from optim.clip import clip_gradients
@@ -51,7 +48,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     """Train a resolved configuration from its last checkpoint to its last step.
 
     Raises:
-        PreemptedError: SIGTERM arrived; the state after that step is saved.
+        PreemptedError: SIGTERM or SIGHUP arrived; the state after that step is saved.
         NonFiniteError: more than `train.max_skips` steps in a row were left out.
     """
     # ---- config, data, kernels, memory: what can be wrong is found before ranks meet -------------
@@ -61,7 +58,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         check_start(resolved.config)
         launch = prepare(resolved, peers, device)
     config, corpus, folder = launch.config, launch.corpus, Path(launch.config.run.dir)
-    stop = StopRequest()  # SIGTERM: save after this step and leave
+    stop = StopRequest()  # SIGTERM, SIGHUP: save after this step and leave
     smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
 
     # ---- mesh, model (meta device, shard, materialise), optimizer, boundary ----------------------
@@ -69,9 +66,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     world = start(config.mesh, device, peers.store)
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
-    ac = ActivationCheckpointing(
-        config, device, say=partial(print, flush=True) if world.is_main else None
-    )
+    say = partial(print, flush=True) if world.is_main else None
+    ac = ActivationCheckpointing(config, device, say=say)
     model = build_model(config, world, ac)
     optimizer = build_optimizer(model, config, world.holders)
     boundary = AccumulationBoundary(model, world, config, stop)
@@ -81,11 +77,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     batches, _ = batch_schedule(config, world.size)
     share = world.coordinate("batch"), world.degree("batch")
     loader, health = Loader(corpus, *share, config.train.device_batch_size), Health()
-    held_out = validation_share(corpus, config, *share)
-    counters = {"health": health, "loss_scale": boundary.loss_scale}
-    state = TrainingState(
-        folder / "checkpoints", model, optimizer, config, corpus.fingerprint, loader, counters
-    )
+    counters, saved = {"health": health, "loss_scale": boundary.loss_scale}, folder / "checkpoints"
+    state = TrainingState(saved, model, optimizer, config, corpus.fingerprint, loader, counters)
     with clock.span("checkpoint"):
         state.resume(start_point(peers, config))
         if config.checkpoint.init and state.saved is None:
@@ -96,15 +89,13 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     seen = describe(model, config), ac.compiled, ac.words(), state.step, state.changed
     mfu = announce(launch, world.degrees, world.is_main, *seen)
     log = MetricsLog(folder, config, state.step, world.is_main)
+    rewinds = Rewinds(folder, config, state, health, log, world.is_main)
     watch = partial(StepWatch, model, optimizer)
-    forensics = Forensics(folder, config, world.rank, device, watch, state.step)
-    calibrator = Calibrator(launch.admission, device, of_all, world.rank, folder)
-    balance = LoadWatch(config.model.moe.load_warning)
-    profile = StepProfile(config.run.profile, folder, world.rank, device)
-    records = Records(log, health, balance, forensics, calibrator, mfu, boundary.where, profile)
+    records = open_records(launch, log, health, world, mfu, boundary.where, watch)
+    held_out = HeldOut(corpus, config, share, boundary.evaluate, log)
 
     # ---- the loop --------------------------------------------------------------------------------
-    for step in range(state.step, config.run.steps):
+    while (step := state.step) < config.run.steps:
         clock.step(step)
         records.begin(step)
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
@@ -128,31 +119,29 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         read = {"tokens": sums.tokens, "grad_accum": grad_accum}
         records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
 
-        if state.bad_steps >= config.train.max_skips:
-            raise budget_spent(config, state.saved)
+        if rewinds.due():
+            with clock.span("checkpoint"):
+                rewinds.go_back()
+            scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
+            continue
         last = step + 1 == config.run.steps
         ends = (last or status.leaving) and not smoke
         if ends or (due(config.checkpoint.every, step) and not state.bad_steps):
             with clock.span("checkpoint"):
-                state.save(0 if state.bad_steps else config.checkpoint.keep)  # 0: drops no older
+                state.save(config.checkpoint.keep)
         if status.leaving:
             records.close(of_sum, world.size)
-            raise PreemptedError(f"stopped by SIGTERM after step {step + 1}")
+            raise PreemptedError(f"stopped by {stop.heard or 'SIGTERM'} after step {step + 1}")
         if due(config.run.eval_every, step) and not last:
             with clock.span("evaluation"):
-                values = evaluate(boundary.evaluate, held_out, corpus, world.is_main)
-                log.evaluation(step, values, corpus.no_verdict)
+                held_out.evaluate(step)
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()
     if not smoke:
         with clock.span("evaluation"):
-            values = evaluate(boundary.evaluate, held_out, corpus, world.is_main)
-            log.evaluation(state.step - 1, values, corpus.no_verdict)
-        export_final(model, corpus, config, folder, state.step)
-        if world.is_main:
-            log.sample(state.step - 1, write_sample(corpus, config, folder, device))
-            print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
+            loss = held_out.evaluate(state.step - 1)
+        finish(model, corpus, config, log, state.step, loss)
     records.close(of_sum, world.size)
     clock.close()
     world.close()

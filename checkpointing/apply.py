@@ -21,7 +21,7 @@ from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import Recompute
-from megacpp.model.regions import BLOCK, NOTHING, Region, layer_regions
+from megacpp.model.regions import BLOCK, NOTHING, Region, compiled_budget, layer_regions
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ class ActivationCheckpointing:
         if config.train.compile != "off":
             from checkpointing.compile import compile_blocks
 
-            budget, mesh = policy.activation_memory_budget, config.mesh
+            budget, mesh = compiled_budget(policy, config.model), config.mesh
             halves = mesh.pp > 1 and mesh.pp_schedule in SPLIT_BACKWARD
             found = compile_blocks(model, config.train.compile, budget, halves, self.say)
             self.compiled = {layer: found.words(layer) for layer in sorted(found.graphs)}

@@ -18,7 +18,7 @@ Legend: N tokens, D input dims, Z dims of the projection, O output dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from megacpp.blocks.descriptor import BlockKind
 from megacpp.blocks.kinds import KINDS
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
+from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.wanted import needs_input_grad_now
 from megacpp.memory.forms.compress import projected_width
 from megacpp.model.hybrid import HybridLM
@@ -41,8 +42,7 @@ def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
     """Give layers that `Parameter.compress` marks a latent, in place; names of their weights.
 
     Call it before FSDP2 shards the blocks, on the meta device or not; after tensor parallelism a
-    latent is sharded like its weight. Every block is included, the last one too: its input is alive
-    at the peak.
+    latent is sharded like its weight. The last layer keeps its inputs: its backward comes at once.
 
     Args:
         model: this rank's part of the model.
@@ -50,35 +50,38 @@ def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:
         seed: seed of the run.
 
     Raises:
-        ConfigError: no block of the whole model has such layers.
+        ConfigError: the whole model has no layer but the last.
     """
-    compressed = {letter: _layers(kind) for letter, kind in KINDS.items() if _layers(kind)}
-    if not any(letter in model.letters for letter in compressed):
-        kinds = " and ".join(compressed)
+    last = len(model.letters) - 1
+    if not last:
         raise config_error(
             "recompute.compress",
             ratio,
-            f"compresses inputs of {kinds} blocks, and model.pattern has none",
+            "compresses all layers but the last, and model.depth is 1",
             "use recompute.compress=0",
         )
     found = []
     for key in model.blocks:
+        if int(key) == last:
+            continue
         name = f"blocks.{key}.mixer"
         mixer = model.get_submodule(name)
-        names = compressed.get(model.letters[int(key)], ())
-        layers = [layer for layer in names if hasattr(mixer, layer)]
-        if layers:
-            _compress(mixer, layers, ratio, seed, name)
+        there = {n.removesuffix(".weight") for n, _ in mixer.named_parameters()}
+        names = _layers(KINDS[model.letters[int(key)]])
+        layers = [layer for layer in names if layer in there]
+        _compress(mixer, layers, ratio, seed, name)
         found += [f"{name}.{layer}.weight" for layer in layers]
     return found
 
 
 def _layers(kind: BlockKind) -> tuple[str, ...]:
-    """Linear layers that read the normed input, which then no other operator keeps.
+    """Linear layers that read the normed input.
 
     Not among them, since their input is kept anyway: output projections (attention keeps what it
     returned), what follows SwiGLU (made again from gate and up), what reads a latent of MLA (narrow
-    already, and its norm keeps it), and all of E (router and experts keep the tokens).
+    already, and its norm keeps it), and the router and routed experts, which keep the rank's own
+    tokens. Beside these, shared experts save activations only under tensor parallelism, where they
+    read all tokens of the group; their gradients and moments are narrower in any case.
     """
     rows = (row for row in kind.parameters if row.compress)
     return tuple(name.removesuffix(".weight") for row in rows for name in row.names)
@@ -127,9 +130,7 @@ class Projection:
         known = self._kept.get(x)
         z = None if known is None else known()
         if z is None:
-            kind = x.device.type
-            narrow = torch.is_autocast_enabled(kind)
-            dtype = torch.get_autocast_dtype(kind) if narrow else x.dtype
+            dtype = autocast_dtype(x) or x.dtype
             z = x.to(dtype) @ self.matrix(dtype, x.device)
             self._kept[x] = TensorWeakRef(z)
         return z
@@ -143,18 +144,20 @@ class CompressedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, latent: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, latent: Tensor, z: Tensor, layers: Sequence[nn.Linear]
+    ) -> Tensor:
         """Return x W^T, `[..., O]`, and save z.
 
         Args:
             x: `[..., D]`.
-            latent: `[O, Z]`.
+            latent: `[O, Z]`, of all layers.
             z: `[..., Z]`, x P.
-            layer: layer with the weight W `[O, D]`.
+            layers: layers with the weights W, `[O, D]` together.
         """
-        ctx.layer = layer
+        ctx.layers = layers
         ctx.save_for_backward(z)
-        return F.linear(x, layer.weight)
+        return F.linear(x, _weight(layers))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -169,31 +172,49 @@ class CompressedProduct(torch.autograd.Function):
         g_NO = g.flatten(0, -2)
         dx = dlatent_OZ = None
         if need_x:
-            dx = (g_NO @ ctx.layer.weight.to(g.dtype)).view(*g.shape[:-1], -1)
+            dx = (g_NO @ _weight(ctx.layers).to(g.dtype)).view(*g.shape[:-1], -1)
         if need_latent:
             dlatent_OZ = g_NO.t() @ z.flatten(0, -2)
         return dx, dlatent_OZ, None, None
 
 
-def compressed_linear(layer: nn.Linear, projection: Projection, x: Tensor) -> Tensor:
-    """Return the layer's output, `[..., O]`.
+def compressed_linear(projection: Projection, x: Tensor, *layers: nn.Linear) -> Tensor:
+    """Return the output of layers that have latents, `[..., O]`, in one product.
 
     Args:
-        layer: layer with a latent.
-        projection: projection of its input.
+        projection: projection of their input.
         x: `[..., D]`.
+        layers: layers that read it.
     """
+    if not torch.is_grad_enabled():
+        return F.linear(x, _weight(layers))
+    latents = [_latent(layer) for layer in layers]
+    latent = latents[0] if len(latents) == 1 else torch.cat(latents)
+    return CompressedProduct.apply(x, latent, projection.project(x), layers)  # type: ignore[no-any-return]
+
+
+def _forward(layer: nn.Linear, projection: Projection, x: Tensor) -> Tensor:
+    return compressed_linear(projection, x, layer)
+
+
+def _weight(layers: Sequence[nn.Linear]) -> Tensor:
+    """Return the weights of layers, one below the other: `[O, D]`."""
+    return layers[0].weight if len(layers) == 1 else torch.cat([x.weight for x in layers])
+
+
+def _latent(layer: nn.Linear) -> Tensor:
+    """Return this rank's rows of a layer's latent, `[O, Z]`."""
     latent = layer._parameters["latent"]
     assert latent is not None
-    if not torch.is_grad_enabled():
-        return F.linear(x, layer.weight)
     if is_dtensor(latent):  # sharded by tensor parallelism, and so is its gradient
         latent = latent.to_local(grad_placements=latent.placements)
-    return CompressedProduct.apply(x, latent, projection.project(x), layer)  # type: ignore[no-any-return]
+    return latent
 
 
 def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner: str) -> None:
     """Give layers of one mixer that read the same tensor their latents."""
+    if not names:
+        return
     width = mixer.get_submodule(names[0]).in_features
     assert isinstance(width, int)
     projection = Projection(owner, width, projected_width(width, ratio), seed)
@@ -208,7 +229,11 @@ def _compress(mixer: nn.Module, names: list[str], ratio: float, seed: int, owner
         like = weight.detach()[:, : projection.projected]
         layer.register_parameter("latent", nn.Parameter(torch.zeros_like(like)))
         vars(layer)["projection"] = projection
-        layer.forward = partial(compressed_linear, layer, projection)  # type: ignore[method-assign]
+        layer.forward = partial(_forward, layer, projection)  # type: ignore[method-assign]
+    if hasattr(mixer, "thin"):
+        joint: tuple[str, ...] = mixer.thin  # type: ignore[assignment]
+        thin: list[Any] = [mixer.get_submodule(name) for name in joint]
+        vars(mixer)["linear"] = lambda x, _: compressed_linear(projection, x, *thin)
     rules: Callable[[], dict[str, Rule]] = mixer.init_rules  # type: ignore[assignment]
     latents: dict[str, Rule] = {f"{name}.latent": Constant(0.0) for name in names}
     mixer.init_rules = lambda: rules() | latents  # type: ignore[assignment]

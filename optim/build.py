@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacpp.config.checks.optimizer import adamw_layers
 from megacpp.config.schema import Config, OptimConfig
 from megacpp.model.hybrid import HybridLM
 from optim.groups import Assignment, assign, table_lines
@@ -30,7 +31,7 @@ def build_optimizer(
     """
     c = config.optim
     return MuonAdamW(
-        groups(assign(model, c.name), c),
+        groups(_assigned(model, c), c),
         muon_width=c.muon_dtype,
         momentum_width=c.muon_momentum_dtype,
         bucket_bytes=c.muon_bucket_mib << 20,
@@ -70,7 +71,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def describe(model: HybridLM, config: Config) -> list[str]:
     """Return the settings and the parameter table as lines for the header of a run."""
-    c, assignments = config.optim, assign(model, config.optim.name)
+    c, assignments = config.optim, _assigned(model, config.optim)
     lines = []
     if any(a.algorithm == "muon" for a in assignments):
         lines.append(
@@ -82,6 +83,10 @@ def describe(model: HybridLM, config: Config) -> list[str]:
         f"weight decay {c.weight_decay:g}, moments {c.adamw_state}"
     )
     return lines + table_lines(assignments, c)
+
+
+def _assigned(model: HybridLM, config: OptimConfig) -> list[Assignment]:
+    return assign(model, config.name, by_adamw=adamw_layers(config.adamw_layers))
 
 
 def _name(a: Assignment, taken: Container[str | None]) -> str:

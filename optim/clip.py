@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacpp.dtensor import is_dtensor
-from megacpp.run.profiling import region
+from megacpp.trace_region import region
 from optim.local import local_part
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from torch import nn
 
 from megacpp.blocks.descriptor import BlockKind, Parameter
 from megacpp.blocks.kinds import KINDS
+from megacpp.config.checks.optimizer import layer_of
 from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
 from megacpp.model.block import Block
@@ -105,11 +106,6 @@ def mixer_rows(kind: BlockKind) -> Iterator[OptimizerRow]:
         yield OptimizerRow(kind.letter, names, first.group, first.decay, view)
 
 
-def has_latents(kind: BlockKind) -> bool:
-    """Whether `recompute.compress` applies to a layer of the kind."""
-    return any(row.compress for row in kind.parameters)
-
-
 def ngram_factor(model: ModelConfig) -> float:
     """Return the learning rate factor of n-gram tables."""
     return model.ngram.lr_factor
@@ -149,11 +145,7 @@ TABLE = (
     OptimizerRow("", ("blocks.*.connection.phi",), "adamw", True),  # to a few numbers of a token
     vectors("", "blocks.*.connection.scale", "blocks.*.connection.bias"),
     *(row for kind in KINDS.values() for row in mixer_rows(kind)),
-    *(
-        OptimizerRow(k.letter, ("*.latent",), "adamw", True)
-        for k in KINDS.values()
-        if has_latents(k)
-    ),
+    *(OptimizerRow(letter, ("*.latent",), "adamw", True) for letter in KINDS),
 )
 
 
@@ -192,13 +184,20 @@ def assign(
     model: HybridLM,
     algorithm: Literal["muon_adamw", "adamw"],
     table: tuple[OptimizerRow, ...] = TABLE,
+    by_adamw: frozenset[str] = frozenset(),
 ) -> list[Assignment]:
     """Return the row of every parameter; with `adamw` alone, Muon's rows use AdamW too.
+
+    Args:
+        model: on the meta device or not.
+        algorithm: optimizer of Muon's rows.
+        table: rows, of which each parameter matches one.
+        by_adamw: names of layers of Muon's rows that use AdamW (`optim.adamw_layers`).
 
     Raises:
         ConfigError: a parameter matches no row, or several; the error names it.
     """
-    return list(_assignments(model, algorithm, table))
+    return list(_assignments(model, algorithm, table, by_adamw))
 
 
 def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]:
@@ -226,7 +225,10 @@ def table_lines(assignments: list[Assignment], config: OptimConfig) -> list[str]
 
 
 def _assignments(
-    model: HybridLM, algorithm: Literal["muon_adamw", "adamw"], table: tuple[OptimizerRow, ...]
+    model: HybridLM,
+    algorithm: Literal["muon_adamw", "adamw"],
+    table: tuple[OptimizerRow, ...],
+    by_adamw: frozenset[str],
 ) -> Iterator[Assignment]:
     for name, parameter in model.named_parameters():
         letter, short = _place(model, name)
@@ -246,6 +248,7 @@ def _assignments(
             yield Assignment(name, parameter, rows[0], moved, MatrixView(), of_it)
             continue
         muon = algorithm == "muon_adamw" and rows[0].algorithm == "muon"
+        muon = muon and layer_of(name) not in by_adamw
         view = rows[0].view(model.config) if muon else MatrixView()
         by: Algorithm = "muon" if muon else "adamw"
         factor = rows[0].factor(model.config)

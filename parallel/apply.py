@@ -19,8 +19,8 @@ from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import stage_parts
-from megacpp.run.precision import compute_dtype
 from parallel.context.attention import ContextAttention
 from parallel.context.convolution import ContextConv
 from parallel.context.layout import ContextLayout

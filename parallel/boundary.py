@@ -30,8 +30,8 @@ from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.transfer import to_device
-from megacpp.run.profiling import region
 from megacpp.run.step_status import StepStatus
+from megacpp.trace_region import region
 from parallel.build import autocast_dtype, stages_of
 from parallel.context.layout import ContextLayout, share
 from parallel.expert.load import LoadTable

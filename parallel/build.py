@@ -13,7 +13,7 @@ from megacpp.kernels.backend import set_kernels
 from megacpp.launch.kernels import chosen_kernels
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
-from megacpp.run.precision import compute_dtype, storage_dtype
+from megacpp.model.precision import compute_dtype, storage_dtype
 from parallel.mesh import World
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megacpp.config.environment import ranks_started
 from megacpp.config.schema import MeshConfig
 from megacpp.errors import config_error
-from megacpp.launch.environment import ranks_started
 
 TIMEOUT = timedelta(minutes=10)
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import has_embedding_copy
+from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
-from megacpp.run.precision import compute_dtype
 from parallel.context.layout import ContextLayout, share
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World

@@ -17,12 +17,15 @@ import itertools
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -82,6 +85,42 @@ def forked(*flags: str, ranks: int = 1, read: int | None = None) -> Done:
     codes = [process.exitcode or 0 for process in processes]
     first = next((code for code in codes if code > 0), min(codes))  # below 0: ended by us
     return subprocess.CompletedProcess(flags, first, out, err)
+
+
+@contextmanager
+def background(
+    *flags: str, ranks: int = 1, agent: bool = False, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A run in a new interpreter that goes on beside the test; what is left of it is killed.
+
+    Args:
+        agent: under torchrun even if it has one rank.
+        env: further variables.
+    """
+    under = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    process = subprocess.Popen(
+        [sys.executable, *(under if ranks > 1 or agent else []), "train.py", *_kept_apart(flags)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def until(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until something is true of a run that must not end before."""
+    deadline = time.monotonic() + LONG_S
+    while not what():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
 
 
 def _kept_apart(flags: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import architecture
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("parallel", "optim", "checkpointing")
 COMPOSERS = ("megacpp/cli",)
@@ -29,6 +31,7 @@ NO_TORCH = (
     "config/schema.py",
     "config/settings.py",
     "config/model.py",
+    "config/policy.py",
     "kernels/selection.py",
     "kernels/host.py",
     "kernels/support.py",
@@ -49,7 +52,7 @@ NO_TORCH = (
     "model/sizes.py",
     "model/stages.py",
     "model/regions.py",
-    "data/schedule.py",
+    "config/batch_schedule.py",
     "memory/forms/accumulation.py",
     "memory/estimate.py",
     "memory/forms/detail.py",
@@ -68,6 +71,16 @@ NO_TORCH = (
     "memory/planner.py",
     "memory/plan_space.py",
     "memory/replayed.py",
+    "speed/hardware.py",
+    "speed/operators.py",
+    "speed/collectives.py",
+    "speed/streams.py",
+    "speed/pipeline.py",
+    "speed/step.py",
+    "speed/traced.py",
+    "speed/ours.py",
+    "cli/speed.py",
+    "cli/plan_order.py",
     "memory/traffic.py",
     "memory/calibration.py",
     "memory/fixes.py",
@@ -104,8 +117,11 @@ NO_TORCH = (
     "report/html.py",
     "report/page.py",
     "report/style.py",
-    "launch/home.py",
-    "launch/outcome.py",
+    "home.py",
+    "outcome.py",
+    "state/files.py",
+    "state/manifest.py",
+    "state/published.py",
     "launch/schema.py",
     "launch/command.py",
     "launch/agent.py",
@@ -113,7 +129,7 @@ NO_TORCH = (
     "cli/memory_diff.py",
     "cli/report.py",
     "config/arguments.py",
-    "launch/environment.py",
+    "config/environment.py",
     "model/primes.py",
     "cli/main.py",
     "memory/forms/activation_around.py",
@@ -196,6 +212,15 @@ def test_other_formats_know_saved_models_and_no_run(path: Path) -> None:
     assert rooms <= inner | {"interop"}
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "megacpp/speed").glob("*.py")), ids=lambda p: p.name
+)
+def test_the_time_model_knows_configurations_and_no_run(path: Path) -> None:
+    names = imported(without_types(ast.parse(path.read_text())))
+    inner = ("config", "errors", "model", "blocks", "memory", "speed")
+    assert not [n for n in names if n.startswith("megacpp.") and n.split(".")[1] not in inner]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
     top = ast.Module([n for n in ast.parse(path.read_text()).body], [])
@@ -255,3 +280,14 @@ def test_a_file_is_one_sitting() -> None:
         str(p.relative_to(ROOT)): n for p in FILES if (n := len(p.read_text().splitlines())) > 420
     }
     assert not long
+
+
+def test_the_page_of_the_architecture_shows_todays_imports() -> None:
+    page = architecture.PAGE.read_text()
+    assert page == architecture.drawn(page), "python -m bench.architecture --write"
+
+
+def test_the_room_of_a_file_reaches_no_composer() -> None:
+    reach = architecture.reached(architecture.imports())
+    composers = {"train.py", "megacpp/cli"}
+    assert not {room for room, below in reach.items() if below & composers}

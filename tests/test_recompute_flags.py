@@ -50,14 +50,28 @@ def test_latent_queries() -> None:
     assert policy("--mla-recompute-q-upproj", *flags, preset="tiny").mla_q_upproj
 
 
-def test_gradient_checkpointing_is_a_policy_or_a_budget() -> None:
-    """By block kind where blocks are eager; where they are compiled the compiler gets a budget."""
+def test_gradient_checkpointing_is_a_policy_and_a_budget() -> None:
+    """By block kind; where blocks are compiled the compiler gets a budget below 1 for it."""
     assert policy("--gradient-checkpointing", "true") == PER_BLOCK
     compiled = policy("--gradient-checkpointing", "--train.compile", "inductor")
-    assert compiled == replace(KEEP, activation_memory_budget=0.5)
+    assert compiled == replace(PER_BLOCK, activation_memory_budget=0.5)
     off = policy("--gradient-checkpointing=false", preset="tiny")
     assert off == KEEP and tiny().recompute != KEEP
-    assert policy("--train.compile=aot_eager", "--no-gradient-checkpointing") == KEEP
+    kept = policy("--train.compile=aot_eager", "--no-gradient-checkpointing")
+    assert kept == replace(KEEP, activation_memory_budget=1.0)
+
+
+def test_a_derived_budget_is_said_and_a_given_one_is_taken() -> None:
+    compiled = ["tiny", "--train.compile", "inductor"]
+    found = parse_run(compiled, 1)
+    (note,) = found.notes
+    assert "keep recompute.activation_memory_budget=0.5" in note and "1 keeps all" in note
+    assert found.provenance["recompute.activation_memory_budget"] == "derived"
+    for given in (0.25, 1.0):
+        found = parse_run([*compiled, "--recompute.activation_memory_budget", f"{given}"], 1)
+        assert found.config.recompute.activation_memory_budget == given and not found.notes
+    eager = parse_run(["tiny"], 1)
+    assert eager.config.recompute.activation_memory_budget < 0 and not eager.notes
 
 
 def test_spacing_is_the_policy_by_kind_and_the_run_says_so() -> None:
@@ -69,7 +83,7 @@ def test_spacing_is_the_policy_by_kind_and_the_run_says_so() -> None:
         assert note.endswith("no policy for one layer in 2") == (spacing == "2")
     assert policy("--checkpoint-spacing=0", preset="tiny") == KEEP
     compiled = policy("--checkpoint_spacing=1", "--train.compile", "inductor")
-    assert compiled == replace(KEEP, activation_memory_budget=0.5)
+    assert compiled == replace(PER_BLOCK, activation_memory_budget=0.5)
 
 
 def test_leaving_expert_blocks_out_is_said_by_name() -> None:
@@ -99,7 +113,7 @@ def reversed_pairs(flags: list[str]) -> list[str]:
         (["--checkpoint-spacing"], "needs a value"),
         (["--mhc-recompute-group-size", "-2"], "must be at least -1"),
         (["--activation-memory-budget", "0.5"], "no block is compiled"),
-        (["--recompute.activation-memory-budget", "1.5"], "must be in [0, 1]"),
+        (["--recompute.activation-memory-budget", "1.5"], "must be in [-1, 1]"),
         (["--mla-recompute-q-upproj"], "there is no latent"),
         (["--recompute.compress", "1"], "must be in [0, 1)"),
         (["--recompute.mblock", "full"], "must be one of none, conv_bc_only"),

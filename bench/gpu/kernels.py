@@ -28,8 +28,8 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
+from megacpp.model.precision import compute_dtype
 from megacpp.run.kernel_check import agreement
-from megacpp.run.precision import compute_dtype
 
 LETTERS = {"attention": "A", "mamba3": "M", "m2rnn": "R", "gated_delta_rule": "G", "experts": "E"}
 SHORT, LONG = (1, 256), (2, 4096)  # rows and tokens

@@ -21,8 +21,8 @@ from bench.gpu.steps import (
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.model.flops import train_flops_per_token
+from megacpp.model.precision import compute_dtype
 from megacpp.run.metrics import device_peak_flops
-from megacpp.run.precision import compute_dtype
 
 TINY = ("dense_1b", "hybrid")  # a kind of each
 MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")

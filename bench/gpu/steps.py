@@ -20,7 +20,7 @@ from megacpp.launch.gate import Estimator
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import block_letters
-from megacpp.run.precision import compute_dtype
+from megacpp.model.precision import compute_dtype
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from parallel.boundary import AccumulationBoundary

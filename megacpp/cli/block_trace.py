@@ -24,8 +24,8 @@ from megacpp.memory.block_trace import BlockRequest, BlockTrace
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds
+from megacpp.model.precision import compute_dtype
 from megacpp.model.regions import NOTHING
-from megacpp.run.precision import compute_dtype
 from parallel.context.layout import ContextLayout
 from parallel.mesh import World
 from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, meta_tensors

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import tokens_formula
 from megacpp.config.checks.fp8 import fp8_line
+from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.launch.environment import MOST_RANKS
 from megacpp.terminal.screen import table, wrapped
 
 if TYPE_CHECKING:

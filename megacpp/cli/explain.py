@@ -35,6 +35,7 @@ class ExplainArgs(RankArgs):
     """Rank of a mesh, and level of detail."""
 
     all: bool = setting(False, "Show every block, not one of each kind.")
+    plan: bool = setting(False, "Print the rows of the plan for the model's kinds, for any mesh.")
 
 
 def explain(args: ExplainArgs, words: list[str]) -> int:
@@ -43,10 +44,15 @@ def explain(args: ExplainArgs, words: list[str]) -> int:
     A layout such as `[Q_tp·fsdp, D]` says that dim Q is sharded over tp, then over fsdp.
     Collectives are listed in the order in which they happen, with the bytes of the larger side. One
     block of each kind is shown (and one in FP8), unless --all is given. No rank is started: one
-    process answers for any mesh.
+    process answers for any mesh. With --plan: the table behind this, kind by kind, as it stands in
+    parallel/plans.py and in the descriptors of megacpp/blocks.
     """
     size, rank = args.place
     config = parse_run(words, size).config
+    if args.plan:
+        rows = plan_rows(config)
+        print(json.dumps(rows, indent=2) if args.json else "\n".join(_plan(rows)))
+        return 0
     from megacpp.cli.follow import following
     from parallel.simulate.explain import explain as look
 
@@ -62,6 +68,41 @@ def explain(args: ExplainArgs, words: list[str]) -> int:
     if any(found.drawn.values()):
         print("\n" + "\n".join(wrapped(FOR_ALL, "")))
     return 0
+
+
+def plan_rows(config: Config) -> list[dict[str, str]]:
+    """Return the plan's rows that a model uses.
+
+    Returns:
+        for each row the kind of block (empty: outside of blocks), the table (`parameter`, `enters`,
+        `leaves` or `context`), the name below the block's mixer, and the layout; of `context` the
+        setting that selects the exchange.
+    """
+    from megacpp.blocks.kinds import KINDS as BLOCK_KINDS
+    from parallel.plans import ACTIVATIONS, PARAMETERS
+
+    letters = ["", *dict.fromkeys(kind[0] for kind in layer_kinds(config.model))]
+    found = []
+    for letter in letters:
+        mine = [row for row in PARAMETERS if row.letters == letter and row.when(config.model)]
+        found += [(letter, "parameter", name, row.array) for row in mine for name in row.names]
+        for move in ACTIVATIONS:
+            if move.letters == letter:
+                ways = ("enters", move.enter), ("leaves", move.leave)
+                found += [(letter, way, move.module, layout) for way, layout in ways if layout]
+        context = BLOCK_KINDS[letter].context if letter else None
+        if context is not None:
+            found.append((letter, "context", "", f"mesh.{context.setting}"))
+    return [dict(zip(("kind", "table", "name", "layout"), row, strict=True)) for row in found]
+
+
+def _plan(rows: list[dict[str, str]]) -> list[str]:
+    titles = {"enters": "in", "leaves": "out", "context": "over cp"}
+    shown = [
+        [row["kind"], titles.get(row["table"], row["table"]), row["name"] or ".", row["layout"]]
+        for row in rows
+    ]
+    return table([["kind", "row", "name", "layout"], *shown], 4)
 
 
 def _parameters(found: Explanation, every: bool) -> list[str]:

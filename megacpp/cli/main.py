@@ -15,7 +15,7 @@ from megacpp.config.help import command_help, exit_code_lines
 from megacpp.config.settings import Setting, settings_of
 from megacpp.config.values import utf8_words
 from megacpp.errors import ConfigError, MegacppError, config_error, did_you_mean, path_error
-from megacpp.launch.home import put_first
+from megacpp.home import put_first
 from megacpp.terminal.screen import (
     INTERRUPTED,
     NOBODY_READS,
@@ -80,6 +80,12 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "plan", "command", "PlanArgs", "mesh, batch and policy for a cluster, best first", runs=True
     ),
+    "speed": Command(
+        "speed", "speed", "SpeedArgs", "predicted time of a step on GPUs, by part", runs=True
+    ),
+    "hardware": Command(
+        "speed", "hardware", "HardwareArgs", "figures of GPUs, nodes and networks, with sources"
+    ),
     "doctor": Command(
         "doctor", "doctor", "DoctorArgs", "what this machine has, what is missing, why it matters"
     ),
@@ -104,6 +110,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "report": Command("report", "report", "ReportArgs", "a page about a run, or several compared"),
     "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
+    "eval": Command("eval", "evaluate", "EvalArgs", "tasks of lm-eval on a run's weights"),
     "export": Command(
         "export", "export", "ExportArgs", "write a run's weights as a Hugging Face folder"
     ),

@@ -26,8 +26,8 @@ from megacpp.config.schema import Config, MeshConfig
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import ENTRANCE, EXIT
+from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import SPLIT_BACKWARD, StagePart, as_scheduled, stage_parts
-from megacpp.run.precision import compute_dtype
 from parallel.mesh import DENSE, World
 from parallel.simulate.fake import (
     FakeBoundary,

@@ -7,24 +7,27 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megacpp.cli.dry_run import readable
+from megacpp.cli.plan_order import by_speed, reasons
+from megacpp.cli.speed import in_words
 from megacpp.config.arguments import flatten, read_run
 from megacpp.config.checks.every import check
 from megacpp.config.checks.fp8 import fp8_line
+from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
 from megacpp.launch.command import node_lines, quoted, torchrun_words
-from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.budget import BRIEF
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.forms.detail import detail_of
-from megacpp.memory.planner import CRITERIA, REASONS, Candidate, Plan, deciding, plan
+from megacpp.memory.planner import REASONS, Candidate, Plan, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
+from megacpp.speed.hardware import gpu
+from megacpp.speed.step import StepTime
 from megacpp.terminal.progress import counted
 from megacpp.terminal.screen import columns, labelled, wrapped
 
@@ -33,15 +36,8 @@ if TYPE_CHECKING:
 
 BARS, GIB = (10, 40), 1 << 30
 MOST_MEMORY = 1 << 60  # bytes of a device
-UNITS = {
-    "": GIB,
-    "GIB": GIB,
-    "MIB": 1 << 20,
-    "TIB": 1 << 40,
-    "GB": 10**9,
-    "MB": 10**6,
-    "TB": 10**12,
-}
+UNITS = {"": GIB, "GIB": GIB, "MIB": 1 << 20, "TIB": 1 << 40}
+UNITS |= {"GB": 10**9, "MB": 10**6, "TB": 10**12}
 # A letter and a colour for each component, in the order of a bar.
 PAINT = dict(
     zip(
@@ -99,6 +95,7 @@ class PlanArgs:
     )
     seq: int = setting(0, "Tokens of a row (0: the preset's).", "tokens", at_least=0)
     per_node: int = setting(8, "Devices of a machine, for the command.", "devices", at_least=1)
+    gpu: str = setting("", "Kind of GPU: order by predicted tokens a second (megacpp hardware).")
     top: int = setting(8, "Candidates that are shown.", "candidates", at_least=1)
     explain: bool = setting(False, "Say why each candidate comes before the next.")
     json: bool = setting(False, "Print one JSON object instead of text.")
@@ -109,6 +106,7 @@ def command(args: PlanArgs, words: list[str]) -> int:
 
     The order of criteria: it fits, a larger device batch, no recomputation, fewer microbatches,
     less repeated work, more headroom, smaller tp, smaller ep.
+    With --gpu, those that fit are ordered by predicted tokens a second instead.
     Given settings of mesh, device batch and recompute stay as they are; all others are chosen. No
     rank is started: memory, bytes sent and FLOPs are computed analytically.
 
@@ -116,19 +114,22 @@ def command(args: PlanArgs, words: list[str]) -> int:
     step, and | marks where the headroom begins (--memory.headroom). "repeats" is the FLOPs that
     recompute adds to forward and backward.
     """
-    asked = _asked(args, words)
+    asked, machine = _asked(args, words), gpu(args.gpu) if args.gpu else None
     found = plan(
         *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
         estimator=BRIEF,
         watch=lambda meshes: counted(meshes, "plan", len(meshes)),
     )
-    shown = found.candidates[: args.top]
+    times: list[StepTime] = []
+    if machine is not None:
+        found, times = by_speed(found, asked.world, machine, asked.per_node)
+    shown, times = found.candidates[: args.top], times[: args.top]
     for one in shown:
         check(one.config, asked.world)
     if args.json:
-        print(json.dumps(_content(asked, found, shown), indent=2))
+        print(json.dumps(_content(asked, found, shown, times), indent=2))
     else:
-        _show(asked, found, shown, args.explain)
+        _show(asked, found, shown, times, args.explain)
     if not found.candidates:
         raise _refused(asked, found)
     return 0
@@ -193,8 +194,13 @@ def _flops(asked: Asked, candidate: Candidate) -> tuple[float, float]:
     return plain * tokens, candidate.policy.replayed * tokens
 
 
-def _content(asked: Asked, found: Plan, shown: Sequence[Candidate]) -> dict[str, Any]:
-    """Return the plan as JSON; all numbers are bytes, FLOPs, tokens or counts."""
+def _content(
+    asked: Asked, found: Plan, shown: Sequence[Candidate], times: Sequence[StepTime]
+) -> dict[str, Any]:
+    """Return the plan as JSON; all numbers are bytes, FLOPs, seconds, tokens or counts."""
+    candidates = [_one(asked, candidate) for candidate in shown]
+    for one, time in zip(candidates, times, strict=False):
+        one["predicted"] = in_words(time)
     return {
         "preset": asked.config.preset,
         "world": asked.world,
@@ -207,7 +213,7 @@ def _content(asked: Asked, found: Plan, shown: Sequence[Candidate]) -> dict[str,
         "estimated": found.estimated,
         "fit": len(found.candidates),
         "out": found.out,
-        "candidates": [_one(asked, candidate) for candidate in shown],
+        "candidates": candidates,
         "nearest": _one(asked, found.nearest) if found.nearest else None,
     }
 
@@ -230,7 +236,13 @@ def _one(asked: Asked, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool) -> None:
+def _show(
+    asked: Asked,
+    found: Plan,
+    shown: Sequence[Candidate],
+    times: Sequence[StepTime],
+    explains: bool,
+) -> None:
     from rich.console import Console
 
     console = Console(width=columns(), highlight=False, soft_wrap=False)
@@ -241,14 +253,14 @@ def _show(asked: Asked, found: Plan, shown: Sequence[Candidate], explains: bool)
             console.print(line, markup=False, style="red")
         return
     sent = [traffic(one.config, asked.world, one.rank) for one in shown]
-    console.print(_table(asked, shown, sent))
+    console.print(_table(asked, shown, sent, times))
     console.print(_legend(shown))
     axes = (f"{axis}\u00a0{readable(size)}" for axis, size in sent[0].by_axis.items())
     words = f"#1 sends a step: {', '.join(axes) or 'nothing'}"
     for line in wrapped(words.replace(" GiB", "\u00a0GiB")):
         console.print(line.replace("\u00a0", " "), markup=False)
     if explains:
-        for line in _reasons(shown):
+        for line in reasons(shown, times):
             console.print(line, markup=False)
     console.print("\nbest:", markup=False)
     for line in node_lines(asked.world, asked.per_node):
@@ -300,7 +312,9 @@ def _nothing_fits(asked: Asked, found: Plan) -> list[str]:
     ]
 
 
-def _table(asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic]) -> Any:
+def _table(
+    asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic], times: Sequence[StepTime]
+) -> Any:
     """Return a table of candidates; bars fill the width of the screen."""
     from rich.table import Table
 
@@ -309,6 +323,10 @@ def _table(asked: Asked, shown: Sequence[Candidate], sent: Sequence[Traffic]) ->
         _cells(asked, number, one, moved)
         for number, (one, moved) in enumerate(zip(shown, sent, strict=True), 1)
     ]
+    if times:
+        heading += ["ms", "tokens/s"]
+        for row, time in zip(rows, times, strict=True):
+            row += [f"{1e3 * time.step_s:,.0f}", f"{time.tokens_per_s:,.0f}"]
     others = sum(max(map(len, column)) + 1 for column in zip(heading, *rows, strict=True))
     size = max(BARS[0], min(BARS[1], columns() - others - 3))
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -383,28 +401,6 @@ def _legend(shown: Sequence[Candidate]) -> Text:
         text.append("  ").append(letter, colour).append(f" {words}")
         width += len(words) + 4
     return text
-
-
-def _reasons(shown: Sequence[Candidate]) -> list[str]:
-    """Return why each candidate comes before the next."""
-    lines = [""]
-    for number, (one, other) in enumerate(pairwise(shown), 1):
-        name = deciding(one.score, other.score)
-        a, b = (_value(candidate, name) for candidate in (one, other))
-        lines += wrapped(f"#{number} before #{number + 1}: {CRITERIA[name]} ({a}, not {b})")
-    return lines
-
-
-def _value(candidate: Candidate, name: str) -> str:
-    """Return a criterion's value as text."""
-    config, value = candidate.config, getattr(candidate.score, name)
-    return {
-        "misfit": candidate.estimate.verdict.replace("_", " "),
-        "fewer_rows": f"{config.train.device_batch_size} rows",
-        "checkpointing": candidate.policy.name,
-        "less_headroom": f"{-value} %",
-        "policy": candidate.policy.name,
-    }.get(name, str(value))
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import json
 import sys
@@ -20,25 +19,45 @@ from megacpp.report.files import damaged, read_object
 if TYPE_CHECKING:
     from megacpp.data.tokenizer import CorpusTokenizer
     from megacpp.model.hybrid import HybridLM
+    from megacpp.run.sample import Sampling
+    from megacpp.run.text_stream import TextStream
 
 
 @dataclass(frozen=True)
 class SampleArgs:
-    """Prompt and settings of a sample."""
+    """Prompts and settings of samples."""
 
     run: str = setting(words="Folder of the run.", positional=True)
     prompt: str = setting("", "Text to continue (empty: the model starts a document).")
-    max_tokens: int = setting(200, "Most tokens of the text.", "tokens", at_least=0)
+    prompts: str = setting(
+        "", "File of prompts in place of --prompt: one a line, or JSONL with `prompt`."
+    )
+    batch: int = setting(16, "Most prompts that go on together.", "prompts", at_least=1)
+    max_tokens: int = setting(200, "Most tokens of a text.", "tokens", at_least=0)
     temperature: float = setting(
         0.8, "Flattens the choice of tokens (0: always the likeliest).", at_least=0
     )
     top_k: int = setting(50, "Likeliest tokens to choose among (0: all).", "tokens", at_least=0)
-    seed: int = setting(0, "Seed of the choice; the same one gives the same text.", at_least=0)
+    top_p: float = setting(
+        1.0, "Choose among the fewest tokens with this share together.", above=0, at_most=1
+    )
+    min_p: float = setting(
+        0.0, "Choose among tokens with this share of the likeliest's.", at_least=0, at_most=1
+    )
+    repetition_penalty: float = setting(
+        1.0, "Makes tokens of the text so far less likely (1: off).", above=0
+    )
+    stop: str = setting("", "Text that ends a sample, or a JSON list of such texts.")
+    seed: int = setting(
+        0,
+        "Seed of the choice; the same one gives the same text. Each prompt has the next.",
+        at_least=0,
+    )
     checkpoint: str = setting("final", "Weights: final, latest or the step of a checkpoint.")
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Device of the model (auto: a GPU if there is one)."
     )
-    json: bool = setting(False, "Print one JSON object instead of text.")
+    json: bool = setting(False, "Print one JSON object for each prompt instead of text.")
 
     @property
     def folder(self) -> Path:
@@ -47,50 +66,155 @@ class SampleArgs:
 
 
 def sample(args: SampleArgs) -> int:
-    """Continue a text with the weights of a run, up to --max-tokens or the end of the document.
+    """Continue texts with the weights of a run, up to --max-tokens or the end of the document.
 
-    The speed is printed to the error stream.
+    One text is shown while it is made, several one after the other. The speed is printed to the
+    error stream.
     """
-    from megacpp.run.sample import generate
+    from megacpp.run.sample import Sampling
+    from megacpp.run.text_stream import TextStream
 
+    stops, prompts = read_stops(args.stop), read_prompts(args)
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
+    )
     folder = find_weights(args)
     tokenizer = find_tokenizer(args.folder)
     model = load_model(args, folder)
     marks = tokenizer.specials
-    prompt_ids = [marks.bos, *(int(i) for i in tokenizer.encode(args.prompt))]
-    printer = Printer(tokenizer)
+    ids_of = [[marks.bos, *(int(i) for i in tokenizer.encode(prompt))] for prompt in prompts]
+    live = len(prompts) == 1 and not args.json
+    if live:
+        print(prompts[0], end="", flush=True)
+    began, new, fed = time.perf_counter(), 0, 0
+    for first in range(0, len(prompts), args.batch):
+        texts = [TextStream(tokenizer, stops) for _ in ids_of[first : first + args.batch]]
+        from_here = time.perf_counter()
+        made = continued(
+            model,
+            ids_of[first : first + args.batch],
+            args.max_tokens,
+            dataclasses.replace(sampling, seed=sampling.seed + first),
+            tokenizer,
+            texts,
+            live,
+        )
+        seconds = time.perf_counter() - from_here
+        for row, (ids, text) in enumerate(zip(made, texts, strict=True)):
+            rest = text.end()
+            read = len(ids_of[first + row])
+            new, fed = new + len(ids), fed + read + len(ids)
+            report = {
+                "weights": str(folder),
+                "prompt": prompts[first + row],
+                "text": text.text,
+                "tokens": len(ids),
+                "ended": text.ended or len(ids) < args.max_tokens,
+                "seconds": seconds,
+                "tokens_per_s": (read + len(ids)) / seconds,
+            }
+            if args.json:
+                print(json.dumps(report), flush=True)
+            elif live:
+                print(rest)
+            else:
+                print(f"---- {first + row + 1} of {len(prompts)} ----")
+                print(prompts[first + row] + text.text, flush=True)
     if not args.json:
-        print(args.prompt, end="", flush=True)
-    began = time.perf_counter()
-    ids = generate(
-        model,
-        prompt_ids,
-        args.max_tokens,
-        args.temperature,
-        args.top_k,
-        args.seed,
-        stop_id=marks.eos,
-        num_ids=tokenizer.vocab_size,
-        stream=None if args.json else printer.show,
-    )
-    seconds = time.perf_counter() - began
-    fed = len(prompt_ids) + len(ids)
-    report = {
-        "weights": str(folder),
-        "prompt": args.prompt,
-        "text": tokenizer.decode(ids),
-        "tokens": len(ids),
-        "ended": len(ids) < args.max_tokens,
-        "seconds": seconds,
-        "tokens_per_s": fed / seconds,
-    }
-    if args.json:
-        print(json.dumps(report))
-    else:
-        printer.end()
-        line = f"{len(ids)} tokens after {len(prompt_ids)}, {fed / seconds:.1f} tokens/s"
+        speed = fed / (time.perf_counter() - began)
+        line = f"{new} tokens after {fed - new}, {speed:.1f} tokens/s"
         print(f"{line} ({folder})", file=sys.stderr)
     return 0
+
+
+def continued(
+    model: HybridLM,
+    prompts: list[list[int]],
+    max_tokens: int,
+    sampling: Sampling,
+    tokenizer: CorpusTokenizer,
+    texts: list[TextStream],
+    live: bool,
+) -> list[list[int]]:
+    """Return new ids of some prompts, each of which ends with its document or its text.
+
+    Args:
+        model: the model.
+        prompts: ids of the prompts.
+        max_tokens: most new ids of a prompt.
+        sampling: choice of the next token.
+        tokenizer: of the run.
+        texts: takes the ids of each prompt, and ends it.
+        live: print the text as it grows.
+    """
+    from megacpp.run.sample import generate
+
+    def take(row: int, i: int) -> None:
+        more = texts[row].feed(i)
+        if live:
+            print(more, end="", flush=True)
+
+    return generate(
+        model,
+        prompts,
+        max_tokens,
+        sampling,
+        stop_id=tokenizer.specials.eos,
+        num_ids=tokenizer.vocab_size,
+        stream=take,
+        finished=lambda row, ids: texts[row].ended,
+    )
+
+
+def read_stops(words: str) -> list[str]:
+    """Return the texts that end a sample.
+
+    Raises:
+        ConfigError: a JSON list of something else.
+    """
+    if not words.startswith("["):
+        return [words] if words else []
+    try:
+        found = json.loads(words)
+    except ValueError:
+        return [words]
+    if not all(isinstance(stop, str) and stop for stop in found):
+        rule = "must be texts that aren't empty"
+        raise config_error("stop", words, rule, """write --stop '["a", "b"]'""")
+    return found
+
+
+def read_prompts(args: SampleArgs) -> list[str]:
+    """Return the texts to continue.
+
+    Raises:
+        ConfigError: the file can't be read, has no prompt, or a line without one.
+    """
+    if not args.prompts:
+        return [args.prompt]
+    key, path = "prompts", Path(args.prompts)
+    if args.prompt:
+        raise config_error(key, path, "is given beside --prompt", "give one of them")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "isn't UTF-8"
+        raise config_error(key, path, f"can't be read ({why})", "give a text file") from None
+    if not lines:
+        raise config_error(key, path, "has no line", "write one prompt a line")
+    if path.suffix != ".jsonl":
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            rule = f"line {number} isn't an object with a text `prompt`"
+            raise config_error(key, path, rule, 'write {"prompt": "..."}')
+        found.append(row["prompt"])
+    return found
 
 
 def find_weights(args: SampleArgs) -> Path:
@@ -105,7 +229,7 @@ def find_weights(args: SampleArgs) -> Path:
     if args.checkpoint == "final":
         folder = args.folder / "final"
     elif args.checkpoint == "latest":
-        from megacpp.state.checkpoint import latest_checkpoint
+        from megacpp.state.published import latest_checkpoint
 
         folder = latest_checkpoint(saved) or saved / "latest"
     elif args.checkpoint.isdecimal():
@@ -169,19 +293,3 @@ def _config(run_folder: Path) -> dict:
         return {"model": found["model"], "data": {"path": str(found["data"]["path"])}}
     except (KeyError, TypeError):
         raise damaged(path, 1, "it has no config") from None
-
-
-class Printer:
-    """Printer of ids as text; bytes of an incomplete character wait for the rest of it."""
-
-    def __init__(self, tokenizer: CorpusTokenizer) -> None:
-        self.pieces = tokenizer.id_bytes
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def show(self, i: int) -> None:
-        """Print an id."""
-        print(self.decoder.decode(self.pieces[i]), end="", flush=True)
-
-    def end(self) -> None:
-        """Print the remaining bytes and a line break."""
-        print(self.decoder.decode(b"", final=True))

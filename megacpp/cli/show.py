@@ -7,11 +7,11 @@ import json
 from dataclasses import dataclass
 
 from megacpp.config.arguments import Resolved, flatten, parse_run
+from megacpp.config.environment import MOST_RANKS
 from megacpp.config.help import headline
 from megacpp.config.presets import PRESETS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
-from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.count import count_parameters, published_reading, short, table_lines
 from megacpp.terminal.screen import columns, labelled, wrapped
 

@@ -22,8 +22,8 @@ from megacpp.memory.compose import Whole, compose, shallow
 from megacpp.memory.stream import Stream
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.precision import compute_dtype
 from megacpp.model.stages import as_scheduled, stages_per_rank
-from megacpp.run.precision import compute_dtype
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip

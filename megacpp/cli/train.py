@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass
 
 from megacpp.config.arguments import parse_run
+from megacpp.config.environment import MOST_RANKS
 from megacpp.config.settings import setting
 from megacpp.errors import ConfigError, config_error
-from megacpp.launch.environment import MOST_RANKS
-from megacpp.launch.home import HOME
+from megacpp.home import HOME
 
 MOST_NODES = 1024  # each number of them is checked before an elastic launch
 

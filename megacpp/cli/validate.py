@@ -9,10 +9,10 @@ from typing import Any
 from megacpp.cli.show import setting_lines
 from megacpp.config.arguments import Resolved, parse_run, read_run
 from megacpp.config.checks.every import RULES, broken
+from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting, settings_of
 from megacpp.errors import MegacppError
-from megacpp.launch.environment import MOST_RANKS
 from megacpp.memory.budget import BRIEF, GIB, as_run, fullest, words
 from megacpp.memory.fixes import memory_error
 from megacpp.terminal.screen import wrapped

@@ -5,8 +5,8 @@ Unknown flags and unreadable values are errors of one line. No torch import.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import sys
 import typing
@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 from megacpp.blocks.attention.config import YarnConfig
 from megacpp.config.checks.every import check, lookup, resolve
 from megacpp.config.checks.mesh import batch_ranks, mesh_rules
+from megacpp.config.environment import ranks_started
 from megacpp.config.file import ConfigFile, read_config_file
 from megacpp.config.help import run_help
 from megacpp.config.presets import preset
-from megacpp.config.recompute_flags import FALSE, TRUE, compiles, translate
+from megacpp.config.recompute_flags import FALSE, TRUE, translate
 from megacpp.config.schema import Config
 from megacpp.config.settings import MISSING, flag_name, settings_of
 from megacpp.config.settings import flatten as flatten
 from megacpp.config.values import read_value as read_value
 from megacpp.config.values import suggestion, utf8_words
-from megacpp.errors import ConfigError, MegacppError, config_error, shortened
-from megacpp.launch.environment import ranks_started
-from megacpp.launch.outcome import note, wait_quietly
+from megacpp.errors import CheckpointError, ConfigError, MegacppError, config_error, shortened
+from megacpp.outcome import end_with_launcher, note, wait_quietly
 from megacpp.terminal.screen import NOBODY_READS, nobody_reads, show_any_text
 
 Parsed = TypeVar("Parsed")
@@ -107,6 +107,12 @@ def parse_run(argv: Sequence[str], world_size: int, resumes: bool = False) -> Re
         notes += as_saved
     check(config, world_size)
     final = resolve(config, world_size)
+    budget = final.recompute.activation_memory_budget
+    if 0 <= budget < 1 and config.recompute.activation_memory_budget < 0:
+        notes.append(
+            f"compiled blocks keep recompute.activation_memory_budget={budget:g} of their "
+            "activations instead of following the recompute policy; 1 keeps all"
+        )
     return Resolved(final, _provenance(written, final), tuple(notes))
 
 
@@ -129,7 +135,7 @@ def read_run(argv: Sequence[str]) -> Written:
         config = replace_keys(base, file.values)
         changed = [key for key, value in flatten(config).items() if _other(base, key, value)]
         sources = dict.fromkeys(changed, "config file")
-    arguments, notes = translate(arguments, compiles(arguments, config.train.compile != "off"))
+    arguments, notes = translate(arguments)
     given = dict(read_flags(arguments))
     sources |= dict.fromkeys(given, "command line")
     config = replace_keys(config, given)
@@ -179,22 +185,26 @@ def _as_saved(config: Config, world_size: int) -> tuple[Config, list[str]]:
     train, folder = config.train, Path(config.run.dir.replace("{preset}", config.preset))
     if train.tokens_per_step or train.grad_accum or config.checkpoint.resume != "auto":
         return config, []
-    saved = folder / "checkpoints"
-    try:
-        name = (saved / "latest").read_text().strip()
-        tokens = json.loads((saved / name / "extra.json").read_text())["extra"]["tokens_per_step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return config, []  # nothing was saved; damage is reported on resume
+    from megacpp.state.published import candidates, read_extra
+
+    found = candidates(folder / "checkpoints")
+    for path in found if config.checkpoint.damaged == "older" else found[:1]:
+        with contextlib.suppress(CheckpointError, KeyError):  # damage is reported on resume
+            tokens = read_extra(path)["tokens_per_step"]
+            break
+    else:
+        return config, []
     per_micro = train.device_batch_size * config.data.seq_len
     if tokens == per_micro * batch_ranks(config.mesh, world_size):
         return config, []
     train = dataclasses.replace(train, tokens_per_step=tokens)
-    note = f"train.tokens_per_step = {tokens} of {saved / name}"
+    note = f"train.tokens_per_step = {tokens} of {path}"
     return dataclasses.replace(config, train=train), [note]
 
 
 def parse_or_exit(program: str) -> Resolved:
     """Return the configuration of `sys.argv`; print help or one error line and exit."""
+    end_with_launcher()
     show_any_text()
     try:
         ranks = ranks_started(os.environ)

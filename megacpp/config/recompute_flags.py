@@ -7,7 +7,6 @@ table below is translated, and the run reports the translation. No torch import.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from megacpp.errors import ConfigError, config_error
 
@@ -25,7 +24,6 @@ NONE: Meaning = {
     "recompute.rblock": "recurrence",
     **{f"recompute.{region}": "false" for region in ("norms", "core_attn", "mlp")},
 }
-COMPILED_BUDGET = 0.5  # for compiled blocks with gradient checkpointing but no budget
 
 
 def _either(yes: Meaning, no: Meaning) -> Callable[[str, str], Meaning]:
@@ -87,16 +85,10 @@ TAKES_A_VALUE = (
     *("recompute_modules", "mhc_recompute_group_size", "activation_memory_budget"),
     "checkpoint_spacing",
 )
-GLOBAL = ("gradient_checkpointing", "checkpoint_spacing")  # said of the whole model
 
 
-def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list[str]]:
+def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments with such flags translated, and a line for each translation.
-
-    Args:
-        arguments: words of the command line.
-        compiles: blocks are compiled, so the compiler alone decides about recomputation: gradient
-            checkpointing is then a memory budget below 1.
 
     Raises:
         ConfigError: a value that the flag doesn't take.
@@ -117,9 +109,6 @@ def translate(arguments: Sequence[str], compiles: bool) -> tuple[list[str], list
             raise ConfigError(f"{name}=: needs a value. Fix: write --{text} VALUE.")
         value = "false" if no else value or "true"
         meaning = OLDER[name](name, value)
-        if name in GLOBAL and compiles:
-            budget = COMPILED_BUDGET if meaning is BY_KIND else 1.0
-            meaning = {"recompute.activation_memory_budget": str(budget)}
         flags = [f"--{key.replace('_', '-')}={to}" for key, to in meaning.items()]
         found += flags
         said = f"{word} {'' if equals or no else value}"
@@ -133,13 +122,3 @@ def _spaced(name: str, value: str) -> str:
     """Add to a note that a policy is by kind of block, not by every so many layers."""
     every = name == "checkpoint_spacing" and int(value) > 1
     return f", in every layer: there is no policy for one layer in {value}" if every else ""
-
-
-def compiles(arguments: Sequence[str], default: bool) -> bool:
-    """Return whether the arguments enable compiled blocks (`--train.compile`)."""
-    found = default
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    for flag, value in pairwise(words):
-        if flag == "--train.compile":
-            found = value != "off"
-    return found

@@ -8,10 +8,13 @@ metadata (megacpp/config/settings.py); rules between fields are in megacpp/confi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megacpp.config.model import ModelConfig as ModelConfig
+from megacpp.config.policy import CheckpointingPolicy as CheckpointingPolicy
 from megacpp.config.settings import WIDEST, setting
+
+MOST_RANKS = 1 << 17  # reports iterate over all ranks
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class RunConfig:
     """Folder of the run, its length, and how often it reports."""
 
     dir: str = setting("runs/{preset}", "Folder of the run; {preset} is filled in.")
+    force: bool = setting(False, "Take the folder from a start that gives no sign of life.")
     steps: int = setting(1000, "Optimizer steps of the run.", "steps", at_least=0)
     seed: int = setting(42, "Seed of weights and of the order of data; below 2**63.", at_least=0)
     log_every: int = setting(
@@ -96,7 +100,13 @@ class TrainConfig:
         "A step with a non-finite gradient: leave it out, put zeros there, stop, or don't look.",
     )
     max_skips: int = setting(
-        10, "Steps left out in a row that end the run (exit code 5).", "steps", at_least=1
+        10, "Bad steps in a row that end the run (exit code 5), or rewind it.", "steps", at_least=1
+    )
+    rewinds: int = setting(
+        0, "Times the run may go back to a sound checkpoint and skip the rows since.", at_least=0
+    )
+    max_spikes: int = setting(
+        0, "Spikes of the loss in a row that rewind the run (0: none do).", "steps", at_least=0
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Device of every rank (auto: a GPU if there is one)."
@@ -106,24 +116,21 @@ class TrainConfig:
     )
 
 
+def _degree(default: int, words: str) -> Any:
+    """Return the field of a mesh axis."""
+    return setting(default, words, "ranks", at_least=min(1, default), at_most=MOST_RANKS)
+
+
 @dataclass(frozen=True)
 class MeshConfig:
     """Degrees of each mesh axis; their product, without ep, is the number of ranks."""
 
-    pp: int = setting(1, "Pipeline parallelism: stages of layers.", "ranks", at_least=1)
-    dp_replicate: int = setting(
-        1, "Data parallelism with whole copies of the shards (HSDP).", "ranks", at_least=1
-    )
-    dp_shard: int = setting(
-        -1, "Data parallelism with FSDP2's shards (-1: fills the world).", "ranks", at_least=-1
-    )
-    cp: int = setting(1, "Context parallelism: chunks of a row.", "ranks", at_least=1)
-    tp: int = setting(
-        1, "Tensor and sequence parallelism; divides heads and widths.", "ranks", at_least=1
-    )
-    ep: int = setting(
-        1, "Expert parallelism; divides dp_shard * cp * tp and the experts.", "ranks", at_least=1
-    )
+    pp: int = _degree(1, "Pipeline parallelism: stages of layers.")
+    dp_replicate: int = _degree(1, "Data parallelism with whole copies of the shards (HSDP).")
+    dp_shard: int = _degree(-1, "Data parallelism with FSDP2's shards (-1: fills the world).")
+    cp: int = _degree(1, "Context parallelism: chunks of a row.")
+    tp: int = _degree(1, "Tensor and sequence parallelism; divides heads and widths.")
+    ep: int = _degree(1, "Expert parallelism; divides dp_shard * cp * tp and the experts.")
     # With a pipeline, parameters are kept from their last forward to the end of the step. For
     # keeping them all through a step see train.gradient_sync.
     reshard: Literal["auto", "always", "never"] = setting(
@@ -158,6 +165,9 @@ class OptimConfig:
 
     name: Literal["muon_adamw", "adamw"] = setting(
         "muon_adamw", "Muon on hidden matrices with AdamW on the rest, or AdamW alone."
+    )
+    adamw_layers: str = setting(
+        "", "Layers that AdamW updates instead of Muon, by name: wo,out_proj (empty: none)."
     )
     lr: float = setting(3e-3, "Peak learning rate of AdamW.", at_least=0)
     embed_lr: float = setting(0.0, "Peak rate of the embedding (0: lr).", at_least=0)
@@ -279,78 +289,21 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointingPolicy:
-    """Activation memory: what the backward computes again instead of keeping, by block kind.
-
-    (Saved training state is `CheckpointConfig`.) By default all is kept. The last layer keeps all
-    in any case: its backward comes at once. In a compiled block the compiler follows
-    `activation_memory_budget` alone. `megacpp activations` shows what each costs.
-    """
-
-    ablock: Literal["none", "selective", "full"] = setting(
-        "none", "A blocks; selective: softmax(q k^T) v, and for MLA its projections too."
-    )
-    # expert_gemm_only: nothing is routed or sent again.
-    eblock: Literal["none", "expert_gemm_only", "full"] = setting(
-        "none", "E blocks; expert_gemm_only: rows and hidden units of the experts."
-    )
-    mblock: Literal["none", "conv_bc_only"] = setting(
-        "none", "M blocks; conv_bc_only: convolution, norms, rotations, never the scan."
-    )
-    rblock: Literal["none", "recurrence", "full_plus_norms"] = setting(
-        "recurrence", "R blocks; recurrence: from the states where chunks start."
-    )
-    gblock: Literal["none", "conv_gate", "full"] = setting(
-        "none", "G blocks; conv_gate: convolution, norm and gate, never the scan."
-    )
-    fblock: Literal["none", "full"] = setting("none", "F blocks: nothing, or all of the block.")
-    norms: bool = setting(False, "Norms of every block.")
-    core_attn: bool = setting(False, "Scores and output of attention, as ablock=selective does.")
-    mlp: bool = setting(False, "Hidden units of F blocks and of shared experts.")
-    mla_q_upproj: bool = setting(False, "Queries of MLA, from the latent they are projected from.")
-    mla_kv: bool = setting(False, "Keys and values of MLA, from the latent.")
-    mtp: bool = setting(True, "Each depth of multi-token prediction.")
-    mhc_group_size: int = setting(
-        0,
-        "Layers with hyper-connections that run again together (0: chosen, -1: none).",
-        "layers",
-        at_least=-1,
-    )
-    last_layer: Literal["never"] = setting("never", "The last layer keeps all it needs.")
-    fp8_wrapper: Literal["auto", "te_checkpoint", "torchao"] = setting(
-        "auto", "Checkpoint function of FP8 layers (auto: the one that their library needs)."
-    )
-    offload: Literal["none", "block_inputs", "saved_tensors"] = setting(
-        "none", "Move to host memory until the backward: inputs of blocks, or all that is kept."
-    )
-    offload_min_mib: float = setting(1.0, "Smallest tensor that is offloaded.", "MiB", at_least=0)
-    offload_host_gib: float = setting(
-        64.0, "Most that waits on the host; the rest stays on the device.", "GiB", above=0
-    )
-    compress: float = setting(
-        0.0,
-        "Part of their width to which inputs of linear layers are projected (0: off).",
-        at_least=0,
-        below=1,
-    )
-    compress_redraw: int = setting(
-        200, "Steps after which projections are drawn again (0: never).", "steps", at_least=0
-    )
-    activation_memory_budget: float = setting(
-        1.0, "Part of a compiled block's usual activations that is kept.", at_least=0, at_most=1
-    )
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     """Saved training state: when, how many, and what to resume from."""
 
     every: int = setting(
         500, "Steps from one save to the next (0: only at the end).", "steps", at_least=0
     )
-    keep: int = setting(2, "Newest checkpoints that are kept (0: all).", "checkpoints", at_least=0)
+    keep: int = setting(2, "Newest sound checkpoints kept (0: all).", "checkpoints", at_least=0)
+    keep_every: int = setting(
+        0, "Checkpoints at multiples of so many steps are kept for ever.", "steps", at_least=0
+    )
     resume: str = setting(
         "auto", "Checkpoint to go on from: auto (the newest, if any), never, or a folder."
+    )
+    damaged: Literal["stop", "older"] = setting(
+        "stop", "A damaged checkpoint at the start: stop, or go on from the newest sound one."
     )
     init: str = setting(
         "",
@@ -376,7 +329,10 @@ class MemoryConfig:
     )
     # smoke is a candidate's trial: it ends with its last step, saves nothing and shows nothing.
     fit: Literal["off", "auto", "smoke"] = setting(
-        "off", "auto: try planned settings for four steps each and train the first that fits."
+        "off", "auto: try planned settings for four steps each and train the fastest that fits."
+    )
+    fit_candidates: int = setting(
+        3, "Sound candidates that fit=auto times; the fastest trains.", "candidates", at_least=1
     )
     calibration: str = setting(
         "runs/calibration", "Folder of what earlier estimates were off by (empty: none)."

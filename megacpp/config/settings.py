@@ -130,7 +130,7 @@ class Setting:
         fix = f"use {self._as(self.default)}"
         if one.most is None and one.least_itself:
             fix = f"use {self._as(one.least)} or more"
-        elif one.least is None and one.most_itself:
+        elif one.least is None and one.most_itself and self.unit != "ranks":  # nobody has so many
             fix = f"use {self._as(one.most)} or less"
         return config_error(self.key, value, f"must be {one}", fix)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from megacpp.data.batches import Batch
-from megacpp.run.profiling import region
+from megacpp.trace_region import region
 
 
 class TrainingRows(Protocol):

@@ -15,8 +15,9 @@ from megacpp.config.saved import read_model_config, with_defaults
 from megacpp.config.schema import Config
 from megacpp.errors import CheckpointError, config_error
 from megacpp.interop.hf_config import read_hf_config
-
-MANIFEST, EXTRA = "manifest.json", "extra.json"
+from megacpp.state.manifest import NAME as MANIFEST
+from megacpp.state.manifest import DamagedError, read_json, read_manifest
+from megacpp.state.published import EXTRA, latest_checkpoint, read_extra
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def locate(source: str, key: str) -> WeightsFolder:
         return WeightsFolder("final", folder, _run_above(folder))
     if (folder / "final" / MANIFEST).is_file():
         return WeightsFolder("final", folder / "final", folder)
-    if newest := _newest(folder / "checkpoints"):
+    if newest := latest_checkpoint(folder / "checkpoints"):
         return WeightsFolder("checkpoint", newest, folder)
     if "model_type" in _json(folder / "config.json"):
         return WeightsFolder("hf", folder)
@@ -82,7 +83,7 @@ def resumed_from(config: Config) -> str:
     if config.checkpoint.resume not in ("auto", "never"):
         return config.checkpoint.resume
     folder = Path(config.run.dir.replace("{preset}", config.preset)) / "checkpoints"
-    newest = _newest(folder) if config.checkpoint.resume == "auto" else None
+    newest = latest_checkpoint(folder) if config.checkpoint.resume == "auto" else None
     return str(newest or "")
 
 
@@ -95,10 +96,11 @@ def read_model(place: WeightsFolder) -> ModelConfig:
     """
     if place.kind == "hf":
         return read_hf_config(place.folder).model
-    name = "config.json" if place.kind == "final" else EXTRA
-    content = _json(place.folder / name)
-    values = content if place.kind == "final" else content.get("extra", {}).get("config", {})
-    if not isinstance(values.get("model"), dict):
+    if place.kind == "final":
+        name, values = "config.json", _verified(place, "export", "config.json")
+    else:
+        name, values = EXTRA, read_extra(place.folder).get("config")
+    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise CheckpointError(
             f"{place.folder / name}: has no settings of a model. Fix: give another folder."
         )
@@ -112,12 +114,12 @@ def saved_step(place: WeightsFolder) -> int:
     return int(_json(place.folder / MANIFEST).get("step", 0))
 
 
-def _newest(folder: Path) -> Path | None:
+def _verified(place: WeightsFolder, kind: str, name: str) -> Any:
+    """Return the content of a JSON file of ours, after its hash."""
     try:
-        name = (folder / "latest").read_text().strip()
-    except OSError:
-        return None
-    return folder / name if (folder / name / MANIFEST).is_file() else None
+        return read_json(place.folder, name, read_manifest(place.folder, kind))
+    except DamagedError as damage:
+        raise CheckpointError(f"{damage}. Fix: give another folder.") from None
 
 
 def _run_above(folder: Path) -> Path | None:
@@ -127,6 +129,6 @@ def _run_above(folder: Path) -> Path | None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

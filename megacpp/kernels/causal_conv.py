@@ -44,6 +44,12 @@ def causal_conv(
     )
 
 
+def last_inputs(x_BTC: Tensor, taps: int) -> Tensor:
+    """Return the last inputs `[B, C, taps]` of a prompt for `causal_conv_step`, zeros in front."""
+    short = max(0, taps - x_BTC.shape[1])
+    return F.pad(x_BTC[:, x_BTC.shape[1] - taps + short :].mT, (short, 0))
+
+
 def causal_conv_step(
     x_BC: Tensor,
     taps_BCK1: Tensor,

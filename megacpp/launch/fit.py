@@ -1,7 +1,8 @@
-"""Ladder of a fitted run: try candidates in turn until one completes four sound steps.
+"""Ladder of a fitted run: try candidates in turn, and take the fastest of those that are sound.
 
     plan -> four steps of the first -> out of memory? the next one that keeps recomputing as it is
-         -> median of steps 1 to 3  -> gradient norms against their average -> train
+         -> gradient norms against their average -> median of steps 1 to 3
+         -> the next, until a few are sound      -> train the one with the smallest median
 
 A candidate that ran out of memory was predicted to fit, so its estimate is wrong by some bytes.
 Candidates with about the same prediction or more (`BUMP`) are then skipped. From then on candidates
@@ -141,6 +142,7 @@ class Ladder:
         device_bytes, budget_bytes: memory of a device, and the part that estimates may use.
         extra_bytes: bytes that a candidate's estimate is known to miss (see calibration.py).
         attempts: attempts so far.
+        chosen: number of the attempt whose candidate trains; None: none yet.
     """
 
     candidates: Sequence[ScoredCandidate]
@@ -149,6 +151,7 @@ class Ladder:
     budget_bytes: int
     extra_bytes: Callable[[ScoredCandidate], int] = lambda _: 0
     attempts: list[Attempt] = field(default_factory=list)
+    chosen: int | None = None
 
     def __post_init__(self) -> None:
         assert all(c.score is not None for c in self.candidates), "a candidate was never scored"
@@ -166,7 +169,7 @@ class Ladder:
             before = self.attempts[-1].candidate
             left.sort(
                 key=lambda one: (
-                    one[1].checkpointing != before.checkpointing,
+                    one[1].config.recompute != before.config.recompute,
                     len(knobs_between(before.config, one[1].config)) > 1,
                     one[0],
                 )
@@ -199,26 +202,34 @@ class Ladder:
         return candidate.estimate.point + self.extra_bytes(candidate)
 
 
-def climb(ladder: Ladder, run: Callable[[int, ScoredCandidate], Outcome]) -> ScoredCandidate:
-    """Run candidates of the ladder until one is sound.
+def climb(
+    ladder: Ladder, run: Callable[[int, ScoredCandidate], Outcome], most: int = 1
+) -> ScoredCandidate:
+    """Run candidates of the ladder until some are sound; return the one with the fastest step.
+
+    All have the same tokens per step, so the median step decides; of equal ones the first.
 
     Args:
         ladder: candidates.
         run: runs four steps of a candidate; the number of the attempt counts from 1.
+        most: sound candidates to compare.
 
     Raises:
         ConfigError: no candidate is left.
         MegacppError: an attempt failed for another reason than memory; with its exit code.
     """
-    while (candidate := ladder.next()) is not None:
-        number = len(ladder.attempts) + 1
-        attempt = ladder.note(run(number, candidate))
-        outcome = attempt.outcome
-        if outcome.kind == "ok":
-            return candidate
-        if outcome.kind == "failed":
+    sound: list[Attempt] = []
+    while len(sound) < most and (candidate := ladder.next()) is not None:
+        attempt = ladder.note(run(len(ladder.attempts) + 1, candidate))
+        if attempt.outcome.kind == "ok":
+            sound.append(attempt)
+        if attempt.outcome.kind == "failed":
             raise _bug(attempt)
-    raise _nothing_left(ladder)
+    if not sound:
+        raise _nothing_left(ladder)
+    best = min(sound, key=lambda a: a.outcome.median_step_s or math.inf)
+    ladder.chosen = best.number
+    return best.candidate
 
 
 def difference(before: Config, after: Config) -> dict[str, Any]:

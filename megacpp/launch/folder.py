@@ -9,13 +9,15 @@ from pathlib import Path
 
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
+from megacpp.launch.lock import LEASE_S, RunLock, take
 from megacpp.launch.rank_store import RankStore
+from megacpp.outcome import write_status
 
 PATIENCE_S = 5.0  # wait for a network file system to show another node's file
 
 
 def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
-    """Create the run folder on rank 0 and check that every rank sees it, and the same corpus.
+    """Create and lock the run folder on rank 0; check that all ranks see it, and the same corpus.
 
     With `checkpoint.resume never` an existing folder is renamed first, unless the launcher only
     restarted the ranks of this run.
@@ -26,24 +28,48 @@ def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
         fingerprint: fingerprint of this rank's corpus.
 
     Raises:
-        ConfigError: (as MegacppError with its code) the folder can't be created, or isn't shared.
+        ConfigError: (as MegacppError with its code) the folder can't be created, isn't shared, or
+            another start is using it.
         DataError: (likewise) the corpus differs from rank 0's.
     """
     folder = Path(config.run.dir)
+    lock: RunLock | None = None
     token = folder / f".{peers.table[0].pid}-{peers.table[0].host}.start"
     with peers.agree("folder"):
         if peers.rank == 0:
-            if config.checkpoint.resume == "never" and not peers.restarted:
-                set_aside(folder)
+            peers.lock = lock = _lock(peers, config)
             _make(folder, token)
             peers.tell("corpus", fingerprint)
     try:
         with peers.agree("seen"):
             _compare(peers, config, fingerprint, token)
+    except Exception:
+        if lock is not None:
+            lock.give_up()
+        raise
     finally:
         if peers.rank == 0:
             with contextlib.suppress(OSError):
                 token.unlink()
+    peers.home = folder
+    if lock is not None:
+        write_status(folder, followed_a_kill=lock.followed)
+
+
+def _lock(peers: RankStore, config: Config) -> RunLock:
+    """Return the lock of the run folder, an earlier run moved aside if it is asked for."""
+    folder = Path(config.run.dir)
+    anew = config.checkpoint.resume == "never" and not peers.restarted
+    wait_s = LEASE_S if peers.restarted else 0.0  # a rank of the start before may still be leaving
+    try:
+        if anew and folder.exists():
+            lock = take(folder, config.run.force)
+            lock.release()
+            set_aside(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return take(folder, config.run.force, wait_s)
+    except OSError as error:
+        raise _unusable(folder, error) from None
 
 
 def _compare(peers: RankStore, config: Config, fingerprint: str, token: Path) -> None:
@@ -81,7 +107,6 @@ def set_aside(folder: Path) -> None:
 
 def _make(folder: Path, token: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         token.touch()
     except OSError as error:
         raise _unusable(folder, error) from None

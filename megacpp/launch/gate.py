@@ -16,7 +16,7 @@ import torch
 from megacpp.config.arguments import Resolved
 from megacpp.config.schema import Config
 from megacpp.launch.kernels import as_chosen
-from megacpp.launch.record import device_name, versions
+from megacpp.launch.record import all_versions, device_name
 from megacpp.memory.budget import (
     BRIEF,
     GIB,
@@ -29,7 +29,7 @@ from megacpp.memory.budget import (
 from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.fixes import memory_error
-from megacpp.run.precision import compute_dtype
+from megacpp.model.precision import compute_dtype
 
 VERDICTS = {
     "fits": "fits",
@@ -37,6 +37,9 @@ VERDICTS = {
     "does_not_fit": "DOES NOT FIT",
     "unknown": "the memory of this device is unknown",
 }
+
+# Versions that memory depends on.
+VERSIONS = ("megacpp", "torch", "triton", "cuda driver")
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Admission:
         at = f" in {e.moment}" if e.moment else ""
         largest = sorted(e.components.items(), key=lambda one: -one[1])[:5]
         off = "; memory.gate=off: it starts whatever the estimate says" * (self.gate == "off")
-        number = len(self.attempts)
+        number = next((a["attempt"] for a in self.attempts if a["chosen"]), None)
         whole = ", of tensors: a step's line has the whole process"
         whole *= self.settled.train.device == "cpu"
         return [
@@ -132,6 +135,7 @@ class Admission:
                 "rows": m.rows,
                 "residual": m.residual,
                 "trusted": m.trusted,
+                "off": dict(m.off),
                 "extra_bytes": m.extra_bytes,
                 "unreadable": list(m.unreadable),
             },
@@ -157,8 +161,8 @@ class Estimator:
     ) -> None:
         self.size, self.device, self.estimator = size, device, estimator
         self.room = memory_budget(config, device)
-        found = versions()
-        self.versions = {name: found.get(name) for name in ("torch", "megacpp")}
+        found = all_versions()
+        self.versions = {name: found.get(name) for name in VERSIONS}
 
     def settled(self, config: Config) -> Config:
         """Return the configuration with `auto` resolved for this device."""
@@ -175,12 +179,16 @@ class Estimator:
     def assess(self, config: Config) -> Admission:
         """Return the estimate of a configuration with everything that its verdict rests on."""
         settled = self.settled(config)
-        where = situation(settled, self.size, device_name(self.device), self.versions)
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        allocator = " ".join(f"{n}={os.environ[n]}" for n in names if os.environ.get(n))
+        name = device_name(self.device)
+        where = situation(settled, self.size, name, self.versions, allocator)
         rank, plain = fullest(settled, self.size, self.room.budget_bytes, self.estimator)
         folder = config.memory.calibration
         records, unreadable = read_records(Path(folder)) if folder else ([], ())
         point = comparable_bytes(plain, self.device.type)
-        learned = replace(margin(point, where, records), unreadable=unreadable)
+        learned = margin(point, where, records, plain.components)
+        learned = replace(learned, unreadable=unreadable)
         left = None if plain.budget is None else max(0, plain.budget - learned.extra_bytes)
         return Admission(
             replace(plain, budget=left),

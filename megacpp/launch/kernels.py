@@ -12,7 +12,7 @@ from megacpp.config.schema import Config
 from megacpp.kernels.backend import Kernels
 from megacpp.kernels.host import Host, installed
 from megacpp.kernels.selection import BackendSelection, choose, plain_loss
-from megacpp.run.precision import compute_dtype
+from megacpp.model.precision import compute_dtype
 
 NAMES = {
     torch.bfloat16: "bf16",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megacpp.errors import MegacppError
+from megacpp.launch.lock import RunLock
+from megacpp.outcome import started_ticks, this_node
 
 POLL_S = 0.1
 TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank
@@ -44,21 +45,14 @@ class Process:
 
     def alive(self) -> bool:
         """Return whether this process, on this node, still runs (a zombie doesn't)."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return started_ticks(self.pid) is not None
 
 
 def this_process() -> Process:
     """Return this rank's process, for the table of all ranks."""
-    space = ""
-    with contextlib.suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")
-    host = socket.gethostname()
+    node, host = this_node()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Process(f"{host} {space}", host, os.getpid(), restarts)
+    return Process(node, host, os.getpid(), restarts)
 
 
 class RankStore:
@@ -69,6 +63,8 @@ class RankStore:
         size: number of ranks.
         store: store for keys of this start alone; the process group uses it too.
         table: every rank's process, in rank order.
+        home: run folder of this start; None until it is locked.
+        lock: its lock, on rank 0.
     """
 
     def __init__(self) -> None:
@@ -76,6 +72,8 @@ class RankStore:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.store: dist.Store = dist.HashStore()
         self.table = [this_process()]
+        self.home: Path | None = None
+        self.lock: RunLock | None = None
         if self.size > 1:
             # The rank that serves the store without torchrun must keep this object: it does.
             self._base, _, _ = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))

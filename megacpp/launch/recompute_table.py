@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from megacpp.config.checks.fp8 import fp8_blocks
 from megacpp.config.schema import Config
+from megacpp.memory.budget import words
+from megacpp.memory.forms.activations import activation_bytes
+from megacpp.memory.replayed import replayed_flops_per_token
+from megacpp.model.flops import train_flops_per_token
 from megacpp.model.pattern import block_letters
 from megacpp.model.regions import Region, layer_regions
 
@@ -64,3 +69,25 @@ def table_lines(config: Config, compiled: Mapping[int, str]) -> list[str]:
     if policy.compress:
         found.append(f"inputs of linear layers kept as projections to {policy.compress:g} of them")
     return found
+
+
+def selective_offer(config: Config, ranks: int) -> list[str]:
+    """Return a line on what `recompute.ablock=selective` would free, and its FLOPs; else nothing.
+
+    Args:
+        config: as it runs, with `auto` resolved for the device.
+        ranks: number of ranks.
+    """
+    policy, model = config.recompute, config.model
+    if policy.ablock != "none" or policy.core_attn or config.train.compile != "off":
+        return []
+    other = replace(config, recompute=replace(policy, ablock="selective"))
+    freed = activation_bytes(config, ranks).bytes - activation_bytes(other, ranks).bytes
+    if freed <= 0:
+        return []
+    more = replayed_flops_per_token(other) - replayed_flops_per_token(config)
+    share = more / train_flops_per_token(model, config.data.seq_len)
+    return [
+        f"recompute.ablock=selective would free {words(freed)} of a microbatch on the first rank "
+        f"for {share:.1%} more FLOPs"
+    ]

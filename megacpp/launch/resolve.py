@@ -94,8 +94,11 @@ def _lead(
             room.budget_bytes,
             lambda c: estimator.assess(c.config).margin.extra_bytes,
         )
-        print(f"memory.fit=auto: {len(found.candidates)} candidates, the first that fits runs now")
-        config = climb(ladder, orders.run).config
+        print(
+            f"memory.fit=auto: {len(found.candidates)} candidates, those that fit run now, "
+            f"{asked.memory.fit_candidates} at most, and the fastest trains"
+        )
+        config = climb(ladder, orders.run, asked.memory.fit_candidates).config
     except Exception as error:
         code = error.exit_code if isinstance(error, MegacppError) else 1
         orders.say({"error": str(error), "code": code})
@@ -104,7 +107,10 @@ def _lead(
         folder.rmdir()  # nothing failed
         folder.parent.rmdir()
     orders.say({"go": arguments_of(config)})
-    attempts = tuple(attempt.as_dict() for attempt in ladder.attempts)
+    attempts = tuple(
+        {**attempt.as_dict(), "chosen": attempt.number == ladder.chosen}
+        for attempt in ladder.attempts
+    )
     return config, {"plan": summary(found, asked), "attempts": attempts}
 
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from megacpp.config.arguments import Resolved, flatten
+from megacpp.config.batch_schedule import batch_schedule
 from megacpp.config.checks.every import tokens_formula
 from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
-from megacpp.data.schedule import batch_schedule
 from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
 from megacpp.launch.gate import Admission, set_allocator
 from megacpp.launch.kernels import as_chosen, choices, kernel_lines, kernel_record
 from megacpp.launch.rank_store import RankStore
-from megacpp.launch.recompute_table import layer_rows
+from megacpp.launch.recompute_table import layer_rows, selective_offer
 from megacpp.launch.recompute_table import table_lines as recompute_lines
 from megacpp.launch.record import device_name, print_header, write_config, write_launch
 from megacpp.launch.resolve import resolve_launch
@@ -29,11 +29,11 @@ from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
+from megacpp.model.precision import check_device, compute_dtype, storage_dtype
 from megacpp.model.stages import as_scheduled
 from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
-from megacpp.run.precision import check_device, compute_dtype, storage_dtype
 from megacpp.run.sinks import check_sinks
 from megacpp.terminal.screen import check_folder
 
@@ -147,6 +147,7 @@ def announce(
             plan=admission.plan,
             attempts=list(admission.attempts),
         )
+        offer = selective_offer(_as_it_runs(config, device), ranks)
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
             [
@@ -164,7 +165,7 @@ def announce(
                 ),
                 ("kernels", [*kernel_lines(kernels), *agreed]),
                 ("memory", admission.lines()),
-                ("backward runs again", [*recompute_lines(config, compiled), *fp8]),
+                ("backward runs again", [*recompute_lines(config, compiled), *offer, *fp8]),
                 ("optimizer" + _whose(mesh), optimizer),
                 ("data", [*corpus.describe(), *vocabulary_lines(config, corpus)]),
                 ("start", [_start_line(config, first_step), *changed]),
@@ -175,9 +176,13 @@ def announce(
 
 def kept_by_a_microbatch(config: Config, ranks: int, device: torch.device) -> dict[str, Any]:
     """Return the bytes that a forward saves on the first rank, by kind of block."""
+    return activation_bytes(_as_it_runs(config, device), ranks).as_dict()
+
+
+def _as_it_runs(config: Config, device: torch.device) -> Config:
+    """Return the configuration with `auto` resolved for a device."""
     narrow = compute_dtype(config.precision, device) == torch.bfloat16
-    run = as_run(as_chosen(as_scheduled(config), device), device.type, narrow)
-    return activation_bytes(run, ranks).as_dict()
+    return as_run(as_chosen(as_scheduled(config), device), device.type, narrow)
 
 
 def _given(resolved: Resolved) -> dict[str, object]:

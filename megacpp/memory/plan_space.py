@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megacpp.config.batch_schedule import BatchSchedule
 from megacpp.config.checks.mesh import first_broken
 from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
-from megacpp.data.schedule import BatchSchedule
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.model.primes import divisors
-from megacpp.model.regions import BLOCK, Region, layer_regions
+from megacpp.model.regions import BLOCK, Region, compiled_budget, layer_regions
 from megacpp.model.stages import chunk_rules, pipeline_rules
 
 # Levers by kind of block; what else a policy says (offload, compression, ...) stays as it is.
@@ -94,7 +94,7 @@ def policies(config: Config, fixed: Collection[str] = ()) -> list[Policy]:
     for name, policy in found.items():
         pieces = tuple(layer_regions(policy, config.model))
         rung = replace(config, recompute=policy)
-        busy = any(pieces) or policy.activation_memory_budget < 1
+        busy = any(pieces) or compiled_budget(policy, config.model) < 1
         ladder.setdefault(
             (pieces, policy.rblock == "none"),
             Policy(name, policy, busy, replayed_flops_per_token(rung), pieces),

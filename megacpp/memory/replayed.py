@@ -49,13 +49,13 @@ def replayed_flops_per_token(config: Config) -> float:
 
 
 def _ahead(config: Config) -> float:
-    """Return recomputed FLOPs of the depths of multi-token prediction, without the head's."""
+    """Return recomputed FLOPs of all depths but the last, without those of the head."""
     model = config.model
-    if not (config.recompute.mtp and model.mtp.depths):
+    if not (config.recompute.mtp and model.mtp.depths > 1):
         return 0.0
     whole = ahead_flops(model, config.data.seq_len) / model.mtp.depths
     own = whole - 2.0 * model.dim * model.vocab_size + _padded_values(config)
-    return model.mtp.depths * own
+    return (model.mtp.depths - 1) * own
 
 
 def _padded_values(config: Config) -> float:

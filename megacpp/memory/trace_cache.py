@@ -19,7 +19,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megacpp.launch.home import HOME
+from megacpp.home import HOME
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
 
 FORMAT = 1  # of the files

@@ -23,7 +23,7 @@ from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.parameters import Held, Place, held, kinds_of
+from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, regions_of
 from megacpp.model.sizes import ngram_width
@@ -104,7 +104,7 @@ def _data_axes(
     layers = iter(in_fp8)
     config, mesh = own.config, own.config.mesh
     times = config.train.grad_accum if config.train.gradient_sync == "each" else 1
-    again = _gathers_again(own, place, stages)
+    again = gathers_again(own, place, stages)
     for kind in (kind for stage in stages for kind in stage):
         eight = next(layers) if kind[0] in KINDS else ()
         if kind == "head" and config.model.tie_embeddings and any("embed" in s for s in stages):
@@ -144,7 +144,7 @@ def _gathers(config: Config, kind: str, again: bool, weight: Weight) -> int:
     return travelling(sync, micro, twice, compute_bytes=1).gathered
 
 
-def _gathers_again(own: Share, place: Place, stages: Stages) -> bool:
+def gathers_again(own: Share, place: Place, stages: Stages) -> bool:
     """Return whether weights are resharded between a forward and its backward."""
     config = own.config
     wanted = config.mesh.reshard
@@ -195,9 +195,9 @@ def _tensor_axis(
         ends = {"embed": 1, "top": 1, "head": 1 + model.mtp.depths}.get(kind, 0)
         yield "tp", "activations", micro * 2 * ends * stream
         if kind == "mtp":  # the embedding's, and the doors of an A and an F block
-            again_too = 4 * config.recompute.mtp
-            learns = not model.mtp.detach_trunk
-            yield "tp", "activations", micro * model.mtp.depths * (9 + learns + again_too) * stream
+            depths, learns = model.mtp.depths, not model.mtp.detach_trunk
+            doors = depths * (9 + learns) + 4 * (depths - 1) * config.recompute.mtp
+            yield "tp", "activations", micro * doors * stream
         elif kind == "ngram":
             yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
         elif kind[0] in KINDS and KINDS[kind[0]].tensor_dims(model):
@@ -209,7 +209,7 @@ def _tensor_axis(
             yield "tp", "memories", micro * engram_moves(own, again)
         if kind in ("top", "head"):
             yield "tp", "loss", micro * ends * own.tokens * own.tp * 3 * own.wide
-        if kind == "R":
+        if kind[0] == "R":
             yield "tp", "activations", micro * (2 + again) * own.tokens * own.wide
         for weight in weights(model, kind, config.recompute.compress):
             if weight.tp is None and not weight.experts and not weight.folded:
@@ -220,8 +220,8 @@ def _tensor_axis(
 def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
     """Yield rows to the experts and back, in both directions, and choices for a document's load."""
     config, moe = own.config, own.config.model.moe
-    layers, micro = kinds.count("E"), config.train.grad_accum
-    again = sum(x for kind, x in zip(kinds, run_again, strict=True) if kind == "E")
+    layers, micro = sum(kind[0] == "E" for kind in kinds), config.train.grad_accum
+    again = sum(x for kind, x in zip(kinds, run_again, strict=True) if kind[0] == "E")
     walks = micro * (2 * layers + again)  # forwards and backwards
     if config.mesh.ep > 1 and layers:
         trip = expert_rows(own)
@@ -242,7 +242,8 @@ def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -
     micro = own.config.train.grad_accum
     mtp, policy = own.config.model.mtp, own.config.recompute
     layers = list(zip(kinds, run_again, strict=True))
-    layers += [("A", policy.mtp)] * (mtp.depths * ("mtp" in kinds))
+    if "mtp" in kinds:
+        layers += [("A", policy.mtp)] * (mtp.depths - 1) + [("A", False)]
     for kind, again in layers:
         walks = 3 if again else 2  # forward and backward alike
         exchange = KINDS[kind[0]].context if kind[0] in KINDS else None
@@ -301,7 +302,7 @@ def _optimizer(own: Share, place: Place, kinds: Sequence[str]) -> Iterator[Sent]
     wire = {"fp32": 4, "bf16": 2}.get(config.optim.muon_dtype, own.compute)
     for kind in kinds:
         for weight in weights(config.model, kind, config.recompute.compress):
-            if weight.folded or not weight.muon:
+            if mover(weight, config.optim) != "muon":
                 continue
             cells = held(weight, place)
             if _stays(weight, cells, own.tp):

@@ -53,6 +53,26 @@ class Block(nn.Module):
             return state
         return self.engram.init_state(batch, device, dtype), state
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Any]:
+        """Return the residual stream behind a prompt, one document a row, and the state.
+
+        Args:
+            x_BTD: residual stream, `[B, T, D]`, or `[B, T, n, D]` with hyper-connections.
+            docs: one document a row.
+        """
+        memory = None
+        if self.engram is not None:
+            out_BTD, memory = self.engram.prefill(x_BTD, docs)
+            x_BTD = x_BTD + out_BTD
+        if self.connection is None:
+            y_BTD, state = self.mixer.prefill(self.norm(x_BTD), docs)
+            x_BTD = x_BTD + y_BTD
+        else:
+            u_BTD, *coefficients = self.connection.read(x_BTD)
+            y_BTD, state = self.mixer.prefill(self.norm(u_BTD), docs)
+            x_BTD = self.connection.mix(x_BTD, y_BTD, *coefficients)
+        return x_BTD, state if self.engram is None else (memory, state)
+
     def step(self, x_BD: Tensor, state: Any, ids_B: Tensor | None = None) -> tuple[Tensor, Any]:
         """Decode one token: return the output `[B, D]` and the next state.
 

@@ -93,6 +93,23 @@ class HybridLM(nn.Module):
         found: list[Any] = [self._block(i).init_state(batch, device, dtype) for i in self.blocks]
         return [*found, self.ngram.init_state(batch, device)] if hasattr(self, "ngram") else found
 
+    def prefill(self, ids_BT: Tensor) -> tuple[Tensor, list[Any]]:
+        """Read prompts in one forward: return logits `[B, V]` of the next token, and the state.
+
+        Args:
+            ids_BT: one prompt a row, all as long.
+        """
+        docs = self._documents(ids_BT, ids_BT, None)
+        x_BTD, of_ngrams = self.embed(ids_BT), []
+        if hasattr(self, "ngram"):
+            x_BTD, recent = self.ngram.prefill(x_BTD, docs)
+            of_ngrams = [recent]
+        x_BTD, state = spread(self, x_BTD), []
+        for key in self.blocks:
+            x_BTD, after = self._block(key).prefill(x_BTD, docs)
+            state.append(after)
+        return self.head.logits(self.norm(collapsed(self, x_BTD[:, -1]))), [*state, *of_ngrams]
+
     def step(self, ids_B: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
         """Decode one token: return logits `[B, V]` of the next one, and the next state."""
         x_BD, following, choice = self.embed(ids_B), [], None

@@ -23,6 +23,7 @@ Region = Literal[
     "conv_bc",  # Mamba: short convolution, norms and biases of B and C, rotation, gate
 ]
 
+COMPILED_BUDGET = 0.5  # of compiled blocks, where a policy recomputes anything
 NOTHING: frozenset[Region] = frozenset()
 BLOCK: frozenset[Region] = frozenset({"block"})
 
@@ -40,3 +41,14 @@ def layer_regions(policy: CheckpointingPolicy, model: ModelConfig) -> list[froze
     """Return each layer's recomputed regions; none of the last, whose backward follows at once."""
     letters = block_letters(model.pattern, model.depth)
     return [*(regions_of(policy, model, letter) for letter in letters[:-1]), NOTHING]
+
+
+def compiled_budget(policy: CheckpointingPolicy, model: ModelConfig) -> float:
+    """Return the part of its usual activations that a compiled block keeps, 0 to 1.
+
+    The compiler replaces the policy's regions; a policy that recomputes anything is still a wish
+    for memory, so it becomes a budget below 1.
+    """
+    if policy.activation_memory_budget >= 0:
+        return policy.activation_memory_budget
+    return COMPILED_BUDGET if any(layer_regions(policy, model)) else 1.0

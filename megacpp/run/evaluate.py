@@ -8,7 +8,7 @@ from typing import Any
 
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch, Corpus
-from megacpp.run.metrics import bits_per_byte
+from megacpp.run.metrics import MetricsLog, bits_per_byte
 from megacpp.terminal.progress import counted
 
 
@@ -30,6 +30,38 @@ def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> li
         corpus.validation_batch([r if r < rows else past for r in range(first, first + b)])
         for first in ((i * size + rank) * b for i in range(rounds))
     ]
+
+
+class HeldOut:
+    """Held-out rows of a run, whose loss is recorded.
+
+    Args:
+        corpus: corpus of the run.
+        config: configuration of the run.
+        share: index among the data ranks, and their number.
+        run: the accumulation boundary's `evaluate`.
+        log: records of the run; the main rank's shows the progress.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        config: Config,
+        share: tuple[int, int],
+        run: Callable[..., Any],
+        log: MetricsLog,
+    ) -> None:
+        self.corpus, self.run, self.log = corpus, run, log
+        self.batches = validation_share(corpus, config, *share)
+
+    def evaluate(self, step: int) -> float:
+        """Record the figures after a step; return the loss in nats per valid token.
+
+        Every rank calls it, and all get the same loss.
+        """
+        values = evaluate(self.run, self.batches, self.corpus, self.log.active)
+        self.log.evaluation(step, values, self.corpus.no_verdict)
+        return values["loss"]
 
 
 def evaluate(

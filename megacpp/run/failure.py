@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 import time
 import traceback
@@ -13,14 +14,18 @@ from pathlib import Path
 
 from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
-from megacpp.launch.outcome import note
 from megacpp.launch.rank_store import RankStore
+from megacpp.outcome import PEER_LOST, note, write_status
 from megacpp.run.oom import forensics_of, out_of_memory, show_once
-from megacpp.state.checkpoint import latest_checkpoint
+from megacpp.state.published import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
-PEER_LOST = 6
-DISK_FULL = 4  # the code of a checkpoint that can't be saved
+DISK = 4  # the code of a checkpoint that can't be saved
+# Errors of a run folder that is full, was mounted read-only, or is gone.
+OF_A_DISK = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV),
+    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTCONN),
+)
 # Errors of an invalid path: a mistake in the command line.
 WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 # Messages of gloo and NCCL on ranks that lost a peer, and of torch without its store.
@@ -31,6 +36,7 @@ OF_A_PEER = (
     "Broken pipe",
     "remote process exited",
     "NCCL communicator was aborted",
+    "Application timeout caused pair closure",
 )
 TIMED_OUT = ("Timed out waiting", "wait timeout", "Watchdog caught collective operation timeout")
 PATIENCE_S = 2.0  # a rank that lost a peer waits for the peer's message
@@ -56,21 +62,25 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
         peers = RankStore()
         main(resolved, peers)
         sys.stdout.flush()
+        _ended(peers, 0, "all steps are done")
         if "WORLD_SIZE" in os.environ:
             _leave(0)  # process groups aren't destroyed: no work is left that could fail
     except PreemptedError as left:
         line = f"{left}: {what_is_saved(resolved)}"
-        note(left.exit_code, line)
+        _ended(peers, left.exit_code, line)
         if first:
             print(line, file=sys.stderr)
         _leave(left.exit_code)
     except MegacppError as error:  # equal on every rank, except for a corrupt row
         _said(peers)
         own = isinstance(error, DataError) and "WORLD_SIZE" in os.environ and not error.agreed
+        if first or own:
+            _ended(peers, error.exit_code, str(error))
         exit_on_error(error, own=own)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # told twice is told once from here on
         line = f"stopped: {what_is_saved(resolved)}"
-        note(INTERRUPTED, line)
+        _ended(peers, INTERRUPTED, line)
         if first:  # an interrupt reaches every rank
             print(f"\n{line}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
@@ -78,7 +88,7 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
         if not nobody_reads(error):
             raise
         line = f"stopped, the output is closed: {what_is_saved(resolved)}"
-        note(NOBODY_READS, line)
+        _ended(peers, NOBODY_READS, line)
         _said(peers)
         print(line, file=sys.stderr, flush=True)
         _leave(NOBODY_READS)
@@ -109,12 +119,14 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
         peers: store of all ranks; None before they have met.
     """
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and _of_the_folder(error, folder):
         _said(peers)
         return _failed(
-            DISK_FULL,
-            f"rank {rank}: run.dir={folder}: {os.strerror(error.errno).lower()}. "
-            "Fix: free disk space or choose another --run.dir.",
+            peers,
+            DISK,
+            f"rank {rank}: run.dir={folder}: {os.strerror(error.errno or 0).lower()}. "
+            "Fix: free disk space, make the folder writable or choose another --run.dir; the same "
+            "command goes on.",
         )
     path = folder / "failures" / f"rank-{rank}.txt"
     try:
@@ -132,7 +144,17 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
     if out_of_memory(error):
         path = show_once(error, folder)
     first = (str(error).strip().splitlines() or ["no message"])[0]
-    return _failed(1, f"rank {rank}: {type(error).__name__}: {first} ({path})")
+    return _failed(peers, 1, f"rank {rank}: {type(error).__name__}: {first} ({path})")
+
+
+def _of_the_folder(error: OSError, folder: Path) -> bool:
+    """Return whether an error is one of the run folder's disk; of a path, one inside the folder."""
+    if error.errno not in OF_A_DISK:
+        return False
+    if not isinstance(error.filename, str | os.PathLike):  # a write to an open file
+        return error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM)
+    path = os.path.abspath(error.filename)
+    return os.path.commonpath([path, os.path.abspath(folder)]) == os.path.abspath(folder)
 
 
 def is_peer_failure(error: Exception) -> bool:
@@ -152,11 +174,11 @@ def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
         note(PEER_LOST, "lost another rank")
     elif gone:
         ranks = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
-        _failed(PEER_LOST, f"{ranks} lost: ended without a message (killed?). {NEXT}")
+        _failed(peers, PEER_LOST, f"{ranks} lost: ended without a message (killed?). {NEXT}")
     elif late:
-        _failed(PEER_LOST, f"waited in vain for other ranks, none of which is gone ({path})")
+        _failed(peers, PEER_LOST, f"waited in vain for other ranks, none of which is gone ({path})")
     else:
-        _failed(PEER_LOST, f"lost the connection to another rank ({path}). {NEXT}")
+        _failed(peers, PEER_LOST, f"lost the connection to another rank ({path}). {NEXT}")
     return PEER_LOST
 
 
@@ -183,6 +205,20 @@ def _missing(peers: RankStore | None, late: bool) -> tuple[list[int], bool]:
         return [r for r in beside if not peers.table[r].alive()], peers.rank == beside[0]
 
 
+def _ended(peers: RankStore | None, code: int, line: str) -> None:
+    """Write how the run ended for the launcher and in status.json, and free the run folder."""
+    note(code, line)
+    if peers is None or peers.home is None:
+        return  # refused before the folder was this start's
+    if peers.rank == 0 or code not in (0, PreemptedError.exit_code, INTERRUPTED):
+        write_status(peers.home, code, line, rank=peers.rank)
+    if peers.rank == 0 and code == 0:
+        for stale in (peers.home / "failures").glob("rank-*.txt"):  # of a start before this one
+            stale.unlink(missing_ok=True)
+    if peers.lock is not None:
+        peers.lock.release()
+
+
 def _said(peers: RankStore | None) -> None:
     """Tell ranks that will miss this one that it prints a message."""
     with contextlib.suppress(Exception):
@@ -190,8 +226,8 @@ def _said(peers: RankStore | None) -> None:
             peers.say()
 
 
-def _failed(code: int, line: str) -> int:
-    note(code, line)
+def _failed(peers: RankStore | None, code: int, line: str) -> int:
+    _ended(peers, code, line)
     print(f"error: {line}", file=sys.stderr, flush=True)
     return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -11,10 +12,60 @@ from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
 from megacpp.data.shards import TOKENIZER
 from megacpp.data.specials import CONFIG
-from megacpp.run.sample import generate
+from megacpp.run.metrics import MetricsLog
+from megacpp.run.sample import Sampling, generate
 from megacpp.state.export import export_weights, load_exported
+from megacpp.state.soundness import unsound
+from megacpp.state.tensors import model_tensors
+from megacpp.state.training import bad_state
 
 TEMPERATURE, TOP_K = 0.7, 50
+
+
+def finish(
+    model: nn.Module, corpus: Corpus, config: Config, log: MetricsLog, step: int, loss: float
+) -> None:
+    """Export the weights after `step` steps, and on the main rank a sample of them.
+
+    Every rank calls it.
+
+    Args:
+        model: model of this rank.
+        corpus: corpus of the run.
+        config: configuration of the run.
+        log: records of the run.
+        step: number of steps made.
+        loss: held-out loss, the same on every rank.
+
+    Raises:
+        NonFiniteError: a weight or the held-out loss isn't finite.
+    """
+    folder, device = Path(config.run.dir), next(model.parameters()).device
+    check_final(model, config, step, loss)
+    export_final(model, corpus, config, folder, step)
+    if log.active:
+        log.sample(step - 1, write_sample(corpus, config, folder, device))
+        print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
+
+
+def check_final(model: nn.Module, config: Config, step: int, held_out_loss: float) -> None:
+    """Check that weights may be exported; every rank calls it.
+
+    Args:
+        model: model of this rank.
+        config: configuration of the run.
+        step: number of steps made.
+        held_out_loss: nats per valid token; the same on every rank.
+
+    Raises:
+        NonFiniteError: a weight or the held-out loss isn't finite.
+    """
+    words = unsound(model_tensors(model))
+    if not words and math.isfinite(held_out_loss):
+        return
+    words = words or f"the held-out loss is {held_out_loss:g}"
+    folder = Path(config.run.dir) / "checkpoints"
+    raise bad_state(config, folder, step, f"at the end of the run {words}")
 
 
 def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path, step: int) -> Path:
@@ -53,14 +104,12 @@ def write_sample(corpus: Corpus, config: Config, folder: Path, device: torch.dev
     prompt, marks = config.run.sample_prompt or corpus.sample_prompt, corpus.tokenizer.specials
     ids = generate(
         model,
-        [marks.bos, *(int(i) for i in corpus.tokenizer.encode(prompt))],
+        [[marks.bos, *(int(i) for i in corpus.tokenizer.encode(prompt))]],
         config.run.sample_tokens,
-        TEMPERATURE,
-        TOP_K,
-        config.run.seed,
+        Sampling(TEMPERATURE, TOP_K, seed=config.run.seed),
         stop_id=marks.eos,
         num_ids=corpus.vocab_size,
-    )
+    )[0]
     text = prompt + corpus.tokenizer.decode(ids)
     path = folder / "samples" / f"step-{config.run.steps:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)

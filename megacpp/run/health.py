@@ -10,18 +10,20 @@ from typing import Any
 
 from megacpp.config.schema import Config
 from megacpp.errors import NonFiniteError
+from megacpp.state.published import newest_sound
 
 ROUNDING = 1e-6  # losses this close to each other, relatively, differ by fp32 sums alone
 
 
-def budget_spent(config: Config, saved: Path | None) -> NonFiniteError:
+def budget_spent(config: Config, folder: Path) -> NonFiniteError:
     """Return the error that ends a run after `train.max_skips` bad steps in a row.
 
     Args:
         config: configuration of the run.
-        saved: newest checkpoint; none is saved between the first of these steps and the end.
+        folder: folder of checkpoints; none is saved between the first of these steps and the end.
     """
-    where = f"{saved} is from before them" if saved else "nothing was saved before them"
+    newest = newest_sound(folder)
+    where = f"{newest} is from before them" if newest else "nothing was saved before them"
     return NonFiniteError(
         f"train.max_skips={config.train.max_skips}: so many steps in a row were left out or had "
         f"values that are not finite; {where}. Fix: lower optim.lr ({config.optim.lr:g}) or raise "
@@ -30,7 +32,7 @@ def budget_spent(config: Config, saved: Path | None) -> NonFiniteError:
 
 
 class Health:
-    """Monitor of the steps that updated the weights; it warns and changes nothing.
+    """Monitor of the steps that updated the weights; it warns, and counts spikes (rewind.py).
 
     A gradient norm is compared with the exponential average of the norms before it, and then added
     to it. A loss is compared with mean and standard deviation of the losses before it. Non-finite
@@ -51,6 +53,9 @@ class Health:
         sigmas: standard deviations above the mean that make a loss a spike.
         window: number of losses for mean and deviation.
         least: number of losses before any is called a spike.
+
+    Attributes:
+        spikes: spikes of the loss in a row, up to the last step.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Health:
         self._losses: deque[float] = deque(maxlen=window)
         self._ratio: float | None = None
         self._sigma: float | None = None
+        self.spikes = 0
 
     def observe(self, step: int, loss: float, grad_norm: float) -> list[str]:
         """Add a step that wasn't skipped.
@@ -82,6 +88,7 @@ class Health:
             Warnings, one line each.
         """
         found = [self._check_norm(grad_norm), self._check_loss(loss)]
+        self.spikes = self.spikes + 1 if found[1] else 0
         return [f"step {step + 1}: {line}" for line in found if line]
 
     def figures(self) -> dict[str, float | None]:

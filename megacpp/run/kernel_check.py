@@ -27,7 +27,7 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead
 from megacpp.model.init import initialise
-from megacpp.run.precision import compute_dtype
+from megacpp.model.precision import compute_dtype
 
 SHORT = (1, 256)  # rows and tokens: two chunks of most scans, a few documents
 # Errors that rounding explains between two orders of the same sums. In narrow dtypes operands and

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from megacpp.launch.gate import Admission
 from megacpp.launch.record import write_json
-from megacpp.memory.calibration import Record, compared, write_record
+from megacpp.memory.calibration import OF_A_STEP, Record, compared, write_record
 from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.snapshot import Snapshot
 from megacpp.run.metrics import peak_resident_bytes
 
 OUTSIDE = ("runtime_reserved", "allocator_overhead")  # not in tensors
 IN_TENSORS = tuple(name for name in COMPONENTS if name not in OUTSIDE)
-OF_A_STEP = "tensors_of_a_step"  # tensors that don't outlive the step
 FILE = "measured.json"  # in RUN/memory
 
 

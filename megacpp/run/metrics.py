@@ -100,6 +100,14 @@ class MetricsLog:
         if (record.step + 1) % self.log_every == 0 or record.step + 1 == self.steps:
             print(self.line(record), flush=True)
 
+    def go_back(self, step: int) -> None:
+        """Drop the lines of steps from `step` on, which will be made again."""
+        if self._file is not None:
+            self._file.close()
+            path = Path(self._file.name)
+            _keep_steps(path, lambda other: other < step)
+            self._file = path.open("a")
+
     def warn(self, lines: Iterable[str]) -> None:
         """Print lines between those of the steps."""
         for line in lines if self.active else ():

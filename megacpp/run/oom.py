@@ -18,8 +18,8 @@ from megacpp.memory.budget import as_run, fullest, resident_bytes, words
 from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.fixes import cheapest_fixes
 from megacpp.memory.snapshot import STEADY, Snapshot, compare
+from megacpp.model.precision import compute_dtype
 from megacpp.run.forensics import Forensics, allocator_state
-from megacpp.run.precision import compute_dtype
 
 # Messages of out-of-memory errors that have no exception class of their own.
 NO_MEMORY = (
@@ -61,9 +61,13 @@ def oom_screen(error: BaseException, folder: Path, found: Forensics | None = Non
 
 
 def forensics_of(error: BaseException) -> Forensics | None:
-    """Return the run's forensics, found on the stack of the exception, or None."""
+    """Return the run's forensics, found by its records on the exception's stack, or None."""
+    from megacpp.run.records import Records
+
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
+            if isinstance(value, Records):
+                return value.forensics
             if isinstance(value, Forensics):
                 return value
     return None

@@ -8,8 +8,6 @@ The trace names the parts of a step: `data`, `accumulate`, `forward`, `backward`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,6 @@ import torch
 from megacpp.config.checks.every import profiled_steps
 
 RANKS = 8  # number of ranks that write a trace
-
-
-@contextmanager
-def region(name: str) -> Iterator[None]:
-    """Name a part of a step in a trace; without a trace it costs one check."""
-    if not torch.autograd._profiler_enabled():
-        yield
-        return
-    with torch.profiler.record_function(name):
-        yield
 
 
 class StepProfile:

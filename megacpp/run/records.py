@@ -1,6 +1,6 @@
 """Records of a run's steps: lines, metrics, warnings, snapshots and measured memory.
 
-    records = Records(...)
+    records = open_records(...)
     for step in ...:
         records.begin(step)
         ...                           # the whole step
@@ -15,11 +15,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
+from megacpp.launch.start import PreparedLaunch
 from megacpp.run.expert_load import LoadWatch, load_figures
-from megacpp.run.forensics import Forensics
+from megacpp.run.forensics import Forensics, Watch
 from megacpp.run.health import Health
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
@@ -127,3 +131,44 @@ class Records:
             "loss_scale": status.loss_scale,
             **load_figures(status.loads),
         }
+
+
+class OneOfMany(Protocol):
+    """Rank of a run."""
+
+    @property
+    def rank(self) -> int:
+        """Index of the rank."""
+        ...
+
+    def max(self, values: Tensor, axis: str) -> Tensor:
+        """Return the elementwise maximum of `values` `[...]` over the ranks of an axis."""
+        ...
+
+
+def open_records(
+    launch: PreparedLaunch,
+    log: MetricsLog,
+    health: Health,
+    world: OneOfMany,
+    mfu: Callable[[float], float | None],
+    where: Callable[[], str],
+    watch: Callable[[], Watch],
+) -> Records:
+    """Return the records of a run on this rank.
+
+    Args:
+        launch: checked configuration, with the memory estimate.
+        log: lines and metrics.
+        health: warnings about gradient norms and losses.
+        world: this rank.
+        mfu, where: as in `Records`.
+        watch: makes the recorder of one step.
+    """
+    config, device, folder = launch.config, launch.device, Path(launch.config.run.dir)
+    forensics = Forensics(folder, config, world.rank, device, watch, log.first_step)
+    of_all = partial(world.max, axis="world")
+    calibrator = Calibrator(launch.admission, device, of_all, world.rank, folder)
+    balance = LoadWatch(config.model.moe.load_warning)
+    profile = StepProfile(config.run.profile, folder, world.rank, device)
+    return Records(log, health, balance, forensics, calibrator, mfu, where, profile)

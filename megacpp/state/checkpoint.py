@@ -1,6 +1,6 @@
 """Training checkpoints: tensors in safetensors files, everything else in JSON, all of it hashed.
 
-    checkpoints/latest                  the name of the newest checkpoint
+    checkpoints/latest                  the name of the newest checkpoint (published.py)
     checkpoints/step-000100/
         shard-00001-model-...safetensors    pieces of tensors, written by one rank
         extra.json                          counters, data position, generators of every rank
@@ -14,11 +14,11 @@ file is a pickle, and none is read as one.
 from __future__ import annotations
 
 import json
-import re
 import shutil
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,17 @@ from torch import Tensor
 
 from megacpp.dtensor import is_dtensor
 from megacpp.errors import CheckpointError
-from megacpp.state.agreement import agreed, gather, is_distributed, this_rank
+from megacpp.state.agreement import agreed, gather, is_distributed, share, this_rank
 from megacpp.state.catalogue import Catalogue, catalogue, check_parts
 from megacpp.state.files import (
-    ASIDE,
     PENDING,
     aside_of,
-    pending_folder,
     publish_folder,
     remove_folder,
     tensor_bytes,
     write_text,
 )
 from megacpp.state.manifest import (
-    NAME,
     DamagedError,
     FileEntry,
     Manifest,
@@ -49,16 +46,29 @@ from megacpp.state.manifest import (
     stray_problems,
     write_manifest,
 )
+from megacpp.state.published import (
+    EXTRA,
+    LATEST,
+    advice,
+    checked_extra,
+    is_sound,
+    latest_text,
+    published,
+    step_of,
+)
 from megacpp.state.rng import rng_state
 
-EXTRA, LATEST = "extra.json", "latest"
-_NAME = re.compile(rf"step-(\d+)(?:{re.escape(ASIDE)})?")
 # DCP holds two copies of a file's content in host memory while it writes that file.
 _FILE_BYTES = 1 << 28
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any], keep: int
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    extra: dict[str, Any],
+    keep: int,
+    keep_every: int = 0,
 ) -> Path:
     """Save a checkpoint as `folder/step-<step>`; every rank calls it and waits for the last one.
 
@@ -68,8 +78,9 @@ def save_checkpoint(
         tensors: this rank's tensors by name: plain tensors (equal on every rank that has them) or
             DTensors. Other ranks may hold others; each tensor is saved once.
         extra: JSON of rank 0; the generator states of every rank are added.
-        keep: number of newest checkpoints to keep (0: all). Older ones are deleted after this one
-            is published.
+        keep: number of newest sound checkpoints to keep (0: all). Older ones are deleted after this
+            one is published; one with `bad_steps` in `extra` isn't counted.
+        keep_every: checkpoints of steps that it divides are never deleted (0: none).
 
     Raises:
         CheckpointError: the disk is full or not writable; raised on every rank, older checkpoints
@@ -77,7 +88,8 @@ def save_checkpoint(
     """
     assert "rng" not in extra
     final = folder / f"step-{step:06d}"
-    pending = final.with_name(final.name + PENDING)
+    # Of this save alone: another start in the same folder can't write into it.
+    pending = final.with_name(share(f"{final.name}.{uuid.uuid4().hex[:8]}{PENDING}", 0))
     what, fix = f"{pending}: cannot be saved", "free disk space or choose another --run.dir"
     rank, _ = this_rank()
     whole = catalogue(tensors)
@@ -85,7 +97,7 @@ def save_checkpoint(
         with agreed(what, fix):
             check_parts(tensors)
             if rank == 0:
-                _prepare(folder, final, whole)
+                _prepare(pending, final, whole)
         with agreed(what, fix):
             _write_tensors(pending, tensors, whole)
         with agreed(what, fix):
@@ -99,7 +111,7 @@ def save_checkpoint(
                 hashes = {name: entry for files, *_ in everyone for name, entry in files.items()}
                 state = {"extra": extra, "rng": [rng for *_, rng in everyone]}
                 _finish(pending, step, whole, hashes, state)
-                _publish(pending, final, step, keep)
+                _publish(pending, final, step, keep, keep_every)
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(pending, ignore_errors=True)
@@ -107,7 +119,9 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, tensors: Mapping[str, Tensor], prefix: str = "", verified: bool = False
+) -> dict[str, Any]:
     """Load a checkpoint into `tensors` in place, on any mesh; every rank calls it.
 
     Nothing is modified before every file is verified and every name, shape and dtype matches. A
@@ -118,6 +132,7 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
         path: folder of the checkpoint.
         tensors: targets by name.
         prefix: restrict to tensors whose name starts with it (`model.`: weights alone).
+        verified: `damage` has found none just now.
 
     Returns:
         The saved `extra`; its `rng` is this rank's (for `set_rng_state`), or None if the number of
@@ -127,20 +142,14 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
         CheckpointError: missing, unfinished or damaged checkpoint, or other tensors than expected;
             one line, the same on every rank.
     """
-    what, fix = f"{path}: cannot be loaded", _advice(path)
+    what, fix = f"{path}: cannot be loaded", advice(path)
     rank, world_size = this_rank()
     wanted = catalogue(tensors)
+    if not verified and (problem := damage(path)):
+        raise CheckpointError(f"{problem}. Fix: {fix}.")
     with agreed(what, fix):
         check_parts(tensors)
-        try:
-            manifest = read_manifest(path, "checkpoint")
-        except DamagedError as damage:
-            raise CheckpointError(f"{damage}. Fix: {fix}.") from None
-        # Each rank verifies a share of the files. DCP would load stray tensor files.
-        names = sorted(manifest.files)[rank::world_size]
-        problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
-        if problems:
-            raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
+        manifest = read_manifest(path, "checkpoint")
         _match(path, manifest, wanted, prefix)
     with agreed(what, fix):
         import torch.distributed.checkpoint as dcp
@@ -148,60 +157,47 @@ def load_checkpoint(path: Path, tensors: Mapping[str, Tensor], prefix: str = "")
         reader = dcp.HuggingFaceStorageReader(str(path))
         with _quiet():
             dcp.load(dict(tensors), storage_reader=reader, no_dist=not is_distributed())
-        state = json.loads((path / EXTRA).read_text())
+        state = checked_extra(path, manifest)
     same_ranks = manifest.world_size == world_size
     return {**state["extra"], "rng": state["rng"][rank] if same_ranks else None}
 
 
-def read_extra(path: Path) -> dict[str, Any]:
-    """Return the `extra` of a checkpoint without its tensors, before `load_checkpoint` verifies it.
+def damage(path: Path) -> str:
+    """Return the first problem of a checkpoint's files, or nothing; every rank calls it.
 
-    Raises:
-        CheckpointError: there is no such checkpoint, or the file can't be read.
+    Each rank hashes its share of the files; all return the same line.
     """
+    rank, world_size = this_rank()
     try:
-        return json.loads((path / EXTRA).read_text())["extra"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{path / EXTRA}: cannot be read ({type(error).__name__}). Fix: {_advice(path)}."
-        ) from None
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that was saved last, or None."""
-    with suppress(OSError, UnicodeDecodeError):
-        name = (folder / LATEST).read_text().strip()
-        if _NAME.fullmatch(name) and (folder / name / NAME).is_file():
-            return folder / name
-    return next(iter(_published(folder)), None)
-
-
-def passed_over(folder: Path, path: Path | None) -> list[str]:
-    """Return a line for each unusable folder of a later step than `path`.
-
-    Checkpoints are published whole, so a folder without a manifest lost it afterwards.
-    """
-    if not folder.is_dir():
-        return []
-    later = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not (p / NAME).is_file()]
-    after = _step(path) if path else -1
-    return [f"{p} is passed over: it has no {NAME}" for p in sorted(later) if _step(p) > after]
+        manifest = read_manifest(path, "checkpoint")
+        names = sorted(manifest.files)[rank::world_size]
+        # DCP would load stray tensor files.
+        problems = stray_problems(path, manifest) + file_problems(path, manifest, names)
+        if not problems:
+            checked_extra(path, manifest)
+    except (DamagedError, OSError) as error:
+        problems = [str(error)]
+    return next((found[0] for found in gather(problems) if found), "")
 
 
 def verify(path: Path) -> list[str]:
     """Read a whole checkpoint and return its problems, one line each."""
     try:
         manifest = read_manifest(path, "checkpoint")
-    except DamagedError as damage:
-        return [str(damage)]
-    return stray_problems(path, manifest) + file_problems(path, manifest, manifest.files)
+        problems = stray_problems(path, manifest) + file_problems(path, manifest, manifest.files)
+        if not problems:
+            checked_extra(path, manifest)
+    except DamagedError as error:
+        return [str(error)]
+    return problems
 
 
 # ---- saving -------------------------------------------------------------------------------------
 
 
-def _prepare(folder: Path, final: Path, whole: Catalogue) -> None:
+def _prepare(pending: Path, final: Path, whole: Catalogue) -> None:
     """Delete leftovers of a crash, check the free space, and create the pending folder."""
+    folder = final.parent
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(f"step-*{PENDING}"):
         shutil.rmtree(leftover)
@@ -211,7 +207,7 @@ def _prepare(folder: Path, final: Path, whole: Catalogue) -> None:
             f"{final}: needs {needed:,} bytes, the disk has {free:,} free. "
             "Fix: free disk space, lower --checkpoint.keep or choose another --run.dir."
         )
-    pending_folder(final)
+    pending.mkdir()
 
 
 def _write_tensors(pending: Path, tensors: Mapping[str, Tensor], whole: Catalogue) -> None:
@@ -277,31 +273,21 @@ def _finish(
     write_manifest(pending, Manifest("checkpoint", step, world_size, whole.entries, files))
 
 
-def _publish(pending: Path, final: Path, step: int, keep: int) -> None:
+def _publish(pending: Path, final: Path, step: int, keep: int, keep_every: int) -> None:
     """Publish the folder, update `latest`, and only then delete older checkpoints."""
     publish_folder(pending, final)
-    write_text(final.parent / LATEST, f"{final.name}\n")
+    write_text(final.parent / LATEST, latest_text(final.name))
     if aside_of(final).exists():
         remove_folder(aside_of(final))
     # After resuming from an older checkpoint, checkpoints of later steps are deleted first.
-    others = [path for path in _published(final.parent) if path != final]
-    others.sort(key=lambda path: (_step(path) <= step, _step(path)), reverse=True)
-    for path in others[max(0, keep - 1) :] if keep else []:
-        remove_folder(path)
-
-
-def _published(folder: Path) -> list[Path]:
-    """Return finished checkpoints, latest step first; other files in the folder are ignored."""
-    if not folder.is_dir():
-        return []
-    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / NAME).is_file()]
-    return sorted(found, key=lambda path: (_step(path), not path.suffix), reverse=True)
-
-
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    others = [path for path in published(final.parent) if path != final]
+    others.sort(key=lambda path: (step_of(path) <= step, step_of(path)), reverse=True)
+    sound = int(is_sound(final))
+    for path in others if keep else []:
+        if sound < keep:
+            sound += is_sound(path)
+        elif not keep_every or step_of(path) % keep_every:
+            remove_folder(path)
 
 
 # ---- loading ------------------------------------------------------------------------------------
@@ -324,11 +310,3 @@ def _match(path: Path, manifest: Manifest, whole: Catalogue, prefix: str) -> Non
             f"{path}: {found[0]}{more}. Fix: resume with the model, optimizer and precision "
             "settings of the checkpoint, or use --checkpoint.resume never."
         )
-
-
-def _advice(path: Path) -> str:
-    """Return the fix for an unloadable checkpoint: the next newest one, or a fresh start."""
-    others = [p for p in _published(path.parent) if p.name != path.name]
-    if others:
-        return f"use another checkpoint: --checkpoint.resume {others[0]}"
-    return "start anew: --checkpoint.resume never"

@@ -14,17 +14,20 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megacpp.config.saved import read_model_config as read_model_config
-from megacpp.config.schema import ModelConfig
-from megacpp.errors import CheckpointError
+from megacpp.config.schema import Config, ModelConfig
+from megacpp.config.settings import flatten, settings_of
+from megacpp.errors import CheckpointError, shortened
+from megacpp.model.count import count_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
 from megacpp.state.agreement import agreed, this_rank
@@ -42,9 +45,11 @@ from megacpp.state.files import (
 from megacpp.state.manifest import (
     DamagedError,
     Manifest,
+    TensorEntry,
     describe,
     file_problems,
     hash_file,
+    read_json,
     read_manifest,
     write_manifest,
 )
@@ -142,14 +147,19 @@ def load_exported(
     try:
         manifest = read_manifest(folder, "export")
         problems = file_problems(folder, manifest, manifest.files)
+        content = {} if problems else read_json(folder, CONFIG, manifest)
     except DamagedError as damage:
-        problems = [str(damage)]
+        problems, content = [str(damage)], {}
     if problems:
         raise CheckpointError(f"{problems[0]}. Fix: {fix}.")
-    content = json.loads((folder / CONFIG).read_text())
-    model = empty_model(read_model_config(content["model"]), device, dtype)
+    if not isinstance(content, dict) or "model" not in content:
+        raise CheckpointError(f"{folder / CONFIG}: has no settings of a model. Fix: {fix}.")
+    config = read_model_config(content["model"])
+    check_tensors(folder / CONFIG, config, manifest.tensors)
+    with _settings_of(folder / CONFIG):
+        model = empty_model(config, device, dtype)
     files = [name for name in manifest.files if name.endswith(".safetensors")]
-    _fill(model, folder, _read_files(folder, files), list(manifest.tensors))
+    _fill(model, folder, _read_files(folder, files))
     return model
 
 
@@ -175,15 +185,20 @@ def load_trained(
         manifest = read_manifest(path, "checkpoint")
     except DamagedError as damage:
         raise CheckpointError(f"{damage}. Fix: choose another checkpoint.") from None
-    stored = {
-        name: torch.empty(entry.shape, dtype=entry.torch_dtype)
+    saved = {
+        name.removeprefix(prefix): entry
         for name, entry in manifest.tensors.items()
         if name.startswith(prefix)
     }
+    check_tensors(path, config, saved)
+    stored = {
+        f"{prefix}{name}": torch.empty(entry.shape, dtype=entry.torch_dtype)
+        for name, entry in saved.items()
+    }
     load_checkpoint(path, stored, prefix)
-    model = empty_model(config, device, dtype)
-    named = {name.removeprefix(prefix): t for name, t in stored.items()}
-    _fill(model, path, iter(named.items()), list(named))
+    with _settings_of(path):
+        model = empty_model(config, device, dtype)
+    _fill(model, path, ((name.removeprefix(prefix), t) for name, t in stored.items()))
     return model
 
 
@@ -288,27 +303,90 @@ def empty_model(config: ModelConfig, device: torch.device | str, dtype: torch.dt
 
 def _read_files(folder: Path, files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     for file in files:
-        with safe_open(folder / file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - no mapping
-                yield name, reader.get_tensor(name)
+        try:
+            with safe_open(folder / file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 - no mapping
+                    yield name, reader.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{folder / file}: {shortened(error)}. Fix: use the files that the run wrote."
+            ) from None
 
 
-@torch.no_grad()
-def _fill(
-    model: nn.Module, origin: Path, tensors: Iterator[tuple[str, Tensor]], names: Sequence[str]
-) -> None:
-    """Copy tensors into a model; raise CheckpointError unless names and shapes are the same."""
-    targets = model_tensors(model)
-    missing, unknown = sorted(targets.keys() - set(names)), sorted(set(names) - targets.keys())
-    problem = [f"has no tensor {name}" for name in missing]
-    problem += [f"has a tensor {name} that the model lacks" for name in unknown]
-    for name, t in () if problem else tensors:
-        if t.shape != targets[name].shape:
-            problem.append(f"{name} is {list(t.shape)}, not {list(targets[name].shape)}")
-            break
-        targets[name].copy_(t)
+def check_tensors(origin: Path, config: ModelConfig, saved: Mapping[str, TensorEntry]) -> None:
+    """Compare saved tensors with a model's, before anything of the model's size is made.
+
+    Args:
+        origin: folder of the tensors, for the message.
+        config: settings of the model.
+        saved: dtype and shape of the saved tensors by name.
+
+    Raises:
+        CheckpointError: names, shapes or kinds of number differ, or the settings make no model.
+    """
+    with _settings_of(origin):
+        problem = _too_many(config, saved)
+        if not problem:
+            with torch.device("meta"):
+                wanted = model_tensors(HybridLM(config))
+            problem += [f"has no tensor {n}" for n in sorted(wanted.keys() - saved.keys())]
+            problem += [
+                f"has a tensor {n} that the model lacks"
+                for n in sorted(saved.keys() - wanted.keys())
+            ]
+            for name in wanted.keys() & saved.keys():
+                have, need = saved[name], wanted[name]
+                if have.shape != list(need.shape):
+                    problem.append(f"{name} is {have.shape}, not {list(need.shape)}")
+                elif have.torch_dtype.is_floating_point != need.is_floating_point():
+                    problem.append(f"{name} is {have.dtype}, not {need.dtype}")
     if problem:
         more = f" (and {len(problem) - 1} more)" if len(problem) > 1 else ""
         raise CheckpointError(
             f"{origin}: {problem[0]}{more}. Fix: use the config.json that belongs to the weights."
+        )
+
+
+@contextmanager
+def _settings_of(origin: Path) -> Iterator[None]:
+    """Turn any error of a block that only computes with saved settings into one of the folder."""
+    try:
+        yield
+    except Exception as error:  # settings that no run can have been started with
+        raise CheckpointError(
+            f"{origin}: its settings make no model ({type(error).__name__}: {shortened(error)}). "
+            "Fix: use the config.json that belongs to the weights."
+        ) from error
+
+
+def _too_many(config: ModelConfig, saved: Mapping[str, TensorEntry]) -> list[str]:
+    """Return a line if a setting is out of range or makes more than was saved.
+
+    All follow from the settings alone, without a module per layer.
+    """
+    settings = settings_of(Config)
+    for key, value in flatten(config).items():
+        if (name := f"model.{key}") in settings and (error := settings[name].broken(value)):
+            return [str(error).partition(". Fix:")[0]]
+    layers, numbers = config.depth + config.mtp.depths, sum(t.numel for t in saved.values())
+    if layers > len(saved):
+        return [f"has {len(saved):,} tensors, too few for {layers:,} layers"]
+    total = count_parameters(config).total
+    return [f"has {numbers:,} numbers, the model {total:,}"] if total > 2 * numbers else []
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, origin: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy tensors into a model; raise CheckpointError where a file isn't as its manifest says."""
+    targets = model_tensors(model)
+    for name, t in tensors:
+        if name not in targets or t.shape != targets[name].shape:
+            raise CheckpointError(
+                f"{origin}: {shortened(name)} of {list(t.shape)} isn't in its manifest. "
+                "Fix: use the files that the run wrote."
+            )
+        targets.pop(name).copy_(t)
+    if targets:
+        raise CheckpointError(
+            f"{origin}: its files have no tensor {min(targets)}. Fix: use the files of the run."
         )

@@ -2,6 +2,8 @@
 
 The manifest contains its own digest, so a flipped bit anywhere in the folder is found before any
 tensor is read. It proves integrity, not origin: who can write the folder can replace the manifest.
+So its values are checked as well, and every other file is read only after its hash. No torch import
+here.
 """
 
 from __future__ import annotations
@@ -13,15 +15,27 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
+from megacpp.errors import shortened
 from megacpp.state.files import write_text
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 NAME = "manifest.json"
 VERSION = 1
+MOST_BYTES = 1 << 26  # of a manifest: 100 bytes a tensor
+MOST_NUMBER = 1 << 62
+# Types that safetensors stores, by torch's names, with their bytes.
+DTYPES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+}
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError)
 
 
 class DamagedError(Exception):
@@ -46,6 +60,8 @@ class TensorEntry:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Torch's dtype object."""
+        import torch
+
         return getattr(torch, self.dtype)
 
     @property
@@ -56,7 +72,7 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.numel * self.torch_dtype.itemsize
+        return self.numel * DTYPES[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
@@ -106,19 +122,41 @@ def read_manifest(folder: Path, kind: str) -> Manifest:
     if not path.is_file():
         raise DamagedError(f"{folder}: has no {NAME}, so it is unfinished or no {kind}")
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise DamagedError(f"{path}: is over {MOST_BYTES:,} bytes, no manifest is")
         raw = path.read_bytes()
         content = json.loads(raw)
         del content["sha256"]
         version = content["version"]
-    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+        same = raw == _to_text(content).encode()
+    except UNREADABLE:
         raise DamagedError(f"{path}: is unreadable (truncated or corrupt)") from None
-    if version != VERSION:
+    if type(version) is int and version != VERSION:
         raise DamagedError(f"{path}: has format version {version}, this megacpp reads {VERSION}")
-    if raw != _to_text(content).encode():
+    if not same:
         raise DamagedError(f"{path}: is corrupt (SHA-256 differs)")
-    if content["kind"] != kind:
-        raise DamagedError(f"{path}: is of the kind {content['kind']!r}, not {kind!r}")
-    return _from_json(content)
+    if content.get("kind") != kind:
+        raise DamagedError(f"{path}: is of the kind {content.get('kind')!r}, not {kind!r}")
+    try:
+        return _from_json(content)
+    except UNREADABLE as error:
+        raise DamagedError(f"{path}: is no manifest ({error})") from None
+
+
+def read_json(folder: Path, name: str, manifest: Manifest) -> Any:
+    """Return the content of a JSON file, after its size and hash.
+
+    Raises:
+        DamagedError: the file isn't in the manifest, is missing, changed or no JSON.
+    """
+    if name not in manifest.files:
+        raise DamagedError(f"{folder / name}: is not in {NAME}")
+    for problem in file_problems(folder, manifest, [name]):
+        raise DamagedError(problem)
+    try:
+        return json.loads((folder / name).read_bytes())
+    except UNREADABLE:
+        raise DamagedError(f"{folder / name}: is no JSON that can be read") from None
 
 
 def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -127,7 +165,8 @@ def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
     for name in names:
         path, entry = folder / name, manifest.files[name]
         if not path.is_file():
-            found.append(f"{path}: is missing")
+            what = "is no regular file" if path.exists() else "is missing"
+            found.append(f"{path}: {what}")
         elif path.stat().st_size != entry.bytes:
             size = path.stat().st_size
             found.append(f"{path}: has {size:,} bytes instead of {entry.bytes:,}")
@@ -143,13 +182,48 @@ def stray_problems(folder: Path, manifest: Manifest) -> list[str]:
     return [f"{path}: is not in {NAME}" for path in strays]
 
 
+def size_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Return files that are missing or of another size, one line each; contents aren't read."""
+    return [
+        f"{folder / name}: is missing or of another size"
+        for name, entry in manifest.files.items()
+        if not (path := folder / name).is_file() or path.stat().st_size != entry.bytes
+    ]
+
+
+def whole_number(value: Any, least: int = 0) -> int:
+    """Return an integer of a saved file.
+
+    Raises:
+        ValueError: another type, or out of range.
+    """
+    if type(value) is not int or not least <= value < MOST_NUMBER:
+        raise ValueError(f"{shortened(value)} is no whole number from {least}")
+    return value
+
+
 def _from_json(content: Mapping[str, Any]) -> Manifest:
-    tensors = {name: TensorEntry(**entry) for name, entry in content["tensors"].items()}
-    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    tensors = {name: _tensor(**entry) for name, entry in content["tensors"].items()}
+    files = {name: _file(**entry) for name, entry in content["files"].items()}
     for name in files:
-        if Path(name).name != name or name in ("", ".."):
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise DamagedError(f"{NAME}: names the file {name!r} outside of its folder")
+    whole_number(content["step"])
+    whole_number(content["world_size"], 1)
     return Manifest(**{**content, "tensors": tensors, "files": files})
+
+
+def _tensor(dtype: Any, shape: Any) -> TensorEntry:
+    if dtype not in DTYPES or not isinstance(shape, list):
+        raise ValueError(f"{shortened(dtype)} is no type of a tensor")
+    whole_number(math.prod(whole_number(size) for size in shape))
+    return TensorEntry(dtype, shape)
+
+
+def _file(bytes: Any, sha256: Any) -> FileEntry:
+    if not isinstance(sha256, str):
+        raise ValueError("a SHA-256 is no text")
+    return FileEntry(whole_number(bytes), sha256)
 
 
 def _to_text(content: Mapping[str, Any]) -> str:

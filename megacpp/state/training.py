@@ -17,15 +17,20 @@ from megacpp.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from megacpp.errors import CheckpointError, config_error
-from megacpp.state.checkpoint import (
+from megacpp.errors import CheckpointError, NonFiniteError, config_error
+from megacpp.state.agreement import agreed, share
+from megacpp.state.checkpoint import damage, load_checkpoint, save_checkpoint
+from megacpp.state.published import (
+    EXTRA,
+    advice,
+    candidates,
     latest_checkpoint,
-    load_checkpoint,
+    newest_sound,
     passed_over,
     read_extra,
-    save_checkpoint,
 )
 from megacpp.state.rng import set_rng_state
+from megacpp.state.soundness import unsound
 from megacpp.state.tensors import model_tensors
 
 # Settings that decide which numbers come out; stored with a checkpoint and compared on resume.
@@ -139,7 +144,15 @@ class TrainingState:
         self.bad_steps = 0 if (updated if good is None else good) else self.bad_steps + 1
 
     def save(self, keep: int) -> Path:
-        """Save a checkpoint of this step, keeping the newest `keep`; every rank calls it."""
+        """Save a checkpoint of this step, keeping `keep` sound ones; every rank calls it.
+
+        Raises:
+            NonFiniteError: a parameter or a moment isn't finite, on any rank; nothing is written.
+            CheckpointError: the disk is full or not writable.
+        """
+        tensors = self._tensors(self.optimizers.state_tensors())
+        if words := unsound(tensors):
+            raise bad_state(self.config, self.folder, self.step, f"after step {self.step} {words}")
         extra = {
             "step": self.step,
             "steps": self.config.run.steps,
@@ -153,8 +166,8 @@ class TrainingState:
         }
         if self.loader is not None:
             extra["rows"] = self.loader.position
-        state = self.optimizers.state_tensors()
-        self.saved = save_checkpoint(self.folder, self.step, self._tensors(state), extra, keep)
+        every = self.config.checkpoint.keep_every
+        self.saved = save_checkpoint(self.folder, self.step, tensors, extra, keep, every)
         return self.saved
 
     def resume(self, source: str) -> None:
@@ -172,17 +185,41 @@ class TrainingState:
             legal = "auto, never or the folder of a checkpoint"
             such = f" such as {newest}" if newest else ""
             raise config_error("checkpoint.resume", source, "no such folder", f"use {legal}{such}")
-        path = latest_checkpoint(self.folder) if source == "auto" else Path(source)
-        self.changed = passed_over(self.folder, path) if source == "auto" else []
+        path = self._undamaged(source)
         if path is None:
             return
-        self._check(path, read_extra(path))
+        with agreed(f"{path / EXTRA}: isn't of a run like this", advice(path)):
+            saved = _complete(read_extra(path))
+        self._check(path, saved)
+        self._load(path)
+
+    def go_back(self, path: Path) -> None:
+        """Load a checkpoint of this run again, on the same ranks; every rank calls it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if problem := damage(path):
+            raise CheckpointError(f"{problem}. Fix: {advice(path)}.")
+        self._load(path)
+
+    def _load(self, path: Path) -> None:
+        """Load a checkpoint whose files are verified."""
+        fix = advice(path)
         state = self.optimizers.state_tensors()
-        extra = load_checkpoint(path, self._tensors(state))
-        self.optimizers.load_state_tensors(state)
+        tensors = self._tensors(state)
+        extra = load_checkpoint(path, tensors, verified=True)
+        if words := unsound(tensors):
+            raise CheckpointError(f"{path}: {words}. Fix: {fix}.")
+        with agreed(f"{path / EXTRA}: isn't of a run like this", fix):
+            self.optimizers.load_state_tensors(state)
+            self._restore(extra)
+        self.saved = path
+
+    def _restore(self, extra: Mapping[str, Any]) -> None:
+        """Restore counters, data position and generators."""
         self.step, self.updates = extra["step"], extra["updates"]
         self.bad_steps = extra.get("bad_steps", 0)
-        self.saved = path
         if self.loader is not None:
             self.loader.skip_to(_rows_read(extra))
         for name, saved in extra.get("others", {}).items():
@@ -190,6 +227,26 @@ class TrainingState:
                 self.others[name].restore(saved)
         if extra["rng"] is not None:
             set_rng_state(extra["rng"])
+
+    def _undamaged(self, source: str) -> Path | None:
+        """Return the checkpoint to load, after its files are verified; every rank gets rank 0's.
+
+        With `checkpoint.damaged older` damaged ones are passed over, each with a line.
+        """
+        found = share(candidates(self.folder) if source == "auto" else [Path(source)], 0)
+        passed: list[str] = []
+        for path in found:
+            problem = damage(path)
+            if not problem:
+                over = passed_over(self.folder, path) if source == "auto" and not passed else []
+                self.changed = [f"{line}: the run goes on from {path}" for line in passed]
+                self.changed += share(over, 0)
+                return path
+            if self.config.checkpoint.damaged == "stop" or path == found[-1]:
+                raise CheckpointError(f"{problem}. Fix: {advice(path)}.")
+            passed.append(problem)
+        self.changed = share(passed_over(self.folder, None) if source == "auto" else [], 0)
+        return None
 
     def _tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all saved tensors, by their names in a checkpoint."""
@@ -286,6 +343,40 @@ def settings_of(model: ModelConfig | Mapping[str, Any], prefix: str = "model.") 
         inside = isinstance(value, Mapping)
         found |= settings_of(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
     return found
+
+
+def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
+    """Return the error that ends a run whose state can't be saved or exported.
+
+    Args:
+        config: configuration of the run.
+        folder: folder of checkpoints.
+        step: steps made; a checkpoint of this step isn't named, its weights are the bad ones.
+        words: when and where the state is bad.
+    """
+    newest = newest_sound(folder, before=step)
+    kept = f"{newest} is the newest sound checkpoint" if newest else "no sound checkpoint was saved"
+    return NonFiniteError(
+        f"run.dir={config.run.dir}: {words}; nothing of this state is kept, {kept}. "
+        f"Fix: lower optim.lr ({config.optim.lr:g}) or raise optim.warmup_steps, and start the "
+        "same command again."
+    )
+
+
+def _complete(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved `extra` that has everything that a resumed run reads.
+
+    Raises:
+        KeyError, TypeError: something is missing or of another type.
+    """
+    config = extra["config"]
+    lacks = {"step", "updates", "seed", "data_fingerprint", "tokens_per_step"} - extra.keys()
+    if lacks or "seq_len" not in config["data"] or "name" not in config["optim"]:
+        raise KeyError(*lacks, "config")
+    for section in ("model", *MAY_CHANGE):
+        if not isinstance(config.get(section, {}), Mapping):
+            raise TypeError(f"config.{section} is no object of settings")
+    return extra
 
 
 def _saved_model(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from megacpp.dtensor import is_dtensor
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import layer_kinds, with_kinds
-from megacpp.run.precision import compute_dtype
+from megacpp.model.precision import compute_dtype
 from parallel.build import stages_of
 from parallel.fsdp import RESHARD_ABOVE_BYTES
 from parallel.local_shapes import local_shape, shards_of

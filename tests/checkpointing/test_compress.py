@@ -7,6 +7,7 @@ a wrong formula from rounding.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_output_and_input_gradient_are_those_of_linear(
     layer, projection = compressed(plain)
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     again = x.detach().clone().requires_grad_()
-    y, same = plain(x), compressed_linear(layer, projection, again)
+    y, same = plain(x), compressed_linear(projection, again, layer)
     g = torch.randn_like(y)
     y.backward(g)
     same.backward(g)
@@ -82,7 +83,7 @@ def test_under_autocast_too() -> None:
     x = torch.randn(2, 7, 24, requires_grad=True)
     again = x.detach().clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        y, same = plain(x), compressed_linear(layer, projection, again)
+        y, same = plain(x), compressed_linear(projection, again, layer)
         z = projection.project(again)
     assert z.dtype == same.dtype == torch.bfloat16
     g = torch.randn_like(y)
@@ -100,7 +101,7 @@ def test_the_latent_gets_the_projected_gradient() -> None:
     g = torch.randn(3, 11, 10, dtype=torch.float64)
     for _ in range(2):  # gradients of microbatches add up
         plain(x).backward(g)
-        compressed_linear(layer, projection, x).backward(g)
+        compressed_linear(projection, x, layer).backward(g)
     assert plain.weight.grad is not None and layer.latent.grad is not None
     want = plain.weight.grad @ projection.matrix(torch.float64, x.device)
     assert (layer.latent.grad - want).abs().max() <= 1e-12 * want.abs().max()
@@ -204,20 +205,37 @@ def frozen(model: HybridLM) -> list[str]:
 
 
 def test_which_layers_by_hand() -> None:
-    model = build(small("AMERF"))
-    assert frozen(model) == [
-        *(f"blocks.0.mixer.w{x}.weight" for x in "qkv"),
-        *(f"blocks.4.mixer.w{x}.weight" for x in "13"),
-    ]
+    """Projections of the normed input in every kind; the last F is left alone."""
+    config = small("AGMERFF")
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, shared_gate=True))
+    names = dict(
+        [
+            ("A", "wq wk wv"),
+            ("G", "in_q in_k in_v in_z in_b in_a"),
+            ("M", "in_z in_x in_B in_C in_dt in_A in_trap in_angles"),
+            ("E", "shared.w1 shared.w3 shared.gate"),
+            ("R", "in_q in_k in_v in_forget in_gate"),
+            ("F", "w1 w3"),
+        ]
+    )
+    model = build(config)
+    wanted = {
+        f"blocks.{i}.mixer.{layer}.weight"
+        for i, layers in enumerate(names.values())
+        for layer in layers.split()
+    }
+    assert set(frozen(model)) == wanted
     latents = {n: tuple(p.shape) for n, p in model.named_parameters() if n.endswith("latent")}
     assert latents["blocks.0.mixer.wk.latent"] == (16, 4)
-    assert latents["blocks.4.mixer.w1.latent"] == (24, 4)
+    assert latents["blocks.5.mixer.w1.latent"] == (24, 4)
     assert not any(p.any() for n, p in model.named_parameters() if n in latents)
 
 
-def test_a_model_without_such_layers_is_refused_in_one_line() -> None:
+def test_a_model_of_one_layer_is_refused_in_one_line() -> None:
     with torch.device("meta"):
-        model = HybridLM(small("MER"))
-    with pytest.raises(ConfigError, match=r"recompute\.compress=0\.25: .*A and F.* Fix: ") as e:
+        model = HybridLM(small("F"))
+    with pytest.raises(
+        ConfigError, match=r"recompute\.compress=0\.25: .*but the last.* Fix: "
+    ) as e:
         compress_linears(model, RATIO, SEED)
     assert "\n" not in str(e.value)

@@ -13,13 +13,14 @@ import megacpp.memory.estimate
 from megacpp.blocks.experts.router import Router
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import nam52_deep, nam52_deep_base, tiny
+from megacpp.errors import ConfigError
 from megacpp.memory.estimate import estimate, estimate_memory
 from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.plan_space import meshes
 from megacpp.model.documents import Documents
-from tests.memory import test_calibration, test_reference
+from tests.memory import test_calibration, test_parameters, test_reference
 from tests.model.small import small
-from tests.optim import test_muon_memory
+from tests.optim import test_groups, test_muon_memory
 from tests.run import test_failed_forward, test_forensics
 
 GIB = 1 << 30
@@ -66,13 +67,14 @@ def test_s3_5_five_percent_decide_whether_an_estimate_is_trusted() -> None:
     test_calibration.test_a_miss_widens_the_margin_by_exactly_that_much()
 
 
-@pytest.mark.xfail(strict=True, reason="The key has no kernels, recipes, allocator or versions.")
 def test_s3_5_the_key_holds_all_that_memory_depends_on() -> None:
     by_kernel = [
         test_calibration.key(test_calibration.resolved("--kernels.attention", name)).key
         for name in ("torch", "reference")
     ]
     assert by_kernel[0] != by_kernel[1]
+    test_calibration.test_what_memory_does_not_depend_on_makes_none()
+    test_calibration.test_trust_needs_every_bucket_that_was_measured()
 
 
 def test_s3_6_the_worked_example_has_capacity_factor_1_25() -> None:
@@ -81,7 +83,7 @@ def test_s3_6_the_worked_example_has_capacity_factor_1_25() -> None:
         assert (moe.num_experts, moe.top_k, moe.capacity_factor) == (64, 6, 1.25)
 
 
-@pytest.mark.xfail(strict=True, reason="Compile, offload, compress, warm-up have no entry yet.")
+@pytest.mark.xfail(strict=True, reason="Compile, offload and warm-up have no entry yet.")
 def test_s3_7_every_feature_has_an_estimator_entry() -> None:
     for flags in (
         "--train.compile inductor",
@@ -148,10 +150,13 @@ def test_s3_f_the_planner_chooses_between_padded_and_exact_dispatch() -> None:
     assert len(found) > 1
 
 
-@pytest.mark.xfail(strict=True, reason="No setting gives named output projections to AdamW.")
 def test_s3_g_named_output_projections_step_with_adamw() -> None:
     config = parse_run(["tiny", "--optim.adamw-layers", "wo,out_proj"], 1).config
     assert config.optim.name == "muon_adamw"
+    test_groups.test_named_layers_belong_to_adamw()
+    test_parameters.test_bytes_are_those_of_the_model("outputs by adamw")
+    with pytest.raises(ConfigError, match="no block of the model has such a layer"):
+        parse_run(["tiny", "--optim.adamw-layers", "o_proj"], 1)
 
 
 @pytest.mark.xfail(strict=True, reason="Only a training step is estimated.")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megacpp.config.batch_schedule import BatchSchedule
 from megacpp.data.batches import Batch, Corpus
 from megacpp.data.loader import Loader
-from megacpp.data.schedule import BatchSchedule
 from megacpp.errors import DataError
 from parallel.mesh import World
 from tests.synthetic import micro_rows

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from megacpp.config.batch_schedule import BatchSchedule, batch_schedule
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config, DataConfig, MeshConfig, TrainConfig
-from megacpp.data.schedule import BatchSchedule, batch_schedule
 
 SEQ_LEN = 5
 CASES = [
@@ -132,5 +132,5 @@ def test_static_shapes_leave_the_warmup_out_and_say_so() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, megacpp.data.schedule; assert 'torch' not in sys.modules"
+    code = "import sys, megacpp.config.batch_schedule; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

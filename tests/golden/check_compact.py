@@ -43,7 +43,7 @@ def check(golden: GoldenFile) -> None:
     optimizer = MuonAdamW([group])
     for step in range(1, len(golden.names("x")) + 1):
         x = golden.input(f"x{step}", grad=True)
-        y = CompressedProduct.apply(x, latent, x.detach() @ p_DZ, layer)
+        y = CompressedProduct.apply(x, latent, x.detach() @ p_DZ, (layer,))
         golden.expect(f"y{step}", y)
         y.backward(golden.input(f"d_y{step}"))
         golden.expect(f"grad_x{step}", x.grad)

@@ -55,7 +55,9 @@ class Settings:
             model=wide_enough(small(self.pattern)),
             run=RunConfig(steps=8, seed=1),
             data=DataConfig(seq_len=T),
-            train=TrainConfig(device_batch_size=ROWS, grad_accum=ACCUM),
+            train=TrainConfig(
+                device_batch_size=ROWS, grad_accum=ACCUM, tokens_per_step=ROWS * T * ACCUM
+            ),
             mesh=MeshConfig(dp_shard=1),
             optim=OptimConfig(name=self.optimizer),
             precision=PrecisionConfig(dtype=self.dtype),

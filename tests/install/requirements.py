@@ -17,6 +17,7 @@ from pathlib import Path
 from megacpp.versions import TRITON
 
 ROOT = Path(__file__).parents[2]
+SOURCE_ONLY = ("rouge-score", "sqlitedict", "word2number")  # of lm-eval; pure Python
 STORED = Path(__file__).with_name("requirements.json")
 
 
@@ -31,6 +32,7 @@ def required(packages: list[str]) -> dict[str, dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         words = "install --quiet --dry-run --ignore-installed --no-deps --only-binary :all:".split()
+        words += ["--no-binary", ",".join(SOURCE_ONLY)]
         command = [sys.executable, "-m", "pip", "--isolated", *words, "--report", str(report)]
         subprocess.run([*command, *packages], check=True)
         found = [item["metadata"] for item in json.loads(report.read_text())["install"]]

@@ -70,7 +70,7 @@ def test_greedy_text_is_that_of_sample(name: str, runs: dict[str, Path], capsys:
     assert text == wanted["text"]
     assert len(made) == wanted["tokens"] + wanted["ended"]
     exact = load_exported(runs[name] / "final")
-    assert generate(exact, ids[0].tolist(), 200, 0, stop_id=3) == made.tolist()[: wanted["tokens"]]
+    assert generate(exact, ids.tolist(), 200, stop_id=3) == [made.tolist()[: wanted["tokens"]]]
     pipe = transformers.pipeline("text-generation", model=str(folder), dtype=torch.float32)
     (out,) = pipe(PROMPT, max_new_tokens=200, do_sample=False)
     assert out["generated_text"] == PROMPT + wanted["text"]

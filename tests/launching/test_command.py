@@ -18,7 +18,7 @@ from megacpp.cli.train import launch_words as words_of
 from megacpp.config.arguments import parse_run, split_args
 from megacpp.launch.agent import exit_code, killed, notes
 from megacpp.launch.command import node_lines, node_shape, quoted, torchrun_words
-from megacpp.launch.outcome import note
+from megacpp.outcome import note
 from megacpp.state.checkpoint import save_checkpoint
 
 

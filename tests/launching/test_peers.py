@@ -85,10 +85,14 @@ def opened(folder: Path, print_of: Callable[[int], str], **given: Any) -> list[s
     config = replace_keys(parse_run(["tiny"], 2).config, {"run.dir": str(folder), **given})
 
     def body(rank: int) -> str:
+        peers = peers_of(store, rank, 2, restarts=given == {})
         try:
-            open_folder(peers_of(store, rank, 2, restarts=given == {}), config, print_of(rank))
+            open_folder(peers, config, print_of(rank))
         except MegacppError as error:
             return f"{error.exit_code} {error}"
+        finally:
+            if (lock := getattr(peers, "lock", None)) is not None:
+                lock.release()
         return ""
 
     return on_ranks(2, body)
@@ -96,7 +100,7 @@ def opened(folder: Path, print_of: Callable[[int], str], **given: Any) -> list[s
 
 def test_the_run_folder_and_the_corpus_are_everyones(tmp_path: Path) -> None:
     assert opened(tmp_path / "run", lambda _: "abc") == ["", ""]
-    assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").iterdir())
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.lock", "status.json"}
     said = opened(tmp_path / "run", lambda rank: f"abc{rank}")
     assert said[0] == said[1] and said[0].startswith("3 data.path=") and "isn't rank 0's" in said[0]
     blocked = tmp_path / "file"
@@ -113,7 +117,10 @@ def test_a_restart_never_sets_its_own_run_aside(tmp_path: Path) -> None:
     config = replace_keys(parse_run(["tiny"], 1).config, asked)
     again = peers_of(store, 0, 1, restarts=1)
     open_folder(again, config, "abc")
-    assert run.is_dir() and start_point(again, config) == "auto"
+    assert run.is_dir() and start_point(again, config) == "auto" and again.lock is not None
+    with pytest.raises(MegacppError, match="is in use by process"):
+        open_folder(peers_of(dist.HashStore(), 0, 1), config, "abc")
+    again.lock.release()
     first = peers_of(dist.HashStore(), 0, 1)
     open_folder(first, config, "abc")
     assert (tmp_path / "run.old-1").is_dir() and start_point(first, config) == "never"

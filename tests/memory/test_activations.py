@@ -421,9 +421,9 @@ def test_what_is_said_for_machines() -> None:
     assert content["bytes"] == sum(part["bytes"] for part in content["parts"])
     assert all(part["bytes"] == sum(part["groups"].values()) for part in content["parts"])
     assert content["not_counted"] == [] and content["microbatches_in_flight"] == 1
-    offload = dataclasses.replace(NONE, offload="saved_tensors", compress=0.25)
+    offload = dataclasses.replace(NONE, offload="saved_tensors")
     found = activation_bytes(dataclasses.replace(config, recompute=offload)).not_counted
-    assert found == ("recompute.offload", "recompute.compress")
+    assert found == ("recompute.offload",)
 
 
 def test_the_launch_record_has_it() -> None:

@@ -64,6 +64,28 @@ def test_a_better_estimate_makes_up_for_its_old_record() -> None:
     assert found.trusted and found.extra_bytes == 0
 
 
+def test_trust_needs_every_bucket_that_was_measured() -> None:
+    """Two misses that cancel in the sum: the estimate isn't believed, and both are named."""
+    parts = {
+        "activations": {"predicted": 50 * GIB, "measured": 53 * GIB},
+        "optimizer_state": {"predicted": 40 * GIB, "measured": 37 * GIB},
+        "batch": {"predicted": 1000, "measured": 3000},  # too little to matter
+        "tensors_of_a_step": {"predicted": GIB, "measured": 9 * GIB},  # has its parts beside it
+        "runtime_reserved": {"predicted": GIB, "measured": None},
+    }
+    old = replace(record(101 * GIB), components=parts)
+    found = margin(100 * GIB, HERE, [old])
+    assert found.residual == 0.01 and not found.trusted and found.extra_bytes == GIB
+    assert found.off == (("activations", 3 * GIB), ("optimizer_state", -3 * GIB))
+    assert "activations +3.0 GiB" in found.line()
+    now = {"activations": 53 * GIB, "optimizer_state": 37 * GIB}
+    assert margin(100 * GIB, HERE, [old], now).trusted, "a better estimate of each"
+    lump = {"activations": {"predicted": 5, "measured": None}}
+    lump["tensors_of_a_step"] = parts["tensors_of_a_step"]
+    found = margin(100 * GIB, HERE, [replace(old, components=lump)])
+    assert found.off == (("tensors_of_a_step", 8 * GIB),)
+
+
 def test_the_newest_record_of_a_launch_counts() -> None:
     old, new = record(130 * GIB, written=1.0), record(108 * GIB, written=2.0)
     for records in ([old, new], [new, old]):
@@ -98,6 +120,9 @@ def resolved(*flags: str, world: int = 8) -> Config:
     return parse_run(["nam56r_base", *flags], world).config
 
 
+LOCAL = ("--precision.fp8-local-scales", "true")
+
+
 def key(config: Config, device: str = "NVIDIA H200", size: int = 8, **versions: str) -> Situation:
     return situation(config, size, device, VERSIONS | versions)
 
@@ -115,6 +140,11 @@ def key(config: Config, device: str = "NVIDIA H200", size: int = 8, **versions: 
         "--optim.name adamw --optim.qk-clip 0",
         "--precision.dtype fp32",
         "--train.gradient-sync each",
+        "--kernels.attention reference",
+        "--kernels.mamba3 reference",
+        "--precision.fp8 torchao",
+        "--optim.adamw-layers wo",
+        "--memory.expandable-segments false",
     ],
 )
 def test_what_memory_depends_on_makes_another_launch(flags: str) -> None:
@@ -130,8 +160,16 @@ def test_what_memory_does_not_depend_on_makes_none() -> None:
         key(resolved(), device="NVIDIA H100"),
         key(resolved(world=16), size=16),
         key(resolved(), torch="2.14.0"),
+        key(resolved(), triton="3.8.0"),
+        key(resolved(), **{"cuda driver": "575.1"}),
+        situation(resolved(), 8, "NVIDIA H200", VERSIONS, "PYTORCH_ALLOC_CONF=backend:x"),
     ):
         assert other.family != plain.family
+    eight = ["--precision.fp8", "torchao"]
+    layers = key(resolved(*eight)), key(resolved(*eight, "--precision.fp8-layers", "A"))
+    recipe = key(resolved(*eight, "--precision.fp8-recipe", "tensorwise", *LOCAL))
+    gather = [*eight, "--precision.fp8-recipe", "tensorwise", *LOCAL, "--precision.fp8-all-gather"]
+    assert len({found.family for found in (*layers, recipe, key(resolved(*gather)))}) == 4
 
 
 def test_batches_are_neighbours() -> None:

@@ -12,11 +12,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkpointing.compress import compress_linears
-from megacpp.config.schema import Config, ModelConfig
+from megacpp.cli.trace import trace_step
+from megacpp.config.arguments import parse_run
+from megacpp.config.presets import PER_BLOCK
+from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
 from megacpp.memory.forms.compress import CompressedInput
+from megacpp.memory.forms.step import step_bytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.build import build_optimizer
+from parallel.simulate.fake import as_trained
+from tests.memory.test_activations import agree
+from tests.memory.test_activations import config_of as small_config
+from tests.memory.working_cases import WIDE
 from tests.model.small import variants
 from tests.synthetic import ragged_batch
 
@@ -26,7 +34,8 @@ NAMES = ["plain", "mla", "mla_low_rank_queries_yarn", "mlp_relu2"]
 
 
 def config_of(name: str) -> ModelConfig:
-    return dataclasses.replace(variants()[name], pattern="AF", depth=2)
+    """A and F, and a last layer, which is left alone."""
+    return dataclasses.replace(variants()[name], pattern="AFF", depth=3)
 
 
 def build(config: ModelConfig, ratio: float) -> HybridLM:
@@ -116,3 +125,20 @@ def test_the_figures_of_a_layer_by_hand() -> None:
     assert found.saved_bytes(8192) == 8192 * 3072 * 2
     assert found.passing_bytes() == 4096 * 1024 * 4
     assert found.state_saved_bytes(8) == 2 * 14336 * (4096 * 12 - 1024 * 16)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("policy", [CheckpointingPolicy(), PER_BLOCK], ids=["kept", "by kind"])
+def test_the_estimate_of_saved_activations(policy: CheckpointingPolicy, tp: int) -> None:
+    """To the byte, of every kind of block; the last layer keeps its whole input."""
+    heads = {"attention": {"num_heads": 4, "num_kv_heads": 2}, "m2rnn": {"num_heads": 2}}
+    policy, mesh = dataclasses.replace(policy, compress=0.25), MeshConfig(dp_shard=1, tp=tp)
+    agree(small_config("AEMRGFA", "bf16", policy, mesh, **heads))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_estimated_peak(size: int) -> None:
+    flags = WIDE.replace("--model.depth 2", "--model.depth 6 --model.pattern FFFFFF")
+    config = as_trained(parse_run(f"{flags} --recompute.compress 0.25".split(), size).config)
+    peak = trace_step(config, size, full=True).peak()[1]
+    assert step_bytes(config, size, 0).most == pytest.approx(peak, rel=0.02)

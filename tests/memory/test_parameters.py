@@ -34,6 +34,7 @@ CASES = {  # ranks, rank, flags
     "first stage, tied": (4, 0, [*SMALL, "--mesh.pp", "2", "--model.tie-embeddings"]),
     "nulls": (2, 1, [*SMALL, "--model.moe.null-rho", "0.5", "--mesh.ep", "2"]),
     "adamw": (2, 1, [*SMALL, "--optim.name", "adamw"]),
+    "outputs by adamw": (8, 5, [*SMALL, "--optim.adamw-layers", "wo,out_proj,w2", "--mesh.tp=2"]),
     "wide momentum": (2, 1, [*SMALL, "--optim.muon-momentum-dtype", "fp32"]),
     "8 bit": (2, 1, [*SMALL, "--optim.adamw-state", "8bit"]),
     "4 bit": (2, 1, [*SMALL, "--optim.adamw-state", "4bit", "--optim.name", "adamw"]),

@@ -174,8 +174,8 @@ def test_cached_keys_and_values_are_those_of_forward() -> None:
     seen: list[Tensor] = []
     block.inner.register_forward_pre_hook(lambda _, args: seen.extend(args[1:3]))
     block(x)
-    close(state.k_BSKH, seen[0])
-    close(state.v_BSKH, seen[1])
+    for got, want in zip(state.parts_BS, seen, strict=True):
+        close(got, want)
 
 
 def test_the_latent_cache_is_smaller_and_expands_to_the_same_keys() -> None:
@@ -184,9 +184,10 @@ def test_the_latent_cache_is_smaller_and_expands_to_the_same_keys() -> None:
     state = block.init_state(2, x.device, x.dtype)
     for t in range(6):
         _, state = block.step(x[:, t], state)
-    assert state.latent_BSL.shape == (2, 6, config.kv_lora_rank + config.qk_rope_head_dim)
+    (latent_BSL,) = state.parts_BS
+    assert latent_BSL.shape == (2, 6, config.kv_lora_rank + config.qk_rope_head_dim)
     latent = block.latent(x, rope.rotary_table(docs, config.qk_rope_head_dim, config, x.dtype))
-    split = state.latent_BSL.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
+    split = latent_BSL.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
     for got, want in zip(block.expand_kv(*split), block.expand_kv(*latent), strict=True):
         close(got, want)
 

@@ -311,7 +311,7 @@ def test_depths_that_run_again_change_no_bit_and_keep_no_block(shared: bool) -> 
         grads = [p.grad for p in model.parameters()]
         found[again] = sums.loss_sum.item(), grads, live.peak, replays.counts.get("block", 0)
     (loss, grads, peak, none), (loss2, grads2, peak2, times) = found[False], found[True]
-    assert loss == loss2 and (none, times) == (0, 3)
+    assert loss == loss2 and (none, times) == (0, 2), "the last depth keeps its tensors"
     assert all(torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
     width = hidden_width(model_of())
     # hidden units of a block alone, for K - 1 blocks

@@ -169,7 +169,8 @@ def test_every_parameter_has_one_row_and_moves(name: Any) -> None:
 
 
 def test_latents_of_mla_match_one_row() -> None:
-    model, _ = build(replace(CONFIG, model=MLA))
+    longer = replace(MLA, pattern=f"{MLA.pattern}F", depth=MLA.depth + 1)
+    model, _ = build(replace(CONFIG, model=longer))
     latents = [n for n, _ in model.named_parameters() if n.endswith(".latent")]
     assert latents == [f"blocks.0.mixer.{layer}.latent" for layer in ("wq_a", "wkv_a")]
     assert sum(row.matches("A", "wq_a.latent") for row in TABLE) == 1

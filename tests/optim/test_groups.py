@@ -18,6 +18,7 @@ from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.top.config import TOPConfig
+from megacpp.config.checks.optimizer import layer_of
 from megacpp.config.presets import PRESETS
 from megacpp.config.schema import ModelConfig, OptimConfig
 from megacpp.errors import ConfigError
@@ -105,14 +106,27 @@ def test_rates_by_hand() -> None:
     assert alone["blocks.0.mixer.wq.weight"] == 0.5
 
 
+def test_named_layers_belong_to_adamw() -> None:
+    """By the name of the layer, in every block that has it: experts and dense ones alike."""
+    found = assign(meta(SMALL), "muon_adamw", by_adamw=frozenset({"wo", "w2"}))
+    before = assign(meta(SMALL), "muon_adamw")
+    moved = {a.name for a, b in zip(found, before, strict=True) if a.algorithm != b.algorithm}
+    assert moved == {b.name for b in before if layer_of(b.name) in ("wo", "w2")}
+    assert {name.rpartition("mixer.")[2] for name in moved} >= {"wo.weight", "experts.w2"}
+    config = OptimConfig(lr=0.5, muon_lr=0.25)
+    assert all(a.lr(config) == 0.5 for a in found if a.name in moved)
+
+
 def test_every_row_is_used() -> None:
-    compressed = meta(SMALL)
-    compress_linears(compressed, ratio=0.25, seed=0)
+    longer = replace(SMALL, pattern=f"{SMALL.pattern}F", depth=SMALL.depth + 1)
+    compressed = meta(longer), meta(variants()["gated_deltanet"])
+    for model in compressed:
+        compress_linears(model, ratio=0.25, seed=0)
     ahead = meta(replace(SMALL, mtp=MTPConfig(depths=1)))
     streams = meta(replace(SMALL, mhc=HyperConnectionConfig(streams=2)))
     sparse, around = meta(variants()["mla_sparse"]), (meta(AROUND), meta(ENGRAM))
     around += (meta(variants()["gated_deltanet"]),)
-    models = meta(SMALL), meta(MLA), *around, ahead, streams, sparse, compressed
+    models = meta(SMALL), meta(MLA), *around, ahead, streams, sparse, *compressed
     used = {id(a.row) for model in models for a in assign(model, "muon_adamw")}
     assert [row.names for row in TABLE if id(row) not in used] == []
 

@@ -6,13 +6,16 @@ from then on no gradient is finite.
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megacpp.state.checkpoint import latest_checkpoint
+from megacpp.state.published import latest_checkpoint
+from optim.muon_adamw import MuonAdamW
 from tests.launch import Done, forked, started
 from tests.test_run import ADAMW, SMALL, records
 
@@ -69,6 +72,50 @@ def test_sanitized_steps_have_a_budget_too(corpus: Path, four: Path, tmp_path: P
     flags = "--run.steps 20 --optim.lr 1e30 --train.max-skips 3 --train.nonfinite sanitize".split()
     done = run(corpus, folder, 1, *flags)
     assert done.returncode == 5 and "train.max_skips=3: " in done.stderr, done.stderr
+
+
+def test_weights_that_are_thrown_away_are_not_exported(
+    corpus: Path, four: Path, tmp_path: Path
+) -> None:
+    """End with the step that ruins them: nothing bad comes after it to be counted."""
+    folder = tmp_path / "run"
+    shutil.copytree(four, folder)
+    shutil.rmtree(folder / "final")
+    flags = "--run.steps 5 --optim.lr 1e300 --checkpoint.keep 2 --optim.warmup-steps 1".split()
+    done = run(corpus, folder, 1, *flags)
+    assert done.returncode == 5 and done.stderr.count("\n") == 1, done.stderr
+    assert "at the end of the run the held-out loss is nan" in done.stderr
+    saved = folder / "checkpoints/step-000004"
+    assert f"{saved} is the newest sound checkpoint" in done.stderr and saved.is_dir()
+    assert not (folder / "final").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_moment_that_is_not_finite_is_never_saved(
+    corpus: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plant a NaN in a moment of the last rank after step 3; the checkpoint of step 2 stays."""
+    apply = MuonAdamW.step
+
+    made = itertools.count(1)
+
+    def step(self: MuonAdamW) -> None:
+        apply(self)
+        if next(made) == 3 and os.environ.get("RANK", "0") == str(ranks - 1):
+            moments = [t for n, t in self.state_tensors().items() if n.endswith(".exp_avg")]
+            local = moments[-1].to_local() if ranks > 1 else moments[-1]  # type: ignore[attr-defined]
+            local.view(-1)[0] = float("nan")
+
+    monkeypatch.setattr(MuonAdamW, "step", step)
+    folder = tmp_path / "run"
+    done = run(corpus, folder, ranks, "--run.steps", "6", "--checkpoint.keep", "1")
+    assert done.returncode == 5 and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        "after step 3 optim." in done.stderr and "has 1 values that are not finite" in done.stderr
+    )
+    saved = folder / "checkpoints/step-000002"
+    assert f"{saved} is the newest sound checkpoint" in done.stderr
+    assert [p.name for p in saved.parent.iterdir() if p.is_dir()] == [saved.name]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

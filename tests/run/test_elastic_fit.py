@@ -96,6 +96,7 @@ def test_the_fit_runs_again_on_the_ranks_that_are_left(corpus: Path, tmp_path: P
     two = "--model.depth 2 --model.pattern AE --train.tokens-per-step 384 --run.eval-rows 2".split()
     few = ["--run.steps", str(STEPS), "--run.sample-tokens", "0", "--memory.device-gib", "1"]
     kept = ["--memory.calibration", str(tmp_path / "calibration"), "--checkpoint.every", "2"]
+    kept += ["--memory.fit-candidates", "1"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder), "--run.tensorboard", "false"]
     flags = ["tiny", *SMALL, *two, *few, *ADAMW, *kept, *paths, "--fit", "auto"]
     nodes = [node(is_host, port, flags, log) for is_host in (True, False)]

@@ -32,7 +32,7 @@ from megacpp.launch.trial import (
     trial_command,
 )
 from megacpp.memory.estimate import MemoryEstimate
-from megacpp.state.checkpoint import latest_checkpoint
+from megacpp.state.published import latest_checkpoint
 from parallel.boundary import AccumulationBoundary
 from tests.launch import Done, _script, forked
 from tests.test_run import SMALL, records
@@ -61,7 +61,7 @@ def rung(point: int, checkpointing: bool, rows: int = 8, **other: Any) -> Rung:
 
 
 def walked(
-    candidates: Sequence[Rung], outcomes: Sequence[Outcome], **given: Any
+    candidates: Sequence[Rung], outcomes: Sequence[Outcome], most: int = 1, **given: Any
 ) -> tuple[list[int], list[Attempt]]:
     """Which candidates were tried, by their place in the plan; the last outcome repeats."""
     ladder = Ladder(candidates, BASE, 120, 100, **given)
@@ -73,7 +73,7 @@ def walked(
         return outcomes[min(number, len(outcomes)) - 1]
 
     try:
-        climb(ladder, run)
+        climb(ladder, run, most)
     except ConfigError:
         tried.append(-1)
     return tried, ladder.attempts
@@ -173,6 +173,35 @@ def test_nothing_left_is_one_line(plan: list[Rung], words: str) -> None:
     text = str(found.value)
     assert text.startswith("memory.fit=auto: ") and ". Fix: " in text and "\n" not in text
     assert found.value.exit_code == 2
+
+
+def in_steps(*seconds: float) -> list[Outcome]:
+    """Return sound outcomes whose median step takes so long, with a slow first step."""
+    return [Outcome("ok", step_s=(9.0 / s, s, s, s)) for s in seconds]
+
+
+def chosen(outcomes: Sequence[Outcome], most: int) -> tuple[int, int]:
+    """Return the number of attempts, and the place in the plan of the candidate that trains."""
+    ladder = Ladder(PLAN, BASE, 120, 100)
+    found = climb(ladder, lambda number, _: outcomes[number - 1], most)
+    assert ladder.attempts[(ladder.chosen or 0) - 1].candidate is found
+    return len(ladder.attempts), PLAN.index(found)  # type: ignore[arg-type]
+
+
+def test_the_fastest_of_the_best_few_trains() -> None:
+    assert chosen(in_steps(3.0, 1.0, 2.0, 0.5), 3) == (3, 1), "by the median, not the first step"
+    assert chosen(in_steps(2.0, 2.0, 2.0), 3) == (3, 0), "of equals the planner's first"
+    bad = Outcome("unsound")
+    assert chosen([*in_steps(3.0), bad, *in_steps(2.0, 1.0)], 3) == (4, 3), "sound ones count"
+    assert chosen([*in_steps(3.0), *[OOM] * 9], 3) == (5, 0), "and the plan may end before"
+
+
+def test_a_retry_compares_policies() -> None:
+    """Two candidates recompute, by different policies: the one like the last comes first."""
+    first = rung(90, True, 8)
+    other = rung(70, True, 8, recompute__ablock="selective")
+    like = rung(60, True, 4)
+    assert walked([first, other, like], [OOM, OK])[0] == [0, 2]
 
 
 def test_nothing_unscored_is_run() -> None:
@@ -346,6 +375,7 @@ def fitted(
     patch.setattr(trial, "spawn", breaking(first))
     two = "--model.depth 2 --model.pattern AE --train.tokens-per-step 384 --run.eval-rows 2".split()
     few = ["--run.steps", "2", "--run.sample-tokens", "0", "--memory.device-gib", "1"]
+    few += ["--memory.fit-candidates", "1"]
     paths = ["--data.path", str(corpus), "--run.dir", str(folder / "run")]
     kept = [f"--memory.calibration={folder / 'calibration'}", "--fit", "auto"]
     return forked("tiny", *SMALL, *two, *few, *paths, *kept, ranks=2)

@@ -17,10 +17,9 @@ from megacpp.config.schema import Config
 from megacpp.errors import ConfigError
 from megacpp.launch.gate import Estimator, memory_budget, set_allocator
 from megacpp.memory.budget import host_available_bytes, resident_bytes, words
-from megacpp.memory.calibration import Record, write_record
+from megacpp.memory.calibration import OF_A_STEP, Record, write_record
 from megacpp.memory.estimate import MemoryEstimate
 from megacpp.report.data import gather
-from megacpp.run.measured import OF_A_STEP
 from tests.launch import Done, forked
 from tests.test_run import SMALL, records
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megacpp.run.preemption import StopRequest
-from megacpp.state.checkpoint import latest_checkpoint
+from megacpp.state.published import latest_checkpoint
 from tests.launch import ROOT, forked
 from tests.ranks import LONG_S
 from tests.test_run import ADAMW, SMALL, records

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import ConfigError
 from megacpp.launch.record import write_config
 from megacpp.model.hybrid import HybridLM
-from megacpp.run.sample import choose, generate
+from megacpp.run.sample import Sampling, choose, generate
+from megacpp.run.text_stream import TextStream
 from megacpp.state.checkpoint import save_checkpoint
 from megacpp.state.export import export_weights
 from megacpp.state.tensors import model_tensors
@@ -34,7 +36,11 @@ def full_logits(model: HybridLM, ids: list[int]) -> Tensor:
 
 
 def greedy(model: HybridLM, prompt: list[int], tokens: int) -> list[int]:
-    return generate(model, prompt, tokens, temperature=0)
+    return generate(model, [prompt], tokens)[0]
+
+
+def sampled(model: HybridLM, tokens: int, seed: int = 0, **more: Any) -> list[int]:
+    return generate(model, [[1]], tokens, Sampling(seed=seed), **more)[0]
 
 
 @pytest.mark.parametrize(
@@ -69,43 +75,69 @@ def wide(model: HybridLM) -> HybridLM:
     return model
 
 
-def test_each_token_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_once_and_each_new_token_is_fed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build(SMALL)
-    fed: list[int] = []
-    step = model.step
+    fed: list[Any] = []
+    step, prefill = model.step, model.prefill
 
     def counted(ids_B: Tensor, state: list) -> tuple[Tensor, list]:
         fed.extend(ids_B.tolist())
         return step(ids_B, state)
 
+    def read(ids_BT: Tensor) -> tuple[Tensor, list]:
+        fed.extend(ids_BT.tolist())
+        return prefill(ids_BT)
+
     monkeypatch.setattr(model, "step", counted)
+    monkeypatch.setattr(model, "prefill", read)
     ids = greedy(model, [7, 8, 9], 4)
-    assert fed == [7, 8, 9, *ids[:3]]
+    assert fed == [[7, 8, 9], *ids[:3]]
+
+
+def test_prompts_of_any_lengths_go_on_together_as_alone() -> None:
+    model = wide(build(SMALL, dtype=torch.float64))
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]]
+    settings = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.3, seed=4)
+    alone = [
+        generate(model, [prompt], 24, dataclasses.replace(settings, seed=4 + row))[0]
+        for row, prompt in enumerate(prompts)
+    ]
+    heard: list[list[int]] = [[], [], [], []]
+    together = generate(model, prompts, 24, settings, stream=lambda row, i: heard[row].append(i))
+    assert together == alone == heard
+    stop = alone[2][7]  # some rows end early, and leave
+    ended = [ids[: ids.index(stop)] if stop in ids else ids for ids in alone]
+    assert generate(model, prompts, 24, settings, stop_id=stop) == ended
+    assert len({len(ids) for ids in ended}) > 1
+    few = generate(model, prompts, 24, settings, finished=lambda row, ids: len(ids) > row)
+    assert few == [ids[: row + 1] for row, ids in enumerate(alone)]
 
 
 def test_the_seed_decides() -> None:
     model = build(SMALL)
-    texts = [tuple(generate(model, [1], 30, seed=seed)) for seed in (0, 0, 1)]
+    texts = [tuple(sampled(model, 30, seed)) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     torch.manual_seed(9)
-    assert tuple(generate(model, [1], 30, seed=0)) == texts[0]
+    assert tuple(sampled(model, 30)) == texts[0]
 
 
 def test_stream_stop_and_limits() -> None:
     model = build(SMALL)
     heard: list[int] = []
-    ids = generate(model, [1], 12, seed=3, stream=heard.append)
+    ids = sampled(model, 12, 3, stream=lambda row, i: heard.append(i))
     assert heard == ids and len(ids) == 12
     stop = ids[5]
-    assert generate(model, [1], 12, seed=3, stop_id=stop) == ids[: ids.index(stop)]
-    assert generate(model, [1], 0) == []
-    assert max(generate(model, [1], 50, num_ids=4)) < 4
+    assert sampled(model, 12, 3, stop_id=stop) == ids[: ids.index(stop)]
+    assert generate(model, [[1], [2]], 0) == [[], []]
+    assert max(sampled(model, 50, num_ids=4)) < 4
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = build(SMALL).train()
     before = {name: t.clone() for name, t in model_tensors(model).items()}
-    generate(model, [1, 2], 5)
+    generate(model, [[1, 2]], 5)
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model_tensors(model).items())
     ids_BT = torch.arange(12).view(1, 12)
@@ -115,17 +147,35 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_temperature_and_top_k_are_the_distribution_they_say() -> None:
     logits_V = torch.tensor([1.0, 2.0, 0.5, 2.5, -1.0])
     generator = torch.Generator().manual_seed(0)
-    draws, n = Counter(choose(logits_V, 0.7, 3, generator) for _ in range(4000)), 4000
+    draws, n = Counter(choose(logits_V, Sampling(0.7, 3), generator) for _ in range(4000)), 4000
     kept = [3, 1, 0]
     share = (logits_V[kept].double() / 0.7).softmax(0)
     assert set(draws) == set(kept)
     for i, p in zip(kept, share.tolist(), strict=True):
         assert abs(draws[i] - n * p) < 5 * (n * p * (1 - p)) ** 0.5  # five standard deviations
-    assert choose(logits_V, 0, 0, generator) == 3
-    assert choose(logits_V, 1.0, 1, generator) == 3
-    assert (
-        len({choose(torch.zeros(5), 1.0, 2, generator) for _ in range(50)}) == 2
-    )  # ties: k all the same
+    assert choose(logits_V, Sampling(0), generator) == 3
+    assert choose(logits_V, Sampling(1.0, 1), generator) == 3
+    ties = {choose(torch.zeros(5), Sampling(1.0, 2), generator) for _ in range(50)}
+    assert len(ties) == 2  # k all the same
+
+
+def test_top_p_min_p_and_the_penalty_cut_what_they_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    share = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+
+    def drawn(sampling: Sampling, so_far: tuple[int, ...] = ()) -> set[int]:
+        return {choose(share.log(), sampling, generator, so_far) for _ in range(400)}
+
+    assert drawn(Sampling()) == {0, 1, 2, 3, 4}
+    assert drawn(Sampling(top_p=0.7)) == {1, 3}  # 0.4 + 0.3 reach it
+    assert drawn(Sampling(top_p=0.71)) == {1, 3, 4}
+    assert drawn(Sampling(top_p=1e-9)) == {1}
+    assert drawn(Sampling(min_p=0.3)) == {1, 3, 4}  # at least 0.12
+    assert drawn(Sampling(top_k=4, top_p=0.99, min_p=0.7)) == {1, 3}
+    assert drawn(Sampling(temperature=0, repetition_penalty=2.0), (1,)) == {3}
+    logits = torch.tensor([2.0, -1.0, 1.5])  # divided above zero, multiplied below
+    assert choose(logits, Sampling(0, repetition_penalty=1.5), generator, (0,)) == 2
+    assert choose(-logits, Sampling(0, repetition_penalty=3.0), generator, (1, 7)) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,11 +186,14 @@ def test_temperature_and_top_k_are_the_distribution_they_say() -> None:
         ([1], {"temperature": -0.1}, "temperature=-0.1: must be 0 or more"),
         ([1], {"temperature": float("nan")}, "temperature=nan: must be 0 or more"),
         ([1], {"top_k": -1}, "top-k=-1: must be 0 or more"),
+        ([1], {"top_p": 0.0}, "top-p=0.0: must be above 0 and at most 1"),
+        ([1], {"min_p": 1.5}, "min-p=1.5: must be from 0 to 1"),
+        ([1], {"repetition_penalty": 0.0}, "repetition-penalty=0.0: must be above 0"),
     ],
 )
 def test_mistakes_are_one_line(prompt: list[int], settings: dict, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        generate(build(SMALL), prompt, 3, **settings)
+        generate(build(SMALL), [prompt], 3, Sampling(**settings))
     assert str(error.value).startswith(message) and "Fix: " in str(error.value)
 
 
@@ -190,14 +243,14 @@ def test_text_and_json_agree(run_folder: Path, capsys: pytest.CaptureFixture[str
 def test_the_prompt_begins_a_document(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
-    def spy(model: HybridLM, prompt_ids: list[int], *args: object, **kwargs: object) -> list[int]:
-        seen.update(kwargs, prompt=prompt_ids)
-        return []
+    def spy(model: HybridLM, prompts: Any, *args: object, **kwargs: object) -> list[list[int]]:
+        seen.update(kwargs, prompts=prompts)
+        return [[]]
 
     monkeypatch.setattr("megacpp.run.sample.generate", spy)
     assert main(["sample", str(run_folder), "--prompt", "int"]) == 0
     tokenizer = CorpusTokenizer.load(run_folder / "final" / "tokenizer.json")
-    assert seen["prompt"] == [BOS, *tokenizer.encode("int")]
+    assert seen["prompts"] == [[BOS, *tokenizer.encode("int")]]
     assert seen["stop_id"] == EOS and seen["num_ids"] == tokenizer.vocab_size
 
 
@@ -265,3 +318,66 @@ def test_defaults() -> None:
     assert (args.folder, args.prompt, args.checkpoint) == (Path("runs/tiny"), "", "final")
     assert (args.max_tokens, args.temperature, args.top_k, args.seed) == (200, 0.8, 50, 0)
     assert args.device == "auto" and not args.json
+
+
+# ---- several prompts, stops ---------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_text_and_is_never_shown() -> None:
+    tokenizer = CorpusTokenizer.train([["int main() { return 0; }\n" * 3]], 280)
+    ids = [int(i) for i in tokenizer.encode("int main() { retur return 0; } ∑")]
+    for stops in ([], ["return 0"], ["retur r"], ["0; } ?"], ["∑"], ["x", " {", "main"]):
+        stream = TextStream(tokenizer, stops)
+        shown = "".join(stream.feed(i) for i in ids) + stream.end()
+        whole = "int main() { retur return 0; } ∑"
+        cuts = [whole.index(stop) for stop in stops if stop in whole]
+        assert shown == stream.text == whole[: min(cuts, default=len(whole))]
+        assert stream.ended == bool(cuts)
+    half = TextStream(tokenizer)
+    parts = [half.feed(int(i)) for i in tokenizer.encode("∑")[:-1]]
+    assert parts == [""] * len(parts) and half.end() == "\ufffd"
+
+
+def test_prompts_of_a_file(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["int main()", "return", "{ return 0; }", "int"]
+    (tmp_path / "p.txt").write_text("\n".join(prompts) + "\n\n")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    words = [str(run_folder), "--max-tokens", "9", "--top-p", "0.9", "--seed", "3"]
+    found = []
+    for name, batch in (("p.txt", "16"), ("p.jsonl", "3")):
+        file = ["--prompts", str(tmp_path / name), "--batch", batch, "--json"]
+        code, out, _ = command(capsys, *words, *file)
+        assert code == 0
+        found.append([json.loads(line)["text"] for line in out.splitlines()])
+    alone = [
+        json.loads(command(capsys, *words[:-1], str(3 + n), "--prompt", p, "--json")[1])["text"]
+        for n, p in enumerate(prompts)
+    ]
+    assert found[0] == found[1] == alone
+    code, out, note = command(capsys, *words, "--prompts", str(tmp_path / "p.txt"))
+    assert out.startswith(f"---- 1 of 4 ----\nint main(){alone[0]}\n---- 2 of 4 ----\n")
+    assert "tokens/s" in note
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompts", "nowhere"], "prompts=nowhere: can't be read (No such file or directory)"),
+        (["--prompts", "{run}/empty"], "has no line. Fix: write one prompt a line."),
+        (["--prompts", "{run}/bad.jsonl"], "line 2 isn't an object with a text `prompt`"),
+        (["--prompts", "x", "--prompt", "y"], "prompts=x: is given beside --prompt"),
+        (["--stop", "[1]"], "stop=[1]: must be texts that aren't empty"),
+        (["--top-p", "0"], "top_p=0.0: must be in (0, 1]"),
+        (["--batch", "0"], "batch=0: must be at least 1"),
+    ],
+)
+def test_wrong_prompts_and_stops(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (run_folder / "empty").write_text("\n \n")
+    (run_folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    given = [word.format(run=run_folder) for word in words]
+    code, out, err = command(capsys, str(run_folder), *given)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1

@@ -18,8 +18,9 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, RunConfig
 from megacpp.errors import ConfigError
 from megacpp.run.metrics import MetricsLog, settings_of
-from megacpp.run.profiling import StepProfile, region
+from megacpp.run.profiling import StepProfile
 from megacpp.run.sinks import check_sinks, tagged
+from megacpp.trace_region import region
 from tests.launch import forked
 from tests.test_run import SMALL, records
 

@@ -14,7 +14,8 @@ import torch
 
 from megacpp.errors import CheckpointError
 from megacpp.state import manifest as manifests
-from megacpp.state.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, verify
+from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
+from megacpp.state.published import latest_checkpoint
 from tests.ranks import run_ranks
 from tests.state.toy import differences, local, toy_state
 

@@ -21,8 +21,9 @@ from megacpp.config.schema import MeshConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.state import export
-from megacpp.state.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, verify
+from megacpp.state.checkpoint import load_checkpoint, save_checkpoint, verify
 from megacpp.state.export import export_weights, gather_weights, load_exported
+from megacpp.state.published import latest_checkpoint
 from megacpp.state.tensors import model_tensors
 from parallel.build import build_model
 from tests.ranks import LONG_S, run_ranks

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacpp.config.batch_schedule import BatchSchedule, batch_schedule
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import (
     Config,
@@ -26,7 +27,6 @@ from megacpp.config.schema import (
 )
 from megacpp.data.batches import Batch
 from megacpp.data.loader import Loader
-from megacpp.data.schedule import BatchSchedule, batch_schedule
 from megacpp.errors import CheckpointError, ConfigError
 from megacpp.run.health import Health
 from megacpp.state.manifest import hash_file, read_manifest, write_manifest

@@ -6,7 +6,6 @@ V value head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute, recomputing
+from megacpp.model.token_cache import TokenCache
 
 
 class LatentKeys(Protocol):
@@ -128,7 +128,12 @@ class CoreAttention(nn.Module):
             self.recorder.record(q_BTNH, k_BSKH, queries, keys, share)
 
     def decode(
-        self, q_B1NH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, chosen_B1C: Tensor | None = None
+        self,
+        q_B1NH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKV: Tensor,
+        mask_BS: Tensor | None,
+        chosen_B1C: Tensor | None = None,
     ) -> Tensor:
         """Return the output `[B, 1, N, V]` of one query over every cached token or the chosen ones.
 
@@ -136,25 +141,14 @@ class CoreAttention(nn.Module):
             q_B1NH: the query.
             k_BSKH: cached keys.
             v_BSKV: cached values.
-            chosen_B1C: positions of chosen keys (-1: none); None: all.
+            mask_BS: bool, the tokens that a row has; None: all.
+            chosen_B1C: positions of chosen keys (-1: none), of tokens that the row has; None: all.
         """
-        q_B1NH, mask_B1TS = q_B1NH.to(k_BSKH.dtype), None
+        q_B1NH = q_B1NH.to(k_BSKH.dtype)
+        mask_B1TS = None if mask_BS is None else mask_BS[:, None, None]
         if chosen_B1C is not None:
             mask_B1TS = chosen_mask(chosen_B1C, k_BSKH.shape[1])[:, None]
         return attend(q_B1NH, k_BSKH, v_BSKV, self.scale, self.softcap, mask_B1TS)
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """Rotated keys and values of the tokens so far; its length is the next position."""
-
-    k_BSKH: Tensor
-    v_BSKH: Tensor
-
-    def append(self, k_B1KH: Tensor, v_B1KH: Tensor) -> KVCache:
-        """Return the cache with one more token; the old one stays valid for other continuations."""
-        k_BSKH = torch.cat((self.k_BSKH, k_B1KH.to(self.k_BSKH.dtype)), dim=1)
-        return KVCache(k_BSKH, torch.cat((self.v_BSKH, v_B1KH.to(self.v_BSKH.dtype)), dim=1))
 
 
 class GroupedQueryAttention(nn.Module):
@@ -193,15 +187,22 @@ class GroupedQueryAttention(nn.Module):
         o_BTNH = self.inner(*self._qkv(x_BTD, table_BTP2), docs)
         return self.wo(o_BTNH.flatten(2)).to(x_BTD.dtype)
 
-    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> KVCache:
-        """Return an empty cache of `batch_size` rows."""
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> TokenCache:
+        """Return an empty cache of rotated keys and values of `batch_size` rows."""
         shape = (batch_size, 0, self.config.attention.num_kv_heads, self.head_dim)
         empty = torch.empty(shape, device=device, dtype=dtype)
-        return KVCache(empty, empty)
+        return TokenCache.empty(empty, empty)
+
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, TokenCache]:
+        """Return the output `[B, T, D]` of rows of one document each, and the cache behind them."""
+        table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
+        q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
+        o_BTNH = self.inner(q_BTNH, k_BTKH, v_BTKH, docs)
+        return self.wo(o_BTNH.flatten(2)).to(x_BTD.dtype), TokenCache.filled(k_BTKH, v_BTKH)
 
     def step(
-        self, x_BD: Tensor, state: KVCache, chosen: Tensor | None = None
-    ) -> tuple[Tensor, KVCache]:
+        self, x_BD: Tensor, state: TokenCache, chosen: Tensor | None = None
+    ) -> tuple[Tensor, TokenCache]:
         """Decode one token after those in the cache; return its output `[B, D]` and the new cache.
 
         Args:
@@ -209,11 +210,12 @@ class GroupedQueryAttention(nn.Module):
             state: keys and values of the tokens before it.
             chosen: `[B, 1, C]` positions of the keys that it attends to (-1: none); None: all.
         """
-        position, attention = state.k_BSKH.shape[1], self.config.attention
-        table_11P2 = rotary_table_at(position, self.head_dim, attention, like=x_BD)
-        q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_11P2)
+        attention = self.config.attention
+        table_B1P2 = rotary_table_at(state.positions_B1, self.head_dim, attention, like=x_BD)
+        q_B1NH, k_B1KH, v_B1KH = self._qkv(x_BD[:, None], table_B1P2)
         state = state.append(k_B1KH, v_B1KH)
-        o_B1NH = self.inner.decode(q_B1NH, state.k_BSKH, state.v_BSKH, chosen).to(q_B1NH.dtype)
+        keys, values = state.parts_BS
+        o_B1NH = self.inner.decode(q_B1NH, keys, values, state.mask_BS, chosen).to(q_B1NH.dtype)
         return self.wo(o_B1NH.flatten(2))[:, 0].to(x_BD.dtype), state
 
     def init_rules(self) -> dict[str, Rule]:

@@ -28,6 +28,7 @@ from megacpp.model.init import Constant, Rule
 from megacpp.model.linear_init import input_rule
 from megacpp.model.norm import LayerNorm
 from megacpp.model.recompute import recomputing
+from megacpp.model.token_cache import TokenCache
 
 KEY_EPS = 1e-6  # of the norm of keys (DeepSeek-V3.2)
 
@@ -87,16 +88,22 @@ class Indexer(AuxiliarySource):
             self.record({"indexer": loss})
         return AttachLoss.apply(o, loss, self.aux_scale)  # type: ignore[return-value]
 
-    def step(self, x_B1D: Tensor, latent_B1L: Tensor, keys_BSX: Tensor) -> tuple[Tensor, Tensor]:
+    def step(
+        self, x_B1D: Tensor, latent_B1L: Tensor, keys: TokenCache
+    ) -> tuple[TokenCache, Tensor]:
         """Return the cache of keys with the next token's, and the token's choice `[B, 1, C]`."""
-        batch, position = keys_BSX.shape[:2]
-        table = rotary_table_at(position, self.rope_dim, self.config.attention, like=x_B1D)
+        attention = self.config.attention
+        table = rotary_table_at(keys.positions_B1, self.rope_dim, attention, like=x_B1D)
         q_B1IX, k_B1X, w_B1I = self._index(x_B1D, latent_B1L, table)
-        keys_BSX = torch.cat((keys_BSX, k_B1X.to(keys_BSX.dtype)), dim=1)
-        row = Documents.rows(batch, position + 1, keys_BSX.device)
-        last = row.take(torch.tensor([position], device=keys_BSX.device))
+        keys = keys.append(k_B1X)
+        (keys_BSX,) = keys.parts_BS
+        batch, tokens = keys_BSX.shape[:2]
+        row = Documents.rows(batch, tokens, keys_BSX.device)
+        if not keys.even:  # tokens that a row lacks are no keys of its document
+            row = Documents.from_ids((keys.mask_BS == 0).to(torch.int64))
+        last = Documents(torch.zeros_like(keys.lengths_B)[:, None], keys.lengths_B[:, None] - 1)
         q_B1IX = q_B1IX.to(keys_BSX.dtype)
-        return keys_BSX, choose_keys(q_B1IX, keys_BSX, w_B1I, last, row, self.sparse.top_k)
+        return keys, choose_keys(q_B1IX, keys_BSX, w_B1I, last, row, self.sparse.top_k)
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter and buffer, by name below the indexer."""

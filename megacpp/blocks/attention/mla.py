@@ -7,8 +7,6 @@ head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,15 +19,9 @@ from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.norm import RMSNorm
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.token_cache import TokenCache
 
 LATENT_EPS = 1e-6  # of both latent norms, whatever the model's norm_eps (DeepSeek-V3)
-
-
-@dataclass(frozen=True)
-class LatentCache:
-    """Normed latents and rotated shared keys `[c | k_pe]` of the tokens so far."""
-
-    latent_BSL: Tensor
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -131,14 +123,22 @@ class MultiHeadLatentAttention(nn.Module):
 
         return self.recompute("mla_kv", of_heads, c_BTC, k_pe_BTR)
 
-    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> LatentCache:
-        """Return an empty cache of `batch_size` rows."""
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> TokenCache:
+        """Return an empty cache of latents and shared keys `[c | k_pe]` of `batch_size` rows."""
         shape = (batch_size, 0, self.latent_dim + self.rope_dim)
-        return LatentCache(torch.empty(shape, device=device, dtype=dtype))
+        return TokenCache.empty(torch.empty(shape, device=device, dtype=dtype))
+
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, TokenCache]:
+        """Return the output `[B, T, D]` of rows of one document each, and the cache behind them."""
+        table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
+        q_BTNH = self._joined_queries(self.query_latent(x_BTD), table_BTP2)
+        latent = self.latent(x_BTD, table_BTP2)
+        y_BTD = self.wo(self.inner(q_BTNH, *latent, docs, self).flatten(2)).to(x_BTD.dtype)
+        return y_BTD, TokenCache.filled(torch.cat(latent, dim=-1))
 
     def step(
-        self, x_BD: Tensor, state: LatentCache, chosen: Tensor | None = None
-    ) -> tuple[Tensor, LatentCache]:
+        self, x_BD: Tensor, state: TokenCache, chosen: Tensor | None = None
+    ) -> tuple[Tensor, TokenCache]:
         """Decode one token after those in the cache; return its output `[B, D]` and the new cache.
 
         Absorbed: (W_k c) . q = c . (W_k^T q), so a head's query is moved into the latent space
@@ -149,19 +149,18 @@ class MultiHeadLatentAttention(nn.Module):
             state: latents of the tokens before it.
             chosen: `[B, 1, C]` positions of the keys that it attends to (-1: none); None: all.
         """
-        table_11P2 = rotary_table_at(
-            state.latent_BSL.shape[1], self.rope_dim, self.config.attention, like=x_BD
-        )
+        attention = self.config.attention
+        table_B1P2 = rotary_table_at(state.positions_B1, self.rope_dim, attention, like=x_BD)
         x_B1D = x_BD[:, None]
-        new_B1L = torch.cat(self.latent(x_B1D, table_11P2), dim=-1).to(state.latent_BSL.dtype)
-        state = LatentCache(torch.cat((state.latent_BSL, new_B1L), dim=1))
-        q_nope, q_pe_B1NR = self.queries(self.query_latent(x_B1D), table_11P2)
+        state = state.append(torch.cat(self.latent(x_B1D, table_B1P2), dim=-1))
+        q_nope, q_pe_B1NR = self.queries(self.query_latent(x_B1D), table_B1P2)
         kv_NXC = self.wkv_b.weight.unflatten(0, (-1, self.nope_dim + self.value_dim))
         w_k, w_v_NVC = kv_NXC.split((self.nope_dim, self.value_dim), dim=1)
         q_B1NL = torch.cat((torch.einsum("btnh,nhc->btnc", q_nope, w_k), q_pe_B1NR), dim=-1)
-        memory_BS1L = state.latent_BSL[:, :, None]
+        memory_BS1L = state.parts_BS[0][:, :, None]
         # The latent is key and value at once; the value's last R columns are dropped.
-        o_B1NL = self.inner.decode(q_B1NL, memory_BS1L, memory_BS1L, chosen).to(q_B1NL.dtype)
+        memory = memory_BS1L, memory_BS1L, state.mask_BS
+        o_B1NL = self.inner.decode(q_B1NL, *memory, chosen).to(q_B1NL.dtype)
         o_B1NV = torch.einsum("btnc,nvc->btnv", o_B1NL[..., : self.latent_dim], w_v_NVC)
         return self.wo(o_B1NV.flatten(2))[:, 0].to(x_BD.dtype), state
 

@@ -60,17 +60,18 @@ def rotary_table(docs: Documents, dim: int, config: AttentionConfig, dtype: torc
     return docs.memo(("rotary", dim, config, dtype), make)
 
 
-def rotary_table_at(position: int, dim: int, config: AttentionConfig, like: Tensor) -> Tensor:
-    """Return (cos, sin) at one position, `[1, 1, P, 2]`, for decoding.
+def rotary_table_at(
+    positions_B1: Tensor, dim: int, config: AttentionConfig, like: Tensor
+) -> Tensor:
+    """Return (cos, sin) at positions, `[B, 1, P, 2]`, for decoding.
 
     Args:
-        position: in the document.
+        positions_B1: in the document, `[1, 1]` for all rows or `[B, 1]`.
         dim: rotated dims of a head, 2 P.
         config: base and YaRN settings.
         like: any shape; its device, and its dtype or fp32.
     """
-    positions_BT = torch.full((1, 1), position, device=like.device)
-    return _table(positions_BT, dim, config, torch.promote_types(like.dtype, torch.float32))
+    return _table(positions_B1, dim, config, torch.promote_types(like.dtype, torch.float32))
 
 
 def rotate(x_BTNH: Tensor, table_BTP2: Tensor) -> Tensor:

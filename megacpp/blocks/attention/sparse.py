@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from megacpp.blocks.attention.config import SparseAttentionConfig
-from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, KVCache, LatentKeys
+from megacpp.blocks.attention.gqa import CoreAttention, GroupedQueryAttention, LatentKeys
 from megacpp.blocks.attention.indexer import Index, Indexer
-from megacpp.blocks.attention.mla import LatentCache, MultiHeadLatentAttention
+from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.attention.rope import rotary_table
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.sparse_attention.indexer import choose_keys
@@ -30,6 +30,7 @@ from megacpp.kernels.sparse_attention.reference import sparse_attention
 from megacpp.model.documents import Documents, documents_of
 from megacpp.model.init import Rule
 from megacpp.model.pattern import choosing_layer, layer_kinds
+from megacpp.model.token_cache import TokenCache
 
 Gather = Callable[[Sequence[Tensor], Documents], tuple[tuple[Tensor, ...], Documents]]
 
@@ -113,13 +114,13 @@ class SparseCache:
 
     Attributes:
         tokens: keys and values, or latents, of the tokens so far.
-        keys_BSX: keys of the indexer; None: it has none.
+        keys: keys of the indexer; None: it has none.
         chosen: what the last token attended to, or, before a step of a block that shares, what the
             token is to attend to.
     """
 
-    tokens: Any
-    keys_BSX: Tensor | None
+    tokens: TokenCache
+    keys: TokenCache | None
     chosen: Tensor | None = None
 
 
@@ -151,6 +152,17 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         tokens = super().init_state(batch_size, device, dtype)
         return SparseCache(tokens, no_keys(self.indexer, batch_size, device, dtype))
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Any]:
+        """Return the output `[B, T, D]` of rows of one document each, and the caches."""
+        table_BTP2 = rotary_table(docs, self.rope_dim, self.config.attention, x_BTD.dtype)
+        latent = self.query_latent(x_BTD)
+        index = self.indexer(x_BTD, self._normed(latent), docs) if self.indexer else None
+        here = self.latent(x_BTD, table_BTP2)
+        q_BTNH = self._joined_queries(latent, table_BTP2)
+        o_BTNV = self.inner(q_BTNH, *here, docs, self, self.indexer, index)
+        tokens = TokenCache.filled(torch.cat(here, dim=-1))
+        return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype), filled_caches(tokens, index)
+
     def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
         """Decode one token after those in the caches: return its output and the longer caches.
 
@@ -159,7 +171,6 @@ class SparseLatentAttention(MultiHeadLatentAttention):
             state: caches of the tokens before it, and the choice for this token.
             chosen: `[B, 1, C]`, not used: the choice is in the state.
         """
-        assert isinstance(state.tokens, LatentCache)
         if self.indexer is not None:
             latent = self._normed(self.query_latent(x_BD[:, None]))
             state = chosen_next(self.indexer, x_BD[:, None], latent, state)
@@ -202,6 +213,15 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
         tokens = super().init_state(batch_size, device, dtype)
         return SparseCache(tokens, no_keys(self.indexer, batch_size, device, dtype))
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Any]:
+        """Return the output `[B, T, D]` of rows of one document each, and the caches."""
+        table_BTP2 = rotary_table(docs, self.head_dim, self.config.attention, x_BTD.dtype)
+        q_BTNH, k_BTKH, v_BTKH = self._qkv(x_BTD, table_BTP2)
+        index = self.indexer(x_BTD, x_BTD, docs) if self.indexer else None
+        o_BTNV = self.inner(q_BTNH, k_BTKH, v_BTKH, docs, None, self.indexer, index)
+        tokens = TokenCache.filled(k_BTKH, v_BTKH)
+        return self.wo(o_BTNV.flatten(2)).to(x_BTD.dtype), filled_caches(tokens, index)
+
     def step(self, x_BD: Tensor, state: Any, chosen: Tensor | None = None) -> tuple[Tensor, Any]:
         """Decode one token after those in the caches: return its output and the longer caches.
 
@@ -210,7 +230,6 @@ class SparseGroupedQueryAttention(GroupedQueryAttention):
             state: caches of the tokens before it, and the choice for this token.
             chosen: `[B, 1, C]`, not used: the choice is in the state.
         """
-        assert isinstance(state.tokens, KVCache)
         if self.indexer is not None:
             state = chosen_next(self.indexer, x_BD[:, None], x_BD[:, None], state)
         dense = self.inner.sparse.stage == "dense"
@@ -261,8 +280,18 @@ def chosen_next(
         latent_B1L: input of the indexer's queries.
         state: caches of the tokens before it.
     """
-    assert state.keys_BSX is not None
-    return SparseCache(state.tokens, *indexer.step(x_B1D, latent_B1L, state.keys_BSX))
+    assert state.keys is not None
+    return SparseCache(state.tokens, *indexer.step(x_B1D, latent_B1L, state.keys))
+
+
+def filled_caches(tokens: TokenCache, index: Index | None) -> SparseCache:
+    """Return the caches behind the tokens of a prompt.
+
+    Args:
+        tokens: keys and values, or latents.
+        index: what the layer's indexer made of the tokens; None: it has none.
+    """
+    return SparseCache(tokens, None if index is None else TokenCache.filled(index.k_BSX))
 
 
 def with_shared_selection(state: Any, chosen: Tensor | None) -> Any:
@@ -274,7 +303,7 @@ def with_shared_selection(state: Any, chosen: Tensor | None) -> Any:
     """
     if type(state) is tuple:  # of an n-gram memory, and of the mixer behind it
         return state[0], with_shared_selection(state[1], chosen)
-    shares = isinstance(state, SparseCache) and state.keys_BSX is None
+    shares = isinstance(state, SparseCache) and state.keys is None
     return replace(state, chosen=chosen) if shares else state
 
 
@@ -291,8 +320,8 @@ def choice_of(state: Any, before: Tensor | None) -> Tensor | None:
 
 def no_keys(
     indexer: Indexer | None, batch: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    """Return an empty cache of indexer keys, `[B, 0, X]`; None without an indexer.
+) -> TokenCache | None:
+    """Return an empty cache of indexer keys; None without an indexer.
 
     Args:
         indexer: of the layer.
@@ -302,7 +331,9 @@ def no_keys(
     """
     if indexer is None:
         return None
-    return torch.empty(batch, 0, indexer.sparse.head_dim, device=device, dtype=dtype)
+    return TokenCache.empty(
+        torch.empty(batch, 0, indexer.sparse.head_dim, device=device, dtype=dtype)
+    )
 
 
 def rules_of(indexer: Indexer | None) -> dict[str, Rule]:

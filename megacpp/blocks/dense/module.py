@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from megacpp.config.schema import ModelConfig
@@ -16,9 +15,10 @@ from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.tokenwise import Tokenwise
 
 
-class MLP(nn.Module):
+class MLP(Tokenwise):
     """Feed-forward w2(silu(w1 x) * w3 x) (SwiGLU, 2002.05202) or w2(relu(w1 x)^2) (2109.08668).
 
     `hidden_dim` and `activation` are those of `config.mlp` unless given (shared experts give
@@ -48,14 +48,6 @@ class MLP(nn.Module):
         if is_plain(self.w2):
             return gated_linear(self.w2.weight, *hidden).to(x_BTD.dtype)
         return self.w2(gated(*hidden)).to(x_BTD.dtype)
-
-    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Return None: the block has no state."""
-        return None
-
-    def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
-        """Return the output `[B, D]` of one token, and None."""
-        return self(x_BD), None
 
     def init_rules(self) -> dict[str, Rule]:
         """Return the rule of every parameter, by name below the mixer."""

@@ -29,7 +29,7 @@ from megacpp.blocks.engram.sizes import engram_primes, memory_width, table_rows
 from megacpp.blocks.ngram.hashing import PAD, hashed_orders, odd_multipliers
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.autocast import autocast_dtype
-from megacpp.kernels.causal_conv import causal_conv_step
+from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.memory_gate import memory_gate
 from megacpp.kernels.rms_norm import rms_norm
 from megacpp.model.documents import Documents
@@ -173,6 +173,17 @@ class Engram(nn.Module):
         past = torch.full((batch, e.max_order - 1), self.pad, dtype=torch.int64, device=device)
         taps_shape = batch, self.conv.num_channels, (e.conv_kernel - 1) * e.max_order
         return EngramState(past, torch.zeros(taps_shape, dtype=dtype, device=device))
+
+    def prefill(self, x: Tensor, docs: Documents) -> tuple[Tensor, EngramState]:
+        """Return the addition to the streams of a prompt, of the shape of `x`, and the state."""
+        x_BTSD = x.reshape(*x.shape[:2], self.streams, -1)
+        v_BTSD = self._gated(self.recall(self.rows(docs)), x_BTSD)
+        normed_BTC = self._normed(v_BTSD)
+        e = self.config.engram
+        by_shift = [docs.tokens_beside(-n, self.pad)[:, -1] for n in range(e.max_order - 1)]
+        taps = last_inputs(normed_BTC, (e.conv_kernel - 1) * e.max_order)
+        state = EngramState(torch.stack(by_shift[::-1], 1), taps)
+        return v_BTSD.view_as(x) + self.conv(normed_BTC, docs).view_as(x), state
 
     def step(self, x: Tensor, ids_B: Tensor, state: EngramState) -> tuple[Tensor, EngramState]:
         """Decode one token: return the addition, of the shape of `x`, and the next state.

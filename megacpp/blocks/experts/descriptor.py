@@ -61,10 +61,10 @@ PARAMETERS = (
     Parameter(("experts.w1",), "[E_ep, I, D]", "muon"),
     Parameter(("experts.w3",), "[E_ep, I, D]", "muon", when=gated),
     Parameter(("experts.w2",), "[E_ep, D, I]", "muon"),
-    Parameter(("shared.w1.weight",), "[F_tp, D]", "muon", fp8=True, when=shared),
-    Parameter(("shared.w3.weight",), "[F_tp, D]", "muon", fp8=True, when=shared),
+    Parameter(("shared.w1.weight",), "[F_tp, D]", "muon", fp8=True, compress=True, when=shared),
+    Parameter(("shared.w3.weight",), "[F_tp, D]", "muon", fp8=True, compress=True, when=shared),
     Parameter(("shared.w2.weight",), "[D, F_tp]", "muon", fp8=True, when=shared),
-    Parameter(("shared.gate.weight",), "[O, D]", "adamw", when=shared_gate),
+    Parameter(("shared.gate.weight",), "[O, D]", "adamw", compress=True, when=shared_gate),
 )
 
 HF = (

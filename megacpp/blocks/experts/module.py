@@ -32,6 +32,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.init import Rule
 from megacpp.model.linear_init import input_rule, output_rule
 from megacpp.model.recompute import PLAIN, Recompute
+from megacpp.model.tokenwise import Tokenwise
 
 
 class Arrived(NamedTuple):
@@ -154,7 +155,7 @@ class Combine(nn.Module):
         return sum_rows(rows_SD, groups)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Tokenwise):
     """Mixture sum_k weight_k expert_k(x) + shared(x) of each token (DeepSeekMoE, 2401.06066).
 
     Dropless by default: every choice is computed. With `capacity_factor` each expert takes the
@@ -179,10 +180,6 @@ class MixtureOfExperts(nn.Module):
         """Return the output `[B, T, D]`; documents matter to the sequence loss only."""
         weights_TK, indices_TK = self.router(x_BTD, docs)
         return self._mix(x_BTD.flatten(0, 1), weights_TK, indices_TK).view_as(x_BTD)
-
-    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Return None: the block has no state."""
-        return None
 
     def step(self, x_BD: Tensor, state: None) -> tuple[Tensor, None]:
         """Return the output `[B, D]` of one token, and None; nothing is dropped or counted."""

@@ -53,10 +53,10 @@ def gated(model: ModelConfig) -> bool:
 
 PARAMETERS = (
     Parameter(("A_log", "dt_bias"), "[N_tp]", "vector", fp32=True),
-    Parameter(("in_q.weight", "in_k.weight"), "[Q_tp, D]", "muon", fp8=True),
-    Parameter(("in_v.weight",), "[W_tp, D]", "muon", fp8=True),
-    Parameter(("in_z.weight",), "[W_tp, D]", "muon", fp8=True, when=gated),
-    Parameter(("in_b.weight", "in_a.weight"), "[N_tp, D]", "adamw"),
+    Parameter(("in_q.weight", "in_k.weight"), "[Q_tp, D]", "muon", fp8=True, compress=True),
+    Parameter(("in_v.weight",), "[W_tp, D]", "muon", fp8=True, compress=True),
+    Parameter(("in_z.weight",), "[W_tp, D]", "muon", fp8=True, compress=True, when=gated),
+    Parameter(("in_b.weight", "in_a.weight"), "[N_tp, D]", "adamw", compress=True),
     Parameter(("conv_q.weight", "conv_k.weight"), "[Q_tp, O, J]", "adamw", decay=False),
     Parameter(("conv_v.weight",), "[W_tp, O, J]", "adamw", decay=False),
     Parameter(("norm.weight",), "[V]", "vector", fp32=True),

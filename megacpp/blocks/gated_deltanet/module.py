@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.scan import NO_WEIGHTS, DeltaInputs, GatedDeltaScan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.causal_conv import causal_conv_step
+from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_step
 from megacpp.kernels.recurrent_gates import gated_ranks
 from megacpp.model.documents import Documents
@@ -50,6 +50,8 @@ class GatedDeltaNet(Fp32Contract):
     """
 
     recompute: Recompute = PLAIN
+    thin = "in_b", "in_a"  # read x in one product
+    linear = staticmethod(F.linear)  # that product; `recompute.compress` puts another
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -94,6 +96,17 @@ class GatedDeltaNet(Fp32Contract):
             torch.zeros(batch_size, channels, g.conv_kernel - 1, dtype=dtype, device=device),
         )
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, GatedDeltaState]:
+        """Return the output `[B, T, D]` of rows of one document each, and the state behind them."""
+        q, k, v, z_BTX, b_BTN, a_BTN = self._project(x_BTD)
+        qkv_BTC = torch.cat([q, k, v], -1)
+        taps = last_inputs(qkv_BTC, self.delta.conv_kernel - 1)
+        qkv_BTC = self.convolve(qkv_BTC, stacked(self.conv_q, self.conv_k, self.conv_v), docs)
+        q, k, v = qkv_BTC.split([q.shape[-1], k.shape[-1], v.shape[-1]], -1)
+        assert isinstance(self.scan, GatedDeltaScan)
+        o_BTNV, S_BNKV = self.scan.with_state(self._inputs(q, k, v, b_BTN, a_BTN), docs)
+        return self._output(o_BTNV, z_BTX).to(x_BTD.dtype), GatedDeltaState(S_BNKV, taps)
+
     def step(self, x_BD: Tensor, state: GatedDeltaState) -> tuple[Tensor, GatedDeltaState]:
         """Decode one token: return the output `[B, D]` and the next state."""
         q, k, v, z_BX, b_BN, a_BN = self._project(x_BD)
@@ -122,7 +135,7 @@ class GatedDeltaNet(Fp32Contract):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
         """Return q, k, v, z, b and a of `[..., D]`; the thin b and a in one product."""
         thin = self.in_b.weight, self.in_a.weight
-        b, a = F.linear(x, torch.cat(thin)).split([len(w) for w in thin], -1)
+        b, a = self.linear(x, torch.cat(thin)).split([len(w) for w in thin], -1)
         z = None if self.in_z is None else self.in_z(x)
         return self.in_q(x), self.in_k(x), self.in_v(x), z, b, a
 

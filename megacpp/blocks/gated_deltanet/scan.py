@@ -63,6 +63,11 @@ class GatedDeltaScan(nn.Module):
         given = *inputs.in_order(), docs, initial_BNKV, self.chunk_size
         return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)[0]
 
+    def with_state(self, inputs: DeltaInputs, docs: Documents) -> tuple[Tensor, Tensor]:
+        """Return outputs, and the state `[B, N, K, V]` behind each row, which is one document."""
+        given = *inputs.in_order(), docs, None, self.chunk_size
+        return gated_delta_rule(*given, backend=self.kernels.gated_delta_rule)
+
     def summarize(
         self, inputs: DeltaInputs, weights: HeadTensors, docs: Documents
     ) -> DeltaRuleSummary:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megacpp.blocks.m2rnn.descriptor import M2RNN_KIND
 from megacpp.blocks.m2rnn.scan import M2RNNInputs, M2RNNScan, M2RNNWeights
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.causal_conv import causal_conv_step
+from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_step
 from megacpp.kernels.recurrent_gates import gated_residual
 from megacpp.model.documents import Documents
@@ -66,6 +66,8 @@ class M2RNN(Fp32Contract):
     """
 
     recompute: Recompute = PLAIN
+    thin = "in_q", "in_k", "in_forget"  # read x in one product
+    linear = staticmethod(F.linear)  # that product; `recompute.compress` puts another
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -116,6 +118,18 @@ class M2RNN(Fp32Contract):
             torch.zeros(taps_shape, dtype=dtype, device=device),
         )
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, M2RNNState]:
+        """Return the output `[B, T, D]` of rows of one document each, and the state behind them."""
+        qk_BTY, v_BTX, f_BTN, g_BTX, q_rows = self._project(x_BTD)
+        taps_BCJ = last_inputs(torch.cat([qk_BTY, v_BTX], -1), self.conv_v.num_taps - 1)
+        qk_BTY = self.convolve(qk_BTY, stacked(self.conv_q, self.conv_k), docs)
+        v_BTX = self.convolve(v_BTX, self.conv_v.weight, docs)
+        q_BTNK, k_BTNK, v_BTNV = self._heads(qk_BTY, v_BTX, q_rows)
+        inputs = M2RNNInputs(q_BTNK, k_BTNK, v_BTNV, self.decay_gate(f_BTN))
+        assert isinstance(self.scan, M2RNNScan)
+        y_BTNV, h_BNKV = self.scan.with_state(inputs, M2RNNWeights(self.state_weight), docs)
+        return self._output(y_BTNV, v_BTNV, g_BTX).to(x_BTD.dtype), M2RNNState(h_BNKV, taps_BCJ)
+
     def step(self, x_BD: Tensor, state: M2RNNState) -> tuple[Tensor, M2RNNState]:
         """Decode one token: return the output `[B, D]` and the next state."""
         qk_BY, v_BX, f_BN, g_BX, q_rows = self._project(x_BD)
@@ -148,7 +162,7 @@ class M2RNN(Fp32Contract):
         """
         thin = self.in_q.weight, self.in_k.weight, self.in_forget.weight
         q, k, f = (len(w) for w in thin)
-        qk_BTY, f_BTN = F.linear(x, torch.cat(thin)).split([q + k, f], -1)
+        qk_BTY, f_BTN = self.linear(x, torch.cat(thin)).split([q + k, f], -1)
         return qk_BTY, self.in_v(x), f_BTN, self.in_gate(x), q
 
     def _heads(self, qk: Tensor, v: Tensor, q_rows: int) -> tuple[Tensor, Tensor, Tensor]:

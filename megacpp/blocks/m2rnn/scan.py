@@ -61,6 +61,12 @@ class M2RNNScan(nn.Module):
         )
         return y_BTNV
 
+    def with_state(
+        self, inputs: M2RNNInputs, weights: M2RNNWeights, docs: Documents
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs, and the state `[B, N, K, V]` behind each row, which is one document."""
+        return self.carried(inputs, weights, docs, self.empty_state(inputs, weights))
+
     def empty_state(self, inputs: M2RNNInputs, weights: M2RNNWeights) -> Tensor:
         """Zeros `[B, N, K, V]`, at least fp32."""
         (B, _, N, V), K = inputs.v_BTNV.shape, inputs.k_BTNK.shape[-1]

@@ -81,10 +81,12 @@ PARAMETERS = (
     Parameter(
         ("mimo_x", "mimo_z", "mimo_o"), "[H_tp, R, P]", "adamw", decay=False, fp32=True, when=mimo
     ),
-    Parameter(("in_z.weight", "in_x.weight"), "[W_tp, D]", "muon", fp8=True),
-    Parameter(("in_B.weight", "in_C.weight"), "[S, D]", "muon"),
-    Parameter(("in_dt.weight", "in_A.weight", "in_trap.weight"), "[H_tp, D]", "adamw"),
-    Parameter(("in_angles.weight",), "[A, D]", "adamw"),
+    Parameter(("in_z.weight", "in_x.weight"), "[W_tp, D]", "muon", fp8=True, compress=True),
+    Parameter(("in_B.weight", "in_C.weight"), "[S, D]", "muon", compress=True),
+    Parameter(
+        ("in_dt.weight", "in_A.weight", "in_trap.weight"), "[H_tp, D]", "adamw", compress=True
+    ),
+    Parameter(("in_angles.weight",), "[A, D]", "adamw", compress=True),
     Parameter(("conv_x.weight",), "[W_tp, O, J]", "adamw", decay=False, when=convolves),
     Parameter(
         ("conv_B.weight", "conv_C.weight"), "[S, O, J]", "adamw", decay=False, when=convolves

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megacpp.blocks.mamba3.descriptor import MAMBA3
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.schema import ModelConfig
-from megacpp.kernels.causal_conv import causal_conv_step
+from megacpp.kernels.causal_conv import causal_conv_step, last_inputs
 from megacpp.kernels.mamba3.inputs import HeadWeights, Mamba3State, Pairing, ScanInputs
 from megacpp.kernels.mamba3.reference import mamba3_step
 from megacpp.model.documents import Documents, documents_of
@@ -46,6 +46,8 @@ class Mamba3(Fp32Contract):
     """Mixer x -> in_* -> [short conv] -> scan over documents -> out_proj, all `[B, T, D]`."""
 
     recompute: Recompute = PLAIN
+    thin = "in_B", "in_C", "in_dt", "in_A", "in_trap", "in_angles"  # read x in one product
+    linear = staticmethod(F.linear)  # that product; `recompute.compress` puts another
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -121,6 +123,19 @@ class Mamba3(Fp32Contract):
             taps = v_BHP.new_zeros(batch_size, channels, m.conv_kernel - 1)
         return Mamba3Decode(Mamba3State.zeros(v_BHP, self.num_angles, m.mimo_rank, m.d_state), taps)
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Mamba3Decode]:
+        """Return the output `[B, T, D]` of rows of one document each, and the state behind them."""
+        z_BTW, v_BTW, bc_BTS, rest = self._project(x_BTD)
+        taps = None
+        if self.mamba.conv_kernel:
+            taps = last_inputs(torch.cat([v_BTW, bc_BTS], -1), self.mamba.conv_kernel - 1)
+            v_BTW = self.convolve(v_BTW, self.conv_x.weight, docs)
+            bc_BTS = self.convolve(bc_BTS, stacked(self.conv_B, self.conv_C), docs)
+        inputs = self._inputs(z_BTW, v_BTW, bc_BTS, rest)
+        assert isinstance(self.scan, Mamba3Scan)
+        y_BTHP, scan = self.scan.with_state(inputs, self.head_weights(), docs)
+        return self.out_proj(y_BTHP.flatten(2)).to(x_BTD.dtype), Mamba3Decode(scan, taps)
+
     def step(self, x_BD: Tensor, state: Mamba3Decode) -> tuple[Tensor, Mamba3Decode]:
         """Decode one token: return the output `[B, D]` and the next state, at a constant cost."""
         z_B1W, v_B1W, bc_B1S, rest = self._project(x_BD[:, None])
@@ -168,7 +183,7 @@ class Mamba3(Fp32Contract):
         bc = self.in_B.weight, self.in_C.weight
         rest = self.in_dt.weight, self.in_A.weight, self.in_trap.weight, self.in_angles.weight
         widths = [sum(len(w) for w in bc), *(len(w) for w in rest)]
-        bc_BTS, *rest_BT = F.linear(x_BTD, torch.cat([*bc, *rest])).split(widths, -1)
+        bc_BTS, *rest_BT = self.linear(x_BTD, torch.cat([*bc, *rest])).split(widths, -1)
         return self.in_z(x_BTD), self.in_x(x_BTD), bc_BTS, tuple(rest_BT)
 
     def _inputs(

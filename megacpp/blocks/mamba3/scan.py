@@ -46,6 +46,15 @@ class Mamba3Scan(nn.Module):
         given = (inputs, weights, docs, self.pairing, self.chunk_size, entering)
         return mamba3_scan(*given, recompute=self.recompute, backend=self.kernels.mamba3)[0]
 
+    def with_state(
+        self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
+    ) -> tuple[Tensor, Mamba3State]:
+        """Return outputs, and the state behind each row, which is one document."""
+        given = inputs, weights, docs, self.pairing, self.chunk_size
+        y_BTHP, state = mamba3_scan(*given, backend=self.kernels.mamba3, with_state=True)
+        assert state is not None
+        return y_BTHP, state
+
     def summarize(
         self, inputs: ScanInputs, weights: HeadWeights, docs: Documents
     ) -> SegmentSummary:

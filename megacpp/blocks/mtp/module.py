@@ -83,7 +83,7 @@ class MultiTokenPrediction(AuxiliarySource):
     """
 
     weights_K: Tensor
-    recompute: Recompute = PLAIN  # of each depth; blocks inside have theirs
+    recompute: Recompute = PLAIN  # of each depth but the last; blocks inside have theirs
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -115,7 +115,9 @@ class MultiTokenPrediction(AuxiliarySource):
             hidden_BTD, embedded_NTD = hidden_BTD.detach(), embedded_NTD.detach()
         for k, embedded_BTD in enumerate(embedded_NTD.chunk(self.mtp.depths)):
             block = self.blocks[min(k, len(self.blocks) - 1)]
-            states = self.recompute("block", block, hidden_BTD, embedded_BTD, docs)
+            # The backward of the last depth comes at once, so dropping its tensors saves nothing.
+            recompute = self.recompute if k < self.mtp.depths - 1 else PLAIN
+            states = recompute("block", block, hidden_BTD, embedded_BTD, docs)
             hidden_BTD = states[post]
             found.append(states[1])
             del states  # what isn't handed on goes

@@ -55,6 +55,11 @@ class NgramEmbedding(nn.Module):
         """Return the last ids before an empty sequence, `[B, order - 1]`, the nearest first."""
         return torch.full((batch, self.order - 1), PAD, device=device)
 
+    def prefill(self, x_BTD: Tensor, docs: Documents) -> tuple[Tensor, Tensor]:
+        """Return `x_BTD` plus the n-gram embeddings of a prompt, and the state behind it."""
+        recent = [docs.tokens_beside(-back, PAD)[:, -1] for back in range(self.order - 1)]
+        return self(x_BTD, docs), torch.stack(recent, 1)
+
     def step(self, x_BD: Tensor, ids_B: Tensor, state_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Decode one token: return `x_BD` plus its n-gram embedding, and the next state."""
         recent_BN = torch.cat([ids_B[:, None], state_BN], 1)

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megacpp.blocks.attention.sparse_checks import sparse_rules
+from megacpp.config.batch_schedule import batch_schedule
 from megacpp.config.checks.fp8 import fp8_mesh_rules
 from megacpp.config.checks.mesh import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.config.checks.model import model_rules
+from megacpp.config.checks.optimizer import optimizer_rules
 from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import Config, TrainConfig
 from megacpp.config.settings import flatten, settings_of
-from megacpp.data.schedule import batch_schedule
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
+from megacpp.model.regions import compiled_budget
 from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rules
 
 Rules = Callable[[Config, int], Iterator[ConfigError]]
@@ -62,7 +64,11 @@ def resolve(config: Config, world_size: int) -> Config:
     train = dataclasses.replace(config.train, grad_accum=accum, tokens_per_step=per_micro * accum)
     mesh = resolve_mesh(config.mesh, world_size)
     run = dataclasses.replace(config.run, dir=config.run.dir.replace("{preset}", config.preset))
-    return dataclasses.replace(config, train=train, mesh=mesh, run=run)
+    recompute = config.recompute
+    if train.compile != "off":
+        budget = compiled_budget(recompute, config.model)
+        recompute = dataclasses.replace(recompute, activation_memory_budget=budget)
+    return dataclasses.replace(config, train=train, mesh=mesh, run=run, recompute=recompute)
 
 
 def lookup(config: Config, key: str) -> Any:
@@ -184,8 +190,7 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
             f"must not exceed run.steps ({config.run.steps})",
             f"use {config.run.steps} or less",
         )
-    if config.optim.lr == 0 and (config.optim.name == "adamw" or config.optim.muon_lr == 0):
-        yield config_error("optim.lr", 0, "nothing would be learned", "give a positive rate")
+    yield from optimizer_rules(config)
 
 
 def _precision(config: Config) -> Iterator[ConfigError]:

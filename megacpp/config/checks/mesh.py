@@ -13,9 +13,9 @@ from megacpp.blocks.engram.sizes import ROWS_MULTIPLE
 from megacpp.blocks.experts.checks import straddling_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import hidden_width
+from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError, config_error
-from megacpp.launch.environment import MOST_RANKS
 from megacpp.model.pattern import block_letters
 from megacpp.model.primes import divisors
 from megacpp.model.sizes import ngram_rows

@@ -29,11 +29,11 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
             f"would send the rows of all experts again in the backward (mesh.ep={config.mesh.ep})",
             "use recompute.eblock=expert_gemm_only, with recompute.norms and recompute.mlp",
         )
-    if policy.compress and not set("AF") & set(config.model.pattern):
+    if policy.compress and config.model.depth == 1:
         yield config_error(
             "recompute.compress",
             policy.compress,
-            f"is for A and F blocks, and model.pattern={config.model.pattern} has none",
+            "is for all layers but the last, and model.depth is 1",
             "use recompute.compress=0",
         )
     for name, off in (("compress", 0), ("offload", "none")):
@@ -44,7 +44,7 @@ def recompute_rules(config: Config) -> Iterator[ConfigError]:
                 "in a compiled block the compiler alone decides what is kept",
                 f"use recompute.{name}={off}, or train.compile=off",
             )
-    if policy.activation_memory_budget < 1 and config.train.compile == "off":
+    if 0 <= policy.activation_memory_budget < 1 and config.train.compile == "off":
         yield config_error(
             "recompute.activation_memory_budget",
             policy.activation_memory_budget,

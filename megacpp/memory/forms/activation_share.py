@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
@@ -84,6 +84,14 @@ class Share:
         """
         past = max(0, taps - 1) * apart
         return 2 * self.cp * self.chunks * self.rows * past * channels * self.compute
+
+    @property
+    def uncompressed(self) -> Share:
+        """Return the sizes without random projections, which the last layer leaves alone."""
+        if not self.config.recompute.compress:
+            return self
+        policy = replace(self.config.recompute, compress=0.0)
+        return replace(self, config=replace(self.config, recompute=policy))
 
     @property
     def tp(self) -> int:

@@ -132,7 +132,6 @@ def not_counted(config: Config) -> tuple[str, ...]:
     found = {
         "train.compile": config.train.compile != "off",
         "recompute.offload": policy.offload != "none",
-        "recompute.compress": policy.compress > 0,
         "model.attention.sparse.stage": config.model.attention.sparse.stage == "dense",
     }
     return tuple(name for name, is_set in found.items() if is_set)
@@ -169,7 +168,9 @@ def _form(own: Share, name: str) -> list[Kept]:
         return list(ENDS[kind](own))
     letter, mixer = kind[0], kind.partition("+")[0]
     pieces: frozenset[Region] = NOTHING
-    if not layer.last:
+    if layer.last:
+        own = own.uncompressed
+    else:
         pieces = regions_of(own.config.recompute, model, letter)
     kept = [residual(own)]
     if model.mhc.streams > 1:

@@ -44,6 +44,7 @@ def mtp_buffers(model: ModelConfig, store: int) -> int:
 
 def of_blocks(own: Share) -> Share:
     """Return sizes of the same rank, for a model whose A and F blocks are those of a depth."""
+    own = own.uncompressed
     return replace(own, config=replace(own.config, model=block_model(own.config.model)))
 
 
@@ -66,17 +67,15 @@ def depth(own: Share) -> Iterator[Kept]:
 
 
 def mtp(own: Share) -> Iterator[Kept]:
-    """Yield saved tensors of all depths; a recomputed depth saves only its input."""
+    """Yield saved tensors of all depths; a recomputed one, not the last, saves only its input."""
     mtp, D, t = own.config.model.mtp, own.config.model.dim, own.stream
     post = mtp.hidden == "post_norm"
     yield from looked_up(own)
     between = t * D * (mtp.depths - 1)
-    if own.config.recompute.mtp:
+    again = own.config.recompute.mtp
+    if post or again:
         yield "handed on", between, own.compute if post else own.residual
-        return
-    if post:
-        yield "handed on", between, own.compute
-    for _ in range(mtp.depths):
+    for _ in range(1 if again else mtp.depths):
         yield from depth(own)
 
 

@@ -14,9 +14,10 @@ from functools import lru_cache
 from typing import Literal
 
 from megacpp.blocks.experts.choices import null_copies
+from megacpp.config.checks.optimizer import adamw_layers, layer_of
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
 from megacpp.memory.forms.mtp import mtp_buffers
-from megacpp.memory.forms.weights import COPY, Weight, weights
+from megacpp.memory.forms.weights import COPY, LEFT_ALONE, Weight, weights
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds
 from megacpp.model.sizes import copied_parameters
 from megacpp.model.stages import stage_parts
@@ -123,19 +124,24 @@ def mover(weight: Weight, optim: OptimConfig) -> Mover:
     """Return the optimizer of a weight; `none` for one that is updated through its latent."""
     if weight.folded:
         return "none"
-    return "muon" if weight.muon and optim.name == "muon_adamw" else "adamw"
+    named = layer_of(weight.name) in adamw_layers(optim.adamw_layers)
+    return "muon" if weight.muon and optim.name == "muon_adamw" and not named else "adamw"
 
 
 def kinds_of(config: Config, size: int, rank: int) -> tuple[tuple[str, ...], ...]:
     """Return the parts of each stage of a rank in order: `embed`, kinds of layers, `norm`, ..."""
     mesh = config.mesh
     stage = rank // (size // mesh.pp)
-    return _kinds(config.model, mesh.pp, mesh.pp_schedule, stage)
+    compresses = config.recompute.compress > 0
+    return _kinds(config.model, compresses, mesh.pp, mesh.pp_schedule, stage)
 
 
 @lru_cache(maxsize=1024)
-def _kinds(model: ModelConfig, pp: int, schedule: str, stage: int) -> tuple[tuple[str, ...], ...]:
-    kinds = layer_kinds(model)
+def _kinds(
+    model: ModelConfig, compresses: bool, pp: int, schedule: str, stage: int
+) -> tuple[tuple[str, ...], ...]:
+    kinds = list(layer_kinds(model))
+    kinds[-1] += LEFT_ALONE * compresses
     if pp == 1:
         return ((*entrance(model), *kinds, *exit_parts(model)),)
     found = []
@@ -277,7 +283,8 @@ def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) 
         store: bytes of an element.
     """
     owners = [layers for kind, layers in counts.items() if "A.index" in kind or kind in LOSSES]
-    found = counts.get("E", 0) * router_buffers(model, store) + sum(owners) * LOSS_BUFFERS * store
+    routers = sum(layers for kind, layers in counts.items() if kind[0] == "E")
+    found = routers * router_buffers(model, store) + sum(owners) * LOSS_BUFFERS * store
     return found + counts.get("mtp", 0) * mtp_buffers(model, store)
 
 

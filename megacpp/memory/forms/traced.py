@@ -77,7 +77,7 @@ def request_of(own: Share, kind: str, pieces: Pieces) -> BlockRequest:
             device_batch_size=rows, device="cuda" if own.on_gpu else "cpu", compile="off"
         ),
         precision=PrecisionConfig(dtype=DTYPES[own.compute]),  # type: ignore[arg-type]
-        recompute=CheckpointingPolicy(**_fields(config.recompute, needs.policy)),
+        recompute=CheckpointingPolicy(**_fields(config.recompute, ("compress", *needs.policy))),
         kernels=KernelsConfig(**by),  # type: ignore[arg-type]
     )
     return BlockRequest(
@@ -125,6 +125,11 @@ def _exact(request: BlockRequest) -> BlockTrace:
         (found,) = trace_blocks([request])
         trace_cache.write(request, found)
     return found
+
+
+def trace_of(request: BlockRequest) -> BlockTrace:
+    """Return the trace of a block; a new one if none is cached or derived."""
+    return _trace(request)
 
 
 def traced_kept(own: Share, kind: str, pieces: Pieces) -> Iterator[Kept]:

@@ -187,4 +187,7 @@ def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
 
 
 def _remembered(weight: Weight) -> bool:
-    return weight.name == "w2" if weight.experts else weight.name in REMEMBERED
+    """Return whether autocast keeps its copy of a weight: only of one with a gradient."""
+    if weight.experts:
+        return weight.name == "w2"
+    return weight.name in REMEMBERED and not weight.folded

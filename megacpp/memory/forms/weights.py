@@ -18,6 +18,7 @@ from megacpp.model.sizes import ngram_rows, ngram_width
 
 Shape = tuple[int, ...]
 COPY = "copy"  # of the embedding, in a last stage that looks tokens up
+LEFT_ALONE = "+whole"  # ends the kind of the last layer where others keep projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Weight:
 @lru_cache(maxsize=256)
 def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weight, ...]:
     """Return the parameters of one layer of a kind, or of `embed`, `norm` or `head`."""
+    compress *= not kind.endswith(LEFT_ALONE)
     if kind in ("embed", "head", COPY):
         return (Weight(f"{kind}.weight", (model.vocab_size, model.dim), 0),)
     if kind == "top":

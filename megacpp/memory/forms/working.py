@@ -61,7 +61,7 @@ def forward(own: Share, name: str, first: bool = False) -> tuple[Moment, ...]:
     kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][0](own))
-    pieces = _pieces(own, layer)
+    own, pieces = _of_layer(own, layer)
     found = traced_moments(own, _what(kind), pieces, backward=False, first=first)
     found = with_copies(own, kind[0], pieces, found)
     if own.config.model.mhc.streams > 1:
@@ -77,7 +77,7 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
     kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][1](own))
-    pieces = _pieces(own, layer)
+    own, pieces = _of_layer(own, layer)
     found = traced_moments(own, _what(kind), pieces, backward=True)
     found = with_copies(own, kind[0], pieces, found)
     if not own.parallel:
@@ -103,15 +103,15 @@ def first_attention(own: Share, name: str) -> tuple[Moment, ...]:
     """
     if name[0] == "A":
         return forward(own, name, first=True)
-    pieces = _pieces(own, Layered.of("A"))
+    own, pieces = _of_layer(own, Layered.of("A"))
     return traced_moments(own, "A", pieces, backward=False, first=True)
 
 
-def _pieces(own: Share, layer: Layered) -> Pieces:
-    """Return the regions of its mixer that a layer recomputes."""
+def _of_layer(own: Share, layer: Layered) -> tuple[Share, Pieces]:
+    """Return the sizes for a layer, and the regions of its mixer that it recomputes."""
     if layer.last:
-        return NOTHING
-    return regions_of(own.config.recompute, own.config.model, layer.kind[0])
+        return own.uncompressed, NOTHING
+    return own, regions_of(own.config.recompute, own.config.model, layer.kind[0])
 
 
 def _what(kind: str) -> str:

@@ -82,6 +82,6 @@ def largest_gradient(own: Share, letter: str) -> int:
 
 def _gradients(own: Share, letter: str) -> Iterator[tuple[str, int]]:
     narrow = own.compute if own.parallel else own.wide
-    for w in weights(own.config.model, letter)[1:]:
-        if not w.name.startswith("connection."):
+    for w in weights(own.config.model, letter, own.config.recompute.compress)[1:]:
+        if not (w.folded or w.name.startswith("connection.")):
             yield w.name, whole(own, w) * (own.wide if w.wide else narrow)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megacpp.blocks.mtp.plan import num_blocks
 from megacpp.memory.forms import working_head
-from megacpp.memory.forms.activation_share import INDEX, Kept, Pieces, Share
+from megacpp.memory.forms.activation_share import INDEX, Kept, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.memory.forms.mtp import depth, looked_up, of_blocks
 from megacpp.memory.forms.traced import traced_kept, traced_moments
@@ -22,16 +22,16 @@ from megacpp.memory.forms.working_frame import (
     norm_forward,
     whole,
 )
-from megacpp.model.regions import BLOCK, NOTHING
+from megacpp.model.regions import NOTHING
 
 
 def mtp(own: Share) -> Iterator[Moment]:
     """Yield moments of all depths' embeddings, of the last depth, and of the head's input."""
-    K, made, again = own.config.model.mtp.depths, _normed(own), own.config.recompute.mtp
+    K, made = own.config.model.mtp.depths, _normed(own)
     beside = made if own.config.model.mtp.hidden == "pre_norm" else 0  # else it is handed on
     for moment in working_head.embed(_rows(own, K)):
         yield moment.more(K * own.tokens * INDEX)
-    for moment in _depth(own, BLOCK if again else NOTHING):
+    for moment in _depth(own):
         yield moment.more(_before(own, K - 1) + (K - 1) * beside)
     yield Moment("all depths", _before(own, K) + K * (made + beside))
 
@@ -48,8 +48,8 @@ def mtp_back(own: Share) -> Iterator[Moment]:
         # the gradient of the next token's hidden states, and those of embeddings
         waits = _before(own, k) + _normed(own) + later * t * D * r * (not mtp.detach_trunk)
         back = t * D * r if later else 0  # of what the next depth was handed
-        if own.config.recompute.mtp:
-            for moment in _depth(own, NOTHING):
+        if own.config.recompute.mtp and later:
+            for moment in _depth(own):
                 if moment.name != "handed on":
                     yield moment.more(waits + of_head + back, made)
         norm, *rest = _depth_back(own)
@@ -67,23 +67,22 @@ def mtp_back(own: Share) -> Iterator[Moment]:
             yield moment.more(K * own.tokens * INDEX + 2 * _normed(own), made)
 
 
-def _depth(own: Share, pieces: Pieces) -> Iterator[Moment]:
-    """Yield moments of one depth's forward, beside the tensors alive before."""
+def _depth(own: Share) -> Iterator[Moment]:
+    """Yield moments of a forward of one depth that saves its tensors, beside those before."""
     plain, t, D = of_blocks(own), own.stream, own.config.model.dim
     s, w, r = own.compute, own.wide, own.residual
-    keeps = not pieces
     half, x = t * D * s, t * D * r
-    rms = 2 * t * w if keeps else 0
+    rms = 2 * t * w
     yield norm_forward(own).more(half + rms)
     yield Moment("halves", 4 * half + rms)
     yield Moment("projection", 2 * half + rms + half + (x if r != s else 0))
-    front = rms + (2 * half if keeps else 0) + x
-    for moment in traced_moments(plain, "A", pieces, backward=False):
+    front = rms + 2 * half + x
+    for moment in traced_moments(plain, "A", NOTHING, backward=False):
         yield moment.more(front)
-    front += x + _sum(traced_kept(plain, "A", NOTHING)) * keeps
-    for moment in traced_moments(plain, "F", pieces, backward=False):
+    front += x + _sum(traced_kept(plain, "A", NOTHING))
+    for moment in traced_moments(plain, "F", NOTHING, backward=False):
         yield moment.more(front)
-    front += x + _sum(traced_kept(plain, "F", NOTHING)) * keeps
+    front += x + _sum(traced_kept(plain, "F", NOTHING))
     yield Moment("handed on", norm_forward(own).tensors + front)
 
 
@@ -114,10 +113,9 @@ def _before(own: Share, k: int) -> int:
     mtp = own.config.model.mtp
     post = mtp.hidden == "post_norm"
     found = _sum(looked_up(own))
-    if own.config.recompute.mtp:
-        each = own.stream * own.config.model.dim * (own.compute if post else own.residual)
-        return found + k * each
-    return found + k * (_sum(depth(own)) + (_normed(own) if post else 0))
+    again = min(k, mtp.depths - 1) if own.config.recompute.mtp else 0
+    each = own.stream * own.config.model.dim * (own.compute if post else own.residual)
+    return found + again * each + (k - again) * (_sum(depth(own)) + (_normed(own) if post else 0))
 
 
 def _rows(own: Share, times: int) -> Share:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megacpp.config.schema import MOST_RANKS as MOST_RANKS
 from megacpp.errors import ConfigError, config_error
 
-MOST_RANKS = 1 << 17  # reports iterate over all ranks
 PORTS = 1 << 16
 RANKS = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

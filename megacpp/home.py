@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megacpp.errors import ConfigError
 
-HOME = Path(__file__).parents[2]
+HOME = Path(__file__).parents[1]
 ROOMS = ("checkpointing", "optim", "parallel")
 
 

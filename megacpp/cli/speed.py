@@ -1,0 +1,151 @@
+"""Commands `megacpp speed` and `megacpp hardware`: predicted time of a step, figures of GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megacpp.config.arguments import parse_run
+from megacpp.config.environment import MOST_RANKS
+from megacpp.config.schema import Config
+from megacpp.config.settings import setting
+from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
+from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
+from megacpp.speed.pipeline import from_torch
+from megacpp.speed.step import MEASURED, StepTime
+from megacpp.terminal.screen import labelled, table, wrapped
+
+
+@dataclass(frozen=True)
+class SpeedArgs:
+    """Cluster whose step is predicted."""
+
+    world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1, at_most=MOST_RANKS)
+    gpu: str = setting("H100", "Kind of GPU (`megacpp hardware` lists them).")
+    per_node: int = setting(8, "GPUs of a machine.", "GPUs", at_least=1, at_most=1024)
+    json: bool = setting(False, "Print one JSON object instead of text.")
+
+
+@dataclass(frozen=True)
+class HardwareArgs:
+    """Form of the output."""
+
+    json: bool = setting(False, "Print one JSON object instead of text.")
+
+
+def speed(args: SpeedArgs, words: list[str]) -> int:
+    """Predicted time of an optimizer step by part, tokens a second and MFU, before it is run.
+
+    Nothing but this machine is used: blocks are run once without values, then time is computed from
+    figures of the GPU, its node and its network (`megacpp hardware`). A part called "exposed" is
+    communication that no compute hides. The range is that of the model's errors on published runs
+    of other trainers (bench/published.py): four of five lie in it.
+    """
+    machine = gpu(args.gpu)
+    config = parse_run([*words, "--train.device", "cuda"], args.world).config
+    found = predicted(config, args.world, machine, args.per_node)
+    if args.json:
+        print(json.dumps(content(config, args.world, machine, found), indent=2))
+    else:
+        print("\n".join(lines(config, args.world, machine, found)))
+    return 0
+
+
+def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> StepTime:
+    """Return the predicted step of a resolved configuration.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        machine: GPU of each.
+        per_node: GPUs of a node.
+    """
+    from megacpp.speed.ours import step_work
+    from megacpp.speed.step import predict
+
+    actions = ()
+    scheduled = as_scheduled(config)
+    if scheduled.mesh.pp_schedule in SPLIT_BACKWARD and scheduled.mesh.pp > 1:
+        from parallel.simulate.schedule import torch_order
+
+        mesh, micro = scheduled.mesh, scheduled.train.grad_accum
+        actions = from_torch(torch_order(mesh.pp_schedule, mesh.pp, micro))
+    work = step_work(config, size, machine.generation, per_node, actions)
+    return predict(work, machine, Rates())
+
+
+def in_words(found: StepTime) -> dict[str, Any]:
+    """Return the keys of `predicted` in JSON."""
+    least, most = (found.step_s * x for x in MEASURED)
+    return {
+        "step_s": found.step_s,
+        "step_s_range": [least, most],
+        "tokens_per_s_per_gpu": found.tokens_per_s,
+        "mfu": found.mfu,
+        "parts_s": found.parts,
+        "blocks_s": found.blocks,
+    }
+
+
+def content(config: Config, size: int, machine: GpuSpec, found: StepTime) -> dict[str, Any]:
+    """Return the prediction as JSON; seconds, tokens and fractions.
+
+    Args:
+        config: resolved configuration.
+        size: number of ranks.
+        machine: GPU of each.
+        found: predicted step.
+    """
+    return {
+        "preset": config.preset,
+        "world": size,
+        "gpu": machine.name,
+        "mesh": asdict(config.mesh),
+        "predicted": in_words(found),
+    }
+
+
+def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[str]:
+    """Return the prediction as text.
+
+    Args:
+        config: resolved configuration.
+        size: number of ranks.
+        machine: GPU of each.
+        found: predicted step.
+    """
+    least, most = (found.step_s * x for x in MEASURED)
+    rows = [["part of the step", "ms", "of the step"]]
+    shares = sorted(found.parts.items(), key=lambda part: -part[1])
+    rows += [[name, f"{1e3 * time:,.1f}", f"{time / found.step_s:.1%}"] for name, time in shares]
+    kinds = [["forward and backward of", "ms"]]
+    kinds += [[kind, f"{1e3 * time:,.1f}"] for kind, time in found.blocks.items()]
+    gpus_ = "GPU" if size == 1 else "GPUs"
+    return [
+        *wrapped(f"{config.preset} on {size} {gpus_} ({machine.name}), predicted, not measured:"),
+        *wrapped(f"step {found.step_s:.4g} s ({least:.4g} to {most:.4g}), "
+                 f"{found.tokens_per_s:,.0f} tokens/s per GPU, MFU {found.mfu:.1%}"),
+        "",
+        *table(rows),
+        "",
+        *table(kinds),
+    ]  # fmt: skip
+
+
+def hardware(args: HardwareArgs) -> int:
+    """GPUs that the time model knows, with each figure's unit and source.
+
+    Figures called "reached" are fractions of a peak that software reaches. "assumed" marks those
+    that nobody measured.
+    """
+    if args.json:
+        known = {n: {k: f._asdict() for k, f in gpu(n).figures.items()} for n in gpus()}
+        print(json.dumps(known, indent=2))
+        return 0
+    for name in gpus():
+        print(name)
+        for key, figure in gpu(name).figures.items():
+            words = f"{figure.value:g} {figure.unit}".strip()
+            print("\n".join(labelled(f"  {key}", f"{words} ({figure.source})", 22)))
+    return 0

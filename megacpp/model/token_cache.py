@@ -1,0 +1,132 @@
+"""Cache of the tokens decoded so far: buffers that are written in place and grow by doubling.
+
+Legend: B rows, S cached tokens of the longest row, T new tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCache:
+    """Tensors `[B, S, ...]` of cached tokens; rows may differ in length.
+
+    A longer cache shares its buffers with the one that it continues. Of two continuations of one
+    cache the one made last is valid.
+
+    Attributes:
+        buffers: `[B, room, ...]` each, with room for S tokens or more.
+        lengths_B: int64, tokens of each row, the position of its next one.
+        longest: S.
+        even: all rows have S tokens.
+    """
+
+    buffers: tuple[Tensor, ...]
+    lengths_B: Tensor
+    longest: int
+    even: bool = True
+
+    @staticmethod
+    def empty(*parts_B0: Tensor) -> TokenCache:
+        """Return a cache without tokens, of parts `[B, 0, ...]`."""
+        lengths_B = torch.zeros(len(parts_B0[0]), dtype=torch.int64, device=parts_B0[0].device)
+        return TokenCache(parts_B0, lengths_B, 0)
+
+    @staticmethod
+    def filled(*parts_BS: Tensor) -> TokenCache:
+        """Return a cache of the tokens of parts `[B, S, ...]`."""
+        rows, longest = parts_BS[0].shape[:2]
+        lengths_B = torch.full((rows,), longest, device=parts_BS[0].device)
+        return TokenCache(parts_BS, lengths_B, longest)
+
+    @property
+    def parts_BS(self) -> tuple[Tensor, ...]:
+        """Views `[B, S, ...]` of the cached tokens."""
+        return tuple(buffer[:, : self.longest] for buffer in self.buffers)
+
+    @property
+    def positions_B1(self) -> Tensor:
+        """Positions of the next tokens, `[1, 1]` where all rows are even, else `[B, 1]`."""
+        return self.lengths_B[:1, None] if self.even else self.lengths_B[:, None]
+
+    @property
+    def mask_BS(self) -> Tensor | None:
+        """Return bool `[B, S]`, True where a row has a token; None: everywhere."""
+        if self.even:
+            return None
+        return torch.arange(self.longest, device=self.lengths_B.device) < self.lengths_B[:, None]
+
+    def append(self, *parts_B1: Tensor) -> TokenCache:
+        """Return the cache with one more token for each row, from parts `[B, 1, ...]`."""
+        grown = self.with_room(self.longest + 1)
+        for buffer, part_B1 in zip(grown.buffers, parts_B1, strict=True):
+            if self.even:
+                buffer[:, self.longest] = part_B1[:, 0]
+            else:
+                rows_B = torch.arange(len(buffer), device=buffer.device)
+                buffer[rows_B, self.lengths_B] = part_B1[:, 0].to(buffer.dtype)
+        return replace(grown, lengths_B=self.lengths_B + 1, longest=self.longest + 1)
+
+    def with_room(self, tokens: int) -> TokenCache:
+        """Return the cache in buffers for `tokens` or more; new ones have twice the room."""
+        if all(buffer.shape[1] >= tokens for buffer in self.buffers):
+            return self
+        return replace(self, buffers=tuple(_wider(b, 2 * tokens) for b in self.buffers))
+
+
+def joined(states: list[State]) -> State:
+    """Return decoding states of several batches as the state of one batch, rows in their order."""
+    first: Any = states[0]
+    given: list[Any] = list(states)
+    if first is None:
+        return states[0]
+    if isinstance(first, Tensor):
+        return torch.cat(given)  # type: ignore[return-value]
+    if isinstance(first, TokenCache):
+        longest = max(cache.longest for cache in given)
+        even = all(cache.even and cache.longest == longest for cache in given)
+        buffers = [cache.with_room(longest).buffers for cache in given]
+        room = min(buffer.shape[1] for parts in buffers for buffer in parts)
+        cut = [[buffer[:, :room] for buffer in parts] for parts in zip(*buffers, strict=True)]
+        lengths_B = torch.cat([cache.lengths_B for cache in given])
+        joint = tuple(torch.cat(parts) for parts in cut)
+        return TokenCache(joint, lengths_B, longest, even)  # type: ignore[return-value]
+    if is_dataclass(first):
+        named = {f.name: joined([getattr(s, f.name) for s in given]) for f in fields(first)}
+        return replace(first, **named)  # type: ignore[return-value, type-var]
+    return type(first)(joined(list(parts)) for parts in zip(*given, strict=True))
+
+
+def chosen_rows(state: State, rows_B: Tensor) -> State:
+    """Return the decoding state of some rows of a batch.
+
+    Args:
+        state: of a block or of a model.
+        rows_B: int64, their numbers.
+    """
+    given: Any = state
+    if given is None:
+        return state
+    if isinstance(given, Tensor):
+        return given[rows_B]  # type: ignore[return-value]
+    if isinstance(given, TokenCache):
+        buffers, lengths_B = tuple(b[rows_B] for b in given.buffers), given.lengths_B[rows_B]
+        return replace(given, buffers=buffers, lengths_B=lengths_B)  # type: ignore[return-value]
+    if is_dataclass(given):
+        named = {f.name: chosen_rows(getattr(given, f.name), rows_B) for f in fields(given)}
+        return replace(given, **named)  # type: ignore[return-value, type-var]
+    return type(given)(chosen_rows(part, rows_B) for part in given)
+
+
+def _wider(buffer: Tensor, room: int) -> Tensor:
+    # Zeros: what a mask hides has weight 0, and 0 times what memory held may be NaN.
+    wider = buffer.new_zeros(len(buffer), room, *buffer.shape[2:])
+    wider[:, : buffer.shape[1]] = buffer
+    return wider

@@ -1,0 +1,245 @@
+"""Model as lm-eval sees it: likelihoods of packed requests, generation with a cache.
+
+lm-eval (EleutherAI) is imported inside functions: it comes with `pip install 'megacpp[eval]'`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megacpp.blocks.experts.module import Dispatch
+from megacpp.data.tokenizer import CorpusTokenizer
+from megacpp.errors import MegacppError, config_error
+from megacpp.model.hybrid import HybridLM
+from megacpp.run.likelihood import log_likelihoods
+from megacpp.run.sample import Sampling, generate
+from megacpp.run.text_stream import TextStream
+
+MAX_NEW = 256  # tokens of an answer whose task doesn't say
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Model under evaluation.
+
+    Attributes:
+        model: whole on one device.
+        tokenizer: of the model.
+        length: most tokens of a request; a longer one loses its beginning.
+        row_tokens: tokens of a packed row.
+        batch: prompts that are continued together.
+        follow: wraps work to show its progress, by name and number of items.
+        rank, size: of the processes that share the requests.
+        gather: returns what each of them found, by number of request.
+    """
+
+    model: HybridLM
+    tokenizer: CorpusTokenizer
+    length: int
+    row_tokens: int
+    batch: int
+    follow: Callable[[Iterable[Any], str, int], Iterable[Any]]
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[dict[int, Any]], list[dict[int, Any]]] = lambda own: [own]
+
+    def merged(self, own: dict[int, Any]) -> dict[int, Any]:
+        """Return what all processes found."""
+        return {number: value for part in self.gather(own) for number, value in part.items()}
+
+
+def adapted(subject: Subject) -> Any:
+    """Return an `lm_eval.api.model.LM` of a model.
+
+    A text starts with the begin-of-document id, as in training. Contexts, continuations and
+    windows of long texts are cut as lm-eval's own model of transformers cuts them.
+
+    Raises:
+        MegacppError: lm-eval isn't installed.
+    """
+    lm_model: Any = _imported("lm_eval.api.model")
+    utils: Any = _imported("lm_eval.utils")
+    marks, tokenizer = subject.tokenizer.specials, subject.tokenizer
+
+    class Adapter(lm_model.TemplateLM):
+        """Adapter of one model."""
+
+        eot_token_id, prefix_token_id = marks.eos, marks.bos
+        max_length, max_gen_toks = subject.length, MAX_NEW
+        tokenizer_name = "megacpp"
+
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
+            """Return the ids of a text, a begin-of-document id first unless told otherwise."""
+            ids = [int(i) for i in tokenizer.encode(string)]
+            return ids if add_special_tokens is False else [marks.bos, *ids]
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any
+        ) -> list[tuple[float, bool]]:
+            cut = []
+            for _, context, continuation in requests:
+                whole = [*context, *continuation][-(subject.length + 1) :]
+                kept = min(len(continuation), len(whole) - 1)
+                cut.append((whole[: len(whole) - kept], whole[len(whole) - kept :]))
+
+            def follow(rows: list[list[int]]) -> Iterable[list[int]]:
+                return subject.follow(rows, "likelihoods", len(rows))
+
+            some = [(n, pair) for n, pair in enumerate(cut) if pair[1]]
+            some = some[subject.rank :: subject.size]
+            scores = log_likelihoods(
+                subject.model, [pair for _, pair in some], subject.row_tokens, follow
+            )
+            found = subject.merged(dict(zip((n for n, _ in some), scores, strict=True)))
+            return [found.get(n, (0.0, True)) for n in range(len(cut))]  # nothing to say is certain
+
+        def loglikelihood_rolling(
+            self, requests: Sequence[Any], disable_tqdm: bool = False
+        ) -> list[float]:
+            """Return the log-likelihood of whole texts, each token seen once."""
+            windows: list[tuple[None, list[int], list[int]]] = []
+            counts = []
+            for request in requests:
+                ids = self.tok_encode(request.args[0], add_special_tokens=False)
+                found = utils.get_rolling_token_windows(
+                    token_list=ids,
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+                parts = [utils.make_disjoint_window(window) for window in found]
+                windows += [(None, *part) for part in parts]
+                counts.append(len(parts))
+            scores = iter(self._loglikelihood_tokens(windows))
+            return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            """Return the continuation of each context, up to one of its stop strings."""
+            told = [(repr(request.args[1]), -len(request.args[0])) for request in requests]
+            order = sorted(range(len(requests)), key=told.__getitem__)
+            batches: list[list[int]] = []
+            for number in order:
+                last = batches[-1] if batches else []
+                same = last and requests[last[0]].args[1] == requests[number].args[1]
+                if not same or len(last) == subject.batch:
+                    batches.append([])
+                batches[-1].append(number)
+            texts: dict[int, str] = {}
+            mine = batches[subject.rank :: subject.size]
+            for batch in subject.follow(mine, "generation", len(mine)):
+                texts.update(zip(batch, self._continued([requests[n] for n in batch]), strict=True))
+            texts = subject.merged(texts)
+            return [texts[number] for number in range(len(requests))]
+
+        def _continued(self, requests: Sequence[Any]) -> list[str]:
+            settings = dict(requests[0].args[1])
+            until = settings.get("until") or []
+            stops = [until] if isinstance(until, str) else list(until)
+            most = int(settings.get("max_gen_toks", self.max_gen_toks))
+            most = min(most, subject.length - 1)
+            warm = float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0
+            prompts = [
+                self.tok_encode(request.args[0])[-(subject.length - most) :] for request in requests
+            ]
+            streams = [TextStream(tokenizer, stops) for _ in requests]
+
+            def take(row: int, i: int) -> None:
+                streams[row].feed(i)
+
+            generate(
+                subject.model,
+                prompts,
+                most,
+                Sampling(warm, top_p=float(settings.get("top_p", 1.0))),
+                stop_id=marks.eos,
+                num_ids=tokenizer.vocab_size,
+                stream=take,
+                finished=lambda row, ids: streams[row].ended,
+            )
+            for stream in streams:
+                stream.end()
+            return [stream.text for stream in streams]
+
+    return Adapter()
+
+
+def dropless(model: HybridLM) -> HybridLM:
+    """Let no expert drop a token, whatever the capacity factor: as in decoding."""
+    for module in model.modules():
+        if isinstance(module, Dispatch):
+            module.moe = replace(module.moe, capacity_factor=None)
+    return model
+
+
+def run_tasks(
+    lm: Any, tasks: Sequence[str], limit: int | None, fewshot: int | None
+) -> dict[str, Any]:
+    """Return what lm-eval finds: figures by task, and the samples.
+
+    Args:
+        lm: from `adapted`.
+        tasks: names that lm-eval knows, YAML files of tasks, or folders of them.
+        limit: documents of each task; None: all.
+        fewshot: examples in front of each question; None: the task's number.
+
+    Raises:
+        MegacppError: lm-eval isn't installed.
+        ConfigError: no such task.
+    """
+    evaluator: Any = _imported("lm_eval.evaluator")
+    manager: Any = _imported("lm_eval.tasks")
+    files = [task for task in tasks if Path(task).exists()]
+    names = [task for task in tasks if task not in files]
+    lost = [name for name in names if name.endswith(".yaml") or "/" in name]
+    if lost:
+        raise config_error("tasks", lost[0], "no such file", "give a task's YAML file")
+    folders = sorted({str(Path(f) if Path(f).is_dir() else Path(f).parent) for f in files})
+    known = manager.TaskManager(include_path=folders or None, include_defaults=bool(names))
+    for file in files:
+        names += local_tasks(Path(file))
+    unknown = [name for name in names if name not in known.all_tasks]
+    if unknown:
+        near = "give a name of lm-eval (`lm-eval ls tasks`), or a YAML file of a task"
+        raise config_error("tasks", unknown[0], "no such task", near)
+    return evaluator.simple_evaluate(
+        model=lm,
+        tasks=names,
+        num_fewshot=fewshot,
+        limit=limit,
+        task_manager=known,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+
+
+def local_tasks(path: Path) -> list[str]:
+    """Return the names of the tasks in a YAML file, or in those of a folder.
+
+    Raises:
+        ConfigError: a file without a task.
+    """
+    found = []
+    for file in sorted(path.glob("*.yaml")) if path.is_dir() else [path]:
+        name = re.search(r"^task:\s*([^\s#]+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        if name is None:
+            raise config_error("tasks", file, "has no line `task: NAME`", "give a task's YAML file")
+        found.append(name[1].strip("'\""))
+    if not found:
+        raise config_error("tasks", path, "has no YAML file", "give a task's YAML file")
+    return found
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MegacppError(
+            "eval: lm-eval isn't installed. Fix: pip install 'megacpp[eval]'."
+        ) from None

@@ -1,0 +1,121 @@
+"""Rewind: go back to a sound checkpoint and skip the rows that led to bad or spiking steps.
+
+    rewinds.jsonl    {"from": 41, "to": 30, "streak": 3, "rows": [960, 1312], "why": ...}
+
+PaLM went back some 100 steps and skipped 200 to 500 batches at each of its loss spikes (arXiv
+2204.02311, section 5.1). The decision follows from numbers that all ranks agree on, and a start
+that resumes from the same checkpoint skips the same rows again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacpp.config.schema import Config
+from megacpp.run.health import Health, budget_spent
+from megacpp.run.metrics import MetricsLog
+from megacpp.state.agreement import share
+from megacpp.state.published import candidates, is_sound, step_of
+from megacpp.state.training import TrainingState
+
+FILE = "rewinds.jsonl"
+
+
+@dataclass
+class Rewinds:
+    """Rewinds of a run, at most `train.rewinds` over all its starts.
+
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+        state: state of the run, resumed.
+        health: streak of spikes.
+        log: records, of which repeated steps are dropped.
+        is_main: this rank writes.
+    """
+
+    folder: Path
+    config: Config
+    state: TrainingState
+    health: Health
+    log: MetricsLog
+    is_main: bool
+
+    def __post_init__(self) -> None:
+        self._target: Path | None = None
+        self.made: list[dict[str, Any]] = share(_read(self.folder / FILE), 0)
+        again = [one for one in self.made if one["to"] == self.state.step]
+        if again and self.state.loader is not None:
+            at = self.state.loader.position
+            skipped = max((one["rows"][1] for one in again if one["rows"][0] == at), default=at)
+            self.state.loader.skip_to(skipped)
+
+    def due(self) -> bool:
+        """Return whether the run must go back now; the same on every rank.
+
+        Raises:
+            NonFiniteError: it must, and no rewind or no sound checkpoint is left.
+        """
+        train, left = self.config.train, self.config.train.rewinds - len(self.made)
+        spent = self.state.bad_steps >= train.max_skips
+        spiking = 0 < train.max_spikes <= self.health.spikes and left > 0
+        if not spent and not spiking:
+            return False
+        self._target = share(self._newest(), 0) if left > 0 else None
+        if spent and self._target is None:
+            raise budget_spent(self.config, self.state.folder)
+        return self._target is not None
+
+    def go_back(self) -> None:
+        """Load the checkpoint and continue at the rows behind those read; every rank calls it.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+        state, path = self.state, self._target
+        assert path is not None and state.loader is not None
+        bad, spikes = state.bad_steps, self.health.spikes
+        made, read = state.step, state.loader.position
+        state.go_back(path)
+        rows, self.health.spikes = [state.loader.position, read], 0
+        state.loader.skip_to(read)
+        why = f"{bad} bad steps in a row" if bad else f"{spikes} spikes in a row"
+        one = {"from": made, "to": state.step, "streak": max(bad, spikes), "rows": rows}
+        one |= {"why": why, "path": str(path)}
+        self.made.append(one)
+        if self.is_main:
+            with (self.folder / FILE).open("a") as file:
+                file.write(json.dumps(one) + "\n")
+        self.log.go_back(state.step)
+        left = self.config.train.rewinds - len(self.made)
+        self.log.warn(
+            [
+                f"step {made}: {why}: back to {path}, rows {rows[0]} to {rows[1] - 1} are skipped "
+                f"({left} rewinds left)"
+            ]
+        )
+
+    def _newest(self) -> Path | None:
+        """Return the newest sound checkpoint that no rewind has found to be bad from its start."""
+        futile = {one["to"] for one in self.made if one["from"] - one["to"] <= one["streak"]}
+        found = candidates(self.state.folder)
+        return next((p for p in found if step_of(p) not in futile and is_sound(p)), None)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the recorded rewinds; unreadable lines are left out."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            one = json.loads(line)
+            numbers = [one["from"], one["to"], one["streak"], *one["rows"]]
+            if len(numbers) == 5 and all(type(n) is int and n >= 0 for n in numbers):
+                found.append(one)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found

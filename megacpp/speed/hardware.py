@@ -1,0 +1,141 @@
+"""Figures of GPUs, their nodes and fabrics, each with its source (hardware.json).
+
+    gpu("H100").bf16_tflops        # 989.0
+    gpu("H100").figures["sms"]     # Figure(132, "", "vendor data sheet")
+
+A figure called `..._reached` is the fraction of the peak that software reaches.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacpp.errors import config_error
+
+FILE = Path(__file__).with_name("hardware.json")
+
+
+class Figure(NamedTuple):
+    """Number with its unit and its source."""
+
+    value: float
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True, eq=False)
+class GpuSpec:
+    """Kind of GPU in its usual node, in the units of hardware.json; equal to itself alone.
+
+    Attributes:
+        name: as users write it.
+        sms: streaming multiprocessors.
+        bf16_tflops: peak of bf16 products without sparsity.
+        fp8_tflops: peak of FP8 products; 0: the GPU has none.
+        bf16_reached: fraction of the peak that large products reach.
+        fp8_reached: as `bf16_reached`, for FP8.
+        hbm_gbs: peak of the memory, GB/s.
+        hbm_reached: fraction of it that element-wise kernels reach.
+        hbm_gib: size of the memory.
+        nvlink_gbs: peak inside a node, GB/s each way and GPU.
+        nvlink_reached: fraction that rings reach.
+        node_latency_us: of a hop inside a node.
+        network_gbs: peak between nodes, GB/s each way and GPU.
+        network_reached: fraction that rings reach.
+        network_latency_us: of a hop between nodes.
+        launch_us: host time of an operator in eager mode.
+        pass_us: measured start of an element-wise operator that no graph replays; 0: not known.
+        per_node: GPUs of a node.
+        generation: `A100`, `H100` or `B200`: whose attention kernels it runs.
+    """
+
+    name: str
+    sms: float
+    bf16_tflops: float
+    bf16_reached: float
+    hbm_gbs: float
+    hbm_reached: float
+    hbm_gib: float
+    nvlink_gbs: float
+    nvlink_reached: float
+    node_latency_us: float
+    network_gbs: float
+    network_reached: float
+    network_latency_us: float
+    launch_us: float
+    l2_mib: float
+    power_w: float
+    fp8_tflops: float = 0.0
+    fp8_reached: float = 0.0
+    pass_us: float = 0.0
+    per_node: int = 8
+    generation: str = "H100"
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """Figures of the file by name."""
+        return {k: Figure(*v) for k, v in _file()["gpus"][self.name].items() if k != "aliases"}
+
+
+class Rates(NamedTuple):
+    """Constants of one GPU under one software family; 1.0 is what hardware.json says.
+
+    A constant multiplies the speed, so 0.9 makes that part 11 % longer.
+    """
+
+    products: float = 1.0
+    memory: float = 1.0
+    attention: float = 1.0
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def gpus() -> tuple[str, ...]:
+    """Return the names of all GPUs."""
+    return tuple(_file()["gpus"])
+
+
+def gpu(name: str) -> GpuSpec:
+    """Return a GPU by its name or by one of its other names, whatever the case.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    wanted = name.upper()
+    for own, figures in _file()["gpus"].items():
+        if wanted in (own.upper(), *(other.upper() for other in figures["aliases"])):
+            return _spec(own)
+    rule = f"no such GPU is known ({', '.join(gpus())})"
+    raise config_error("gpu", name, rule, "use gpu=H100")
+
+
+@cache
+def _spec(name: str) -> GpuSpec:
+    values = {k: v[0] for k, v in _file()["gpus"][name].items() if k != "aliases"}
+    kind = "A100" if name[0] == "A" else "B200" if name[0] == "B" else "H100"
+    return GpuSpec(name, **values, generation=kind)
+
+
+@cache
+def product_table(name: str) -> dict[tuple[int, int, int, str], float]:
+    """Return measured bf16 products of a GPU: TFLOP/s by (m, n, k, layout); may be empty."""
+    found = _file()["tables"].get(name, {"products": []})
+    return {(m, n, k, layout): speed for m, n, k, layout, speed in found["products"]}
+
+
+@cache
+def attention_rates(kernel: str, generation: str) -> tuple[float, float]:
+    """Return TFLOP/s of a kernel's forward and backward on long rows, half the square counted.
+
+    A generation that the file lacks has the nearest one's.
+    """
+    found = _file()["attention"][kernel]
+    rates = found.get(generation) or found.get("H100") or found["A100"]
+    return float(rates[0]), float(rates[1])

@@ -1,0 +1,306 @@
+"""Describe a step of our own trainer to the time model, from a resolved configuration.
+
+    predict(step_work(config, 64, "H100"), gpu("H100"), Rates())
+
+Products come from the shapes of a block's parameters, memory-bound work from its trace, attention
+and scans from the descriptor's FLOPs that no parameter explains, bytes on the wire from
+megacpp/memory/traffic.py. No torch import here, but for a trace that the cache lacks.
+
+Not counted: labels of experts' rows, load that differs between experts, kernels that a run chooses
+by itself (`auto` is torch's form here), offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megacpp.blocks.experts.rows import expert_rows
+from megacpp.blocks.kinds import KINDS
+from megacpp.config.schema import Config
+from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.parameters import Place, held, kinds_of
+from megacpp.memory.forms.traced import request_of
+from megacpp.memory.forms.weights import Weight, weights
+from megacpp.memory.traffic import Traffic, gathers_again, traffic
+from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
+from megacpp.model.regions import BLOCK, Region, layer_regions
+from megacpp.model.stages import as_scheduled, stage_parts
+from megacpp.speed.collectives import AxisSpread, spread
+from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
+from megacpp.speed.pipeline import Actions
+from megacpp.speed.step import BlockWork, StepWork, Transfer
+from megacpp.speed.traced import moved_by
+
+ATTENTION = {"A100": "flash2", "H100": "flash2", "B200": "flash2"}  # torch's own kernel
+SCAN_TIMES = 3.0  # a chunked scan's small products take as long as so many times their FLOPs
+TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers (assumed)
+ADAM_BYTES, LOGIT_BYTES = 40.0, 16.0
+NEWTON_SCHULZ = 5  # iterations
+
+
+def step_work(
+    config: Config, size: int, generation: str, per_node: int = 8, actions: Actions = ()
+) -> StepWork:
+    """Return the work of an optimizer step of one rank.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        generation: of the GPU, which decides attention's kernel.
+        per_node: GPUs of a node.
+        actions: of a pipeline's schedule that splits the backward, from torch.
+    """
+    config = as_scheduled(config)
+    mesh, micro = config.mesh, config.train.grad_accum
+    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
+    sent = traffic(config, size)
+    make = _Maker(config, size, generation, sent).block
+    per_rank = [kinds_of(config, size, r * (size // mesh.pp)) for r in range(mesh.pp)]
+    pieces = layer_regions(config.recompute, config.model)
+    blocks: list[BlockWork] = []
+    stages: dict[int, list[int]] = {}
+    by_stage: list[tuple[int, Sequence[str], int]] = []
+    for rank, parts in enumerate(per_rank):
+        starts = (
+            [p.layers.start for p in stage_parts(config.model, mesh, rank)] if mesh.pp > 1 else [0]
+        )
+        numbers = [p.index for p in stage_parts(config.model, mesh, rank)] if mesh.pp > 1 else [0]
+        by_stage += list(zip(numbers, parts, starts, strict=True))
+    for number, kinds, layer in sorted(by_stage, key=lambda found: found[0]):
+        stages[number] = []
+        for kind in kinds:
+            again = frozenset()
+            if kind[0] in KINDS:
+                again, layer = pieces[layer], layer + 1
+            stages[number].append(len(blocks))
+            blocks.append(make(kind, again))
+    tokens = own.rows * own.row * micro * mesh.dp_replicate * mesh.dp_shard / size
+    everywhere = [kind for parts in per_rank for part in parts for kind in part]
+    return StepWork(
+        blocks,
+        axes(config, size, per_node),
+        micro,
+        "fsdp" if size > mesh.pp * mesh.tp else "none",
+        gather_bytes=own.compute,
+        reduce_bytes=own.wide,
+        reshard=mesh.pp == 1 and gathers_again(own, place, per_rank[0]),
+        reduce_each=config.train.gradient_sync == "each",
+        stages=[stages[n] for n in sorted(stages)] if mesh.pp > 1 else (),
+        schedule=mesh.pp_schedule,
+        actions=actions,
+        stage_bytes=own.stream * config.model.dim * config.model.mhc.streams * own.compute,
+        optimizer=tuple(_optimizer(config, place, everywhere)),
+        optimizer_sent=_between(config, sent),
+        tokens=tokens,
+        flops=tokens * train_flops_per_token(config.model, own.row),
+    )
+
+
+def axes(config: Config, size: int, per_node: int) -> dict[str, AxisSpread]:
+    """Return the spread of each mesh axis over nodes: tp innermost, pp outermost."""
+    m = config.mesh
+    folded = m.dp_shard * m.cp * m.tp
+    shards = m.dp_shard * m.cp
+    replicas = spread(m.dp_replicate, folded, per_node)
+    return {
+        "tp": spread(m.tp, 1, per_node),
+        "cp": spread(m.cp, m.tp, per_node),
+        "ep": spread(m.ep, 1, per_node),
+        "data": spread(shards, m.tp, per_node) if shards > 1 else replicas,
+        "expert_data": spread(folded // m.ep, m.ep, per_node) if folded > m.ep else replicas,
+        "dp_replicate": replicas,
+        "pp": spread(m.pp, size // m.pp, per_node),
+    }
+
+
+def _between(config: Config, sent: Traffic) -> tuple[Transfer, ...]:
+    """Return what replicas and owners of matrices send once a step."""
+    found = []
+    for (axis, what), count in sent.parts.items():
+        if axis == "dp_replicate" and config.mesh.dp_shard * config.mesh.cp > 1:
+            found.append(Transfer("dp_replicate", "all_reduce", count))
+        elif axis == "muon" or (axis == "tp" and what == "gradients"):
+            found.append(Transfer("data" if axis == "muon" else "tp", "all_gather", count))
+    return tuple(found)
+
+
+class _Maker:
+    """Makes each kind of block once.
+
+    Args:
+        config: resolved.
+        size: number of ranks.
+        generation: of the GPU.
+        sent: bytes of a step.
+    """
+
+    def __init__(self, config: Config, size: int, generation: str, sent: Traffic) -> None:
+        self.config, self.generation = config, generation
+        self.own, self.place = Share.of(config, size, 0), Place.of(config, size, 0)
+        self.compiled = config.train.compile != "off"
+        self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
+        self.sent = self._sent(size, sent)
+        self.made: dict[tuple[str, frozenset[Region]], BlockWork] = {}
+
+    def block(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
+        """Return a block, an end of the model, or another part."""
+        if (kind, pieces) not in self.made:
+            make = self._mixer if kind[0] in KINDS else self._end
+            self.made[kind, pieces] = make(kind, pieces)
+        return self.made[kind, pieces]
+
+    def _sent(self, size: int, sent: Traffic) -> dict[str, tuple[Transfer, ...]]:
+        """Return what a pass of each kind of block sends, from the bytes of a step.
+
+        Experts' rows are sent by E blocks, keys and states by blocks that `cp` concerns, all else
+        evenly by all blocks.
+        """
+        config = self.config
+        kinds = [k for parts in kinds_of(config, size, 0) for k in parts if k[0] in KINDS]
+        total = {"tp": 0, "ep": 0, "cp": 0}
+        for (axis, what), count in sent.parts.items():
+            if axis in total and what != "gradients":
+                total[axis] += count
+        found: dict[str, tuple[Transfer, ...]] = {}
+        meets = [k for k in kinds if KINDS[k[0]].context is not None]
+        for kind in set(kinds):
+            here: list[Transfer] = []
+            for axis, mine in (
+                ("tp", kinds),
+                ("ep", [k for k in kinds if k[0] == "E"]),
+                ("cp", meets),
+            ):
+                if not total[axis] or kind not in mine:
+                    continue
+                once = total[axis] / (4 * len(mine) * config.train.grad_accum)
+                how = "all_to_all" if axis == "ep" else "all_gather"
+                here += [Transfer(axis, how, once)] * 2
+            found[kind] = tuple(here)
+        return found
+
+    def _products(self, w: Weight) -> tuple[list[Operator], list[Operator]]:
+        """Return the products of a matrix, forward and backward."""
+        shape, count, tokens = list(w.shape), 1, self.own.tokens
+        if w.experts:
+            shape, count = shape[1:], shape[0] // self.place.ep
+            tokens = max(1, expert_rows(self.own).slots // max(1, count))
+        elif w.tp is not None:
+            shape[w.tp] //= self.own.tp
+        n, k = shape
+        dtype = self.dtype if min(n, k) >= 128 else "bf16"
+        return [Product(tokens, n, k, count, "TN", dtype)], [
+            Product(tokens, k, n, count, "NN", dtype),
+            Product(n, k, tokens, count, "NT", dtype),
+        ]
+
+    def _mixer(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
+        own, model = self.own, self.config.model
+        forward: list[Operator] = []
+        backward: list[Operator] = []
+        explained, dense, experts = 0.0, 0.0, 0.0
+        for w in weights(model, kind, self.config.recompute.compress):
+            if not w.folded and not w.wide:
+                whole = held(w, self.place).whole
+                experts += whole * w.experts
+                dense += whole * (not w.experts)
+            matrix = len(w.shape) == 2 + w.experts and "tables" not in w.name
+            if matrix and not w.folded:
+                ahead, back = self._products(w)
+                forward += ahead
+                backward += back
+                share = model.moe.top_k / w.shape[0] if w.experts else 1.0
+                n, k = w.shape[-2:]
+                explained += 2.0 * n * k * share
+        mixed = max(0.0, block_flops(kind, model, own.row) - explained)
+        ahead, back = self._between_tokens(kind, mixed)
+        forward, backward = [*forward, *ahead], [*backward, *back]
+        again: list[Operator] = []
+        if pieces >= BLOCK:
+            again = forward
+        else:
+            per_token = 2.0 * sum(
+                KINDS[kind[0]].region_multiply_adds(p, model, own.row) for p in pieces
+            )
+            again = [self._equal(per_token)] if per_token else []
+        moved, issued = moved_by(request_of(own, kind, pieces), self.compiled)
+        if self.compiled:
+            issued = (issued[0] // 3, issued[1] // 3)
+        sent = self.sent.get(kind, ())
+        return BlockWork(
+            kind,
+            (*forward, moved[0]),
+            (*backward, *again, moved[1]),
+            sent,
+            sent,
+            dense,
+            experts,
+            issued,
+        )
+
+    def _equal(self, per_token: float) -> Product:
+        """Return one product of as many FLOPs as `per_token` on this rank's tokens."""
+        dim = self.config.model.dim
+        return Product(self.own.tokens, max(1, round(per_token / (2 * dim * self.own.tp))), dim)
+
+    def _between_tokens(self, kind: str, mixed: float) -> tuple[list[Operator], list[Operator]]:
+        """Return attention, a scan or a recurrence; `mixed`: its FLOPs a token."""
+        own, model = self.own, self.config.model
+        if not mixed or kind[0] in "EF":
+            return [], []
+        if kind[0] == "A":
+            a = model.attention
+            wide = 2 * a.head_dim if a.kind == "gqa" else (
+                a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
+            )  # fmt: skip
+            heads = own.rows * max(1, a.num_heads // own.tp)
+            kernel = ATTENTION[self.generation]
+            one = Attend(heads, own.here, own.row / 2, wide, kernel)
+            return [one], [one._replace(backward=True)]
+        flops = SCAN_TIMES * mixed * own.tokens / own.tp
+        serial = own.row if kind[0] == "R" else 0
+        scan = SerialWork(serial, TOKEN_US, 0.0, flops)
+        return [scan], [scan._replace(steps=2 * serial, flops=2.5 * flops)]
+
+    def _end(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
+        """Return the work of embedding, head or another part beside the blocks."""
+        own, model = self.own, self.config.model
+        stream = Passes(4.0 * own.stream * model.dim * own.compute)
+        dense = sum(
+            held(w, self.place).whole for w in weights(model, kind) if not w.wide
+        ) * (kind != "head" or not model.tie_embeddings)  # fmt: skip
+        if kind in ("head", "top"):
+            width = model.vocab_size // own.tp
+            logits = Passes(LOGIT_BYTES * own.tokens * width / 2)
+            one = Product(own.tokens, width, model.dim)
+            back = (
+                Product(own.tokens, model.dim, width, 1, "NN"),
+                Product(width, model.dim, own.tokens, 1, "NT"),
+            )
+            return BlockWork(kind, (one, logits), (*back, logits), dense=dense)
+        if kind == "mtp":
+            one = self._equal(ahead_flops(model, own.row))
+            return BlockWork(kind, (one, stream), (one, one, stream), dense=dense)
+        return BlockWork(kind, (stream,), (stream,), dense=dense)
+
+
+def _optimizer(config: Config, place: Place, kinds: Sequence[str]) -> list[Operator]:
+    """Return the optimizer's step of a rank: AdamW's passes, Newton-Schulz of its matrices."""
+    passes, found = 0.0, []
+    pp = config.mesh.pp
+    for kind in kinds:
+        for w in weights(config.model, kind, config.recompute.compress):
+            if w.folded:
+                continue
+            passes += ADAM_BYTES * held(w, place).own / pp
+            if config.optim.name != "muon_adamw" or not w.muon:
+                continue
+            short, long = sorted(w.shape[-2:])
+            count = w.shape[0] if w.experts else 1
+            if w.heights:
+                short, count = min(w.heights), count * len(w.heights)
+                short, long = sorted((short, w.shape[-1]))
+            owners = place.expert_shards * place.ep if w.experts else place.shards * place.tp
+            share = NEWTON_SCHULZ * count / owners / pp
+            flops = share * (4.0 * short * short * long + 2.0 * short**3)
+            found.append(SerialWork(0, 0.0, 0.0, flops))
+    return [Passes(passes, 20), SerialWork(0, 0.0, 0.0, sum(op.flops for op in found))]

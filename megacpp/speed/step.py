@@ -1,0 +1,347 @@
+"""Predicted time of an optimizer step of one rank, by part.
+
+    predict(step, gpu("H100"), Rates()).step_s
+
+A step is a list of blocks with the operators and collectives of one microbatch on one rank, and the
+policy by which parameters and gradients travel. bench/published.py predicts other people's runs by
+these functions, megacpp/cli/speed.py our own.
+
+Not modelled: clocks that fall with power during a step, kernels slowed by communication beside
+them, stragglers, data loading, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megacpp.speed import collectives
+from megacpp.speed.collectives import AxisSpread
+from megacpp.speed.hardware import GpuSpec, Rates
+from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork, seconds
+from megacpp.speed.pipeline import Actions, StageTime, pipeline_seconds, simulate
+from megacpp.speed.streams import UnitTime, fsdp_seconds
+
+BESIDE = 0.9  # of the time of products, in which a collective can hide
+# Seconds that kernels lose to a collective beside them, for each second that its bytes would take
+# inside a node: it takes SMs and memory bandwidth. From runs of one model with and without
+# recomputation (mpt-7b, mpt-13b on 8 to 64 H100): 0.4 to 0.7.
+SLOWED = 0.5
+
+# Measured over predicted steps: four of five of the torchtitan and MosaicML rows that no constant
+# was fitted to lie between (python -m bench.published).
+MEASURED = (0.96, 1.11)
+
+
+class Transfer(NamedTuple):
+    """Collective inside a block.
+
+    Attributes:
+        axis: mesh axis.
+        kind: see `collectives.seconds`.
+        bytes: of the larger side.
+        hidden: overlapped with the products of the same pass, as far as these last.
+    """
+
+    axis: str
+    kind: str
+    bytes: float
+    hidden: bool = False
+
+
+class BlockWork(NamedTuple):
+    """Operators and collectives of one block for one microbatch on one rank.
+
+    Attributes:
+        kind: name in the budget.
+        forward: operators.
+        backward: operators, with those of recomputation.
+        sent_forward: collectives of the forward.
+        sent_backward: collectives of the backward, with those of recomputation.
+        dense: parameters that the data axes share.
+        experts: parameters that the axes of experts share.
+        launches: operators that the host issues in forward and backward; 0: a graph is replayed.
+    """
+
+    kind: str
+    forward: tuple[Operator, ...]
+    backward: tuple[Operator, ...]
+    sent_forward: tuple[Transfer, ...] = ()
+    sent_backward: tuple[Transfer, ...] = ()
+    dense: float = 0.0
+    experts: float = 0.0
+    launches: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Optimizer step of one rank.
+
+    Attributes:
+        blocks: all blocks of the model, in order.
+        axes: spread of each axis over nodes; `data` and `expert_data` carry parameters.
+        microbatches: of a step.
+        data: `fsdp` gathers and reduces by block, `zero1` gathers once and reduces once a step,
+            `ddp` reduces once, `none`.
+        gather_bytes: of a parameter that is gathered.
+        reduce_bytes: of a gradient that is reduced.
+        overlapped: communication of the data axes runs beside compute.
+        reshard: see `fsdp_tasks`.
+        prefetch: see `fsdp_tasks`.
+        reduce_each: see `fsdp_tasks`.
+        stages: blocks of each pipeline stage, by number; empty: one stage.
+        schedule: of the pipeline.
+        actions: of a schedule that `pipeline.schedule` doesn't know.
+        stage_bytes: of an activation that stages hand on.
+        optimizer: operators of the optimizer's step.
+        optimizer_sent: collectives of it.
+        tokens: of a step on one GPU, for the speed.
+        flops: of a step on one GPU, forward and backward once, for MFU.
+    """
+
+    blocks: Sequence[BlockWork]
+    axes: Mapping[str, AxisSpread] = field(default_factory=dict)
+    microbatches: int = 1
+    data: Literal["fsdp", "zero1", "ddp", "none"] = "none"
+    gather_bytes: float = 2.0
+    reduce_bytes: float = 4.0
+    overlapped: bool = True
+    reshard: bool = True
+    prefetch: int | None = 1
+    reduce_each: bool = False
+    stages: Sequence[Sequence[int]] = ()
+    schedule: str = "1f1b"
+    actions: Actions = ()
+    stage_bytes: float = 0.0
+    optimizer: tuple[Operator, ...] = ()
+    optimizer_sent: tuple[Transfer, ...] = ()
+    tokens: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted step.
+
+    Attributes:
+        step_s: seconds.
+        parts: seconds by part, which sum to `step_s`.
+        blocks: compute by kind of block, in seconds of a step on one rank.
+        tokens_per_s: of one GPU; 0: not asked for.
+        mfu: model FLOPs a second over the peak of bf16; 0: not asked for.
+    """
+
+    step_s: float
+    parts: dict[str, float]
+    blocks: dict[str, float]
+    tokens_per_s: float = 0.0
+    mfu: float = 0.0
+
+
+class PassTime(NamedTuple):
+    """Seconds of a block's pass: in all, and by part."""
+
+    total: float
+    parts: tuple[tuple[str, float], ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def pass_seconds(
+    operators: tuple[Operator, ...],
+    sent: tuple[Transfer, ...],
+    spreads: tuple[tuple[str, AxisSpread], ...],
+    launches: int,
+    gpu: GpuSpec,
+    rates: Rates,
+) -> PassTime:
+    """Return the time of a block's forward or backward, with the collectives inside it.
+
+    Args:
+        operators: in order.
+        sent: collectives; their axes have to be among `spreads`, or have one rank.
+        spreads: axes.
+        launches: operators that the host issues; it may take longer than the GPU.
+        gpu: which runs them.
+        rates: constants.
+    """
+    parts: dict[str, float] = defaultdict(float)
+    for op in operators:
+        parts[part_of(op)] += seconds(op, gpu, rates)
+    if launches:
+        parts["memory-bound"] += gpu.pass_us * 1e-6 * sum(isinstance(o, Passes) for o in operators)
+    compute = sum(parts.values())
+    wait = max(0.0, launches * gpu.launch_us * 1e-6 - compute)
+    if wait:
+        parts["host"] += wait
+    axes, beside = dict(spreads), BESIDE * parts["products"]
+    for axis, kind, count, hidden in sent:
+        group = axes.get(axis)
+        if group is None or group.size == 1:
+            continue
+        time = collectives.seconds(kind, count, group, gpu)
+        if hidden:
+            open_ = max(time / group.size, time - beside)
+            beside = max(0.0, beside - (time - open_))
+            time = open_ + SLOWED * (time - open_)
+        parts[f"exposed {axis}"] += time
+    return PassTime(sum(parts.values()), tuple(parts.items()))
+
+
+def part_of(op: Operator) -> str:
+    """Return the part of the budget that an operator belongs to."""
+    if isinstance(op, Attend):
+        return "attention"
+    if isinstance(op, SerialWork):
+        return "recurrences"
+    assert isinstance(op, Product | Passes)
+    return op.what
+
+
+def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
+    """Return the predicted time of a step."""
+    spreads = tuple(sorted(step.axes.items()))
+    made = {
+        id(b): (
+            pass_seconds(b.forward, b.sent_forward, spreads, b.launches[0], gpu, rates),
+            pass_seconds(b.backward, b.sent_backward, spreads, b.launches[1], gpu, rates),
+        )
+        for b in {id(b): b for b in step.blocks}.values()
+    }
+    passes = [made[id(b)] for b in step.blocks]
+    if len(step.stages) > 1:
+        parts, mine = _pipelined(step, passes, gpu)
+    else:
+        parts, mine = _one_stage(step, passes, gpu), range(len(passes))
+    blocks: dict[str, float] = defaultdict(float)
+    for number in mine:
+        time = sum(found.total for found in passes[number])
+        blocks[step.blocks[number].kind] += time * step.microbatches
+    parts["optimizer"] = sum(seconds(op, gpu, rates) for op in step.optimizer) + sum(
+        collectives.seconds(kind, count, step.axes[axis], gpu)
+        for axis, kind, count, _ in step.optimizer_sent
+        if axis in step.axes
+    )
+    total = sum(parts.values())
+    mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0
+    parts = {name: time for name, time in parts.items() if time}
+    return StepTime(total, parts, dict(blocks), step.tokens / total if total else 0.0, mfu)
+
+
+class Travel(NamedTuple):
+    """Seconds to gather a block's parameters and to reduce its gradients.
+
+    `slows` are the seconds that each takes from kernels beside it.
+    """
+
+    gather: float
+    reduce: float
+    slows: tuple[float, float]
+
+
+def _travels(step: StepWork, numbers: Sequence[int], gpu: GpuSpec) -> list[Travel]:
+    found: dict[tuple[float, float], Travel] = {}
+    for number in numbers:
+        block = step.blocks[number]
+        if (block.dense, block.experts) not in found:
+            found[block.dense, block.experts] = _travel(step, block, gpu)
+    return [found[step.blocks[n].dense, step.blocks[n].experts] for n in numbers]
+
+
+def _travel(step: StepWork, block: BlockWork, gpu: GpuSpec) -> Travel:
+    gather = reduce = out = back = 0.0
+    kind = "all_reduce" if step.data == "ddp" else "reduce_scatter"
+    for count, axis in ((block.dense, "data"), (block.experts, "expert_data")):
+        group = step.axes.get(axis)
+        if step.data == "none" or group is None or not count:
+            continue
+        inside = SLOWED * count * (1 - 1 / group.size) / (gpu.nvlink_gbs * gpu.nvlink_reached * 1e9)
+        reduce += collectives.seconds(kind, count * step.reduce_bytes, group, gpu)
+        back += inside * step.reduce_bytes * (2 if step.data == "ddp" else 1)
+        if step.data != "ddp":
+            gather += collectives.seconds("all_gather", count * step.gather_bytes, group, gpu)
+            out += inside * step.gather_bytes
+    return Travel(gather, reduce, (out, back))
+
+
+def _one_stage(
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+) -> dict[str, float]:
+    """Return the time of all microbatches by part, without a pipeline."""
+    parts: dict[str, float] = defaultdict(float)
+    for pair in passes:
+        for found in pair:
+            for name, time in found.parts:
+                parts[name] += time * step.microbatches
+    travels = _travels(step, range(len(step.blocks)), gpu)
+    units = [
+        UnitTime(forward.total, backward.total, travel.gather, travel.reduce, block.kind)
+        for block, (forward, backward), travel in zip(step.blocks, passes, travels, strict=True)
+    ]
+    if not step.overlapped or step.data in ("ddp", "zero1"):
+        parts["exposed data"] += _open(step, travels, units)
+        return parts
+    _, exposed = fsdp_seconds(
+        units, step.microbatches, step.prefetch, step.reshard, step.reduce_each
+    )
+    gathers = step.microbatches * 2 - 1 if step.reshard else 1
+    reductions = step.microbatches if step.reduce_each else 1
+    moved = sum(gathers * t.gather + reductions * t.reduce for t in travels)
+    slowed = sum(gathers * t.slows[0] + reductions * t.slows[1] for t in travels)
+    parts["exposed data"] += exposed
+    if moved:
+        parts["slowed by data"] += slowed * max(0.0, 1 - exposed / moved)
+    return parts
+
+
+def _open(step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]) -> float:
+    """Return the exposed time of one gather and one reduction a step, and what they slow.
+
+    Overlapped, the gather hides in the first forward and the reduction in the last backward, but
+    for one block's share.
+    """
+    gather, reduce = sum(t.gather for t in travels), sum(t.reduce for t in travels)
+    if not step.overlapped or not gather + reduce:
+        return gather + reduce
+    few = max(1, len(units))
+    forward, backward = sum(u.forward for u in units), sum(u.backward for u in units)
+    found = max(gather / few, gather - BESIDE * forward)
+    found += max(reduce / few, reduce - BESIDE * backward)
+    return found + sum(map(sum, (t.slows for t in travels))) * (1 - found / (gather + reduce))
+
+
+def _pipelined(
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+) -> tuple[dict[str, float], Sequence[int]]:
+    """Return the time by part of the rank with most to do, and the blocks of its stages."""
+    ranks = step.axes["pp"].size
+    times = [
+        StageTime(
+            sum(passes[b][0].total for b in stage),
+            sum(passes[b][1].total for b in stage),
+            sum(passes[b][1].total for b in stage) / 2,
+        )
+        for stage in step.stages
+    ]
+    send = collectives.seconds("send", step.stage_bytes, step.axes["pp"], gpu)
+    if step.actions:
+        total = simulate(step.actions, times, send)
+    else:
+        total = pipeline_seconds(step.schedule, times, ranks, step.microbatches, send)
+    owned = [list(range(rank, len(times), ranks)) for rank in range(ranks)]
+    if step.actions:
+        owned = [sorted({a.stage for a in actions}) for actions in step.actions]
+    own = max(owned, key=lambda stages: sum(times[n].forward + times[n].backward for n in stages))
+    mine = [block for stage in own for block in step.stages[stage]]
+    parts: dict[str, float] = defaultdict(float)
+    for block in mine:
+        for found in passes[block]:
+            for name, time in found.parts:
+                parts[name] += time * step.microbatches
+    parts["bubble"] = max(0.0, total - sum(parts.values()))
+    units = [UnitTime(passes[b][0].total, passes[b][1].total) for b in mine]
+    travels = _travels(step, mine, gpu)
+    parts["exposed data"] += _open(step, travels, units)
+    return parts, mine

@@ -1,0 +1,172 @@
+"""Published checkpoints of a run: find, order and read them; no torch import here.
+
+    checkpoints/latest          `step-000100 DIGEST`: name of the newest checkpoint, and its digest
+    checkpoints/step-000100/    manifest.json and the files that it names (checkpoint.py)
+
+The digest keeps a flipped bit of a name from selecting another checkpoint. Nothing here hashes
+tensors: `load_checkpoint` does, before it reads one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from megacpp.errors import CheckpointError
+from megacpp.state.files import ASIDE
+from megacpp.state.manifest import (
+    NAME,
+    UNREADABLE,
+    DamagedError,
+    Manifest,
+    read_json,
+    read_manifest,
+    size_problems,
+    whole_number,
+)
+
+EXTRA, LATEST = "extra.json", "latest"
+STEP = re.compile(rf"step-(\d{{1,18}})(?:{re.escape(ASIDE)})?", re.ASCII)
+LEAST = {"step": 0, "steps": 0, "updates": 0, "bad_steps": 0, "rows": 0, "tokens_per_step": 0}
+
+
+def latest_text(name: str) -> str:
+    """Return the content of `latest` for a checkpoint's name."""
+    return f"{name} {_digest(name)}\n"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint that was saved last, or None."""
+    return next(iter(candidates(folder)), None)
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return published checkpoints: the one that `latest` names, older ones, then later ones.
+
+    Later steps than `latest` belong to a course of the run that was given up.
+    """
+    found = published(folder)
+    named = _named(folder)
+    if named is None or named not in found:
+        return found
+    top = step_of(named)
+    found.sort(key=lambda path: (path == named, step_of(path) <= top, step_of(path)), reverse=True)
+    return found
+
+
+def published(folder: Path) -> list[Path]:
+    """Return finished checkpoints, latest step first; other files in the folder are ignored."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if STEP.fullmatch(p.name) and (p / NAME).is_file()]
+    return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    match = STEP.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def passed_over(folder: Path, path: Path | None) -> list[str]:
+    """Return a line for everything later than `path`, the checkpoint that a run goes on from.
+
+    Checkpoints are published whole, so a folder without a manifest lost it afterwards.
+    """
+    if not folder.is_dir():
+        return []
+    after, lines = step_of(path) if path else -1, []
+    for later in sorted(p for p in folder.iterdir() if STEP.fullmatch(p.name)):
+        if step_of(later) > after and not (later / NAME).is_file():
+            lines.append(f"{later} is passed over: it has no {NAME}")
+        elif step_of(later) > after and not later.suffix:
+            lines.append(f"{later} is passed over: {LATEST} names {path.name if path else 'none'}")
+    named = _named(folder)
+    if path and (folder / LATEST).exists() and (named is None or not named.exists()):
+        what = "is damaged" if named is None else f"names {named.name}, which is gone"
+        lines.append(f"{folder / LATEST} {what}: {path} has the latest step")
+    return lines
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """Return the `extra` of a checkpoint; manifest and file are verified first, tensors are not.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or the file is damaged.
+    """
+    try:
+        return checked_extra(path, read_manifest(path, "checkpoint"))["extra"]
+    except DamagedError as damage:
+        raise CheckpointError(f"{damage}. Fix: {advice(path)}.") from None
+
+
+def checked_extra(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return extra.json of a checkpoint: `extra`, and the generators' states of every rank.
+
+    Raises:
+        DamagedError: a counter is missing from its range, or the file is damaged.
+    """
+    state = read_json(path, EXTRA, manifest)
+    try:
+        extra = state["extra"]
+        for key, least in LEAST.items():
+            if key in extra:
+                whole_number(extra[key], least)
+        if extra.get("step", manifest.step) != manifest.step:
+            raise ValueError(f"step {extra['step']} is not step {manifest.step} of {NAME}")
+        for key, kind in (("config", dict), ("others", dict), ("data_fingerprint", str)):
+            if not isinstance(extra.get(key, kind()), kind):
+                raise ValueError(f"{key} is of another type")
+        if len(state["rng"]) != manifest.world_size:
+            raise ValueError("not every rank has a generator")
+    except UNREADABLE as error:
+        raise DamagedError(f"{path / EXTRA}: can't be of a run ({error})") from None
+    return state
+
+
+def is_sound(path: Path) -> bool:
+    """Return whether a checkpoint is whole and from before or after a streak of bad steps.
+
+    Sizes of files are compared, contents of tensors aren't read.
+    """
+    try:
+        manifest = read_manifest(path, "checkpoint")
+        return not (
+            size_problems(path, manifest) or checked_extra(path, manifest)["extra"].get("bad_steps")
+        )
+    except DamagedError:
+        return False
+
+
+def newest_sound(folder: Path, before: int | None = None) -> Path | None:
+    """Return the newest sound checkpoint of fewer than `before` steps, or None."""
+    found = candidates(folder)
+    return next((p for p in found if (before is None or step_of(p) < before) and is_sound(p)), None)
+
+
+def advice(path: Path) -> str:
+    """Return the fix for an unloadable checkpoint: the next newest one, or a fresh start."""
+    others = [p for p in published(path.parent) if p.name != path.name]
+    if others:
+        return f"use another checkpoint: --checkpoint.resume {others[0]}"
+    return "start anew: --checkpoint.resume never"
+
+
+def _named(folder: Path) -> Path | None:
+    """Return the path that `latest` names; None: there is no such file, or it is damaged."""
+    path = folder / LATEST
+    try:
+        if not path.is_file() or path.stat().st_size > 100:
+            return None
+        name, *digest = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    sound = STEP.fullmatch(name) and digest in ([], [_digest(name)])  # once without a digest
+    return folder / name if sound else None
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:16]

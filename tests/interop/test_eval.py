@@ -1,0 +1,211 @@
+"""Tasks of lm-eval: on our weights, and on their exported twin by lm-eval's own model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacpp.cli.main import main
+from megacpp.run.likelihood import log_likelihoods, packed_rows
+from tests.interop.models import built, final_folder, model_of, tokenizer
+
+lm_tasks = pytest.importorskip("lm_eval.tasks")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+
+ALL_TASKS = lm_tasks.TaskManager.__init__
+WORDS = Path(__file__).read_text().split("\n")
+TASKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "lines": (  # which line comes next
+        """output_type: multiple_choice
+doc_to_text: "{{before}}"
+doc_to_target: "{{right}}"
+doc_to_choice: "{{lines}}"
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]""",
+        [
+            {
+                "before": "\n".join(WORDS[n : n + 2]) + "\n",
+                "lines": [WORDS[n + 2 + k] or "pass" for k in (9, 0, 5, 7)],
+                "right": 1,
+            }
+            for n in range(0, 40, 3)
+        ],
+    ),
+    "cloze": (  # the last word of a line
+        """output_type: loglikelihood
+doc_to_text: "{{start}}"
+doc_to_target: "{{end}}"
+target_delimiter: " "
+metric_list: [{metric: perplexity, higher_is_better: false}, {metric: acc}]""",
+        [
+            dict(zip(("start", "end"), line.rsplit(" ", 1), strict=True))
+            for line in WORDS
+            if line.strip().count(" ") > 1
+        ],
+    ),
+    "answers": (
+        """output_type: generate_until
+doc_to_text: "{{start}}"
+doc_to_target: "{{end}}"
+generation_kwargs: {until: ["\\n", "e"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]""",
+        [
+            dict(zip(("start", "end"), line.rsplit(" ", 1), strict=True))
+            for line in WORDS
+            if line.strip().count(" ") > 3
+        ],
+    ),
+    "texts": (
+        """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]""",
+        [{"text": "\n".join(WORDS[n : n + 12])} for n in range(0, 48, 12)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the tasks, a run of random weights, and its exported twin."""
+    home = tmp_path_factory.mktemp("eval")
+    (home / "tasks").mkdir()
+    for name, (settings, rows) in TASKS.items():
+        data = home / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (home / "tasks" / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+            f"test_split: test\n{settings}\nmetadata: {{version: 1.0}}\n"
+        )
+    os.environ["HF_HOME"] = str(home / "cache")
+    final_folder(home / "run", built(model_of("qwen3_moe")))
+    command = ["export", str(home / "run"), "--out", str(home / "hf"), "--dtype", "fp32"]
+    assert main(command) == 0
+    return home
+
+
+def by_transformers(home: Path, tasks: list[str], **settings: Any) -> dict[str, dict[str, float]]:
+    """Return the figures of lm-eval's own model of transformers."""
+    from lm_eval.models.huggingface import HFLM
+
+    from megacpp.cli.eval import figures_of
+    from megacpp.run.harness import run_tasks
+
+    model: Any = HFLM
+    twin = model(pretrained=str(home / "hf"), dtype="float32", device="cpu", **settings)
+    files = [str(home / "tasks" / f"{task}.yaml") for task in tasks]
+    return figures_of(run_tasks(twin, files, None, None)["results"])
+
+
+def evaluated(home: Path, tasks: list[str], capsys: Any, *more: str) -> dict[str, Any]:
+    files = ",".join(str(home / "tasks" / f"{task}.yaml") for task in tasks)
+    assert main(["eval", str(home / "run"), "--tasks", files, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_figures_are_those_of_the_exported_twin(home: Path, capsys: Any) -> None:
+    tasks = ["lines", "cloze", "answers"]
+    found = evaluated(home, tasks, capsys)
+    twin = by_transformers(home, tasks)
+    assert found["results"].keys() == twin.keys() == set(tasks)
+    for task, metrics in twin.items():
+        for metric, value in metrics.items():
+            assert found["results"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
+    assert found["documents"] == {task: len(TASKS[task][1]) for task in tasks}
+    report = json.loads((home / "run" / "eval" / "final.json").read_text())
+    ours = [row["resps"][0][0] for row in report["samples"]["answers"]]
+    assert len(set(ours)) > 3, "answers that are all alike would prove little"
+
+
+def test_bits_of_whole_texts(home: Path, capsys: Any) -> None:
+    found = evaluated(home, ["texts"], capsys)["results"]["texts"]["bits_per_byte"]
+    twin = by_transformers(home, ["texts"], add_bos_token=False)["texts"]["bits_per_byte"]
+    assert found == pytest.approx(twin, rel=1e-5)
+
+
+def test_rows_batches_and_ranks_change_nothing(home: Path, capsys: Any) -> None:
+    tasks = ["lines", "answers"]
+    want = evaluated(home, tasks, capsys)["results"]
+    alone = evaluated(home, tasks, capsys, "--row-tokens", "1", "--batch", "1")["results"]
+    files = ",".join(str(home / "tasks" / f"{task}.yaml") for task in tasks)
+    words = ["eval", str(home / "run"), "--tasks", files, "--json", "--device", "cpu"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacpp"]
+    done = subprocess.run(
+        [sys.executable, *launch, *words],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert alone == want == json.loads(done.stdout)["results"]
+
+
+def test_a_request_sees_no_other_of_its_row() -> None:
+    model = built(model_of("llama")).double()
+    draws = torch.Generator().manual_seed(0)
+    lengths = [(5, 3), (1, 1), (9, 2), (2, 6), (4, 1)]
+    requests = [
+        (
+            torch.randint(300, (context,), generator=draws).tolist(),
+            torch.randint(300, (continuation,), generator=draws).tolist(),
+        )
+        for context, continuation in lengths
+    ]
+    together = log_likelihoods(model, requests, 64)
+    for (context, continuation), (log, greedy) in zip(requests, together, strict=True):
+        with torch.no_grad():
+            ids_1T = torch.tensor([[*context, *continuation]])
+            logits_TV = model.head.logits(model.hidden(ids_1T))[0, len(context) - 1 : -1]
+        want = logits_TV.log_softmax(-1)[range(len(continuation)), continuation]
+        assert math.isclose(log, want.sum().item(), rel_tol=1e-12)
+        assert greedy == (logits_TV.argmax(-1).tolist() == continuation)
+
+
+def test_rows_are_filled_longest_first() -> None:
+    assert packed_rows([3, 9, 4, 5, 1], 10) == [[1, 4], [3, 2], [0]]
+    assert packed_rows([12, 2], 10) == [[0], [1]]
+
+
+def few_tasks(self: Any, include_defaults: bool = True, **settings: Any) -> None:
+    """Leave out the thousands of tasks that lm-eval ships: reading their names takes 11 s."""
+    ALL_TASKS(self, include_defaults=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "tasks=: is needed. Fix: write --tasks NAME or a task's YAML file."),
+        (["--tasks", "no_such_task"], "tasks=no_such_task: no such task. Fix: give a name of"),
+        (["--tasks", "tasks/none.yaml"], "tasks=tasks/none.yaml: no such file. Fix: give a"),
+        (["--tasks", "{home}/hf"], "has no YAML file. Fix: give a task's YAML file."),
+        (["--tasks", "{home}/lines.jsonl"], "has no line `task: NAME`. Fix: "),
+        (["--tasks", "x", "--out", "/proc/x/y"], "out=/proc/x/y: can't be written ("),
+        (["--tasks", "x", "--checkpoint", "3"], "has no such weights. Fix: train it first."),
+    ],
+)
+def test_mistakes_are_one_line(
+    home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(lm_tasks.TaskManager, "__init__", few_tasks)
+    code = main(["eval", str(home / "run"), *(word.format(home=home) for word in words)])
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == ""
+    assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_without_lm_eval_the_extra_is_named(
+    home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    assert main(["eval", str(home / "run"), "--tasks", "x"]) == 1
+    assert "pip install 'megacpp[eval]'" in capsys.readouterr().err
+    assert tokenizer().vocab_size <= 300

@@ -1,0 +1,102 @@
+"""Prompt read in one forward: the same logits and the same state as token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacpp.config.schema import ModelConfig
+from megacpp.kernels.causal_conv import last_inputs
+from megacpp.model.hybrid import HybridLM
+from megacpp.model.token_cache import TokenCache, chosen_rows, joined
+from tests.model.small import small, variants
+from tests.state.small import build
+
+MODELS = {**variants(), "G": small("GAF"), "whole": small("AEMERGAF")}
+
+
+def model_of(config: ModelConfig) -> HybridLM:
+    model = build(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # away from zeros and ones, where much is the same
+            p.add_(0.05 * torch.randn(p.shape, generator=GENERATOR.manual_seed(p.numel())))
+    return model
+
+
+GENERATOR = torch.Generator()
+
+
+@torch.no_grad()
+def by_steps(model: HybridLM, ids_BT: Tensor) -> tuple[Tensor, list[Any]]:
+    state = model.init_state(len(ids_BT), ids_BT.device, torch.float64)
+    logits_BV = torch.empty(0)
+    for ids_B in ids_BT.unbind(1):
+        logits_BV, state = model.step(ids_B, state)
+    return logits_BV, state
+
+
+def tensors(state: Any) -> list[Tensor]:
+    """Return what a state consists of, without the rooms of buffers."""
+    if isinstance(state, TokenCache):
+        return [*state.parts_BS, state.lengths_B]
+    if isinstance(state, Tensor):
+        return [state]
+    if dataclasses.is_dataclass(state):
+        state = [getattr(state, field.name) for field in dataclasses.fields(state)]
+    return [] if state is None else [x for part in state for x in tensors(part)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 11])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_at_once_is_its_tokens_one_by_one(name: str, tokens: int) -> None:
+    model = model_of(MODELS[name])
+    ids_BT = torch.randint(3, 50, (2, tokens), generator=GENERATOR.manual_seed(tokens))
+    want_BV, want = by_steps(model, ids_BT)
+    with torch.no_grad():
+        got_BV, got = model.prefill(ids_BT)
+        torch.testing.assert_close(got_BV, want_BV, rtol=1e-12, atol=1e-12)
+        following = torch.tensor([7, 8])
+        torch.testing.assert_close(
+            model.step(following, got)[0], model.step(following, want)[0], rtol=1e-12, atol=1e-12
+        )
+    found = [x for x in tensors(got) if x.dtype != torch.int32]  # choices of keys: of one token
+    wanted = [x for x in tensors(want) if x.dtype != torch.int32]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_different_lengths_go_on_as_alone(name: str) -> None:
+    model = model_of(MODELS[name])
+    prompts = [torch.randint(3, 50, (1, n), generator=GENERATOR.manual_seed(n)) for n in (9, 2, 5)]
+    more_BT = torch.randint(3, 50, (3, 6), generator=GENERATOR.manual_seed(3))
+    with torch.no_grad():
+        states = [model.prefill(ids_1T)[1] for ids_1T in prompts]
+        state = chosen_rows(joined(states), torch.tensor([2, 0, 1]))
+        for ids_B in more_BT.unbind(1):
+            logits_BV, state = model.step(ids_B[[2, 0, 1]], state)
+        for place, row in enumerate((2, 0, 1)):
+            alone_1V, _ = by_steps(model, torch.cat([prompts[row], more_BT[row : row + 1]], 1))
+            torch.testing.assert_close(logits_BV[place], alone_1V[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_cache_grows_by_doubling_and_is_written_in_place() -> None:
+    cache = TokenCache.empty(torch.empty(2, 0, 3))
+    rooms = []
+    for t in range(40):
+        cache = cache.append(torch.full((2, 1, 3), float(t)))
+        rooms.append(cache.buffers[0].shape[1])
+        assert cache.parts_BS[0][0, :, 0].tolist() == list(range(t + 1))
+    assert len(set(rooms)) <= 6  # copies of the whole, not one a token
+    assert cache.lengths_B.tolist() == [40, 40]
+
+
+def test_last_inputs_have_zeros_in_front_of_a_short_prompt() -> None:
+    x_BTC = torch.arange(6.0).view(1, 3, 2)
+    assert last_inputs(x_BTC, 2).tolist() == [[[2.0, 4.0], [3.0, 5.0]]]
+    assert last_inputs(x_BTC, 4)[0, 0].tolist() == [0.0, 0.0, 2.0, 4.0]
+    assert last_inputs(x_BTC, 0).shape == (1, 2, 0)

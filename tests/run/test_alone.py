@@ -1,0 +1,246 @@
+"""A run folder has one start at a time, which dies with its launcher; real processes throughout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacpp.errors import ConfigError
+from megacpp.launch import lock as locks
+from megacpp.launch.lock import FILE, take
+from megacpp.outcome import started_ticks
+from megacpp.state.published import latest_checkpoint
+from tests.launch import ROOT, background, forked, until
+from tests.run.test_preemption import FLAGS, children
+from tests.test_run import records
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from megacpp.launch.lock import take;"
+    "lock = take(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+)
+
+
+@contextmanager
+def holder(folder: Path, *before: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder's lock."""
+    process = subprocess.Popen(
+        [*before, sys.executable, "-c", HOLD, str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "LEASE_S", 3.0)
+
+
+def lease(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / FILE).read_text())
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    (folder / FILE).write_text(json.dumps(lease(folder) | changes))
+
+
+def test_the_holder_is_named_and_a_dead_one_is_followed(tmp_path: Path) -> None:
+    with holder(tmp_path) as other:
+        with pytest.raises(ConfigError) as error:
+            take(tmp_path)
+        said, host = str(error.value), os.uname().nodename
+        assert f"run.dir={tmp_path}: is in use by process {other.pid} on {host} since 20" in said
+        with pytest.raises(ConfigError):  # it beats: nobody may take it over
+            take(tmp_path, force=True)
+        other.kill()
+        other.wait()
+        lock = take(tmp_path)
+    assert lock.followed and lease(tmp_path)["pid"] == os.getpid()
+    lock.release()
+    assert lease(tmp_path)["ended"] is True
+    again = take(tmp_path)
+    assert not again.followed
+    again.release()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stopped_holder_is_taken_over_by_force_and_ends(tmp_path: Path) -> None:
+    with holder(tmp_path) as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        with pytest.raises(ConfigError):
+            take(tmp_path)
+        lock = take(tmp_path, force=True)
+        os.kill(other.pid, signal.SIGCONT)
+        assert other.wait(20) == 2
+        assert other.stderr is not None and "taken over by process" in other.stderr.read()
+    assert lock.owned()
+    lock.release()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this-node", "another-node"])
+def test_without_locks_the_lease_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """A file system that grants every lock: by the process here, by its beats elsewhere."""
+    monkeypatch.setattr(locks, "_flock", lambda handle: True)
+    with holder(tmp_path) as other:
+        if elsewhere:
+            monkeypatch.setattr(locks, "this_node", lambda: ("another", "another"))
+        with pytest.raises(ConfigError, match=f"is in use by process {other.pid}"):
+            take(tmp_path)
+        other.kill()
+        other.wait()
+        take(tmp_path).release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b'{"pid": "x"}', b"\xff\0"])
+def test_a_lock_of_anything_is_taken(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    take(tmp_path).release()
+
+
+def test_a_pid_that_is_another_process_now(tmp_path: Path) -> None:
+    take(tmp_path).release()
+    rewritten(tmp_path, ended=False, pid=os.getppid(), ticks=1)
+    take(tmp_path).release()
+    assert started_ticks(os.getpid()) is not None and started_ticks(2**22 + 1) is None
+
+
+def flags(corpus: Path, folder: Path, ranks: int, *more: str) -> list[str]:
+    own = ["--data.path", str(corpus), "--run.dir", str(folder), *more]
+    return [*FLAGS, *own, "--train.device-batch-size", str(2 // ranks)]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def rows(folder: Path) -> int:
+    return len(records(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.slow
+def test_a_second_start_is_refused_and_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    """Then Ctrl-C twice ends the first one at once, and its folder is free."""
+    folder = tmp_path / "run"
+    words = flags(corpus, folder, 1, "--run.steps", "100000", "--checkpoint.every", "2")
+    with background(*words) as first:
+        until(lambda: rows(folder) >= 2, first)
+        assert status(folder)["state"] == "running" and status(folder)["pid"] == first.pid
+        for resume in ("auto", "never"):
+            second = forked(*words, "--checkpoint.resume", resume)
+            assert second.returncode == 2 and second.stderr.count("\n") == 1, second.stderr
+            assert f"is in use by process {first.pid} on " in second.stderr
+            assert first.poll() is None and status(folder)["pid"] == first.pid
+        before = rows(folder)
+        until(lambda: rows(folder) > before, first)
+        assert [r["step"] for r in records(folder)] == list(range(rows(folder)))
+        began = time.monotonic()
+        for _ in range(2):
+            first.send_signal(signal.SIGINT)
+        _, err = first.communicate(timeout=60)
+        took = time.monotonic() - began
+    assert first.returncode == 130 and "stopped: the same command goes on from " in err, err
+    assert took < 10  # 2 s and a loaded machine
+    left = status(folder)
+    assert (left["state"], left["code"]) == ("ended", 130) and lease(folder)["ended"] is True
+    assert latest_checkpoint(folder / "checkpoints") is not None
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_needs_no_main_thread() -> None:
+    """It waits in C, where no handler runs, as in a collective: a mutex that is locked already."""
+    code = (
+        "import ctypes; from megacpp.run.preemption import StopRequest; stop = StopRequest();"
+        "libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64);"
+        "import threading; threading.Timer(1.0, print, ('waits',), {'flush': True}).start();"
+        "libc.pthread_mutex_lock(mutex); libc.pthread_mutex_lock(mutex)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "waits\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert process.wait(30) == 130
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_told_during_a_save(corpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Every step is saved, so the signal comes during a save more often than not."""
+    folder = tmp_path / "run"
+    words = flags(corpus, folder, 1, "--run.steps", "100000", "--checkpoint.every", "1")
+    with background(*words) as first:
+        pending = folder / "checkpoints"
+        until(lambda: rows(folder) >= 2 and any(pending.glob("*.tmp")), first)
+        for _ in range(2):
+            first.send_signal(number)
+        _, err = first.communicate(timeout=120)
+    done = rows(folder)
+    saved = latest_checkpoint(folder / "checkpoints")
+    assert first.returncode == 75 and saved is not None and saved.name == f"step-{done:06}", err
+    assert f"stopped by {number.name} after step {done}: the same command goes on" in err
+    assert not list(pending.glob("*.tmp*")) and status(folder)["code"] == 75
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_killed_launcher(corpus: Path, tmp_path: Path) -> None:
+    """Kill torchrun: its two ranks are gone within 5 s and save nothing more."""
+    folder = tmp_path / "run"
+    words = flags(corpus, folder, 2, "--run.steps", "100000")
+    with background(*words, ranks=2) as agent:
+        until(lambda: rows(folder) >= 2, agent)
+        ranks = children(agent.pid)
+        assert len(ranks) == 2
+        agent.kill()
+        deadline = time.monotonic() + 5
+        while any(started_ticks(pid) for pid in ranks):
+            assert time.monotonic() < deadline, "ranks outlive their launcher"
+            time.sleep(0.05)
+    assert latest_checkpoint(folder / "checkpoints") is None
+    assert status(folder)["state"] == "running" and lease(folder)["ended"] is False
+    done = forked(*flags(corpus, folder, 1, "--run.steps", "1"))
+    assert done.returncode == 0, done.stderr
+    assert status(folder) == status(folder) | {"state": "ended", "code": 0}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_under_torchrun(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "failures").mkdir(parents=True)
+    words = flags(corpus, folder, 2, "--run.steps", "100000")
+    with background(*words, ranks=2) as agent:
+        until(lambda: rows(folder) >= 2, agent)
+        os.kill(children(agent.pid)[1], signal.SIGKILL)
+        _, err = agent.communicate(timeout=120)
+    ours = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1 and ours[0].startswith("error: rank 1 lost: "), err
+    assert status(folder)["code"] == 6 and "rank 1 lost" in status(folder)["message"]
+    done = forked(*flags(corpus, folder, 1, "--run.steps", "1"))
+    assert done.returncode == 0, done.stderr
+    assert not list((folder / "failures").glob("rank-*.txt")), "stale after success"

@@ -1,0 +1,140 @@
+"""Rewinds through `train.py` in real processes: rows that ruin steps are skipped, once and again.
+
+Rows 12 to 17, those of steps 7 to 9, make gradients that aren't finite. A run that goes back must
+be the run whose loader never saw these rows, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megacpp.data.batches import Batch
+from megacpp.data.loader import Loader
+from megacpp.run.step_status import StepStatus
+from parallel.boundary import AccumulationBoundary
+from parallel.step_sums import StepSums
+from tests.launch import Done, forked
+from tests.test_run import ADAMW, SMALL, records
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [*SMALL, *ADAMW, *"--run.eval-rows 8 --checkpoint.every 2 --train.max-skips 3".split()]
+FLAGS += "--optim.schedule constant --optim.warmup-steps 4 --memory.calibration=".split()
+BAD = range(12, 18)
+
+
+def run(corpus: Path, folder: Path, *flags: str, ranks: int = 1) -> Done:
+    own = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    batch = ["--train.device-batch-size", str(2 // ranks)]
+    return forked("tiny", *FLAGS, *own, *batch, "--run.steps", "10", *flags, ranks=ranks)
+
+
+def rewinds(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rewinds.jsonl").read_text().splitlines()]
+
+
+def spoil(patch: pytest.MonkeyPatch, bad: range) -> None:
+    """Make the gradients of these rows NaN, on the rank that has them."""
+    accumulate = AccumulationBoundary.accumulate
+
+    def spoiled(self: AccumulationBoundary, batches: Iterable[Batch], step: int = 0) -> StepSums:
+        taken = list(batches)
+        sums = accumulate(self, taken, step)
+        if any(row in bad for batch in taken for row in batch.rows):
+            for p in self.model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(float("nan"))
+        return sums
+
+    patch.setattr(AccumulationBoundary, "accumulate", spoiled)
+
+
+def blind(patch: pytest.MonkeyPatch) -> None:
+    """Have the loader jump over the bad rows."""
+    take = Loader.take
+
+    def jumping(self: Loader, n: int) -> Iterator[Batch]:
+        self.position = BAD.stop if self.position == BAD.start else self.position
+        return take(self, n)
+
+    patch.setattr(Loader, "take", jumping)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rewound_run_never_saw_the_rows(corpus: Path, tmp_path: Path, ranks: int) -> None:
+    folder, twin = tmp_path / "run", tmp_path / "twin"
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, BAD)
+        done = run(corpus, folder, "--train.rewinds", "1", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    saved = folder / "checkpoints/step-000006"
+    line = (
+        f"step 9: 3 bad steps in a row: back to {saved}, rows 12 to 17 are skipped (0 rewinds left)"
+    )
+    assert line in done.stdout
+    (one,) = rewinds(folder)
+    assert (one["from"], one["to"], one["rows"]) == (9, 6, [12, 18])
+    with pytest.MonkeyPatch.context() as patch:
+        blind(patch)
+        assert run(corpus, twin, ranks=ranks).returncode == 0
+    same_run(folder, twin)
+
+    # Lost between the rewind and the next save: the start after it skips the same rows.
+    for path in (folder / "checkpoints").glob("step-*"):
+        if path != saved:
+            shutil.rmtree(path)
+    again = run(corpus, folder, "--train.rewinds", "1", ranks=ranks)  # rows 12 to 17 are good now
+    assert again.returncode == 0 and "resumed at step 6 of 10" in again.stdout, again.stderr
+    same_run(folder, twin)
+
+
+def same_run(folder: Path, twin: Path) -> None:
+    """Check that no figure of a step and no weight differs."""
+    one, two = records(folder), records(twin)
+    assert [row["step"] for row in one] == list(range(10)) and not any(r["skipped"] for r in one)
+    for key in ("loss", "grad_norm", "lr", "bits_per_byte"):
+        assert [row[key] for row in one] == [row[key] for row in two], key
+    name = "final/model.safetensors"
+    assert (folder / name).read_bytes() == (twin / name).read_bytes()
+
+
+def test_rewinds_are_bounded(corpus: Path, tmp_path: Path) -> None:
+    """All rows from 12 on are bad: back once, back further, then the run ends."""
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch, range(BAD.start, 10**6))
+        done = run(corpus, folder, "--train.rewinds", "2")
+        assert done.returncode == 5 and "train.max_skips=3" in done.stderr, done.stderr
+        assert [(one["from"], one["to"]) for one in rewinds(folder)] == [(9, 6), (9, 4)]
+        again = run(corpus, folder, "--train.rewinds", "2")
+        assert again.returncode == 5 and len(rewinds(folder)) == 2, "counted over all starts"
+
+
+def test_spikes_rewind_too(corpus: Path, tmp_path: Path) -> None:
+    """A loss ten times as high, for one step after 40."""
+    check, made = AccumulationBoundary.check_step, itertools.count(1)
+
+    def high(self: AccumulationBoundary, sums: StepSums, norm: Tensor) -> StepStatus:
+        status = check(self, sums, norm)
+        loss = status.loss * (10 if next(made) == 41 else 1)
+        return dataclasses.replace(status, loss=loss)
+
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AccumulationBoundary, "check_step", high)
+        flags = "--run.steps 44 --train.rewinds 1 --train.max-spikes 1 --checkpoint.every 10"
+        done = run(corpus, folder, *flags.split())
+    assert done.returncode == 0, done.stderr
+    (one,) = rewinds(folder)
+    assert (one["from"], one["to"], one["rows"]) == (41, 40, [80, 82])
+    assert one["why"] == "1 spikes in a row"
+    assert [row["step"] for row in records(folder)] == list(range(44))

@@ -1,0 +1,115 @@
+"""Operators and collectives against arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megacpp.errors import ConfigError
+from megacpp.speed import collectives
+from megacpp.speed.collectives import AxisSpread, spread
+from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus, product_table
+from megacpp.speed.operators import (
+    K_FILL,
+    WAVE_SHARED,
+    Attend,
+    Passes,
+    Product,
+    SerialWork,
+    seconds,
+)
+
+# Round figures: 100 SMs, 100 TFLOP/s, 1 TB/s, links of 100 and 10 GB/s, hops of 1 and 10 us.
+PLAIN = GpuSpec(
+    name="plain", sms=100, bf16_tflops=100, bf16_reached=1.0, hbm_gbs=1000, hbm_reached=1.0,
+    hbm_gib=80, nvlink_gbs=100, nvlink_reached=1.0, node_latency_us=1, network_gbs=10,
+    network_reached=1.0, network_latency_us=10, launch_us=10, l2_mib=40, power_w=400,
+)  # fmt: skip
+ONE = Rates()
+
+
+def test_a_product_that_fills_its_waves_runs_at_the_peak() -> None:
+    product = Product(2560, 1280, 8192)  # 10 x 10 tiles of 256 x 128: one wave of 100 SMs
+    flops = 2 * 2560 * 1280 * 8192
+    assert seconds(product, PLAIN, ONE) == pytest.approx(flops / 1e14 * (8192 + K_FILL) / 8192)
+    assert seconds(product, PLAIN, Rates(products=0.5)) == pytest.approx(
+        2 * seconds(product, PLAIN, ONE)
+    )
+
+
+def test_a_tile_more_begins_a_wave() -> None:
+    full, more = Product(2560, 1280, 8192), Product(2560, 1281, 8192)
+    # 110 tiles: waves count as 0.55 x 2 + 0.45 x 1.1 = 1.595 full ones.
+    taken = 2 * (1 - WAVE_SHARED) + 1.1 * WAVE_SHARED
+    assert seconds(more, PLAIN, ONE) <= seconds(full, PLAIN, ONE) * taken
+    assert seconds(more, PLAIN, ONE) > 1.2 * seconds(full, PLAIN, ONE)
+
+
+def test_a_thin_product_waits_for_memory() -> None:
+    thin, quick = Product(65536, 128, 128), replace(PLAIN, bf16_tflops=1e5)
+    assert seconds(thin, quick, ONE) == pytest.approx(2 * (65536 * 256 + 128 * 128) / 1e12)
+    added = thin._replace(added=True)  # the fp32 sum is read and written
+    moved = 2 * (65536 * 128 + 128 * 128) + 8 * 65536 * 128
+    assert seconds(added, quick, ONE) == pytest.approx(moved / 1e12)
+
+
+def test_a_measured_product_has_its_measured_speed() -> None:
+    table = product_table("B200")
+    assert table[4096, 8192, 8192, "TN"] == 1041.0
+    product = Product(4096, 8192, 8192)
+    assert seconds(product, gpu("B200"), ONE) == pytest.approx(product.flops / 1041e12)
+
+
+def test_memory_bound_work_moves_its_bytes() -> None:
+    assert seconds(Passes(1e9), PLAIN, ONE) == pytest.approx(1e-3)
+    assert seconds(Passes(1e9), PLAIN, Rates(memory=0.5)) == pytest.approx(2e-3)
+    assert seconds(Passes(1.0, launches=10), PLAIN, ONE) == pytest.approx(30e-6)
+    assert seconds(SerialWork(100, 2.0, 1e9), PLAIN, ONE) == pytest.approx(1e-3 + 200e-6)
+
+
+def test_attention_multiplies_what_it_attends_to() -> None:
+    forward = Attend(64, 4096, 2048, 256, "flash3")
+    assert forward.flops == 2 * 64 * 4096 * 2048 * 256
+    assert forward._replace(backward=True).flops == 2.5 * forward.flops
+    long = Attend(4096, 65536, 32768, 256, "flash3")
+    assert seconds(long, gpu("H100"), ONE) == pytest.approx(long.flops / 620e12, rel=0.01)
+
+
+def test_a_ring_gathers_at_the_speed_of_its_link() -> None:
+    time = collectives.seconds("all_gather", 8e9, AxisSpread(8, 8), PLAIN)
+    assert time == pytest.approx(8e9 * 7 / 8 / 100e9 + 15e-6 + 7e-6)
+    assert collectives.seconds("all_reduce", 8e9, AxisSpread(8, 8), PLAIN) == pytest.approx(
+        2 * 8e9 * 7 / 8 / 100e9 + 15e-6 + 14e-6
+    )
+
+
+def test_all_cards_of_a_node_carry_a_ring_between_nodes() -> None:
+    wide = collectives.seconds("all_gather", 16e9, AxisSpread(16, 8), PLAIN)
+    # The node's links decide: between nodes eight cards of 10 GB/s carry half, 0.1 s.
+    assert wide == pytest.approx(16e9 * 15 / 16 / 100e9, rel=1e-3)
+    assert wide == pytest.approx(16e9 * 15 / 16 / 100e9 + (15 + 10 + 14) * 1e-6)
+    narrow = collectives.seconds("all_gather", 16e9, AxisSpread(16, 1), PLAIN)
+    assert narrow == pytest.approx(15e9 / 10e9, rel=1e-3)
+
+
+def test_an_all_to_all_has_one_card_a_rank() -> None:
+    time = collectives.seconds("all_to_all", 16e9, AxisSpread(16, 8), PLAIN)
+    assert time == pytest.approx(8e9 / 10e9 + (15 + 24) * 1e-6)
+
+
+def test_axes_lie_over_nodes_by_their_stride() -> None:
+    assert spread(8, 1, 8) == (8, 8)
+    assert spread(16, 1, 8).nodes == 2
+    assert spread(4, 8, 8) == (4, 1)
+    assert spread(2048, 2, 8) == (2048, 4)
+    assert spread(2048, 2, 8).nodes == 512
+
+
+def test_every_gpu_has_figures_with_sources() -> None:
+    for name in gpus():
+        for figure in gpu(name).figures.values():
+            assert figure.value >= 0 and figure.source
+    assert gpu("h100-sxm-80gb") is gpu("H100")
+    with pytest.raises(ConfigError, match="gpu=H1000: no such GPU is known"):
+        gpu("H1000")

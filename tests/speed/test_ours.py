@@ -1,0 +1,154 @@
+"""Our own configurations as work of the time model, and the commands that print it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megacpp.cli.main import main
+from megacpp.cli.speed import predicted
+from megacpp.config.arguments import parse_run
+from megacpp.memory.block_trace import BlockTrace
+from megacpp.memory.traffic import traffic
+from megacpp.model.flops import forward_flops_per_token
+from megacpp.speed.hardware import Rates, gpu
+from megacpp.speed.operators import Attend, Product
+from megacpp.speed.ours import step_work
+from megacpp.speed.step import predict
+from megacpp.speed.traced import launches, memory_bound
+
+
+def config_of(*words: str, size: int = 1):
+    return parse_run([*words, "--train.device", "cuda"], size).config
+
+
+def test_products_and_attention_are_the_models_flops() -> None:
+    config = config_of("dense_110m")
+    step = step_work(config, 1, "H100")
+    operators = [op for block in step.blocks for op in block.forward]
+    tokens = config.train.device_batch_size * config.data.seq_len
+    products = sum(op.flops for op in operators if isinstance(op, Product))
+    attended = sum(op.flops for op in operators if isinstance(op, Attend))
+    whole = tokens * forward_flops_per_token(config.model, config.data.seq_len)
+    assert products + 2 * attended == pytest.approx(whole)  # a causal half is attended to
+    back = [op for block in step.blocks for op in block.backward if isinstance(op, Product)]
+    assert sum(op.flops for op in back) == pytest.approx(2 * products)
+
+
+def test_blocks_send_the_bytes_that_are_counted() -> None:
+    config = config_of("dense_110m", "--mesh.tp", "2", size=4)
+    step = step_work(config, 4, "H100")
+    sent = [t for b in step.blocks for t in (*b.sent_forward, *b.sent_backward) if t.axis == "tp"]
+    counted = traffic(config, 4).parts
+    wanted = sum(n for (axis, what), n in counted.items() if axis == "tp" and what != "gradients")
+    assert step.microbatches * sum(t.bytes for t in sent) == pytest.approx(wanted)
+    assert step.axes["data"] == (2, 2) and step.axes["tp"] == (2, 2)
+    gathered = sum(b.dense for b in step.blocks)
+    alone = sum(b.dense for b in step_work(config_of("dense_110m"), 1, "H100").blocks)
+    assert gathered == pytest.approx(alone / 2)  # tp halves matrices; norms stay in fp32
+
+
+def test_tensor_parallelism_halves_products_and_attention() -> None:
+    flops = []
+    for words, size in (((), 1), (("--mesh.tp", "2"), 2)):
+        step = step_work(config_of("dense_110m", *words, size=size), size, "H100")
+        operators = [op for block in step.blocks for op in (*block.forward, *block.backward)]
+        products = sum(op.flops for op in operators if isinstance(op, Product))
+        attended = sum(op.flops for op in operators if isinstance(op, Attend))
+        flops.append((products, attended))
+    assert flops[1] == pytest.approx([part / 2 for part in flops[0]])
+
+
+TRACE = BlockTrace(
+    bytes=(10, 20, 40, 80, 160),
+    names=("m: mul", "m: mm", "m: clone", "m: add", "m: silu"),
+    roles="ttttw",
+    events=(1, 2, 3, -3, 4, 5, -1, -2),
+    forward=6,
+    added={},
+)
+
+
+def test_memory_bound_work_reads_operands_and_writes_results() -> None:
+    forward, backward = memory_bound(TRACE, compiled=False)
+    assert forward.bytes == 3 * 10 + 2 * 40 + 3 * 80 and forward.launches == 3
+    assert backward.bytes == 0 and launches(TRACE) == (5, 0)
+
+
+def test_a_compiler_keeps_what_nothing_else_reads() -> None:
+    forward, _ = memory_bound(TRACE, compiled=True)
+    assert forward.bytes == 3 * 10 + 3 * 80  # the clone is freed before a product reads it
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (("tiny", "--mesh.tp", "2"), 8),
+        (("tiny", "--mesh.cp", "2"), 4),
+        (("tiny", "--mesh.ep", "2", "--mesh.dp-replicate", "2"), 8),
+        (("tiny", "--mesh.pp", "2", "--train.grad-accum", "4", "--train.tokens-per-step", "0"), 4),
+    ],
+)
+def test_every_mesh_has_a_step(words: tuple[str, ...], size: int) -> None:
+    step = step_work(config_of(*words, size=size), size, "H100")
+    found = predict(step, gpu("H100"), Rates())
+    assert found.step_s > 0 and sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert found.tokens_per_s == pytest.approx(step.tokens / found.step_s)
+    kinds = {block.kind[0] for block in step.blocks}
+    assert {"A", "E", "M", "R"} <= kinds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_every_schedule_has_a_step(schedule: str) -> None:
+    words = ["--model.depth", "8", "--mesh.pp", "2", "--mesh.pp-schedule", schedule]
+    words += ["--train.tokens-per-step", "0", "--train.grad-accum", "8"]
+    words += ["--model.tie-embeddings", "False"]
+    found = predicted(config_of("dense_110m", *words, size=2), 2, gpu("H100"))
+    assert 0 < found.parts["bubble"] < found.step_s / 3
+
+
+def test_a_faster_gpu_is_faster() -> None:
+    step = step_work(config_of("dense_110m", size=8), 8, "H100")
+    times = [predict(step, gpu(name), Rates()).step_s for name in ("A100-40GB", "H100", "B200")]
+    assert times == sorted(times, reverse=True)
+
+
+def test_recomputation_takes_time() -> None:
+    plain = step_work(config_of("dense_110m", "--recompute.ablock", "none"), 1, "H100")
+    again = step_work(config_of("dense_110m", "--recompute.ablock", "full"), 1, "H100")
+    times = [predict(step, gpu("H100"), Rates()).step_s for step in (plain, again)]
+    assert times[0] < times[1]
+
+
+def test_the_command_prints_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["speed", "dense_110m", "--world", "8", "--gpu", "H200", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    found = content["predicted"]
+    assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()))
+    assert found["step_s_range"][0] < found["step_s"] < found["step_s_range"][1]
+    assert found["tokens_per_s_per_gpu"] > 0 and 0 < found["mfu"] < 1
+    assert main(["speed", "dense_110m", "--world", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "dense_110m on 8 GPUs (H100), predicted, not measured:" in text and "MFU" in text
+    assert main(["speed", "dense_110m", "--gpu", "H1000"]) == 2
+    assert "error: gpu=H1000: no such GPU is known" in capsys.readouterr().err
+
+
+def test_hardware_is_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hardware", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["H100"]["sms"] == {"value": 132, "unit": "", "source": "vendor data sheet"}
+    assert main(["hardware"]) == 0
+    assert "A100-80GB-PCIe" in capsys.readouterr().out
+
+
+def test_a_plan_is_ordered_by_predicted_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "dense_110m", "--world", "8", "--memory", "80GiB", "--gpu", "H100"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["candidates"]
+    speeds = [one["predicted"]["tokens_per_s_per_gpu"] for one in found]
+    assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 1
+    assert main([*words, "--explain", "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "tokens/s" in text and "#1 before #2:" in text and "ms shorter" in text

@@ -1,0 +1,203 @@
+"""Only sound state is saved and kept; damage at a resume is named, and passed over by setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from megacpp.config.arguments import parse_run
+from megacpp.config.schema import CheckpointConfig
+from megacpp.errors import CheckpointError, NonFiniteError
+from megacpp.state.checkpoint import save_checkpoint
+from megacpp.state.published import (
+    candidates,
+    is_sound,
+    latest_checkpoint,
+    newest_sound,
+    read_extra,
+)
+from megacpp.state.soundness import unsound
+from tests.ranks import run_ranks
+from tests.state.test_training import Made, config_of, make
+from tests.state.toy import toy_state
+
+
+def save(folder: Path, step: int, keep: int = 2, keep_every: int = 0, **extra: int) -> Path:
+    tensors = {"model.w": torch.full((3, 2), float(step))}
+    return save_checkpoint(folder, step, tensors, {"step": step, **extra}, keep, keep_every)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "latest")
+
+
+# ---- finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_tensor_with_floats_is_looked_at(value: float) -> None:
+    clean = toy_state(seed=1)
+    assert unsound(clean) == ""
+    wide = {name for name, t in clean.items() if t.is_floating_point() and t.numel()}
+    assert {clean[name].dtype for name in wide} == {torch.float32, torch.float64, torch.bfloat16}
+    for name in wide:
+        state = toy_state(seed=1)
+        state[name].detach()[-1:].fill_(value) if state[name].dim() else state[name].fill_(value)
+        assert unsound(state).startswith(f"{name} has ")
+
+
+def test_a_norm_that_overflows_is_no_value_that_does() -> None:
+    assert (
+        unsound({"w": torch.full((4,), 3e38), "v": torch.full((4,), 1e300, dtype=torch.float64)})
+        == ""
+    )
+    narrow = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    assert unsound({"w": narrow}) == ""
+    narrow.view(torch.uint8)[1] = 0x7F  # its NaN
+    assert unsound({"w": narrow}) == "w has 1 values that are not finite"
+
+
+def test_a_shard_of_one_rank_is_named_on_all() -> None:
+    def body(rank: int, world: int) -> str:
+        state = toy_state(seed=1)
+        moment = state["optim.first.weight.momentum"]
+        assert isinstance(moment, DTensor)
+        if rank == 1:
+            moment.to_local().view(-1)[:2] = float("nan")
+        return unsound(state)
+
+    one, other = run_ranks(body, 2)
+    assert one == other
+    assert one == "optim.first.weight.momentum has 2 values that are not finite on rank 1"
+
+
+def test_unsound_state_is_never_published(tmp_path: Path) -> None:
+    run = make(tmp_path, config_of())
+    run.steps(1)
+    saved = run.state.save(keep=1)
+    before = names(tmp_path)
+    run.steps(1)
+    next(run.state.model.parameters()).data.view(-1)[0] = float("inf")
+    with pytest.raises(NonFiniteError) as error:
+        run.state.save(keep=1)
+    assert error.value.exit_code == 5 and "\n" not in str(error.value)
+    assert "after step 2 model.first.weight has 1 values that are not finite" in str(error.value)
+    assert f"{saved} is the newest sound checkpoint. Fix: " in str(error.value)
+    assert names(tmp_path) == before and latest_checkpoint(tmp_path) == saved
+
+
+def test_unsound_state_of_an_older_version_is_not_resumed(tmp_path: Path) -> None:
+    run = make(tmp_path, config_of())
+    next(run.state.model.parameters()).data.fill_(float("nan"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megacpp.state.training.unsound", lambda tensors: "")
+        run.state.save(keep=1)
+    with pytest.raises(CheckpointError, match=r"20 values that are not finite. Fix: start anew"):
+        make(tmp_path, config_of()).state.resume("auto")
+
+
+# ---- retention ----------------------------------------------------------------------------------
+
+
+def test_some_stay_for_ever(tmp_path: Path) -> None:
+    for step in range(1, 12):
+        save(tmp_path, step, keep=2, keep_every=4)
+    assert names(tmp_path) == [f"step-{step:06d}" for step in (4, 8, 10, 11)]
+
+
+def test_damaged_and_bad_ones_rotate_no_sound_one_out(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=0)
+    shard = next((tmp_path / "step-000003").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    save(tmp_path, 4, keep=2, bad_steps=3)
+    assert names(tmp_path) == [f"step-{step:06d}" for step in (1, 2, 3, 4)]
+    assert not is_sound(tmp_path / "step-000003") and not is_sound(tmp_path / "step-000004")
+    assert newest_sound(tmp_path) == tmp_path / "step-000002"
+    save(tmp_path, 5, keep=2)
+    assert names(tmp_path) == [f"step-{step:06d}" for step in (2, 3, 4, 5)]
+
+
+# ---- damage at a resume -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    run = make(tmp_path, config_of())
+    for _ in range(3):
+        run.steps(1)
+        run.state.save(keep=0)
+    return tmp_path
+
+
+def resumed(folder: Path, damaged: str = "stop", source: str = "auto") -> Made:
+    config = dataclasses.replace(config_of(), checkpoint=CheckpointConfig(damaged=damaged))  # type: ignore[arg-type]
+    run = make(folder, config, seed=2)
+    run.state.resume(source)
+    return run
+
+
+@pytest.mark.parametrize("file", ["extra.json", "manifest.json", "shard"])
+def test_damage_falls_back_by_setting_and_names_both(three: Path, file: str) -> None:
+    newest = three / "step-000003"
+    path = next(newest.glob("*.safetensors")) if file == "shard" else newest / file
+    path.write_bytes(path.read_bytes()[:-2] + b"??")
+    with pytest.raises(CheckpointError, match=f"{path.name}: .*resume {three}/step-000002"):
+        resumed(three)
+    run = resumed(three, "older")
+    assert run.state.step == 2 and run.loader.position == 16
+    (line,) = run.state.changed
+    assert str(path) in line and line.endswith(f": the run goes on from {three / 'step-000002'}")
+    for step in (1, 2):
+        shutil.rmtree(three / f"step-{step:06d}")
+    with pytest.raises(CheckpointError, match=path.name):  # starts never anew by itself
+        resumed(three, "older")
+
+
+def test_every_flip_of_latest_is_said(three: Path) -> None:
+    """All of its 29 bytes: the newest is resumed, or a line names what is passed over."""
+    latest = three / "latest"
+    content = latest.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        latest.write_bytes(flipped)
+        assert candidates(three)[0] == three / "step-000003"
+    latest.write_text("step-000001\n")  # written without a digest, as once
+    assert resumed(three).state.changed == [
+        f"{three / f'step-{step:06d}'} is passed over: latest names step-000001" for step in (2, 3)
+    ]
+    latest.write_bytes(b"\xff\n")
+    run = resumed(three)
+    assert run.state.step == 3
+    assert run.state.changed == [
+        f"{latest} is damaged: {three / 'step-000003'} has the latest step"
+    ]
+
+
+def test_no_flip_of_extra_blames_a_setting(three: Path, tmp_path: Path) -> None:
+    """Read before ranks meet, for the tokens of a step, and at the resume."""
+    path = three / "step-000003/extra.json"
+    home = tmp_path / "run"
+    home.mkdir()
+    shutil.copytree(three / "step-000003", home / "checkpoints/step-000003")
+    copied = home / "checkpoints/step-000003/extra.json"
+    content = path.read_bytes()
+    start = content.index(b'"seed"') - 120
+    for bit in range(8 * start, 8 * (start + 250), 7):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        copied.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"extra.json: is corrupt \(SHA-256 differs\)"):
+            read_extra(path.parent)
+        if bit % 35 == 0:  # the tokens of a step are in these bytes
+            parse_run(["--run.dir", str(home)], 1, resumes=True)
+    path.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"extra.json: is corrupt \(SHA-256 differs\)"):
+        resumed(three)
