@@ -71,7 +71,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     again = [request.pieces if i == layer else NOTHING for i in range(config.model.depth)]
     ActivationCheckpointing(config, regions=again)(model)
     device, gpu = CPU if faked else META, config.train.device == "cuda"
-    values = meta_tensors(world.parallel, gpu)
+    values = meta_tensors(gpu)
     if faked:
         values = fake_tensors(memory=True, every_chunk=False, gpu=gpu)
     with values, given_batch(model, dict(request.counts), request.document):

@@ -31,9 +31,11 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import plan_model
 from parallel.mesh import World, join
 from parallel.simulate.gpu_stand_ins import on_gpu
+from parallel.simulate.shapes import ResultShapes
 from parallel.simulate.stand_ins import memory_stand_ins, stand_ins
 
 CPU = torch.device("cpu")
+_SHAPES = ResultShapes()  # for all traces of a process
 
 
 @contextmanager
@@ -77,17 +79,16 @@ def fake_tensors(
 
 
 @contextmanager
-def meta_tensors(peers: bool, gpu: bool = False) -> Iterator[None]:
-    """Run on the meta device as `fake_tensors` does, at a third of the time.
+def meta_tensors(gpu: bool = False) -> Iterator[None]:
+    """Run on the meta device as `fake_tensors` does, at a tenth of the time.
 
-    The meta device has no autocast.
+    The meta device has no autocast. Peers take what is sent, and send memory.
 
     Args:
-        peers: the mesh has more than one rank; the others take what is sent, and send memory.
         gpu: allocate as on a GPU (parallel/simulate/gpu_stand_ins.py).
     """
-    others, device = _NoPeers() if peers else nullcontext(), on_gpu() if gpu else nullcontext()
-    with others, _no_autocast_on_meta(), memory_stand_ins(every_chunk=False), device:
+    device = on_gpu() if gpu else nullcontext()
+    with _OnMeta(), _no_autocast_on_meta(), memory_stand_ins(every_chunk=False), device:
         yield
 
 
@@ -173,8 +174,8 @@ class FakeBoundary(AccumulationBoundary):
             self.pipeline.dry = True
 
 
-class _NoPeers(TorchDispatchMode):
-    """Collectives of tensors on the meta device, which return at once."""
+class _OnMeta(TorchDispatchMode):
+    """Operators on the meta device, whose shapes are remembered; collectives return at once."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -185,7 +186,7 @@ class _NoPeers(TorchDispatchMode):
             from torch._C._distributed_c10d import FakeWork
 
             return FakeWork().boxed()
-        return func(*args, **(kwargs or {}))
+        return _SHAPES.run(func, args, kwargs or {})
 
 
 class _RealStaysReal(TorchDispatchMode):

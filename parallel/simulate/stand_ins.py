@@ -93,14 +93,16 @@ def given_batch(model: HybridLM, counts: Mapping[str, int], document: int) -> It
 @contextmanager
 def _instead(*instead: tuple[Any, Any]) -> Iterator[None]:
     """Replace the first of each pair by the second in every module of the project that has it."""
-    changed: list[tuple[Any, str, Any]] = []
+    others = {id(original): other for original, other in instead}
     modules = [m for name, m in sys.modules.items() if name.startswith(("megacpp.", "parallel."))]
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            for original, other in instead:
-                if value is original and module.__name__ != __name__:
-                    setattr(module, name, other)
-                    changed.append((module, name, original))
+    changed = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if id(value) in others and module.__name__ != __name__
+    ]
+    for module, name, value in changed:
+        setattr(module, name, others[id(value)])
     try:
         yield
     finally:
