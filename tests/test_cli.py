@@ -146,12 +146,15 @@ def test_doctor_reports_and_two_ranks_meet() -> None:
         assert findings[name]["ok"] in (True, None) and findings[name]["detail"]
 
 
-def test_data_commands_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_commands_refuse_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out_dir = str(tmp_path / "out")
     for words, code in (
         (["data", "prepare", "--vocab-size", "10"], 2),
-        (["data", "prepare", "/nowhere", "--out", "/tmp/never"], 3),
+        (["data", "prepare", "/nowhere", "--out", out_dir], 3),
         (["data", "prepare", "--vocabsize", "10"], 2),
-        (["data", "prepare", str(ROOT), "--globs", "*.nothing", "*.none", "--out", "/tmp/x"], 3),
+        (["data", "prepare", str(ROOT), "--globs", "*.nothing", "*.none", "--out", out_dir], 3),
         (["data", "inspect", "/nowhere"], 3),
         (["data", "inspect", "--split", "test"], 2),
     ):
