@@ -91,7 +91,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     log = MetricsLog(folder, config, state.step, world.is_main)
     rewinds = Rewinds(folder, config, state, health, log, world.is_main)
     watch = partial(StepWatch, model, optimizer)
-    records = open_records(launch, log, health, world, mfu, boundary.where, watch)
+    records = open_records(launch, log, health, world.rank, of_all, mfu, boundary.where, watch)
     held_out = HeldOut(corpus, config, share, boundary.evaluate, log)
 
     # ---- the loop --------------------------------------------------------------------------------

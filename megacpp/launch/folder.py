@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
-from megacpp.launch.lock import LEASE_S, RunLock, take
+from megacpp.launch.lock import FILE, LEASE_S, take
 from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import write_status
 
@@ -33,43 +33,42 @@ def open_folder(peers: RankStore, config: Config, fingerprint: str) -> None:
         DataError: (likewise) the corpus differs from rank 0's.
     """
     folder = Path(config.run.dir)
-    lock: RunLock | None = None
     token = folder / f".{peers.table[0].pid}-{peers.table[0].host}.start"
-    with peers.agree("folder"):
-        if peers.rank == 0:
-            peers.lock = lock = _lock(peers, config)
-            _make(folder, token)
-            peers.tell("corpus", fingerprint)
     try:
+        with peers.agree("folder"):
+            if peers.rank == 0:
+                _claim(peers, config, token)
+                peers.tell("corpus", fingerprint)
         with peers.agree("seen"):
             _compare(peers, config, fingerprint, token)
-    except Exception:
-        if lock is not None:
-            lock.give_up()
+    except BaseException:
+        if peers.lock is not None:
+            peers.lock.release(refused=True)
         raise
     finally:
         if peers.rank == 0:
             with contextlib.suppress(OSError):
                 token.unlink()
     peers.home = folder
-    if lock is not None:
-        write_status(folder, followed_a_kill=lock.followed)
+    if peers.lock is not None:
+        write_status(folder, followed_a_kill=peers.lock.followed)
 
 
-def _lock(peers: RankStore, config: Config) -> RunLock:
-    """Return the lock of the run folder, an earlier run moved aside if it is asked for."""
+def _claim(peers: RankStore, config: Config, token: Path) -> None:
+    """Lock the run folder and put the token there; move an earlier run aside if it is asked for."""
     folder = Path(config.run.dir)
     anew = config.checkpoint.resume == "never" and not peers.restarted
     wait_s = LEASE_S if peers.restarted else 0.0  # a rank of the start before may still be leaving
     try:
         if anew and folder.exists():
-            lock = take(folder, config.run.force)
-            lock.release()
-            set_aside(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        return take(folder, config.run.force, wait_s)
+            peers.lock = take(folder, config.run.force)
+            peers.lock.path = _set_aside(folder) / FILE  # held until then: no start writes into it
+            peers.lock.release()
+        peers.lock = take(folder, config.run.force, wait_s)
+        token.touch()
     except OSError as error:
-        raise _unusable(folder, error) from None
+        reason = f"is not usable ({error.strerror})"
+        raise config_error("run.dir", folder, reason, "choose a folder you may write") from None
 
 
 def _compare(peers: RankStore, config: Config, fingerprint: str, token: Path) -> None:
@@ -88,33 +87,14 @@ def _compare(peers: RankStore, config: Config, fingerprint: str, token: Path) ->
         )
 
 
-def set_aside(folder: Path) -> None:
-    """Rename an existing run folder, so that no run mixes with it.
-
-    Raises:
-        ConfigError: the folder can't be renamed.
-    """
-    try:
-        if folder.exists():
-            number = 1
-            while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
-                number += 1
-            folder.rename(old)
-            print(f"moved the earlier run to {old}")
-    except OSError as error:
-        raise _unusable(folder, error) from None
-
-
-def _make(folder: Path, token: Path) -> None:
-    try:
-        token.touch()
-    except OSError as error:
-        raise _unusable(folder, error) from None
-
-
-def _unusable(folder: Path, error: OSError) -> Exception:
-    reason = f"is not usable ({error.strerror})"
-    return config_error("run.dir", folder, reason, "choose a folder you may write")
+def _set_aside(folder: Path) -> Path:
+    """Rename an existing run folder, so that no run mixes with it; return its new path."""
+    number = 1
+    while (old := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    folder.rename(old)
+    print(f"moved the earlier run to {old}")
+    return old
 
 
 def _seen(token: Path) -> bool:

@@ -55,22 +55,24 @@ class RunLock:
         self._write()
         os.register_at_fork(after_in_child=self._forget)  # a child must not hold it longer
         self._stop = threading.Event()
-        threading.Thread(target=self._beat, daemon=True, name="run.lock").start()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="run.lock")
+        self._thread.start()
 
-    def release(self) -> None:
-        """End the lease and free the lock."""
+    def release(self, refused: bool = False) -> None:
+        """End the lease and free the lock.
+
+        Args:
+            refused: the start is refused, so no trace of it is left.
+        """
         self._stop.set()
+        self._thread.join()  # a beat that is late would write over the end, or miss the file
         if self._handle >= 0 and self.owned():
             self._lease["ended"] = True
             with suppress(OSError):
+                if refused and not self.followed:
+                    self.path.unlink()
                 self._write()
         self._forget()
-
-    def give_up(self) -> None:
-        """Free the lock of a start that is refused, and leave no trace of it."""
-        if self._handle >= 0 and self.owned() and not self.followed:
-            self.path.unlink(missing_ok=True)
-        self.release()
 
     def owned(self) -> bool:
         """Return whether the file is still this start's: nobody has taken the folder over."""
@@ -85,9 +87,8 @@ class RunLock:
         while not self._stop.wait(BEAT_S):
             self._lease["beats"] += 1
             with suppress(OSError):  # a disk that is full or gone ends the run elsewhere
-                if self.path.exists() and not self.owned() and not self._stop.is_set():
-                    other = _read(self.path)
-                    line = f"run.dir={self.path.parent}: taken over by {_who(other)}"
+                if self.path.exists() and not self.owned():
+                    line = f"run.dir={self.path.parent}: taken over by {_who(_read(self.path))}"
                     note(ConfigError.exit_code, line)
                     print(f"error: {line}", file=sys.stderr, flush=True)
                     os._exit(ConfigError.exit_code)
@@ -103,7 +104,7 @@ def take(folder: Path, force: bool = False, wait_s: float = 0.0) -> RunLock:
     """Return the lock of a run folder.
 
     Args:
-        folder: folder of the run; it exists.
+        folder: folder of the run; it is made if it is missing.
         force: take it from a holder whose lease has run out although its lock is still there.
         wait_s: seconds to wait for a holder that is about to end.
 
@@ -113,10 +114,11 @@ def take(folder: Path, force: bool = False, wait_s: float = 0.0) -> RunLock:
     """
     path, deadline = folder / FILE, time.monotonic() + wait_s
     while True:
+        folder.mkdir(parents=True, exist_ok=True)  # a start that held it may have moved it aside
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         granted = _flock(handle)
         holder = _read(path)
-        if granted and os.path.samestat(os.fstat(handle), os.stat(path)):
+        if granted and _is_at(path, handle):
             if not _lives(path, holder):
                 return RunLock(folder, handle, followed=holder.get("ended") is False)
             granted = False  # this file system doesn't carry the lock
@@ -136,6 +138,13 @@ def take(folder: Path, force: bool = False, wait_s: float = 0.0) -> RunLock:
             )
 
 
+def _is_at(path: Path, handle: int) -> bool:
+    """Return whether an open file is at its path: its holder hasn't deleted or moved it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    return False
+
+
 def _flock(handle: int) -> bool:
     """Return whether the lock was granted; it counts as granted where there are no locks."""
     try:
@@ -150,10 +159,11 @@ def _flock(handle: int) -> bool:
 
 def _lives(path: Path, holder: Mapping[str, Any]) -> bool:
     """Return whether the holder of a lease is alive, by its process or else by its beats."""
-    if holder.get("ended") is not False or holder.get("pid") == os.getpid():
+    if holder.get("ended") is not False:
         return False
-    if holder.get("node") == this_node()[0]:
-        return started_ticks(holder["pid"]) == holder.get("ticks") is not None
+    if holder.get("node") == this_node()[0]:  # elsewhere this pid is another process
+        ticks = started_ticks(holder["pid"])
+        return holder["pid"] != os.getpid() and ticks is not None and ticks == holder.get("ticks")
     return _beats(path, holder)
 
 

@@ -95,7 +95,9 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
     except Exception as error:
         if isinstance(error, OSError) and error.errno in WRONG_PATH:
             _said(peers)
-            exit_on_error(path_error(error))
+            wrong = path_error(error)
+            _ended(peers, wrong.exit_code, str(wrong))
+            exit_on_error(wrong)
         _leave(report(error, folder, peers))
 
 
@@ -172,6 +174,7 @@ def _alone(peers: RankStore | None, path: Path, late: bool) -> int:
     gone, speaks = _missing(peers, late)
     if not speaks:
         note(PEER_LOST, "lost another rank")
+        _free(peers)
     elif gone:
         ranks = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         _failed(peers, PEER_LOST, f"{ranks} lost: ended without a message (killed?). {NEXT}")
@@ -215,7 +218,12 @@ def _ended(peers: RankStore | None, code: int, line: str) -> None:
     if peers.rank == 0 and code == 0:
         for stale in (peers.home / "failures").glob("rank-*.txt"):  # of a start before this one
             stale.unlink(missing_ok=True)
-    if peers.lock is not None:
+    _free(peers)
+
+
+def _free(peers: RankStore | None) -> None:
+    """Free the run folder; the first rank of a start that has it does."""
+    if peers is not None and peers.lock is not None:
         peers.lock.release()
 
 

@@ -35,37 +35,21 @@ def finish(
         config: configuration of the run.
         log: records of the run.
         step: number of steps made.
-        loss: held-out loss, the same on every rank.
+        loss: held-out loss in nats per valid token, the same on every rank.
 
     Raises:
         NonFiniteError: a weight or the held-out loss isn't finite.
     """
     folder, device = Path(config.run.dir), next(model.parameters()).device
-    check_final(model, config, step, loss)
+    words = unsound(model_tensors(model))
+    if not words and not math.isfinite(loss):
+        words = f"the held-out loss is {loss:g}"
+    if words:
+        raise bad_state(config, folder / "checkpoints", step, f"at the end of the run {words}")
     export_final(model, corpus, config, folder, step)
     if log.active:
         log.sample(step - 1, write_sample(corpus, config, folder, device))
         print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
-
-
-def check_final(model: nn.Module, config: Config, step: int, held_out_loss: float) -> None:
-    """Check that weights may be exported; every rank calls it.
-
-    Args:
-        model: model of this rank.
-        config: configuration of the run.
-        step: number of steps made.
-        held_out_loss: nats per valid token; the same on every rank.
-
-    Raises:
-        NonFiniteError: a weight or the held-out loss isn't finite.
-    """
-    words = unsound(model_tensors(model))
-    if not words and math.isfinite(held_out_loss):
-        return
-    words = words or f"the held-out loss is {held_out_loss:g}"
-    folder = Path(config.run.dir) / "checkpoints"
-    raise bad_state(config, folder, step, f"at the end of the run {words}")
 
 
 def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path, step: int) -> Path:

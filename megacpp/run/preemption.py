@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 from megacpp.outcome import PEER_LOST, launcher
@@ -61,5 +62,5 @@ def _leave_when_told_twice(reader: int) -> None:
     count = 0
     while count < 2:
         count += os.read(reader, 64).count(signal.SIGINT)
-    threading.Event().wait(GRACE_S)
+    time.sleep(GRACE_S)
     os._exit(INTERRUPTED)

@@ -15,9 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -133,24 +131,12 @@ class Records:
         }
 
 
-class OneOfMany(Protocol):
-    """Rank of a run."""
-
-    @property
-    def rank(self) -> int:
-        """Index of the rank."""
-        ...
-
-    def max(self, values: Tensor, axis: str) -> Tensor:
-        """Return the elementwise maximum of `values` `[...]` over the ranks of an axis."""
-        ...
-
-
 def open_records(
     launch: PreparedLaunch,
     log: MetricsLog,
     health: Health,
-    world: OneOfMany,
+    rank: int,
+    of_all: Callable[[Tensor], Tensor],
     mfu: Callable[[float], float | None],
     where: Callable[[], str],
     watch: Callable[[], Watch],
@@ -161,14 +147,14 @@ def open_records(
         launch: checked configuration, with the memory estimate.
         log: lines and metrics.
         health: warnings about gradient norms and losses.
-        world: this rank.
+        rank: index of this rank.
+        of_all: elementwise maximum over all ranks.
         mfu, where: as in `Records`.
         watch: makes the recorder of one step.
     """
     config, device, folder = launch.config, launch.device, Path(launch.config.run.dir)
-    forensics = Forensics(folder, config, world.rank, device, watch, log.first_step)
-    of_all = partial(world.max, axis="world")
-    calibrator = Calibrator(launch.admission, device, of_all, world.rank, folder)
+    forensics = Forensics(folder, config, rank, device, watch, log.first_step)
+    calibrator = Calibrator(launch.admission, device, of_all, rank, folder)
     balance = LoadWatch(config.model.moe.load_warning)
-    profile = StepProfile(config.run.profile, folder, world.rank, device)
+    profile = StepProfile(config.run.profile, folder, rank, device)
     return Records(log, health, balance, forensics, calibrator, mfu, where, profile)

@@ -18,7 +18,7 @@ from megacpp.config.schema import Config
 from megacpp.run.health import Health, budget_spent
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
-from megacpp.state.published import candidates, is_sound, step_of
+from megacpp.state.published import newest_sound
 from megacpp.state.training import TrainingState
 
 FILE = "rewinds.jsonl"
@@ -101,8 +101,7 @@ class Rewinds:
     def _newest(self) -> Path | None:
         """Return the newest sound checkpoint that no rewind has found to be bad from its start."""
         futile = {one["to"] for one in self.made if one["from"] - one["to"] <= one["streak"]}
-        found = candidates(self.state.folder)
-        return next((p for p in found if step_of(p) not in futile and is_sound(p)), None)
+        return newest_sound(self.state.folder, lambda step: step not in futile)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -67,6 +67,10 @@ def agreed(what: str, fix: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not _of_dcp(error):
             raise
+        if _of_dcp(error) and any(
+            isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()
+        ):
+            raise KeyboardInterrupt from error  # DCP raises the same on all ranks
         mine = error
     errors = gather(None if mine is None else _one_line(mine, what, fix))
     first = next((error for error in errors if error is not None), None)

@@ -167,7 +167,16 @@ def damage(path: Path) -> str:
 
     Each rank hashes its share of the files; all return the same line.
     """
-    rank, world_size = this_rank()
+    return next((found[0] for found in gather(_problems(path, *this_rank())) if found), "")
+
+
+def verify(path: Path) -> list[str]:
+    """Read a whole checkpoint and return its problems, one line each."""
+    return _problems(path, rank=0, world_size=1)
+
+
+def _problems(path: Path, rank: int, world_size: int) -> list[str]:
+    """Return problems of a rank's share of the files, or else of the counters, one line each."""
     try:
         manifest = read_manifest(path, "checkpoint")
         names = sorted(manifest.files)[rank::world_size]
@@ -176,18 +185,6 @@ def damage(path: Path) -> str:
         if not problems:
             checked_extra(path, manifest)
     except (DamagedError, OSError) as error:
-        problems = [str(error)]
-    return next((found[0] for found in gather(problems) if found), "")
-
-
-def verify(path: Path) -> list[str]:
-    """Read a whole checkpoint and return its problems, one line each."""
-    try:
-        manifest = read_manifest(path, "checkpoint")
-        problems = stray_problems(path, manifest) + file_problems(path, manifest, manifest.files)
-        if not problems:
-            checked_extra(path, manifest)
-    except DamagedError as error:
         return [str(error)]
     return problems
 

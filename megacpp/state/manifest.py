@@ -159,8 +159,17 @@ def read_json(folder: Path, name: str, manifest: Manifest) -> Any:
         raise DamagedError(f"{folder / name}: is no JSON that can be read") from None
 
 
-def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Read the named files and return those missing, truncated or corrupt, one line each."""
+def file_problems(
+    folder: Path, manifest: Manifest, names: Iterable[str], contents: bool = True
+) -> list[str]:
+    """Return the named files that are missing, truncated or corrupt, one line each.
+
+    Args:
+        folder: folder of the files.
+        manifest: their sizes and hashes.
+        names: files to check.
+        contents: read and hash them too.
+    """
     found = []
     for name in names:
         path, entry = folder / name, manifest.files[name]
@@ -170,7 +179,7 @@ def file_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
         elif path.stat().st_size != entry.bytes:
             size = path.stat().st_size
             found.append(f"{path}: has {size:,} bytes instead of {entry.bytes:,}")
-        elif hash_file(path) != entry:
+        elif contents and hash_file(path) != entry:
             found.append(f"{path}: is corrupt (SHA-256 differs)")
     return found
 
@@ -180,15 +189,6 @@ def stray_problems(folder: Path, manifest: Manifest) -> list[str]:
     known = manifest.files.keys()
     strays = sorted(p for p in folder.glob("*.safetensors") if p.name not in known)
     return [f"{path}: is not in {NAME}" for path in strays]
-
-
-def size_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Return files that are missing or of another size, one line each; contents aren't read."""
-    return [
-        f"{folder / name}: is missing or of another size"
-        for name, entry in manifest.files.items()
-        if not (path := folder / name).is_file() or path.stat().st_size != entry.bytes
-    ]
 
 
 def whole_number(value: Any, least: int = 0) -> int:

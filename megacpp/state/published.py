@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ from megacpp.state.manifest import (
     UNREADABLE,
     DamagedError,
     Manifest,
+    file_problems,
     read_json,
     read_manifest,
-    size_problems,
     whole_number,
 )
 
 EXTRA, LATEST = "extra.json", "latest"
 STEP = re.compile(rf"step-(\d{{1,18}})(?:{re.escape(ASIDE)})?", re.ASCII)
-LEAST = {"step": 0, "steps": 0, "updates": 0, "bad_steps": 0, "rows": 0, "tokens_per_step": 0}
+COUNTERS = ("step", "steps", "updates", "bad_steps", "rows", "tokens_per_step")
 
 
 def latest_text(name: str) -> str:
@@ -107,14 +108,13 @@ def checked_extra(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Return extra.json of a checkpoint: `extra`, and the generators' states of every rank.
 
     Raises:
-        DamagedError: a counter is missing from its range, or the file is damaged.
+        DamagedError: a counter is out of range, or the file is damaged.
     """
     state = read_json(path, EXTRA, manifest)
     try:
         extra = state["extra"]
-        for key, least in LEAST.items():
-            if key in extra:
-                whole_number(extra[key], least)
+        for key in COUNTERS:
+            whole_number(extra.get(key, 0))
         if extra.get("step", manifest.step) != manifest.step:
             raise ValueError(f"step {extra['step']} is not step {manifest.step} of {NAME}")
         for key, kind in (("config", dict), ("others", dict), ("data_fingerprint", str)):
@@ -134,17 +134,15 @@ def is_sound(path: Path) -> bool:
     """
     try:
         manifest = read_manifest(path, "checkpoint")
-        return not (
-            size_problems(path, manifest) or checked_extra(path, manifest)["extra"].get("bad_steps")
-        )
+        problems = file_problems(path, manifest, manifest.files, contents=False)
+        return not (problems or checked_extra(path, manifest)["extra"].get("bad_steps"))
     except DamagedError:
         return False
 
 
-def newest_sound(folder: Path, before: int | None = None) -> Path | None:
-    """Return the newest sound checkpoint of fewer than `before` steps, or None."""
-    found = candidates(folder)
-    return next((p for p in found if (before is None or step_of(p) < before) and is_sound(p)), None)
+def newest_sound(folder: Path, usable: Callable[[int], bool] = lambda step: True) -> Path | None:
+    """Return the newest sound checkpoint whose step is usable, or None."""
+    return next((p for p in candidates(folder) if usable(step_of(p)) and is_sound(p)), None)
 
 
 def advice(path: Path) -> str:

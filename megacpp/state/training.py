@@ -191,7 +191,7 @@ class TrainingState:
         with agreed(f"{path / EXTRA}: isn't of a run like this", advice(path)):
             saved = _complete(read_extra(path))
         self._check(path, saved)
-        self._load(path)
+        self._load(path, verified=True)
 
     def go_back(self, path: Path) -> None:
         """Load a checkpoint of this run again, on the same ranks; every rank calls it.
@@ -199,16 +199,14 @@ class TrainingState:
         Raises:
             CheckpointError: it is damaged.
         """
-        if problem := damage(path):
-            raise CheckpointError(f"{problem}. Fix: {advice(path)}.")
-        self._load(path)
+        self._load(path, verified=False)
 
-    def _load(self, path: Path) -> None:
-        """Load a checkpoint whose files are verified."""
+    def _load(self, path: Path, verified: bool) -> None:
+        """Load a checkpoint; its files are verified first unless they are already."""
         fix = advice(path)
         state = self.optimizers.state_tensors()
         tensors = self._tensors(state)
-        extra = load_checkpoint(path, tensors, verified=True)
+        extra = load_checkpoint(path, tensors, verified=verified)
         if words := unsound(tensors):
             raise CheckpointError(f"{path}: {words}. Fix: {fix}.")
         with agreed(f"{path / EXTRA}: isn't of a run like this", fix):
@@ -354,7 +352,7 @@ def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteE
         step: steps made; a checkpoint of this step isn't named, its weights are the bad ones.
         words: when and where the state is bad.
     """
-    newest = newest_sound(folder, before=step)
+    newest = newest_sound(folder, lambda one: one < step)
     kept = f"{newest} is the newest sound checkpoint" if newest else "no sound checkpoint was saved"
     return NonFiniteError(
         f"run.dir={config.run.dir}: {words}; nothing of this state is kept, {kept}. "

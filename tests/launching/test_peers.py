@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ def peers_of(
 ) -> RankStore:
     """Return a rank as `RankStore()` makes it, without a launcher's environment."""
     one = RankStore.__new__(RankStore)
-    one.rank, one.size, one.store = rank, size, store
+    one.rank, one.size, one.store, one.home, one.lock = rank, size, store, None, None
     one.table = [Process(f"n{r % nodes}", f"h{r % nodes}", HERE.pid, restarts) for r in range(size)]
     return one
 
@@ -91,8 +92,8 @@ def opened(folder: Path, print_of: Callable[[int], str], **given: Any) -> list[s
         except MegacppError as error:
             return f"{error.exit_code} {error}"
         finally:
-            if (lock := getattr(peers, "lock", None)) is not None:
-                lock.release()
+            if peers.lock is not None:
+                peers.lock.release()
         return ""
 
     return on_ranks(2, body)
@@ -103,6 +104,7 @@ def test_the_run_folder_and_the_corpus_are_everyones(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"run.lock", "status.json"}
     said = opened(tmp_path / "run", lambda rank: f"abc{rank}")
     assert said[0] == said[1] and said[0].startswith("3 data.path=") and "isn't rank 0's" in said[0]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"], "the first's"
     blocked = tmp_path / "file"
     blocked.write_text("")
     said = opened(blocked / "run", lambda _: "abc")
@@ -123,7 +125,8 @@ def test_a_restart_never_sets_its_own_run_aside(tmp_path: Path) -> None:
     again.lock.release()
     first = peers_of(dist.HashStore(), 0, 1)
     open_folder(first, config, "abc")
-    assert (tmp_path / "run.old-1").is_dir() and start_point(first, config) == "never"
+    assert start_point(first, config) == "never"
+    assert json.loads((tmp_path / "run.old-1/run.lock").read_text())["ended"] is True
     other = replace_keys(config, {"checkpoint.resume": "elsewhere"})
     assert start_point(again, other) == "elsewhere", "nothing of its own was saved"
     (run / "checkpoints").mkdir()

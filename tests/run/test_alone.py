@@ -124,6 +124,32 @@ def test_a_pid_that_is_another_process_now(tmp_path: Path) -> None:
     assert started_ticks(os.getpid()) is not None and started_ticks(2**22 + 1) is None
 
 
+def test_a_pid_of_another_node_is_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(tmp_path).release()
+    rewritten(tmp_path, ended=False, node="another")
+    monkeypatch.setattr(locks, "_beats", lambda path, holder: True)
+    with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}"):
+        take(tmp_path)
+
+
+def test_a_lock_that_is_deleted_before_it_is_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused start deletes its file between another one's open and its lock."""
+    first, granted = take(tmp_path), locks._flock
+
+    def late(handle: int) -> bool:
+        first.release(refused=True)
+        return granted(handle)
+
+    monkeypatch.setattr(locks, "_flock", late)
+    second = take(tmp_path)
+    assert second.owned() and not second.followed
+    second.release()
+
+
 def flags(corpus: Path, folder: Path, ranks: int, *more: str) -> list[str]:
     own = ["--data.path", str(corpus), "--run.dir", str(folder), *more]
     return [*FLAGS, *own, "--train.device-batch-size", str(2 // ranks)]

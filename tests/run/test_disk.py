@@ -17,9 +17,7 @@ from tests.test_run import records
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EIO])
-def test_a_disk_that_turns_read_only_is_one_line(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_disk_that_turns_read_only_is_one_line(corpus: Path, tmp_path: Path, code: int) -> None:
     """After the second step; the same command goes on once it is mended."""
     write, folder = MetricsLog.write, tmp_path / "run"
 

@@ -27,7 +27,7 @@ from megacpp.run import failure
 from tests.launch import ROOT
 from tests.ranks import LONG_S
 from tests.run.test_cluster import free_port
-from tests.run.test_fit import Forked
+from tests.run.test_fit_runs import Forked
 from tests.run.test_preemption import children
 from tests.test_run import ADAMW, SMALL, records
 

@@ -151,6 +151,24 @@ def test_an_error_on_one_rank_is_the_same_error_on_all(two: Path) -> None:
     assert loaded_step(two) == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_during_a_save_is_no_failed_save(two: Path, ranks: int) -> None:
+    """Reach one rank inside DCP, which wraps it as an error of its own."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def body(rank: int, world: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == world - 1:
+                patch.setattr(HuggingFaceStorageWriter, "write_data", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save(two, 3)
+
+    run_ranks(body, ranks)
+    assert loaded_step(two) == 2
+
+
 @pytest.mark.parametrize("moment", ["_write_tensors", "hash_file", "rng_state"])
 def test_a_rank_killed_while_it_saves(two: Path, moment: str) -> None:
     """Kill one rank: the other gets an error, not a hang; the checkpoints are unchanged."""
