@@ -3,7 +3,7 @@
     step_of(row, family_named(...), gpu("H100"))      # row: a line of a file of published runs
 
 Each layer is a list of regions; a region has operators and collectives of its forward and of its
-backward, and recomputation repeats the forward of some. RowSizes are those of one rank.
+backward, and recomputation repeats the forward of some. Sizes are those of one rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSizes:
-    """RowSizes of one rank's microbatch, from a row.
+    """Sizes of one rank's microbatch, from a row.
 
     Attributes:
         model: the row's own words about the model.

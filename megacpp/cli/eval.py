@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megacpp.cli.weights import find_tokenizer, load_model
 from megacpp.config.environment import ranks_started
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
@@ -104,7 +104,7 @@ def prepared_file(args: EvalArgs) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         pending_of(out).touch()
-        pending_of(out).unlink()
+        pending_of(out).unlink(missing_ok=True)  # every process tries
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise config_error("out", out, f"can't be written ({why})", "give another file") from None
@@ -121,11 +121,9 @@ def subject_of(args: EvalArgs) -> Subject:
     import torch
     import torch.distributed as dist
 
-    from megacpp.cli.sample import SampleArgs, find_tokenizer, find_weights, load_model
     from megacpp.run.harness import Subject, dropless
 
-    weights = SampleArgs(run=args.run, checkpoint=args.checkpoint, device=args.device)
-    model, rank = dropless(load_model(weights, find_weights(weights))), 0
+    model, rank = dropless(load_model(args.folder, args.checkpoint, args.device)), 0
     size = ranks_started(os.environ)
     if size > 1:
         dist.init_process_group("gloo")
@@ -144,16 +142,11 @@ def subject_of(args: EvalArgs) -> Subject:
         model.config.attention.max_seq_len,
         args.row_tokens,
         args.batch,
-        follow if rank == 0 else lambda items, name, total: items,
+        counted if rank == 0 else lambda items, name, total: items,
         rank,
         size,
         gather if size > 1 else lambda own: [own],
     )
-
-
-def follow(items: Iterable[Any], name: str, total: int) -> Iterable[Any]:
-    """Yield items, with progress."""
-    return counted(items, name, total)
 
 
 def figures_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:

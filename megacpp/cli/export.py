@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megacpp.cli.weights import find_weights, tokenizer_path
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.terminal.screen import wrapped
@@ -65,15 +66,11 @@ def _chosen(args: ExportArgs) -> str:
     """Return the folder of the requested weights."""
     if not args.checkpoint:
         return args.run
-    from megacpp.cli.sample import SampleArgs, find_weights
-
-    return str(find_weights(SampleArgs(args.run, checkpoint=args.checkpoint)))
+    return str(find_weights(Path(args.run), args.checkpoint))
 
 
 def _tokenizer(folder: Path, run: Path | None) -> Path:
     """Return the tokenizer beside the weights, or that of the run."""
-    from megacpp.cli.sample import tokenizer_path
-
     beside = folder / "tokenizer.json"
     if beside.is_file():
         return beside

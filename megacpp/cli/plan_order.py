@@ -51,9 +51,9 @@ def reasons(shown: Sequence[Candidate], times: Sequence[StepTime]) -> list[str]:
 def _differences(one: StepTime, other: StepTime) -> str:
     """Return the three parts that differ most, in ms of a step."""
     names = dict.fromkeys((*one.parts, *other.parts))
-    off = {n: other.parts.get(n, 0.0) - one.parts.get(n, 0.0) for n in names}
+    off = {n: 1e3 * (one.parts.get(n, 0.0) - other.parts.get(n, 0.0)) for n in names}
     most = sorted(off, key=lambda name: -abs(off[name]))[:3]
-    words = ", ".join(f"{name} {-1e3 * off[name]:+,.1f} ms" for name in most if off[name])
+    words = ", ".join(f"{name} {off[name]:+,.1f} ms" for name in most if round(off[name], 1))
     return f"{1e3 * (other.step_s - one.step_s):,.1f} ms shorter ({words or 'nothing differs'})"
 
 

@@ -7,20 +7,13 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from megacpp.config.checks.every import check
-from megacpp.config.schema import Config
+from megacpp.cli.weights import find_tokenizer, find_weights, load_model
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.report.files import damaged, read_object
-
-if TYPE_CHECKING:
-    from megacpp.data.tokenizer import CorpusTokenizer
-    from megacpp.model.hybrid import HybridLM
-    from megacpp.run.sample import Sampling
-    from megacpp.run.text_stream import TextStream
 
 
 @dataclass(frozen=True)
@@ -72,15 +65,15 @@ def sample(args: SampleArgs) -> int:
     error stream.
     """
     from megacpp.run.sample import Sampling
-    from megacpp.run.text_stream import TextStream
+    from megacpp.run.text_stream import TextStream, continue_texts
 
     stops, prompts = read_stops(args.stop), read_prompts(args)
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
     )
-    folder = find_weights(args)
+    folder = find_weights(args.folder, args.checkpoint)
     tokenizer = find_tokenizer(args.folder)
-    model = load_model(args, folder)
+    model = load_model(args.folder, args.checkpoint, args.device)
     marks = tokenizer.specials
     ids_of = [[marks.bos, *(int(i) for i in tokenizer.encode(prompt))] for prompt in prompts]
     live = len(prompts) == 1 and not args.json
@@ -90,14 +83,14 @@ def sample(args: SampleArgs) -> int:
     for first in range(0, len(prompts), args.batch):
         texts = [TextStream(tokenizer, stops) for _ in ids_of[first : first + args.batch]]
         from_here = time.perf_counter()
-        made = continued(
+        made = continue_texts(
             model,
+            tokenizer,
             ids_of[first : first + args.batch],
+            texts,
             args.max_tokens,
             dataclasses.replace(sampling, seed=sampling.seed + first),
-            tokenizer,
-            texts,
-            live,
+            partial(print, end="", flush=True) if live else None,
         )
         seconds = time.perf_counter() - from_here
         for row, (ids, text) in enumerate(zip(made, texts, strict=True)):
@@ -125,45 +118,6 @@ def sample(args: SampleArgs) -> int:
         line = f"{new} tokens after {fed - new}, {speed:.1f} tokens/s"
         print(f"{line} ({folder})", file=sys.stderr)
     return 0
-
-
-def continued(
-    model: HybridLM,
-    prompts: list[list[int]],
-    max_tokens: int,
-    sampling: Sampling,
-    tokenizer: CorpusTokenizer,
-    texts: list[TextStream],
-    live: bool,
-) -> list[list[int]]:
-    """Return new ids of some prompts, each of which ends with its document or its text.
-
-    Args:
-        model: the model.
-        prompts: ids of the prompts.
-        max_tokens: most new ids of a prompt.
-        sampling: choice of the next token.
-        tokenizer: of the run.
-        texts: takes the ids of each prompt, and ends it.
-        live: print the text as it grows.
-    """
-    from megacpp.run.sample import generate
-
-    def take(row: int, i: int) -> None:
-        more = texts[row].feed(i)
-        if live:
-            print(more, end="", flush=True)
-
-    return generate(
-        model,
-        prompts,
-        max_tokens,
-        sampling,
-        stop_id=tokenizer.specials.eos,
-        num_ids=tokenizer.vocab_size,
-        stream=take,
-        finished=lambda row, ids: texts[row].ended,
-    )
 
 
 def read_stops(words: str) -> list[str]:
@@ -215,81 +169,3 @@ def read_prompts(args: SampleArgs) -> list[str]:
             raise config_error(key, path, rule, 'write {"prompt": "..."}')
         found.append(row["prompt"])
     return found
-
-
-def find_weights(args: SampleArgs) -> Path:
-    """Return the folder of the requested weights.
-
-    Raises:
-        ConfigError: the run lacks them; the error names a checkpoint that it has.
-    """
-    if not args.folder.is_dir():
-        raise config_error("run", args.run, "no such run folder", "give the folder of a run")
-    saved = args.folder / "checkpoints"
-    if args.checkpoint == "final":
-        folder = args.folder / "final"
-    elif args.checkpoint == "latest":
-        from megacpp.state.published import latest_checkpoint
-
-        folder = latest_checkpoint(saved) or saved / "latest"
-    elif args.checkpoint.isdecimal():
-        folder = saved / f"step-{int(args.checkpoint):06d}"
-    else:
-        rule = "must be final, latest or a step"
-        raise config_error("checkpoint", args.checkpoint, rule, "write --checkpoint final")
-    if not folder.is_dir():
-        steps = [
-            p.name.removeprefix("step-").lstrip("0") for p in sorted(saved.glob("step-*[0-9]"))
-        ]
-        has = f"write --checkpoint {steps[-1]}" if steps else "train it first"
-        raise config_error("checkpoint", args.checkpoint, f"{args.run} has no such weights", has)
-    return folder
-
-
-def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
-    """Return the tokenizer beside the final weights, else that of the training corpus."""
-    from megacpp.data.tokenizer import CorpusTokenizer
-
-    return CorpusTokenizer.load(tokenizer_path(run_folder))
-
-
-def tokenizer_path(run_folder: Path) -> Path:
-    """Return the tokenizer.json beside the final weights, else that of the training corpus."""
-    path = run_folder / "final" / "tokenizer.json"
-    if path.is_file():
-        return path
-    return Path(_config(run_folder)["data"]["path"]) / "tokenizer.json"
-
-
-def load_model(args: SampleArgs, folder: Path) -> HybridLM:
-    """Return the model in eval mode on the requested device.
-
-    Raises:
-        ConfigError: there is no such device.
-        CheckpointError: its files are damaged.
-    """
-    import torch
-
-    from megacpp.state.export import load_exported, load_trained, read_model_config
-
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise config_error("device", device, "there is no GPU here", "write --device auto")
-    if args.checkpoint == "final":
-        return load_exported(folder, device)
-    model = read_model_config(_config(args.folder)["model"])
-    check(dataclasses.replace(Config(), model=model), 1)
-    return load_trained(folder, model, device)
-
-
-def _config(run_folder: Path) -> dict:
-    path = run_folder / "config.json"
-    if not path.exists():
-        raise config_error("run", run_folder, f"{path.name} is not there", "give a run's folder")
-    found: Any = read_object(path).get("config")
-    try:
-        return {"model": found["model"], "data": {"path": str(found["data"]["path"])}}
-    except (KeyError, TypeError):
-        raise damaged(path, 1, "it has no config") from None

@@ -6,12 +6,10 @@ Legend: B rows, S cached tokens of the longest row, T new tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-State = TypeVar("State")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,48 +79,46 @@ class TokenCache:
         return replace(self, buffers=tuple(_wider(b, 2 * tokens) for b in self.buffers))
 
 
-def joined(states: list[State]) -> State:
+def joined(states: list[Any]) -> Any:
     """Return decoding states of several batches as the state of one batch, rows in their order."""
-    first: Any = states[0]
-    given: list[Any] = list(states)
+    first = states[0]
     if first is None:
-        return states[0]
+        return None
     if isinstance(first, Tensor):
-        return torch.cat(given)  # type: ignore[return-value]
+        return torch.cat(states)
     if isinstance(first, TokenCache):
-        longest = max(cache.longest for cache in given)
-        even = all(cache.even and cache.longest == longest for cache in given)
-        buffers = [cache.with_room(longest).buffers for cache in given]
+        longest = max(cache.longest for cache in states)
+        even = all(cache.even and cache.longest == longest for cache in states)
+        buffers = [cache.with_room(longest).buffers for cache in states]
         room = min(buffer.shape[1] for parts in buffers for buffer in parts)
         cut = [[buffer[:, :room] for buffer in parts] for parts in zip(*buffers, strict=True)]
-        lengths_B = torch.cat([cache.lengths_B for cache in given])
+        lengths_B = torch.cat([cache.lengths_B for cache in states])
         joint = tuple(torch.cat(parts) for parts in cut)
-        return TokenCache(joint, lengths_B, longest, even)  # type: ignore[return-value]
+        return TokenCache(joint, lengths_B, longest, even)
     if is_dataclass(first):
-        named = {f.name: joined([getattr(s, f.name) for s in given]) for f in fields(first)}
-        return replace(first, **named)  # type: ignore[return-value, type-var]
-    return type(first)(joined(list(parts)) for parts in zip(*given, strict=True))
+        named = {f.name: joined([getattr(s, f.name) for s in states]) for f in fields(first)}
+        return type(first)(**named)
+    return type(first)(joined(list(parts)) for parts in zip(*states, strict=True))
 
 
-def chosen_rows(state: State, rows_B: Tensor) -> State:
+def chosen_rows(state: Any, rows_B: Tensor) -> Any:
     """Return the decoding state of some rows of a batch.
 
     Args:
         state: of a block or of a model.
         rows_B: int64, their numbers.
     """
-    given: Any = state
-    if given is None:
-        return state
-    if isinstance(given, Tensor):
-        return given[rows_B]  # type: ignore[return-value]
-    if isinstance(given, TokenCache):
-        buffers, lengths_B = tuple(b[rows_B] for b in given.buffers), given.lengths_B[rows_B]
-        return replace(given, buffers=buffers, lengths_B=lengths_B)  # type: ignore[return-value]
-    if is_dataclass(given):
-        named = {f.name: chosen_rows(getattr(given, f.name), rows_B) for f in fields(given)}
-        return replace(given, **named)  # type: ignore[return-value, type-var]
-    return type(given)(chosen_rows(part, rows_B) for part in given)
+    if state is None:
+        return None
+    if isinstance(state, Tensor):
+        return state[rows_B]
+    if isinstance(state, TokenCache):
+        buffers, lengths_B = tuple(b[rows_B] for b in state.buffers), state.lengths_B[rows_B]
+        return replace(state, buffers=buffers, lengths_B=lengths_B)
+    if is_dataclass(state):
+        named = {f.name: chosen_rows(getattr(state, f.name), rows_B) for f in fields(state)}
+        return type(state)(**named)
+    return type(state)(chosen_rows(part, rows_B) for part in state)
 
 
 def _wider(buffer: Tensor, room: int) -> Tensor:

@@ -17,8 +17,8 @@ from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.errors import MegacppError, config_error
 from megacpp.model.hybrid import HybridLM
 from megacpp.run.likelihood import log_likelihoods
-from megacpp.run.sample import Sampling, generate
-from megacpp.run.text_stream import TextStream
+from megacpp.run.sample import Sampling
+from megacpp.run.text_stream import TextStream, continue_texts
 
 MAX_NEW = 256  # tokens of an answer whose task doesn't say
 
@@ -149,20 +149,8 @@ def adapted(subject: Subject) -> Any:
                 self.tok_encode(request.args[0])[-(subject.length - most) :] for request in requests
             ]
             streams = [TextStream(tokenizer, stops) for _ in requests]
-
-            def take(row: int, i: int) -> None:
-                streams[row].feed(i)
-
-            generate(
-                subject.model,
-                prompts,
-                most,
-                Sampling(warm, top_p=float(settings.get("top_p", 1.0))),
-                stop_id=marks.eos,
-                num_ids=tokenizer.vocab_size,
-                stream=take,
-                finished=lambda row, ids: streams[row].ended,
-            )
+            sampling = Sampling(warm, top_p=float(settings.get("top_p", 1.0)))
+            continue_texts(subject.model, tokenizer, prompts, streams, most, sampling)
             for stream in streams:
                 stream.end()
             return [stream.text for stream in streams]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from megacpp.model.hybrid import HybridLM
+from megacpp.run.sample import Sampling, generate
 
 if TYPE_CHECKING:
     from megacpp.data.tokenizer import CorpusTokenizer
@@ -54,3 +57,41 @@ def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that a stop string, cut short, is."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def continue_texts(
+    model: HybridLM,
+    tokenizer: CorpusTokenizer,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[TextStream],
+    max_tokens: int,
+    sampling: Sampling,
+    show: Callable[[str], object] | None = None,
+) -> list[list[int]]:
+    """Return new ids of prompts, each of which ends with its document or its text.
+
+    Args:
+        model: whole on one device.
+        tokenizer: of the model.
+        prompts: their ids.
+        texts: takes the ids of each prompt, and ends it.
+        max_tokens: most new ids of a prompt.
+        sampling: choice of the next token.
+        show: called with each piece of text.
+    """
+
+    def take(row: int, i: int) -> None:
+        more = texts[row].feed(i)
+        if show is not None:
+            show(more)
+
+    return generate(
+        model,
+        prompts,
+        max_tokens,
+        sampling,
+        stop_id=tokenizer.specials.eos,
+        num_ids=tokenizer.vocab_size,
+        stream=take,
+        finished=lambda row, ids: texts[row].ended,
+    )

@@ -113,7 +113,7 @@ def gpu(name: str) -> GpuSpec:
         if wanted in (own.upper(), *(other.upper() for other in figures["aliases"])):
             return _spec(own)
     rule = f"no such GPU is known ({', '.join(gpus())})"
-    raise config_error("gpu", name, rule, "use gpu=H100")
+    raise config_error("gpu", name, rule, "use --gpu H100")
 
 
 @cache

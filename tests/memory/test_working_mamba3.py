@@ -11,7 +11,6 @@ from megacpp.memory.forms import working
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.streams import Layered
 from megacpp.memory.forms.working_frame import kept_of_block
-from megacpp.model.regions import NOTHING, regions_of
 from tests.memory.working_cases import WIDE, misses, parse_run
 
 # Per cent: what is added up for a whole step must not be below it, and need not be exact.
@@ -50,9 +49,7 @@ def test_kernels_have_moments_of_their_own(name: str, kernel: str) -> None:
     own = Share.of(config, size, size - 1)
     by_kernel = replace(own, config=replace(config, kernels=KernelsConfig(mamba3=kernel)))  # type: ignore[arg-type]
     for kind in ("M", "M last"):
-        last = Layered.of(kind).last
-        pieces = NOTHING if last else regions_of(config.recompute, config.model, "M")
-        kept = {o: kept_of_block(o, "M", pieces) for o in (own, by_kernel)}
+        kept = {o: kept_of_block(o, "M", Layered.of(kind).sizes(o)[1]) for o in (own, by_kernel)}
         for form in (working.forward, working.backward):
             most, torch_most = (max(m.bytes for m in form(o, kind)) for o in (by_kernel, own))
             assert kept[by_kernel] <= most

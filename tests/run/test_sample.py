@@ -247,7 +247,7 @@ def test_the_prompt_begins_a_document(run_folder: Path, monkeypatch: pytest.Monk
         seen.update(kwargs, prompts=prompts)
         return [[]]
 
-    monkeypatch.setattr("megacpp.run.sample.generate", spy)
+    monkeypatch.setattr("megacpp.run.text_stream.generate", spy)
     assert main(["sample", str(run_folder), "--prompt", "int"]) == 0
     tokenizer = CorpusTokenizer.load(run_folder / "final" / "tokenizer.json")
     assert seen["prompts"] == [[BOS, *tokenizer.encode("int")]]

@@ -23,7 +23,6 @@ from megacpp.memory.forms.streams import Layered, kept_by_connection, layer_name
 from megacpp.memory.forms.traced import traced_kept
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import entrance, exit_parts
-from megacpp.model.regions import NOTHING, Region, regions_of
 from megacpp.model.stages import stage_parts
 
 
@@ -167,11 +166,7 @@ def _form(own: Share, name: str) -> list[Kept]:
     if kind in ENDS:
         return list(ENDS[kind](own))
     letter, mixer = kind[0], kind.partition("+")[0]
-    pieces: frozenset[Region] = NOTHING
-    if layer.last:
-        own = own.uncompressed
-    else:
-        pieces = regions_of(own.config.recompute, model, letter)
+    own, pieces = layer.sizes(own)
     kept = [residual(own)]
     if model.mhc.streams > 1:
         if layer.last or (layer.group is not None and not layer.group.closes):

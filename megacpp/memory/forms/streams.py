@@ -20,6 +20,7 @@ from megacpp.config.schema import Config
 from megacpp.memory.forms.activation_share import Kept, Pieces, Share
 from megacpp.memory.forms.moment import Moment
 from megacpp.model.pattern import layer_kinds
+from megacpp.model.regions import NOTHING, regions_of
 
 CHUNK = 1 << 24  # numbers that are wide at once (megacpp/kernels/hyper_connections/reference.py)
 
@@ -40,6 +41,12 @@ class Layered:
         return Layered(
             kind, word == "last", InGroup(int(place), word == "closes") if place else None
         )
+
+    def sizes(self, own: Share) -> tuple[Share, Pieces]:
+        """Return a rank's sizes for the layer, and the regions of its mixer that it recomputes."""
+        if self.last:
+            return own.uncompressed, NOTHING
+        return own, regions_of(own.config.recompute, own.config.model, self.kind[0])
 
     @property
     def shown(self) -> str:

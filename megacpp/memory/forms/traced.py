@@ -98,7 +98,7 @@ def _fields(of: object, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _trace(request: BlockRequest) -> BlockTrace:
+def trace_of(request: BlockRequest) -> BlockTrace:
     """Return a trace, derived from others of its group, or a new one."""
     known = _known(request.group)
     weights = affine_weights([*known], request.point)
@@ -127,11 +127,6 @@ def _exact(request: BlockRequest) -> BlockTrace:
     return found
 
 
-def trace_of(request: BlockRequest) -> BlockTrace:
-    """Return the trace of a block; a new one if none is cached or derived."""
-    return _trace(request)
-
-
 def traced_kept(own: Share, kind: str, pieces: Pieces) -> Iterator[Kept]:
     """Yield tensors that a block saves for its backward, by module, without its result."""
     for group, size in _kept(request_of(own, kind, pieces)).items():
@@ -158,12 +153,12 @@ def traced_moments(
 
 @lru_cache(maxsize=1024)
 def _kept(request: BlockRequest) -> dict[str, int]:
-    return dict(sorted(kept(_trace(request)).items()))
+    return dict(sorted(kept(trace_of(request)).items()))
 
 
 @lru_cache(maxsize=1024)
 def _moments(request: BlockRequest, backward: bool, first: bool) -> tuple[Moment, ...]:
-    found = list(moments(_trace(request), backward, request.sharded, first))
+    found = list(moments(trace_of(request), backward, request.sharded, first))
     most = [max(found, key=lambda m: m.bytes), max(found, key=lambda m: m.added), found[-1]]
     of_norm = [m for m in found if m.name == "norm"]
     most += [max(of_norm, key=lambda m: m.bytes)] if of_norm else []

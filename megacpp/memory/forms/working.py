@@ -20,7 +20,7 @@ from megacpp.memory.forms import (
     working_head,
     working_mtp,
 )
-from megacpp.memory.forms.activation_share import Pieces, Share
+from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.fp8 import with_copies
 from megacpp.memory.forms.moment import Moment, one_at_a_time
 from megacpp.memory.forms.streams import Layered, connected_backward, connected_forward
@@ -31,7 +31,6 @@ from megacpp.memory.forms.working_frame import (
     kept_of_block,
     largest_gradient,
 )
-from megacpp.model.regions import NOTHING, regions_of
 
 __all__ = ["Moment", "backward", "first_attention", "forward"]
 
@@ -61,7 +60,7 @@ def forward(own: Share, name: str, first: bool = False) -> tuple[Moment, ...]:
     kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][0](own))
-    own, pieces = _of_layer(own, layer)
+    own, pieces = layer.sizes(own)
     found = traced_moments(own, _what(kind), pieces, backward=False, first=first)
     found = with_copies(own, kind[0], pieces, found)
     if own.config.model.mhc.streams > 1:
@@ -77,7 +76,7 @@ def backward(own: Share, name: str) -> tuple[Moment, ...]:
     kind = layer.kind
     if kind in ENDS:
         return tuple(ENDS[kind][1](own))
-    own, pieces = _of_layer(own, layer)
+    own, pieces = layer.sizes(own)
     found = traced_moments(own, _what(kind), pieces, backward=True)
     found = with_copies(own, kind[0], pieces, found)
     if not own.parallel:
@@ -103,15 +102,8 @@ def first_attention(own: Share, name: str) -> tuple[Moment, ...]:
     """
     if name[0] == "A":
         return forward(own, name, first=True)
-    own, pieces = _of_layer(own, Layered.of("A"))
+    own, pieces = Layered.of("A").sizes(own)
     return traced_moments(own, "A", pieces, backward=False, first=True)
-
-
-def _of_layer(own: Share, layer: Layered) -> tuple[Share, Pieces]:
-    """Return the sizes for a layer, and the regions of its mixer that it recomputes."""
-    if layer.last:
-        return own.uncompressed, NOTHING
-    return own, regions_of(own.config.recompute, own.config.model, layer.kind[0])
 
 
 def _what(kind: str) -> str:

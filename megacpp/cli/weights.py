@@ -1,0 +1,99 @@
+"""Weights and tokenizer of a run, as commands ask for them; torch is imported inside functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacpp.config.checks.every import check
+from megacpp.config.schema import Config
+from megacpp.errors import config_error
+from megacpp.report.files import damaged, read_object
+
+if TYPE_CHECKING:
+    from megacpp.data.tokenizer import CorpusTokenizer
+    from megacpp.model.hybrid import HybridLM
+
+
+def find_weights(run: Path, checkpoint: str) -> Path:
+    """Return the folder of the requested weights: `final`, `latest` or a step.
+
+    Raises:
+        ConfigError: the run lacks them; the error names a checkpoint that it has.
+    """
+    if not run.is_dir():
+        raise config_error("run", run, "no such run folder", "give the folder of a run")
+    saved = run / "checkpoints"
+    if checkpoint == "final":
+        folder = run / "final"
+    elif checkpoint == "latest":
+        from megacpp.state.published import latest_checkpoint
+
+        folder = latest_checkpoint(saved) or saved / "latest"
+    elif checkpoint.isdecimal():
+        folder = saved / f"step-{int(checkpoint):06d}"
+    else:
+        rule = "must be final, latest or a step"
+        raise config_error("checkpoint", checkpoint, rule, "write --checkpoint final")
+    if not folder.is_dir():
+        steps = [
+            p.name.removeprefix("step-").lstrip("0") for p in sorted(saved.glob("step-*[0-9]"))
+        ]
+        has = f"write --checkpoint {steps[-1]}" if steps else "train it first"
+        raise config_error("checkpoint", checkpoint, f"{run} has no such weights", has)
+    return folder
+
+
+def find_tokenizer(run_folder: Path) -> CorpusTokenizer:
+    """Return the tokenizer beside the final weights, else that of the training corpus."""
+    from megacpp.data.tokenizer import CorpusTokenizer
+
+    return CorpusTokenizer.load(tokenizer_path(run_folder))
+
+
+def tokenizer_path(run_folder: Path) -> Path:
+    """Return the tokenizer.json beside the final weights, else that of the training corpus."""
+    path = run_folder / "final" / "tokenizer.json"
+    if path.is_file():
+        return path
+    return Path(_config(run_folder)["data"]["path"]) / "tokenizer.json"
+
+
+def load_model(run: Path, checkpoint: str, device: str) -> HybridLM:
+    """Return the model with the requested weights in eval mode.
+
+    Args:
+        run: folder of the run.
+        checkpoint: see `find_weights`.
+        device: `auto` is a GPU if there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+        CheckpointError: its files are damaged.
+    """
+    import torch
+
+    from megacpp.state.export import load_exported, load_trained, read_model_config
+
+    folder = find_weights(run, checkpoint)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise config_error("device", device, "there is no GPU here", "write --device auto")
+    if checkpoint == "final":
+        return load_exported(folder, device)
+    model = read_model_config(_config(run)["model"])
+    check(dataclasses.replace(Config(), model=model), 1)
+    return load_trained(folder, model, device)
+
+
+def _config(run_folder: Path) -> dict:
+    path = run_folder / "config.json"
+    if not path.exists():
+        raise config_error("run", run_folder, f"{path.name} is not there", "give a run's folder")
+    found: Any = read_object(path).get("config")
+    try:
+        return {"model": found["model"], "data": {"path": str(found["data"]["path"])}}
+    except (KeyError, TypeError):
+        raise damaged(path, 1, "it has no config") from None
