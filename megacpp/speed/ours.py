@@ -35,7 +35,6 @@ ATTENTION = {"A100": "flash2", "H100": "flash2", "B200": "flash2"}  # torch's ow
 SCAN_TIMES = 3.0  # a chunked scan's small products take as long as so many times their FLOPs
 TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers (assumed)
 ADAM_BYTES, LOGIT_BYTES = 40.0, 16.0
-NEWTON_SCHULZ = 5  # iterations
 
 
 def step_work(
@@ -300,7 +299,7 @@ def _optimizer(config: Config, place: Place, kinds: Sequence[str]) -> list[Opera
                 short, count = min(w.heights), count * len(w.heights)
                 short, long = sorted((short, w.shape[-1]))
             owners = place.expert_shards * place.ep if w.experts else place.shards * place.tp
-            share = NEWTON_SCHULZ * count / owners / pp
+            share = config.optim.muon_steps * count / owners / pp
             flops = share * (4.0 * short * short * long + 2.0 * short**3)
             found.append(SerialWork(0, 0.0, 0.0, flops))
     return [Passes(passes, 20), SerialWork(0, 0.0, 0.0, sum(op.flops for op in found))]

@@ -19,7 +19,6 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 Known = Layout | tuple[type, list[Layout | None]] | bool
 _PLAIN = {type(None), int, float, bool, str, torch.dtype, torch.device, torch.layout}
 _PLAIN.add(torch.memory_format)
-_UNTOLD = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view
 
 
 class ResultShapes:
@@ -32,8 +31,8 @@ class ResultShapes:
         """Return what an operator returns; run it where that isn't known.
 
         Args:
-            func: operator.
-            args: of it; tensors are on the meta device.
+            func: operator; on the meta device none returns shapes that depend on values.
+            args: of it.
             kwargs: of it.
         """
         if not _told_by_shapes(func):
@@ -60,8 +59,8 @@ class ResultShapes:
 
 @cache
 def _told_by_shapes(func: Any) -> bool:
-    """Return whether shapes determine all results, and at most one result is an argument."""
-    if func.namespace != "aten" or any(tag in func.tags for tag in _UNTOLD):
+    """Return whether results are new tensors, or the one argument that is written."""
+    if func.namespace != "aten":
         return False
     schema = func._schema
     aliases = [a.alias_info for a in schema.arguments if a.alias_info is not None]
@@ -110,7 +109,7 @@ def _known(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Any)
 
 def _layout(out: Any, taken: set[int]) -> Layout | None:
     """Return the layout of a new tensor; None: it isn't new, or not all of its storage."""
-    if type(out) is not Tensor or not out.is_meta or out.storage_offset():
+    if type(out) is not Tensor or not out.is_meta:
         return None
     storage, layout = out.untyped_storage(), (out.shape, out.stride(), out.dtype)
     if storage._cdata in taken or storage.nbytes() != _made(layout).untyped_storage().nbytes():

@@ -25,6 +25,7 @@ def operands() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     half = given(4, 6, dtype=torch.bfloat16)
     return {
         "add": (aten.add.Tensor, (x, y), {}),
+        "add, straight": (aten.add.Tensor, (x, x), {}),
         "add, turned": (aten.add.Tensor, (turned, turned), {}),
         "add, turned and not": (aten.add.Tensor, (turned, x), {}),
         "add, of two types": (aten.add.Tensor, (half, x), {"alpha": 2}),
@@ -45,10 +46,13 @@ def operands() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "two results": (aten.topk.default, (x, 2), {}),
         "list": (aten.unbind_copy.int, (x,), {}),
         "cat": (aten.cat.default, ([x, turned], 1), {}),
+        "at indices": (aten.index.Tensor, (x, [None, whole[0]]), {}),
+        "view that the schema hides": (aten._unsafe_view.default, (x, [24]), {}),
         "view": (aten.view.default, (x, [24]), {}),
         "turn in place": (aten.t_.default, (given(3, 4),), {}),
         "grow in place": (aten.resize_.default, (given(3), [5, 2]), {}),
         "without tensors": (aten.arange.default, (7,), {"device": torch.device("meta")}),
+        "of no values": (aten.add.Tensor, (given(2), 1), {}),
         "of real values": (aten.add.Tensor, (torch.ones(2), 1), {}),
         "product": (aten.mm.default, (x, given(6, 5)), {}),
     }
@@ -66,19 +70,52 @@ def look(one: Any, arguments: list[Tensor]) -> Any:
     return layout, one.dtype, one.device, shared, same
 
 
-@pytest.mark.parametrize("name", [*operands()])
-def test_a_remembered_result_is_that_of_torch(name: str) -> None:
-    shapes, seen = ResultShapes(), []
-    results: list[Tensor] = []
-    for run in (lambda op, args, kwargs: op(*args, **kwargs), shapes.run, shapes.run, shapes.run):
-        op, args, kwargs = operands()[name]
-        out = run(op, args, kwargs)
-        arguments = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        found = pytree.tree_map(lambda one, arguments=arguments: look(one, arguments), out)
-        seen.append((type(out), found, look(arguments[0], []) if arguments else None))
-        results += [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-    assert all(one == seen[0] for one in seen), seen
+def seen(run: Any, name: str) -> tuple[Any, list[Tensor]]:
+    """Return all that a trace sees after an operator ran, and the results."""
+    op, args, kwargs = operands()[name]
+    out = run(op, args, kwargs)
+    arguments = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    found = pytree.tree_map(lambda one: look(one, arguments), out)
+    after = [look(one, []) for one in arguments]
+    return (type(out), found, after), [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_remembered_results_are_those_of_torch(order: int) -> None:
+    """One memory for all of them, in two orders: none takes another's result."""
+    shapes, results = ResultShapes(), []
+    for _ in range(3):
+        for name in [*operands()][::order]:
+            wanted, _ = seen(lambda op, args, kwargs: op(*args, **kwargs), name)
+            found, tensors = seen(shapes.run, name)
+            assert found == wanted, name
+            results += tensors
     assert len({t.untyped_storage()._cdata for t in results}) == len(results), "shared results"
+
+
+def operator(call: Any) -> Any:
+    """Return a function as an operator that claims to return new tensors."""
+    call.namespace, call._schema = "aten", aten.add.Tensor._schema
+    return call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.empty(9, device="meta")[3:],
+        lambda x: torch.empty(9, device="meta")[:6],
+        lambda x: torch.empty(8, device="meta").split(8) * 2,
+        lambda x: (x, x.new_empty(3)),
+    ],
+    ids=["a later part", "a first part", "one twice", "an argument"],
+)
+def test_what_is_no_tensor_of_its_own_is_run_again(call: Any) -> None:
+    calls: list[int] = []
+    counted = operator(lambda x: (calls.append(1), call(x))[1])
+    shapes = ResultShapes()
+    for _ in range(3):
+        shapes.run(counted, (given(4),), {})
+    assert len(calls) == 3
 
 
 def test_what_is_remembered_does_not_run_again() -> None:
@@ -88,8 +125,7 @@ def test_what_is_remembered_does_not_run_again() -> None:
         calls.append(args)
         return aten.add.Tensor(*args, **kwargs)
 
-    counted.namespace, counted.tags = "aten", aten.add.Tensor.tags  # type: ignore[attr-defined]
-    counted._schema = aten.add.Tensor._schema  # type: ignore[attr-defined]
+    operator(counted)
     for rows in (2, 2, 3, 3, 2):
         assert shapes.run(counted, (given(rows, 6), given(6)), {}).shape == (rows, 6)
     assert len(calls) == 2
