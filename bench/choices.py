@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.apply import CPU, ActivationCheckpointing
 from megacpp.config.presets import PER_BLOCK
-from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config
 from megacpp.model.regions import BLOCK, NOTHING, Region
 
 
@@ -45,12 +45,10 @@ class RecomputeSetup:
 
 
 # The only setup that saves the states of the recurrence.
-KEEP_ALL = RecomputeSetup("keep all", CheckpointingPolicy(rblock="none"))
-WHOLE = RecomputeSetup("every block", CheckpointingPolicy(), whole=True)
+KEEP_ALL = RecomputeSetup("keep all", replace(KEEP, rblock="none"))
+WHOLE = RecomputeSetup("every block", KEEP, whole=True)
 # One selection for every kind, as trainers of dense models offer it.
-SELECTIVE = RecomputeSetup(
-    "one selection", CheckpointingPolicy(core_attn=True, mlp=True, norms=True)
-)
+SELECTIVE = RecomputeSetup("one selection", replace(KEEP, core_attn=True, mlp=True, norms=True))
 BY_KIND = RecomputeSetup("by block kind", PER_BLOCK)
 OFFLOAD = RecomputeSetup(
     "by kind, offload", replace(PER_BLOCK, offload="block_inputs", offload_min_mib=0)
@@ -59,6 +57,6 @@ COMPRESS = RecomputeSetup("by kind, compress 1/4", replace(PER_BLOCK, compress=0
 CHOICES = (KEEP_ALL, WHOLE, SELECTIVE, BY_KIND, OFFLOAD, COMPRESS)
 compiled = partial(RecomputeSetup, compiled=True)
 COMPILED = tuple(
-    compiled(f"compiled {budget:g}", CheckpointingPolicy(activation_memory_budget=budget))
+    compiled(f"compiled {budget:g}", replace(KEEP, activation_memory_budget=budget))
     for budget in (1.0, 0.5, 0.0)
 )

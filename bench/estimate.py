@@ -22,7 +22,7 @@ from multiprocessing import get_context
 
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import preset
-from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.config.schema import KEEP, Config
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import NO_TENSOR, estimate
 
@@ -38,10 +38,15 @@ WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (4096, 8192, 16384, 32768, 65536)
 POLICIES = {
     "preset": None,
-    "nothing": CheckpointingPolicy(),
-    "experts": CheckpointingPolicy(eblock="expert_gemm_only", ablock="selective"),
-    "blocks": CheckpointingPolicy(
-        ablock="full", eblock="full", mblock="conv_bc_only", rblock="full_plus_norms", fblock="full"
+    "nothing": KEEP,
+    "experts": replace(KEEP, eblock="expert_gemm_only", ablock="selective"),
+    "blocks": replace(
+        KEEP,
+        ablock="full",
+        eblock="full",
+        mblock="conv_bc_only",
+        rblock="full_plus_norms",
+        fblock="full",
     ),
 }
 

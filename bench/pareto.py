@@ -47,7 +47,7 @@ from checkpointing.tracing.meter import Meter
 from megacpp.cli.dry_run import readable
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import PER_BLOCK, PRESETS
-from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.config.schema import KEEP, Config
 from megacpp.memory.forms.offload import offload_bytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import block_letters
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HYBRIDS = ("tiny", "hybrid_400m", "nam56r_base", "nam52_deep_base")
-NORMS = RecomputeSetup("norms", CheckpointingPolicy(rblock="none", norms=True))
+NORMS = RecomputeSetup("norms", replace(KEEP, rblock="none", norms=True))
 EXPERTS = RecomputeSetup("by kind, no mlp", replace(PER_BLOCK, mlp=False))
 # Values of a policy for one kind, and the setup in which blocks of the kind use them.
 SAYS = {

@@ -39,6 +39,7 @@ from megacpp.model.head import LanguageModelHead
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.lookup import Table
 from megacpp.model.norm import NormOverHeads
+from megacpp.model.recompute import PLAIN, Recompute
 from megacpp.model.scan import SequenceScan
 from parallel.collectives import all_sum, all_sum_plain, gather_plain
 from parallel.notation import Array, Redistribute
@@ -69,7 +70,11 @@ class ShardModule(ParallelStyle):
         if enter is not None:
 
             def entering(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                return enter(args[0], group), *args[1:]
+                x = args[0]
+                recompute: Recompute = getattr(module, "recompute", PLAIN)
+                if enter.kind == "gather":
+                    return recompute("gather", enter, x, group), *args[1:]
+                return enter(x, group), *args[1:]
 
             module.register_forward_pre_hook(entering)
         if leave is not None:

@@ -27,7 +27,7 @@ from bench.gpu.steps import (
 )
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.checks.every import check
-from megacpp.config.schema import CheckpointingPolicy, PrecisionConfig
+from megacpp.config.schema import KEEP, PrecisionConfig
 from megacpp.kernels.selection import OPERATIONS
 from megacpp.launch.kernels import host_of
 from megacpp.model.flops import train_flops_per_token
@@ -99,8 +99,8 @@ def test_what_can_not_be_one_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None
     config = ready(MODELS["moe_1b"](), False)
     model, odd = config.model, replace(config.model.moe, hidden_dim=1020)
     refused = {
-        "offloaded": replace(config, recompute=CheckpointingPolicy(offload="saved_tensors")),
-        "projections": replace(config, recompute=CheckpointingPolicy(compress=0.25)),
+        "offloaded": replace(config, recompute=replace(KEEP, offload="saved_tensors")),
+        "projections": replace(config, recompute=replace(KEEP, compress=0.25)),
         "rows each expert": replace(config, precision=PrecisionConfig("fp32")),
         "how many rows": replace(config, model=replace(model, moe=odd)),
         "around a token": replace(config, model=replace(model, mtp=MTPConfig(depths=1))),

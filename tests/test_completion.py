@@ -28,7 +28,7 @@ def words(line: str) -> set[str]:
     [
         ("megacpp ", {name.split()[0] for name in COMMANDS}),
         ("megacpp pre", {"presets"}),
-        ("/x/bin/megacpp memory ", {"trace", "diff"}),
+        ("/x/bin/megacpp memory ", {"trace", "diff", "generate"}),
         ("megacpp data p", {"prepare"}),
         ("megacpp show ", set(PRESETS)),
         ("megacpp show nam56r_", {"nam56r_quarter", "nam56r_base"}),

@@ -9,10 +9,8 @@ import pytest
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PER_BLOCK, dense_110m, tiny
 from megacpp.config.recompute_flags import OLDER
-from megacpp.config.schema import CheckpointingPolicy
+from megacpp.config.schema import KEEP, CheckpointingPolicy
 from megacpp.errors import ConfigError
-
-KEEP = CheckpointingPolicy()
 
 
 def policy(*flags: str, preset: str = "dense_110m") -> CheckpointingPolicy:

@@ -12,7 +12,7 @@ from bench.gpu.record import GpuRecord, Row
 from bench.gpu.shapes import ready
 from bench.gpu.steps import Steps, beside_estimate
 from megacpp.config.presets import PER_BLOCK, preset
-from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.config.schema import KEEP, Config
 
 # preset, rows, tokens, what is kept, optimizer
 GRID = (
@@ -25,7 +25,7 @@ GRID = (
     ("nam56r_quarter", 1, 4096, "preset", "muon_adamw"),
     ("nam56r_quarter", 1, 2048, "all", "adamw"),
 )
-KEPT = {"all": CheckpointingPolicy(), "blocks": PER_BLOCK}
+KEPT = {"all": KEEP, "blocks": PER_BLOCK}
 
 
 def estimator(record: GpuRecord, wanted: list[str]) -> None:

@@ -10,7 +10,13 @@ from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.config.checks.every import check, resolve
 from megacpp.config.presets import PER_BLOCK, nam56r_base, tiny
-from megacpp.config.schema import CheckpointingPolicy, Config, DataConfig, ModelConfig, TrainConfig
+from megacpp.config.schema import (
+    KEEP,
+    Config,
+    DataConfig,
+    ModelConfig,
+    TrainConfig,
+)
 
 
 def _dense(name: str, dim: int, depth: int, heads: int, hidden: int, rows: int) -> Config:
@@ -63,7 +69,7 @@ def moe_1b() -> Config:
         ),
         data=DataConfig(seq_len=4096),
         train=TrainConfig(device_batch_size=4, grad_accum=4),
-        recompute=CheckpointingPolicy(eblock="expert_gemm_only"),
+        recompute=replace(KEEP, eblock="expert_gemm_only"),
     )
 
 

@@ -102,6 +102,13 @@ COMMANDS: dict[str, Command] = {
         "most bytes of a step of any mesh: by component, moment and tensor",
         runs=True,
     ),
+    "memory generate": Command(
+        "memory_generate",
+        "generate",
+        "GenerationArgs",
+        "bytes of weights, caches and work of generation or evaluation",
+        runs=True,
+    ),
     "memory diff": Command(
         "memory_diff",
         "memory_diff",

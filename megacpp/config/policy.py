@@ -12,9 +12,10 @@ from megacpp.config.settings import setting
 class CheckpointingPolicy:
     """Activation memory: what the backward computes again instead of keeping, by block kind.
 
-    (Saved training state is `CheckpointConfig`.) By default all is kept. The last layer keeps all
-    in any case: its backward comes at once. In a compiled block the compiler follows
-    `activation_memory_budget` alone. `megacpp activations` shows what each costs.
+    (Saved training state is `CheckpointConfig`.) By default experts, convolutions, recurrences and
+    further tokens run again. The last layer keeps all in any case: its backward comes at once. In a
+    compiled block the compiler follows `activation_memory_budget` alone. `megacpp activations`
+    shows what each costs.
     """
 
     ablock: Literal["none", "selective", "full"] = setting(
@@ -22,10 +23,10 @@ class CheckpointingPolicy:
     )
     # expert_gemm_only: nothing is routed or sent again.
     eblock: Literal["none", "expert_gemm_only", "full"] = setting(
-        "none", "E blocks; expert_gemm_only: rows and hidden units of the experts."
+        "expert_gemm_only", "E blocks; expert_gemm_only: rows and hidden units of the experts."
     )
     mblock: Literal["none", "conv_bc_only"] = setting(
-        "none", "M blocks; conv_bc_only: convolution, norms, rotations, never the scan."
+        "conv_bc_only", "M blocks; conv_bc_only: convolution, norms, rotations, never the scan."
     )
     rblock: Literal["none", "recurrence", "full_plus_norms"] = setting(
         "recurrence", "R blocks; recurrence: from the states where chunks start."
@@ -35,6 +36,9 @@ class CheckpointingPolicy:
     )
     fblock: Literal["none", "full"] = setting("none", "F blocks: nothing, or all of the block.")
     norms: bool = setting(False, "Norms of every block.")
+    regather: Literal["auto", "on", "off"] = setting(
+        "auto", "Gather a mixer's input over tp again, not keep all of it (auto: where norms are)."
+    )
     core_attn: bool = setting(False, "Scores and output of attention, as ablock=selective does.")
     mlp: bool = setting(False, "Hidden units of F blocks and of shared experts.")
     mla_q_upproj: bool = setting(False, "Queries of MLA, from the latent they are projected from.")
@@ -72,3 +76,7 @@ class CheckpointingPolicy:
         at_least=-1,
         at_most=1,
     )
+
+
+# Experts and convolutions keep all, too: what others are compared with.
+KEEP = CheckpointingPolicy(eblock="none", mblock="none")

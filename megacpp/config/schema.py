@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megacpp.config.model import ModelConfig as ModelConfig
+from megacpp.config.policy import KEEP as KEEP
 from megacpp.config.policy import CheckpointingPolicy as CheckpointingPolicy
 from megacpp.config.settings import WIDEST, setting
 
@@ -151,8 +152,8 @@ class MeshConfig:
     cp_gated_deltanet: Literal["state", "heads"] = setting(
         "state", "Exchange of Gated DeltaNet over cp: hand states on, or swap heads."
     )
-    ep_dispatch: Literal["per_rank", "per_expert"] = setting(
-        "per_rank", "Copies of a token sent: one to each rank, or one to each chosen expert."
+    ep_dispatch: Literal["per_rank", "per_expert", "padded"] = setting(
+        "per_rank", "Copies of a token sent: one to each rank or expert chosen, or to every rank."
     )
     pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"] = setting(
         "1f1b", "Order of forwards and backwards in a pipeline."

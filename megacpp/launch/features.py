@@ -60,6 +60,14 @@ def _rest(config: Config) -> Iterator[str]:
         yield f"{mhc.streams} residual streams ({mhc.ordering}, {mhc.iterations} rounds), {again}"
     if "E" in layer_kinds(config.model):
         yield from _routing(moe)
+        if moe.capacity_factor is not None:
+            whose = "each rank's tokens"
+            if config.mesh.ep > 1 and config.mesh.ep_dispatch == "padded":
+                whose = f"the tokens of {config.mesh.ep} ranks"
+            yield (
+                f"experts take up to {moe.capacity_factor:g} times an even share of {whose} and "
+                "drop the rest: the loss depends on the mesh"
+            )
 
 
 def _routing(moe: MoEConfig) -> Iterator[str]:

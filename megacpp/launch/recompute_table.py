@@ -19,6 +19,7 @@ from megacpp.model.regions import Region, layer_regions
 WORDS: dict[Region, str] = {
     "block": "all of the block",
     "norm": "norms",
+    "gather": "inputs gathered over tp",
     "core_attn": "core attention",
     "mla_q_upproj": "queries from their latent",
     "mla_kv": "keys and values from their latent",
@@ -39,6 +40,8 @@ def layer_rows(config: Config, compiled: Mapping[int, str]) -> list[dict[str, An
     regions = layer_regions(config.recompute, config.model)
     rows, in_fp8 = [], fp8_blocks(config)
     for layer, (letter, chosen) in enumerate(zip(letters, regions, strict=True)):
+        if config.mesh.tp == 1:
+            chosen = chosen - {"gather"}
         names = [word for region, word in WORDS.items() if region in chosen]
         if letter == "R" and config.recompute.rblock != "none":
             names.append("recurrence from its chunks' first states")

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megacpp.config.schema import (
+    KEEP,
     CheckpointingPolicy,
     Config,
     DataConfig,
@@ -225,7 +226,7 @@ def estimate_memory(
 
     policy = grad_checkpoint
     if isinstance(policy, bool):
-        policy = PER_BLOCK if policy else CheckpointingPolicy()
+        policy = PER_BLOCK if policy else KEEP
     if optimizer not in ("muon+adamw", "adamw"):
         raise config_error(
             "optimizer", optimizer, "must be muon+adamw or adamw", "use optimizer=muon+adamw"

@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megacpp.blocks.experts.rows import expert_rows
 from megacpp.config.batch_schedule import BatchSchedule
 from megacpp.config.checks.mesh import first_broken
 from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
+from megacpp.memory.device import on_gpu
+from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.model.primes import divisors
@@ -52,6 +55,7 @@ LADDER: dict[str, dict[str, Any]] = {
         "mlp": True,
     },
 }
+MORE_ROWS = 1.5
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
@@ -170,6 +174,32 @@ def with_knobs(
         grad_accum=tokens_per_step // per_micro,
     )
     return replace(config, mesh=mesh, train=train, recompute=policy.recompute)
+
+
+def padded_dispatch(config: Config, world: int, fixed: Collection[str] = ()) -> Config | None:
+    """Return the configuration with every token sent to every rank of `ep`; None: no alternative.
+
+    Then no layer waits for counts of rows, and experts need more memory. It is one where at most
+    `MORE_ROWS` times the rows travel, so with few ranks.
+
+    Args:
+        config: resolved, of a candidate.
+        world: number of ranks.
+        fixed: dotted settings that keep their value.
+    """
+    moe, mesh = config.model.moe, config.mesh
+    other = replace(config, mesh=replace(mesh, ep_dispatch="padded"))
+    if (
+        "E" not in config.model.pattern
+        or mesh.ep == 1
+        or mesh.ep_dispatch != "per_rank"
+        or moe.capacity_factor is not None
+        or "mesh.ep_dispatch" in fixed
+        or not on_gpu(config)
+    ):
+        return None
+    rows, all_rows = (expert_rows(Share.of(c, world, 0)).leaving for c in (config, other))
+    return other if all_rows <= MORE_ROWS * rows else None
 
 
 def policy_is_legal(config: Config, mesh: MeshConfig, policy: Policy) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
@@ -29,6 +29,7 @@ from megacpp.memory.plan_space import (
     Policy,
     mesh_is_legal,
     meshes,
+    padded_dispatch,
     pipeline_is_legal,
     policies,
     policy_is_legal,
@@ -39,6 +40,7 @@ from megacpp.memory.plan_space import (
 
 EstimateFunction = Callable[[Config, int, int, int | None], MemoryEstimate]
 FITS, AT_RISK, TOO_LARGE = range(3)
+SHOWN = 10  # first candidates, whose experts' exchange is chosen
 MISFITS = {"fits": FITS, "unknown": FITS, "at_risk": AT_RISK, "does_not_fit": TOO_LARGE}
 REASONS = {
     "indivisible": "tokens a step that their data ranks don't divide",
@@ -184,6 +186,7 @@ def plan(
     for mesh in watch(tuple(meshes(config, world, fixed))):
         search.look_at(mesh)
     found = tuple(sorted(search.found, key=lambda c: c.score))
+    found = tuple(search.without_waits(c) for c in found[:SHOWN]) + found[SHOWN:]
     out = {reason: search.out[reason] for reason in REASONS}
     considered = len(found) + sum(out.values())
     return Plan(
@@ -280,6 +283,17 @@ class _Search:
             if len(fitting) < len(some):
                 misfits[i] = some[len(fitting)]
             self._add([looks.at(r, i) for r in fitting])
+
+    def without_waits(self, found: Candidate) -> Candidate:
+        """Return the candidate with padded dispatch of experts' rows, if that fits as well."""
+        config = padded_dispatch(found.config, self.world, self.fixed)
+        if config is None:
+            return found
+        needs = self.estimator(config, self.world, found.rank, self.budget)
+        if MISFITS[needs.verdict] > found.score.misfit:
+            return found
+        settings = (*found.settings, ("mesh.ep_dispatch", "padded"))
+        return replace(found, config=config, estimate=needs, settings=settings)
 
     def _undominated(self, mesh: MeshConfig, rows: Sequence[int], policy: int) -> list[int]:
         cuts = {r: self._cut(mesh, r, policy) for r in rows}

@@ -25,7 +25,7 @@ from megacpp.memory.forms.accumulation import travelling
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
 from megacpp.memory.forms.weights import COPY, Weight, weights
-from megacpp.model.regions import BLOCK, regions_of
+from megacpp.model.regions import BLOCK, NOTHING, Region, regions_of
 from megacpp.model.sizes import ngram_width
 from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled, choice_bytes, stage_parts
 
@@ -73,10 +73,11 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
         own, place = Share.of(config, size, rank), Place.of(config, size, rank)
         stages = kinds_of(config, size, rank)
         kinds = [kind for stage in stages for kind in stage]
-        again = _run_again(own, kinds)
+        recomputed = _recomputed(own, kinds)
+        again = [regions >= BLOCK for regions in recomputed]
         for found in (
             _data_axes(own, place, stages, _gathered_in_fp8(config, size, rank)),
-            _tensor_axis(own, place, kinds, again),
+            _tensor_axis(own, place, kinds, recomputed),
             _expert_axis(own, kinds, again),
             _context_axis(own, kinds, again),
             _stages(own, place, stages),
@@ -164,8 +165,8 @@ def gathers_again(own: Share, place: Place, stages: Stages) -> bool:
     return numbers * own.compute > RESHARD_ABOVE_BYTES
 
 
-def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
-    """Return, for each part, whether it is recomputed as a whole and so gathers its inputs again.
+def _recomputed(own: Share, kinds: Sequence[str]) -> list[frozenset[Region]]:
+    """Return the recomputed regions of each part.
 
     The last layer of the model is never recomputed. It is the layer in front of the last norm, or
     of the mean of the streams.
@@ -173,17 +174,20 @@ def _run_again(own: Share, kinds: Sequence[str]) -> list[bool]:
     policy, model = own.config.recompute, own.config.model
     following = [*kinds[1:], ""]
     return [
-        kind[0] in KINDS
-        and after not in ("norm", "collapse")
-        and regions_of(policy, model, kind[0]) >= BLOCK
+        regions_of(policy, model, kind[0])
+        if kind[0] in KINDS and after not in ("norm", "collapse")
+        else NOTHING
         for kind, after in zip(kinds, following, strict=True)
     ]
 
 
 def _tensor_axis(
-    own: Share, place: Place, kinds: Sequence[str], run_again: Sequence[bool]
+    own: Share, place: Place, kinds: Sequence[str], recomputed: Sequence[frozenset[Region]]
 ) -> Iterator[Sent]:
-    """Yield activations of mixers: gathered and summed in the forward, reversed in the backward."""
+    """Yield activations of mixers: gathered and summed in the forward, reversed in the backward.
+
+    What a mixer gathered is gathered again where it wasn't kept.
+    """
     if own.tp == 1:
         return
     config, model = own.config, own.config.model
@@ -191,7 +195,8 @@ def _tensor_axis(
     # What a mixer returned is made again too, unless streams are mixed of it in groups.
     returned = model.mhc.streams > 1 and not stream_groups(config)
     partial = 0
-    for kind, again in zip(kinds, run_again, strict=True):
+    for kind, regions in zip(kinds, recomputed, strict=True):
+        again = regions >= BLOCK
         ends = {"embed": 1, "top": 1, "head": 1 + model.mtp.depths}.get(kind, 0)
         yield "tp", "activations", micro * 2 * ends * stream
         if kind == "mtp":  # the embedding's, and the doors of an A and an F block
@@ -201,7 +206,8 @@ def _tensor_axis(
         elif kind == "ngram":
             yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
         elif kind[0] in KINDS and KINDS[kind[0]].tensor_dims(model):
-            yield "tp", "activations", micro * (4 + again * (1 + returned)) * stream
+            more = 1 + returned if again else "gather" in regions
+            yield "tp", "activations", micro * (4 + more) * stream
         if "A.index" in kind:  # what attention looks at, summed over heads
             slots = min(model.attention.sparse.top_k, own.row)
             yield "tp", "indexer", micro * (1 + again) * own.tokens * slots * own.wide
@@ -227,8 +233,10 @@ def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) ->
         trip = expert_rows(own)
         rows = max(trip.leaving, trip.arriving)
         yield "ep", "rows", walks * 2 * rows * config.model.dim * own.compute
-        if moe.capacity_factor is None and config.mesh.ep_dispatch == "per_rank":
-            labels = 2 * min(columns(moe), moe.num_experts // config.mesh.ep)
+        dispatch, exact = config.mesh.ep_dispatch, moe.capacity_factor is None
+        if dispatch == "padded" or (exact and dispatch == "per_rank"):
+            here = moe.num_experts if dispatch == "padded" else moe.num_experts // config.mesh.ep
+            labels = 2 * min(columns(moe), here)
             yield "ep", "labels", walks * rows * labels * own.wide
     if moe.sequence_loss and layers and own.tp * own.cp > 1:
         choices = own.stream * moe.top_k * own.tp * own.cp

@@ -14,6 +14,7 @@ Region = Literal[
     "read_streams",  # input that hyper-connections mix from their streams, and coefficients
     "mix_streams",  # streams behind a layer
     "norm",  # one RMSNorm
+    "gather",  # a mixer's input, of all tokens of the ranks of `tp`; sends them again
     "core_attn",  # softmax(q k^T) v
     "mla_q_upproj",  # latent to the queries of all heads
     "mla_kv",  # latent to the keys and values of all heads
@@ -34,6 +35,8 @@ def regions_of(policy: CheckpointingPolicy, model: ModelConfig, letter: str) -> 
     if kind.whole and getattr(policy, kind.whole) in ("full", "full_plus_norms"):
         return BLOCK
     found: set[Region] = {"norm"} if policy.norms else set()
+    if policy.regather == "on" or (policy.regather == "auto" and policy.norms):
+        found.add("gather")
     return frozenset(found | kind.regions(policy, model))
 
 

@@ -5,6 +5,7 @@ Legend: B rows, S cached tokens of the longest row, T new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -108,17 +109,29 @@ def chosen_rows(state: Any, rows_B: Tensor) -> Any:
         state: of a block or of a model.
         rows_B: int64, their numbers.
     """
-    if state is None:
-        return None
-    if isinstance(state, Tensor):
-        return state[rows_B]
-    if isinstance(state, TokenCache):
-        buffers, lengths_B = tuple(b[rows_B] for b in state.buffers), state.lengths_B[rows_B]
-        return replace(state, buffers=buffers, lengths_B=lengths_B)
+
+    def chosen(part: Tensor | TokenCache) -> Any:
+        if isinstance(part, Tensor):
+            return part[rows_B]
+        buffers, lengths_B = tuple(b[rows_B] for b in part.buffers), part.lengths_B[rows_B]
+        return replace(part, buffers=buffers, lengths_B=lengths_B)
+
+    return mapped(state, chosen)
+
+
+def mapped(state: Any, change: Callable[[Tensor | TokenCache], Any]) -> Any:
+    """Return a decoding state whose tensors and caches are changed.
+
+    Args:
+        state: of a block or of a model.
+        change: of a tensor or a cache.
+    """
+    if state is None or isinstance(state, Tensor | TokenCache):
+        return state if state is None else change(state)
     if is_dataclass(state):
-        named = {f.name: chosen_rows(getattr(state, f.name), rows_B) for f in fields(state)}
+        named = {f.name: mapped(getattr(state, f.name), change) for f in fields(state)}
         return type(state)(**named)
-    return type(state)(chosen_rows(part, rows_B) for part in state)
+    return type(state)(mapped(part, change) for part in state)
 
 
 def _wider(buffer: Tensor, room: int) -> Tensor:

@@ -1,16 +1,18 @@
-"""Rows to the ranks that hold their experts, and back: by copy, by token, or in fixed slots.
+"""Rows to the ranks that hold their experts, and back: by copy, by token, to all, or in slots.
 
     copies   one row per chosen expert; weighed and summed where the token is
     tokens   one row per rank that holds a chosen expert; weighed and summed there, in fp32, so
              that one row comes back; the token's rank sums over ranks
+    all      every token goes to every rank, chosen or not; weighed and summed there as by token:
+             equal splits, nothing counted, no token dropped
     slots    every expert takes a fixed number of rows of every rank: equal splits, nothing counted
 
 A choice of a null expert (id E) goes nowhere. Every `send_*` returns what the experts of this rank
 want (the rows that came, and the slots that hold copies of them) and the counts of rows by rank,
-whose `back` returns the tokens' outputs. Rows travel in the
-dtype of the tokens, gate weights in fp32 (or fp64). Against one process in bf16, `tokens` rounds
-once more: each rank's partial sum of a token, and each rank's part of its gradient, to 2^-9 of that
-part; the others round nothing more.
+whose `back` returns the tokens' outputs. Rows travel in the dtype of the tokens, gate weights in
+fp32 (or fp64). Against one process in bf16, `tokens` and `all` round once more: each rank's partial
+sum of a token, and each rank's part of its gradient, to 2^-9 of that part; the others round nothing
+more.
 
 For the backward the experts' rank keeps the rows that came; the token's rank keeps those that came
 back where it weighs them (`copies`, `slots`), for the gradient of the weights.
@@ -27,28 +29,27 @@ most experts that it can want of one rank.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from megacpp.blocks.experts.choices import circle, columns
-from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived
 from megacpp.kernels.experts.rows import (
     Groups,
     gather_rows,
+    group_rows,
     group_rows_of_sizes,
     group_rows_to_capacity,
     spread_rows,
     sum_rows,
 )
 from megacpp.model.transfer import listed
-from parallel.collectives import send_rows, send_rows_plain
+from parallel.collectives import gather_plain, send_rows, send_rows_plain
+from parallel.expert.even_routing import EvenRouting
 
 
 @dataclass(frozen=True)
@@ -127,79 +128,22 @@ class Slots:
         return gather_rows(rows_SD, weights_TK, self.at_source)
 
 
-DispatchCounts = Copies | Tokens | Slots
-Exchanged = tuple[list[list[int]], list[list[int]]]  # to each rank, from each rank
-
-
 @dataclass(frozen=True)
-class EvenRouting:
-    """Choices known in advance: all experts get an even share, on every rank alike.
+class Everywhere:
+    """Groups when every token is sent to every rank."""
 
-    Of the columns of the choices the first top_k are real experts, which is their mean.
+    owners: Owners
+    at_experts: Groups
 
-    A token visits K neighbours on a shuffled circle of all experts, so that it meets about as many
-    ranks as it would by chance. For runs without values (fake process groups, fake tensors) and for
-    measurements that are to be free of luck; every rank must have as many tokens.
-    """
+    def back(self, rows_SD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return outputs of this rank's tokens (`Copies.back`) from rows that are weighed."""
+        part_RD = sum_rows(rows_SD, self.at_experts).to(rows_SD.dtype)
+        each = [len(part_RD) // self.owners.ranks] * self.owners.ranks
+        part_RD = send_rows(part_RD, each, each, self.owners.group)
+        return part_RD.view(self.owners.ranks, each[0], -1).sum(0, dtype=weights_TK.dtype)
 
-    num_experts: int
-    top_k: int
-    columns: int = 0  # of the choices (0: top_k); the rest are nulls
-    num_groups: int = 1
-    top_k_groups: int = 1
 
-    @staticmethod
-    def from_config(moe: MoEConfig) -> EvenRouting:
-        """Return the even routing of a configuration's experts, groups and columns."""
-        groups = moe.num_groups, moe.top_k_groups
-        return EvenRouting(moe.num_experts, moe.top_k, columns(moe), *groups)
-
-    @property
-    def circle(self) -> Sequence[int]:
-        """Every expert once."""
-        return circle(self.num_experts, self.num_groups, self.top_k_groups)
-
-    def indices(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the chosen experts `[T, K]` of `tokens` tokens; nulls are `num_experts`."""
-        place_N = torch.arange(tokens * self.top_k, device=device) % self.num_experts
-        circle_E = listed(self.circle, device)
-        chosen_TK = circle_E[place_N].view(tokens, self.top_k)
-        nulls = max(0, self.columns - self.top_k)
-        return F.pad(chosen_TK, (0, nulls), value=self.num_experts) if nulls else chosen_TK
-
-    def copies(self, tokens: int, ranks: int, rank: int) -> Exchanged:
-        """Return copies sent to each expert of each rank, and copies that each rank sends here.
-
-        Args:
-            tokens: of every rank.
-            ranks: of the group.
-            rank: this one.
-        """
-        rounds, rest = divmod(tokens * self.top_k, self.num_experts)
-        counts = [rounds] * self.num_experts
-        for expert in self.circle[:rest]:
-            counts[expert] += 1
-        to_We = _split(counts, ranks)
-        return to_We, [to_We[rank]] * ranks
-
-    def rows(self, tokens: int, ranks: int, rank: int) -> Exchanged:
-        """Return rows and copies that a rank sends to each rank, and that each rank sends here.
-
-        Args:
-            tokens: of every rank.
-            ranks: of the group.
-            rank: this one.
-        """
-        E, K, each = self.num_experts, self.top_k, self.num_experts // ranks
-        period = E // math.gcd(E, K)
-        counts = [0] * ranks
-        for t in range(min(period, tokens)):
-            times = (tokens - t - 1) // period + 1
-            for owner in {self.circle[(t * K + k) % E] // each for k in range(K)}:
-                counts[owner] += times
-        copies_We, _ = self.copies(tokens, ranks, rank)
-        to_Wn = [[n, *c] for n, c in zip(counts, copies_We, strict=True)]
-        return to_Wn, [to_Wn[rank]] * ranks
+DispatchCounts = Copies | Tokens | Slots | Everywhere
 
 
 def send_copies(
@@ -301,6 +245,61 @@ def send_slots(
     return Arrived(rows_RD, at_experts), Slots(owners, at_source, at_experts)
 
 
+def send_everywhere(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    owners: Owners,
+    multiple: int,
+    expected: Fraction,
+    capacity: int | None,
+) -> tuple[Arrived, Everywhere]:
+    """Send every token to every rank, with its experts and weights; every rank has as many tokens.
+
+    The host never waits and no shape depends on a value. More rows travel than are wanted, and a
+    GPU makes room for the most copies that there can be: good for few ranks.
+
+    Args:
+        x_TD: tokens of this rank.
+        indices_TK: their experts.
+        weights_TK: weights of these.
+        owners: of the experts.
+        multiple: groups of rows are padded to a multiple of it.
+        expected: experts of a token on one rank, on average.
+        capacity: copies that an expert takes for each rank's tokens, the first of all ranks; None:
+            every copy.
+    """
+    e, group = owners.each, owners.group
+    labels_T2K = torch.cat([weights_TK, indices_TK.to(weights_TK.dtype)], 1)
+    rows_RD, labels_R2K = _ToAll.apply(x_TD, group), _ToAll.apply(labels_T2K, group)
+    weights_RK, expert_RK = labels_R2K.chunk(2, 1)  # type: ignore[union-attr]
+    expert_RK = expert_RK.detach().to(torch.int64) - group.rank() * e
+    expert_RK = torch.where((expert_RK >= 0) & (expert_RK < e), expert_RK, e)
+    if capacity is None:
+        at_experts = group_rows(expert_RK, e, multiple, expected)
+    else:
+        at_experts = group_rows_to_capacity(expert_RK, e, capacity * owners.ranks)
+    at_experts = at_experts.by(owners.backend)
+    return Arrived(rows_RD, at_experts, weights_RK), Everywhere(owners, at_experts)  # type: ignore[arg-type]
+
+
+class _ToAll(torch.autograd.Function):
+    """Rows `[T, D]` of all ranks on each of them, `[R, D]`; the backward sums in at least fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_plain(x_TD, 0, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_RD,) = grads
+        ranks = ctx.group.size()
+        each = [len(grad_RD) // ranks] * ranks
+        back_RD = send_rows_plain(grad_RD, each, each, ctx.group)
+        return back_RD.view(ranks, each[0], -1).sum(0), None
+
+
 def _regrouped(rows: int, outer: int, inner: int, device: torch.device) -> Groups:
     """Slots of rows that lie in equal groups by `outer`, then `inner`: by `inner`, then `outer`."""
     place_R = torch.arange(rows, device=device)
@@ -352,11 +351,6 @@ def _agree(counts_Wn: Tensor, owners: Owners) -> tuple[list[list[int]], list[lis
     """Return the counts for other ranks and theirs for this one, on the host: the one wait."""
     to_Wn, from_Wn = torch.stack([counts_Wn, _announce(counts_Wn, owners)]).tolist()
     return to_Wn, from_Wn
-
-
-def _split(counts: Sequence[int], ranks: int) -> list[list[int]]:
-    each = len(counts) // ranks
-    return [list(counts[r * each : (r + 1) * each]) for r in range(ranks)]
 
 
 def _columns(table: list[list[int]]) -> list[int]:

@@ -11,6 +11,7 @@ Legend: T tokens, K experts of a token, D model, S slots (rows in expert order).
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Literal
 
 import torch.distributed as dist
@@ -22,16 +23,17 @@ from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import Arrived, MixtureOfExperts, expert_capacity
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels
 from megacpp.kernels.experts.grouped_mm import row_multiple
+from parallel.expert.even_routing import EvenRouting
 from parallel.expert.exchange import (
     DispatchCounts,
-    EvenRouting,
     Owners,
     send_copies,
+    send_everywhere,
     send_slots,
     send_tokens,
 )
 
-Kind = Literal["per_rank", "per_expert"]
+Kind = Literal["per_rank", "per_expert", "padded"]
 
 
 class ExpertParallel(ParallelStyle):
@@ -39,8 +41,9 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         kind: what travels when nothing is dropped: one row per rank that holds a chosen expert
-            (`per_rank`, weighed and summed there), or one row per chosen expert (`per_expert`).
-            With a capacity factor it is fixed slots per expert, of either kind.
+            (`per_rank`, weighed and summed there), one row per chosen expert (`per_expert`), or
+            one row per rank (`padded`). With a capacity factor the first two are fixed slots per
+            expert, of each rank's tokens; `padded` drops by the tokens of all ranks.
         balanced: choose experts evenly instead of as the router says (`EvenRouting`): sizes are
             known without values. The outputs are those of a model with another router.
     """
@@ -75,7 +78,7 @@ class ExpertDispatch(nn.Module):
         Args:
             moe: settings of the experts.
             group: the expert ranks.
-            kind: a row per chosen expert, or per rank that holds some.
+            kind: a row per chosen expert, per rank that holds some, or per rank.
             balanced: choose experts evenly instead of by the router.
             kernels: backends; `experts` moves rows within a rank.
         """
@@ -99,9 +102,15 @@ class ExpertDispatch(nn.Module):
         owners = replace(self.owners, backend=self.kernels.experts)
         if self.even is not None:
             indices_TK = self.even.indices(len(x_TD), x_TD.device)
+        capacity = None
         if self.moe.capacity_factor is not None and not decoding:
-            return send_slots(x_TD, indices_TK, owners, expert_capacity(len(x_TD), self.moe))
+            capacity = expert_capacity(len(x_TD), self.moe)
         multiple = 1 if decoding else row_multiple(x_TD.device)
+        if self.kind == "padded" and not decoding:
+            given = x_TD, indices_TK, weights_TK, owners, multiple
+            return send_everywhere(*given, Fraction(self.moe.top_k, owners.ranks), capacity)
+        if capacity is not None:
+            return send_slots(x_TD, indices_TK, owners, capacity)
         if self.kind == "per_expert":
             return send_copies(x_TD, indices_TK, owners, multiple, self.even)
         return send_tokens(x_TD, indices_TK, weights_TK, owners, multiple, self.even)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from megacpp.blocks.experts.rows import ExpertRows
 from megacpp.kernels.experts import grouped_mm
-from megacpp.kernels.experts.rows import Groups, group_rows, most_slots
+from megacpp.kernels.experts.rows import Groups, group_rows
+from megacpp.kernels.experts.sizes import most_slots
 from megacpp.kernels.m2rnn import chunks as m2rnn_chunks
 from megacpp.kernels.m2rnn.chunks import Chunked, ChunkPlan
 from megacpp.kernels.mamba3.chunks import mamba3_chunked
@@ -36,7 +38,7 @@ from megacpp.model.documents import Documents
 from megacpp.model.fp32 import wide
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN, Recompute
-from parallel.expert.exchange import EvenRouting, Exchanged
+from parallel.expert.even_routing import EvenRouting, Exchanged
 from parallel.expert.parallel import ExpertDispatch
 from parallel.simulate import gpu_stand_ins
 
@@ -180,7 +182,7 @@ class Recurrence:
 
 
 def balanced_rows(
-    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: Fraction | int | None = None
 ) -> Groups:
     """Stand-in for `group_rows`: every expert has an even share of the copies.
 
@@ -191,10 +193,11 @@ def balanced_rows(
         expected: copies of a token that aren't nulls, on average; None: no nulls.
     """
     (T, K), new = expert_TK.shape, expert_TK.new_zeros
-    sizes = [(T * (expected or K) + e) // num_experts for e in range(num_experts)]
+    sizes = [int(T * (expected or K) + e) // num_experts for e in range(num_experts)]
     slots = sum(-(-size // multiple) * multiple for size in sizes)
     if expert_TK.is_cuda:
-        slots = most_slots(num_experts, T * K, multiple)
+        copies = T * K if expected is None else T * min(K, num_experts)
+        slots = most_slots(num_experts, copies, multiple)
     if expected is None:
         return Groups(new(K, T), new(slots), new(num_experts))
     kept_KT = new(K, T, dtype=torch.bool)
@@ -206,7 +209,11 @@ class GivenRows(ExpertRows):
     """Rows of a rank, whatever its routers choose."""
 
     def grouped(
-        self, expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+        self,
+        expert_TK: Tensor,
+        num_experts: int,
+        multiple: int = 1,
+        expected: Fraction | int | None = None,
     ) -> Groups:
         """Return groups of as many slots, in place of `group_rows`.
 

@@ -12,7 +12,7 @@ from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.checks.fp8 import fp8_rules
 from megacpp.config.schema import (
-    CheckpointingPolicy,
+    KEEP,
     Config,
     ModelConfig,
     PrecisionConfig,
@@ -36,7 +36,7 @@ def config_with(fp8: str = "torchao", model: ModelConfig | None = None, **policy
         model=model or model_config(),
         train=CPU_RUN if fp8 == "torchao" else TrainConfig(),
         precision=PrecisionConfig(fp8=fp8, fp8_ends=0),  # type: ignore[arg-type]
-        recompute=CheckpointingPolicy(**policy),
+        recompute=dataclasses.replace(KEEP, **policy),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megacpp.cli.activations import POLICIES, flops, levers_of
 from megacpp.cli.main import main
 from megacpp.cli.measure import coordinates, measure, microbatches_in_flight
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig, ModelConfig
 from megacpp.model.flops import block_flops
 from parallel.simulate.fake import fake_world
 
@@ -147,9 +148,9 @@ def test_levers_are_what_a_policy_does() -> None:
         return list(levers_of(Config(model=model, recompute=policy)))
 
     assert found(POLICIES["none"]) == []
-    assert found(CheckpointingPolicy()) == ["rblock=recurrence"]
-    assert found(CheckpointingPolicy(), "AF") == []  # of kinds that are there
-    assert found(CheckpointingPolicy(rblock="none", norms=True)) == ["norms"]
+    assert found(KEEP) == ["rblock=recurrence"]
+    assert found(KEEP, "AF") == []  # of kinds that are there
+    assert found(replace(KEEP, rblock="none", norms=True)) == ["norms"]
 
 
 def test_flops_are_readable() -> None:

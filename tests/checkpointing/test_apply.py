@@ -20,7 +20,7 @@ from megacpp.blocks.attention.mla import MultiHeadLatentAttention
 from megacpp.blocks.experts.router import Router
 from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.config.presets import PER_BLOCK, PRESETS
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.block import Block
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import PLAIN
@@ -31,7 +31,8 @@ from tests.parallel.parity import models
 from tests.synthetic import ragged_batch
 
 ONE = World(0, 1, torch.device("cpu"))
-FULL = CheckpointingPolicy(
+FULL = replace(
+    KEEP,
     ablock="full",
     eblock="full",
     mblock="conv_bc_only",
@@ -66,12 +67,12 @@ def train(model: HybridLM, rows: range = range(4)) -> list[Tensor]:
 
 
 POLICIES = {
-    "norms": CheckpointingPolicy(norms=True),
-    "core attention": CheckpointingPolicy(core_attn=True),
-    "latents": CheckpointingPolicy(ablock="selective"),
-    "mlp": CheckpointingPolicy(mlp=True),
-    "experts": CheckpointingPolicy(eblock="expert_gemm_only"),
-    "conv": CheckpointingPolicy(mblock="conv_bc_only"),
+    "norms": replace(KEEP, norms=True),
+    "core attention": replace(KEEP, core_attn=True),
+    "latents": replace(KEEP, ablock="selective"),
+    "mlp": replace(KEEP, mlp=True),
+    "experts": replace(KEEP, eblock="expert_gemm_only"),
+    "conv": replace(KEEP, mblock="conv_bc_only"),
     "all regions": ALL_REGIONS,
     "full": FULL,
 }
@@ -80,7 +81,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", ["plain", "options", "mla"])
 def test_every_policy_gives_the_same_bits(name: str) -> None:
     """Also counts, auxiliary losses and gradient norms at the routers: nothing counts twice."""
-    expected = train(build(CheckpointingPolicy(), hybrid(name))[0])
+    expected = train(build(KEEP, hybrid(name))[0])
     for policy in POLICIES.values():
         found = train(build(policy, hybrid(name))[0])
         assert len(found) == len(expected)
@@ -88,9 +89,9 @@ def test_every_policy_gives_the_same_bits(name: str) -> None:
 
 
 def test_states_kept_or_rebuilt_give_the_same_bits() -> None:
-    model, _ = build(CheckpointingPolicy(rblock="none"))
+    model, _ = build(replace(KEEP, rblock="none"))
     assert all(m.keep_states for m in model.modules() if isinstance(m, M2RNNScan))
-    expected = train(build(CheckpointingPolicy(rblock="recurrence"))[0])
+    expected = train(build(replace(KEEP, rblock="recurrence"))[0])
     assert all(map(torch.equal, train(model), expected))
 
 
@@ -113,7 +114,7 @@ def test_what_runs_again() -> None:
 def test_the_last_layer_is_never_wrapped(name: str, streams: bool) -> None:
     """Also where every saved tensor goes to the host, and where streams of groups run again."""
     offloads = {
-        "saved tensors": CheckpointingPolicy(offload="saved_tensors"),
+        "saved tensors": replace(KEEP, offload="saved_tensors"),
         "block inputs": replace(FULL, offload="block_inputs"),
     }
     model, _ = build((POLICIES | offloads)[name], hybrid("streams" if streams else "plain"))
@@ -178,7 +179,7 @@ def test_keys_and_values_are_rebuilt_from_the_latent() -> None:
         return mock.patch.object(kind, name, call)
 
     latent = replace(hybrid("mla"), pattern="AF", depth=2)
-    model, _ = build(CheckpointingPolicy(mla_kv=True, mla_q_upproj=True), latent)
+    model, _ = build(replace(KEEP, mla_kv=True, mla_q_upproj=True), latent)
     core = counted("attend", CoreAttention)
     with counted("expand_kv"), counted("latent"), counted("queries"), core:
         train(model)
@@ -188,7 +189,7 @@ def test_keys_and_values_are_rebuilt_from_the_latent() -> None:
 def test_a_router_that_would_choose_otherwise_is_not_asked() -> None:
     """Recompute a whole E block after its bias has changed: its experts are the former ones."""
     found = []
-    for policy in (CheckpointingPolicy(), FULL):
+    for policy in (KEEP, FULL):
         model, _ = build(policy)
         batch = ragged_batch([0, 1], 32, model.config.vocab_size)
         loss = model(batch.ids_BT, batch.labels_BT, batch.docs).loss_sum
@@ -212,7 +213,7 @@ def test_every_preset_says_what_it_keeps() -> None:
 
 def test_slot_for_depths() -> None:
     """Recompute a chain of steps, each as a whole."""
-    policy, replays = CheckpointingPolicy(), Replays()
+    policy, replays = KEEP, Replays()
     linear = torch.nn.Linear(8, 8).double()
 
     def steps(recompute: object, x: Tensor) -> Tensor:
@@ -233,8 +234,8 @@ def test_slot_for_depths() -> None:
 
 def test_a_global_switch_for_comparison() -> None:
     """Recompute every block as a whole, the scan too, which no policy offers."""
-    model, _ = build(CheckpointingPolicy())
+    model, _ = build(KEEP)
     replays = Replays()
-    set_recompute(model, [BLOCK] * 7, CheckpointingPolicy(), replays)
-    expected = train(build(CheckpointingPolicy())[0])
+    set_recompute(model, [BLOCK] * 7, KEEP, replays)
+    expected = train(build(KEEP)[0])
     assert all(map(torch.equal, train(model), expected)) and replays.counts == {"block": 7}

@@ -37,7 +37,7 @@ from megacpp.blocks.dense.config import MLPConfig
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import (
-    CheckpointingPolicy,
+    KEEP,
     Config,
     MeshConfig,
     ModelConfig,
@@ -275,7 +275,8 @@ def test_no_recompute_region_is_active_in_a_compiled_block() -> None:
         model=small("AEFAF"),
         precision=PrecisionConfig("fp64"),
         train=TrainConfig(compile="aot_eager"),
-        recompute=CheckpointingPolicy(
+        recompute=replace(
+            KEEP,
             ablock="full",
             eblock="full",
             fblock="full",
@@ -292,7 +293,7 @@ def test_no_recompute_region_is_active_in_a_compiled_block() -> None:
         modules = [m for m in model.blocks[key].modules() if hasattr(m, "recompute")]
         assert len(modules) > 1 and all(m.recompute is PLAIN for m in modules)
     assert model.blocks["1"].recompute is not PLAIN
-    plain = build_model(replace(config, recompute=CheckpointingPolicy(), train=TrainConfig()), ONE)
+    plain = build_model(replace(config, recompute=KEEP, train=TrainConfig()), ONE)
     batch = ragged_batch(range(B), T)
     for each in (plain, model):
         backward(each, batch, batch.docs)

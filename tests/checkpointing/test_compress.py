@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.compress import Projection, compress_linears, compressed_linear
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -180,10 +180,10 @@ def test_a_model_loses_nothing_but_the_width_of_some_gradients(name: str) -> Non
 @pytest.mark.parametrize(
     "policy",
     [
-        CheckpointingPolicy(norms=True),
-        CheckpointingPolicy(mlp=True),
-        CheckpointingPolicy(ablock="selective", mlp=True, norms=True),
-        CheckpointingPolicy(ablock="full", fblock="full"),
+        dataclasses.replace(KEEP, norms=True),
+        dataclasses.replace(KEEP, mlp=True),
+        dataclasses.replace(KEEP, ablock="selective", mlp=True, norms=True),
+        dataclasses.replace(KEEP, ablock="full", fblock="full"),
     ],
     ids=["norms", "mlp", "selective", "full"],
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from checkpointing.compress import compress_linears
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
+from megacpp.config.schema import KEEP, Config, MeshConfig
 from megacpp.model.hybrid import HybridLM
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer
@@ -34,7 +34,7 @@ from tests.parallel.parity import (
 )
 from tests.ranks import LONG_S, run_ranks
 
-POLICY = CheckpointingPolicy(compress=0.25, compress_redraw=2)
+POLICY = dataclasses.replace(KEEP, compress=0.25, compress_redraw=2)
 STEPS = 5
 SAVED = 3  # steps before the checkpoint, one after a redraw
 

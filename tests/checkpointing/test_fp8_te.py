@@ -20,7 +20,7 @@ from checkpointing.apply import ActivationCheckpointing, set_recompute
 from checkpointing.fp8 import to_fp8
 from checkpointing.recompute import Replays
 from megacpp.config.checks.fp8 import fp8_mesh_rules
-from megacpp.config.schema import CheckpointingPolicy, Config, TrainConfig
+from megacpp.config.schema import KEEP, Config, TrainConfig
 from megacpp.errors import ConfigError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -119,7 +119,7 @@ def kept(config: Config) -> HybridLM:
 
 def kept_wrongly(config: Config) -> HybridLM:
     """FP8 blocks with the recomputation of all other blocks, which the rules refuse."""
-    model, again = HybridLM(config.model), CheckpointingPolicy(**FULL)  # type: ignore[arg-type]
+    model, again = HybridLM(config.model), dataclasses.replace(KEEP, **FULL)  # type: ignore[arg-type]
     layers = to_fp8(model, config, torch.device("cuda"))
     assert len(layers.converted) == 14 and not layers.emulated
     set_recompute(model, layer_regions(again, config.model), again, Replays())

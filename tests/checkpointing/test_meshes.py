@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 
 from megacpp.config.checks.recompute import recompute_rules
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, config_of, traces_of
 
-REGIONS = CheckpointingPolicy(
+REGIONS = replace(
+    KEEP,
     ablock="selective",
     eblock="expert_gemm_only",
     mblock="conv_bc_only",
@@ -23,7 +24,8 @@ REGIONS = CheckpointingPolicy(
     norms=True,
     mlp=True,
 )
-BLOCKS = CheckpointingPolicy(
+BLOCKS = replace(
+    KEEP,
     ablock="full",
     eblock="full",
     mblock="conv_bc_only",
@@ -32,7 +34,7 @@ BLOCKS = CheckpointingPolicy(
 )
 # With experts on ranks: whole E blocks would send rows again, and are refused.
 SPREAD_BLOCKS = replace(BLOCKS, eblock="expert_gemm_only")
-KEEP_STATES = CheckpointingPolicy(rblock="none")
+KEEP_STATES = replace(KEEP, rblock="none")
 RUNS = [
     Run("plain", recompute=REGIONS, accum=2),
     Run("plain", recompute=BLOCKS, accum=2),

@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing.apply import ActivationCheckpointing
+from checkpointing.tracing.live_bytes import LiveBytes
 from checkpointing.tracing.meter import Meter
 from megacpp.blocks.experts.router import Router
 from megacpp.cli.activations import POLICIES
@@ -39,7 +40,6 @@ from parallel.build import plan_model
 from parallel.fsdp import shard_slice
 from parallel.mesh import World, join
 from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, planned_model
-from tests.livebytes import LiveBytes
 from tests.model.small import small, variants
 from tests.ranks import run_ranks
 
@@ -312,6 +312,7 @@ def mesh_configs() -> dict[str, Config]:
         "tp": MeshConfig(dp_replicate=2, dp_shard=1, tp=2, reshard="never"),
         "ep": MeshConfig(dp_shard=4, ep=4),
         "ep per expert": MeshConfig(dp_shard=2, tp=2, ep=4, ep_dispatch="per_expert"),
+        "ep padded": MeshConfig(dp_shard=4, ep=2, ep_dispatch="padded"),
         "cp": MeshConfig(dp_shard=2, cp=2),
         "cp heads": MeshConfig(
             dp_shard=1, cp=2, tp=2, cp_attention="ring", cp_mamba3="heads", cp_m2rnn="serial"

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from checkpointing.host_memory import CudaCopies, HostMemory, PlainCopies
 from checkpointing.offload import MIB, Offloader, offloaded
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from tests.checkpointing.offload_cases import (
@@ -24,7 +25,6 @@ from tests.checkpointing.offload_cases import (
     offloader,
     rows,
 )
-from tests.livebytes import LiveBytes
 from tests.model.small import small
 
 

@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.offload import Offloader
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, MeshConfig
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from tests.parallel.parity import CPU, Run, Slices, batches_of, config_of, gradients, world_of
@@ -37,10 +37,10 @@ def one_step(
 
 def body(rank: int, world_size: int, run: Run) -> list[tuple[int, int]]:
     """Bytes out and back, with offload of the arguments of regions, and of all saved tensors."""
-    plain, _ = one_step(run, rank, CheckpointingPolicy(rblock="none"))
+    plain, _ = one_step(run, rank, dataclasses.replace(KEEP, rblock="none"))
     found: list[tuple[int, int]] = []
     for offload in ("block_inputs", "saved_tensors"):
-        policy = CheckpointingPolicy(offload=offload, ablock="full", fblock="full")  # type: ignore[arg-type]
+        policy = dataclasses.replace(KEEP, offload=offload, ablock="full", fblock="full")  # type: ignore[arg-type]
         moved, ac = one_step(run, rank, policy)
         assert all(torch.equal(moved[n].local, plain[n].local) for n in plain), offload
         assert ac.offloader is not None

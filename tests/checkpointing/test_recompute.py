@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpointing.recompute import BlockRecompute, RecomputeError, Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.model.recompute import recomputing
 from megacpp.model.regions import Region
-from tests.livebytes import LiveBytes
 
 B, D, HIDDEN = 4, 16, 32
 

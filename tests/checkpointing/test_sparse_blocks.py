@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,20 +12,18 @@ from checkpointing.apply import ActivationCheckpointing
 from checkpointing.compile import CHOSEN, compile_blocks
 from megacpp.blocks.attention import sparse
 from megacpp.blocks.attention.sparse import SparseAttention
-from megacpp.config.schema import CheckpointingPolicy
+from megacpp.config.schema import KEEP, CheckpointingPolicy
 from tests.model.sparse_cases import build, sparse_model, train
 
 POLICIES = {
-    "full": CheckpointingPolicy(ablock="full"),
-    "selective": CheckpointingPolicy(ablock="selective", norms=True),
-    "core attention": CheckpointingPolicy(core_attn=True),
-    "full, inputs offloaded": CheckpointingPolicy(
-        ablock="full", offload="block_inputs", offload_min_mib=0
+    "full": replace(KEEP, ablock="full"),
+    "selective": replace(KEEP, ablock="selective", norms=True),
+    "core attention": replace(KEEP, core_attn=True),
+    "full, inputs offloaded": replace(
+        KEEP, ablock="full", offload="block_inputs", offload_min_mib=0
     ),
-    "all offloaded": CheckpointingPolicy(offload="saved_tensors", offload_min_mib=0),
-    "all offloaded, full": CheckpointingPolicy(
-        ablock="full", offload="saved_tensors", offload_min_mib=0
-    ),
+    "all offloaded": replace(KEEP, offload="saved_tensors", offload_min_mib=0),
+    "all offloaded, full": replace(KEEP, ablock="full", offload="saved_tensors", offload_min_mib=0),
 }
 
 

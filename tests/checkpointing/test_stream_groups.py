@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from checkpointing.apply import ActivationCheckpointing
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.hyper_connections.groups import group_size, places_in_groups, stream_groups
 from megacpp.config.schema import (
-    CheckpointingPolicy,
+    KEEP,
     Config,
     MeshConfig,
     PrecisionConfig,
@@ -25,7 +26,6 @@ from megacpp.config.schema import (
 )
 from parallel.build import build_model
 from parallel.mesh import World
-from tests.livebytes import LiveBytes
 from tests.parallel.parity import models
 from tests.synthetic import ragged_batch
 
@@ -37,7 +37,7 @@ ROWS, T, DIM, STREAMS, DEPTH = 4, 32, 16, 3, 9
 
 def config_of(**policy: Any) -> Config:
     model = replace(models()["streams"], pattern="AEMRFE", depth=DEPTH)
-    recompute = CheckpointingPolicy(**{"mhc_group_size": -1, **policy})
+    recompute = replace(KEEP, **{"mhc_group_size": -1, **policy})
     return Config(model=model, recompute=recompute, precision=PrecisionConfig("fp64"))
 
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import megacpp.memory.estimate
 from megacpp.blocks.experts.router import Router
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import nam52_deep, nam52_deep_base, tiny
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import estimate, estimate_memory
 from megacpp.memory.forms.activations import not_counted
-from megacpp.memory.plan_space import meshes
 from megacpp.model.documents import Documents
-from tests.memory import test_calibration, test_parameters, test_reference
+from tests.memory import (
+    test_calibration,
+    test_generation,
+    test_parameters,
+    test_planner,
+    test_reference,
+)
 from tests.model.small import small
 from tests.optim import test_groups, test_muon_memory
-from tests.run import test_failed_forward, test_forensics
+from tests.run import test_failed_forward, test_features, test_forensics
 
 GIB = 1 << 30
 
@@ -143,11 +146,10 @@ def test_s3_b_the_articles_snippet_runs_as_printed(capsys: pytest.CaptureFixture
     assert sum(parts) == pytest.approx(est.as_dict()["point"], rel=1e-12)
 
 
-@pytest.mark.xfail(strict=True, reason="Padded dispatch is a setting, not a lever of the planner.")
 def test_s3_f_the_planner_chooses_between_padded_and_exact_dispatch() -> None:
-    config = nam52_deep_base()
-    found = {mesh.ep_dispatch for mesh in meshes(config, 8)}
-    assert len(found) > 1
+    """Padded where it fits and few ranks share the experts, for it needs more memory."""
+    test_planner.test_experts_rows_are_padded_where_that_fits()
+    test_features.test_a_capacity_is_said_to_depend_on_the_mesh()
 
 
 def test_s3_g_named_output_projections_step_with_adamw() -> None:
@@ -159,7 +161,10 @@ def test_s3_g_named_output_projections_step_with_adamw() -> None:
         parse_run(["tiny", "--optim.adamw-layers", "o_proj"], 1)
 
 
-@pytest.mark.xfail(strict=True, reason="Only a training step is estimated.")
-def test_s3_h_memory_of_evaluation_and_generation_is_estimated() -> None:
-    forms: Any = megacpp.memory.estimate
-    assert forms.estimate_generation(tiny(), 1).point > 0
+def test_s3_h_memory_of_evaluation_and_generation_is_estimated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Weights, caches and states, and work; records of it lie apart from those of training."""
+    for new in (0, 30):
+        test_generation.test_the_estimate_is_what_tensors_with_values_take("plain", new)
+    test_generation.test_what_was_measured_widens_the_next_estimate(capsys, tmp_path)

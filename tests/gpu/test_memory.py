@@ -13,7 +13,7 @@ from bench.gpu.steps import Steps, beside_estimate, in_use
 from checkpointing.tracing.watch import StepWatch
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import preset
-from megacpp.config.schema import CheckpointingPolicy, Config, DataConfig, TrainConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, DataConfig, TrainConfig
 from megacpp.memory.estimate import estimate
 from megacpp.run.forensics import allocator_state
 from parallel.mesh import World
@@ -102,7 +102,7 @@ def test_estimate_beside_the_peak(device: torch.device, name: str) -> None:
     Context and libraries are constants of the estimate (some 0.7 GiB), so models of a few GiB test
     these too. On a CPU nothing is measured; the two ways to the same estimate agree.
     """
-    config = run_of(name, device, CheckpointingPolicy())
+    config = run_of(name, device, KEEP)
     fresh(device)
     steps = Steps(config, device, packed=True)
     for _ in range(2):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacpp.config.presets import PRESETS
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -88,9 +88,13 @@ def nobody_waits(device: torch.device) -> Iterator[None]:
 
 
 POLICIES = {
-    "keep all": CheckpointingPolicy(),
-    "blocks": CheckpointingPolicy(
-        ablock="full", eblock="expert_gemm_only", mblock="conv_bc_only", rblock="full_plus_norms"
+    "keep all": KEEP,
+    "blocks": replace(
+        KEEP,
+        ablock="full",
+        eblock="expert_gemm_only",
+        mblock="conv_bc_only",
+        rblock="full_plus_norms",
     ),
 }
 

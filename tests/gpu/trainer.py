@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import (
+    KEEP,
     CheckpointingPolicy,
     Config,
     DataConfig,
@@ -46,7 +47,7 @@ class Settings:
     pattern: str = "AEMRF"
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     optimizer: Literal["adamw", "muon_adamw"] = "muon_adamw"
-    recompute: CheckpointingPolicy = CheckpointingPolicy()  # noqa: RUF009 - frozen
+    recompute: CheckpointingPolicy = KEEP
 
     @property
     def config(self) -> Config:

@@ -28,7 +28,7 @@ from megacpp.config.schema import Config
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
 from parallel.boundary import AccumulationBoundary
-from parallel.expert.exchange import EvenRouting
+from parallel.expert.even_routing import EvenRouting
 from parallel.mesh import World, join
 from parallel.simulate.fake import as_trained, planned_model
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.config.schema import MeshConfig
 from megacpp.data.batches import Batch
 from megacpp.memory.forms.accumulation import GradientSync, held, travelling
@@ -15,7 +16,6 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.model.head import LossSum
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
-from tests.livebytes import LiveBytes
 from tests.parallel.parity import Run, batches_of, config_of, world_of
 from tests.ranks import run_ranks
 

@@ -24,6 +24,7 @@ from megacpp.cli.measure import measure
 from megacpp.config.checks.every import check
 from megacpp.config.presets import PER_BLOCK, preset
 from megacpp.config.schema import (
+    KEEP,
     CheckpointingPolicy,
     Config,
     DataConfig,
@@ -35,7 +36,7 @@ from megacpp.launch.start import kept_by_a_microbatch
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import ActivationBytes, activation_bytes
 from megacpp.model.hybrid import HybridLM
-from parallel.expert.exchange import EvenRouting
+from parallel.expert.even_routing import EvenRouting
 from parallel.mesh import World
 from parallel.simulate.fake import FakeBoundary, fake_batch, fake_tensors, fake_world, planned_model
 from tests.model.small import small
@@ -229,7 +230,8 @@ def _drawn(pick: Any, null_rho: float) -> tuple[Config, int]:
         "mlp": {"activation": pick(["swiglu", "relu2"])},
     }
     latent_only = changes["attention"].get("kind") == "mla"
-    policy = CheckpointingPolicy(
+    policy = dataclasses.replace(
+        KEEP,
         ablock=pick(["none", "none", "selective", "full"]),
         eblock=pick(["none", "expert_gemm_only", "full"]),
         mblock=pick(["none", "conv_bc_only"]),
@@ -246,7 +248,7 @@ def _drawn(pick: Any, null_rho: float) -> tuple[Config, int]:
         cp=pick([1, 2]),
         ep=pick([1, 1, 2]),
         reshard="never",
-        ep_dispatch=pick(["per_rank", "per_expert"]),
+        ep_dispatch=pick(["per_rank", "per_expert", "padded"]),
         cp_order=pick(["head_tail", "contiguous"]),
         cp_attention=pick(["all_gather", "all_gather", "ring", "heads"]),
         cp_mamba3=pick(["state", "state", "heads"]),

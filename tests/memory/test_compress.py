@@ -15,7 +15,7 @@ from checkpointing.compress import compress_linears
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PER_BLOCK
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig, ModelConfig
 from megacpp.memory.forms.compress import CompressedInput
 from megacpp.memory.forms.step import step_bytes
 from megacpp.model.hybrid import HybridLM
@@ -128,7 +128,7 @@ def test_the_figures_of_a_layer_by_hand() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("policy", [CheckpointingPolicy(), PER_BLOCK], ids=["kept", "by kind"])
+@pytest.mark.parametrize("policy", [KEEP, PER_BLOCK], ids=["kept", "by kind"])
 def test_the_estimate_of_saved_activations(policy: CheckpointingPolicy, tp: int) -> None:
     """To the byte, of every kind of block; the last layer keeps its whole input."""
     heads = {"attention": {"num_heads": 4, "num_kv_heads": 2}, "m2rnn": {"num_heads": 2}}

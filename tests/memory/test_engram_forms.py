@@ -16,7 +16,7 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import tiny
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig, TrainConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, MeshConfig, TrainConfig
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
@@ -30,7 +30,7 @@ from tests.memory.test_traffic import counted, run_of
 from tests.memory.working_cases import misses
 
 SMALL = {"layers": "all", "heads": 2, "table_size": 20, "dim": 8, "conv_kernel": 2}
-SELECTIVE, FULL = (CheckpointingPolicy(ablock=x) for x in ("selective", "full"))
+SELECTIVE, FULL = (replace(KEEP, ablock=x) for x in ("selective", "full"))
 MESHES = {
     "one": MeshConfig(dp_shard=1),
     "tp": MeshConfig(dp_shard=1, tp=2),
@@ -38,7 +38,7 @@ MESHES = {
     "tp cp": MeshConfig(dp_shard=1, tp=2, cp=2, cp_order="contiguous"),
 }
 POLICIES = {
-    "none": CheckpointingPolicy(),
+    "none": KEEP,
     "selective": SELECTIVE,
     "selective, norms": replace(SELECTIVE, norms=True),
     "full": FULL,
@@ -146,7 +146,7 @@ def test_flops_that_run_again(policy: CheckpointingPolicy) -> None:
     model = replace(base.model, pattern="AA", depth=2, engram=EngramConfig("0", 2, 3, 100, 32))
     config = replace(base, model=model, train=TrainConfig(device_batch_size=1))
     config = replace(config, data=replace(base.data, seq_len=tokens))
-    none = resolve(replace(config, recompute=CheckpointingPolicy()), 1)
+    none = resolve(replace(config, recompute=KEEP), 1)
     again = replace(none, recompute=policy)
     repeated = measure(again, 1, 0).repeated(measure(none, 1, 0)) / tokens
     assert replayed_flops_per_token(again) == repeated

@@ -15,7 +15,7 @@ import pytest
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import nam52_deep_base, nam56r_base
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+from megacpp.config.schema import KEEP, Config, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.device import communicators
@@ -30,7 +30,7 @@ DENSE = ["dense_110m", "--model.depth", "2", "--model.dim", "192", "--data.seq-l
 
 AROUND = "--model.top.loss 0.1 --model.ngram.heads 2 --model.ngram.table-size 100000".split()
 PIPELINE = [*HYBRID, *"--model.depth 10 --mesh.pp 2 --train.grad-accum 4".split()]
-KEEP = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
+ALL_KEPT = ["--recompute.eblock", "none", "--recompute.mblock", "none", "--recompute.no-norms"]
 
 CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     "cpu": (1, ["tiny", "--model.depth", "5", "--model.pattern", "AEMRF", "--train.device", "cpu"]),
@@ -52,7 +52,7 @@ CASES: dict[str, Any] = {  # ranks, flags, and the rank if it isn't the first
     ),
     "1024 ranks, capacity": (
         1024,
-        [*HYBRID, *KEEP, "--mesh.ep", "8", "--model.moe.capacity-factor", "1.25"],
+        [*HYBRID, *ALL_KEPT, "--mesh.ep", "8", "--model.moe.capacity-factor", "1.25"],
     ),
     "first stage of two": (4, PIPELINE, 0),
     "last stage of two": (4, PIPELINE, 3),
@@ -143,7 +143,7 @@ def test_the_call_with_plain_numbers() -> None:
     assert one == estimate_memory(nam56r_base().model, **wanted, dp_degree=4)
     assert one == estimate_memory(nam56r_base().model, **wanted)
     kept = estimate_memory(nam56r_base().model, **wanted, grad_checkpoint=False)
-    policy = estimate_memory(nam56r_base().model, **wanted, grad_checkpoint=CheckpointingPolicy())
+    policy = estimate_memory(nam56r_base().model, **wanted, grad_checkpoint=KEEP)
     assert kept == policy and kept.point > one.point
     adamw = estimate_memory(nam56r_base().model, **wanted, optimizer="adamw")
     assert adamw.components["optimizer_state"] > 2 * one.components["optimizer_state"]

@@ -9,7 +9,7 @@ import pytest
 
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
+from megacpp.config.schema import KEEP, Config, MeshConfig
 from megacpp.memory.estimate import estimate
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def fp8_config(dtype: Any, mesh: MeshConfig | None = None, **policy: Any) -> Config:
     """Emulated, in every kind of block."""
-    config = config_of("AFEMRF", dtype, CheckpointingPolicy(**policy), mesh, 2, 16, **SIZES)
+    config = config_of("AFEMRF", dtype, dataclasses.replace(KEEP, **policy), mesh, 2, 16, **SIZES)
     precision = dataclasses.replace(config.precision, fp8="torchao", fp8_ends=0, fp8_layers="AEFMR")
     train = dataclasses.replace(config.train, device="cpu")
     return dataclasses.replace(config, precision=precision, train=train)

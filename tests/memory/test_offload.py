@@ -7,8 +7,8 @@ import torch
 
 from checkpointing.host_memory import PlainCopies
 from checkpointing.offload import Offloader
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.memory.forms.offload import OffloadBytes, offload_bytes, transfer_s
-from tests.livebytes import LiveBytes
 
 SIZES = [4096, 100, 8192, 4096, 300, 12_288, 4096]
 GIB = 1 << 30

@@ -12,7 +12,7 @@ import pytest
 from megacpp.config.checks.every import broken, resolve
 from megacpp.config.presets import nam52_deep_base, preset, tiny
 from megacpp.config.recompute_flags import BY_KIND, NONE
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
+from megacpp.config.schema import KEEP, Config, MeshConfig, ModelConfig
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.plan_space import (
@@ -238,7 +238,7 @@ def test_a_pipeline_must_run_the_first_steps_of_a_warmup() -> None:
 
 def test_whole_expert_blocks_run_again_on_no_mesh_of_experts() -> None:
     """They would send their rows again: refused, so not offered."""
-    config = replace(small(), recompute=CheckpointingPolicy(eblock="full"))
+    config = replace(small(), recompute=replace(KEEP, eblock="full"))
     found = plan(config, 8, 10**9, 64 * SEQ, ("recompute.eblock",), estimator_of_any()).candidates
     assert found and {c.config.mesh.ep for c in found} == {1}
     assert all(not list(broken(c.config, 8)) for c in found)
@@ -277,6 +277,29 @@ def test_a_given_number_of_microbatches_stays() -> None:
     config = replace(config, train=replace(config.train, grad_accum=4))
     found = plan(config, 8, 10**9, 8 * 8 * SEQ, ("train.grad_accum",), estimator()).candidates
     assert {c.config.train.grad_accum for c in found} == {4}
+
+
+def test_experts_rows_are_padded_where_that_fits() -> None:
+    """Where two ranks share the experts nearly all rows go to both; padding needs more memory."""
+    fixed = ("mesh.tp", "mesh.cp", "mesh.pp", "mesh.dp_replicate", "mesh.ep")
+
+    def chosen(ep: int, more: int, *also: str) -> set[str]:
+        def needs(config: Config, *rest: object) -> MemoryEstimate:
+            point = 100 + more * (config.mesh.ep_dispatch == "padded")
+            return MemoryEstimate({}, {}, "", {}, 0, point, point, 150, ())
+
+        base = small()
+        given = replace(base, mesh=replace(base.mesh, tp=1, cp=1, pp=1, dp_replicate=1, ep=ep))
+        found = plan(given, 8, 150, 8 * SEQ, (*fixed, *also), needs).candidates
+        assert all(
+            (c.knobs().get("mesh.ep_dispatch", "per_rank")) == c.config.mesh.ep_dispatch
+            for c in found
+        )
+        return {c.config.mesh.ep_dispatch for c in found}
+
+    assert chosen(2, more=0) == {"padded"} and chosen(1, more=0) == {"per_rank"}
+    assert chosen(2, more=100) == chosen(8, more=0) == {"per_rank"}
+    assert chosen(2, 0, "mesh.ep_dispatch") == {"per_rank"}
 
 
 def test_what_may_not_fit_comes_after_all_that_does() -> None:
@@ -343,7 +366,7 @@ def test_rungs_of_the_ladder_are_what_gradient_checkpointing_means() -> None:
 
 def test_a_dense_model_has_no_rung_twice() -> None:
     config = small(pattern="AF", depth=4)
-    config = replace(config, recompute=CheckpointingPolicy())
+    config = replace(config, recompute=KEEP)
     names = [rung.name for rung in policies(config)]
     assert names == ["none", "selective", "full"]
 

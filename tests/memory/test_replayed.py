@@ -10,10 +10,10 @@ from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.cli.measure import measure
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import tiny
-from megacpp.config.schema import CheckpointingPolicy, Config, TrainConfig
+from megacpp.config.schema import KEEP, Config, TrainConfig
 from megacpp.memory.replayed import replayed_flops_per_token
 
-NOTHING = CheckpointingPolicy(rblock="none")
+NOTHING = replace(KEEP, rblock="none")
 MLA = AttentionConfig(kind="mla", num_heads=4, q_lora_rank=48, v_head_dim=32)
 LEVERS = {
     "recurrence": {"rblock": "recurrence"},

@@ -10,7 +10,7 @@ from megacpp.blocks.attention.config import SparseAttentionConfig
 from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig
 from megacpp.kernels.sparse_attention import indexer as lightning_indexer
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
@@ -62,7 +62,7 @@ def small(kind: str, mesh: MeshConfig, policy: CheckpointingPolicy, rows: int = 
     ("mesh", "policy", "rows"),
     [
         (MeshConfig(dp_shard=1), NONE, 2),
-        (MeshConfig(dp_shard=1), CheckpointingPolicy(norms=True, rblock="none"), 2),
+        (MeshConfig(dp_shard=1), replace(KEEP, norms=True, rblock="none"), 2),
         (MeshConfig(dp_shard=1, tp=2), SELECTIVE, 2),
         (MeshConfig(dp_shard=1, cp=2, cp_order="contiguous"), SELECTIVE, 2),
         (MeshConfig(dp_shard=1, cp=2, tp=2), NONE, 1),

@@ -65,6 +65,11 @@ CASES = {
         "--mesh.cp 2 --mesh.tp 2 --mesh.ep 4 --mesh.cp-order contiguous "
         "--model.moe.capacity-factor 1.25 --model.mamba3.ngroups 4",
     ),
+    "ep padded": (4, 1, f"--mesh.ep 2 --mesh.ep-dispatch padded {KEPT}"),
+    "ep padded, capacity": (
+        *(8, 0),
+        "--mesh.tp 2 --mesh.ep 4 --mesh.ep-dispatch padded --model.moe.capacity-factor 1.25",
+    ),
     "nulls, groups": (
         *(8, 0),
         "--mesh.tp 2 --mesh.ep 4 --model.moe.null-rho 0.5 --model.moe.num-groups 4 "
@@ -147,9 +152,14 @@ def test_one_rank_sends_nothing() -> None:
     assert traffic(run_of(1, ""), 1).parts == {}
 
 
-def test_a_dense_block_moves_four_streams_over_tp_each_way() -> None:
-    """8 U per attention and feed-forward together: U = tokens x width x 2 bytes."""
-    config = run_of(8, "--mesh.tp 2 --model.pattern AF --model.depth 2")
+@pytest.mark.parametrize(("norms", "times"), [("false", 8), ("true", 10)])
+def test_a_dense_block_moves_four_streams_over_tp_each_way(norms: str, times: int) -> None:
+    """8 U per attention and feed-forward together: U = tokens x width x 2 bytes.
+
+    Where norms run again, both mixers' inputs are gathered again.
+    """
+    flags = f"--mesh.tp 2 --model.pattern AF --model.depth 2 --recompute.norms {norms}"
+    config = run_of(8, flags)
     two, four = (
         traffic(replace(config, model=replace(config.model, depth=depth)), 8).parts[
             "tp", "activations"
@@ -157,7 +167,7 @@ def test_a_dense_block_moves_four_streams_over_tp_each_way() -> None:
         for depth in (2, 4)
     )
     stream = 2 * 32 * 128 * 2
-    assert four - two == 2 * 8 * stream  # of two microbatches
+    assert four - two == 2 * times * stream  # of two microbatches
 
 
 def test_bytes_of_gathers_and_reductions_per_parameter() -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.mamba3.config import Mamba3Config
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.schema import ModelConfig
@@ -38,7 +39,6 @@ from megacpp.model.documents import Documents
 from parallel.simulate.library_stand_ins import mimo, siso
 from tests.golden.check_mamba3 import run_scan
 from tests.golden.harness import GoldenFile
-from tests.livebytes import LiveBytes
 from tests.model.mamba3_cases import random_scan, scan_leaves
 
 CHUNK = 16

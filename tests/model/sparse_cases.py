@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, ModelConfig, PrecisionConfig
 from megacpp.model.auxiliary import AuxiliarySource
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
@@ -38,7 +38,7 @@ def build(
     """As a run on one process has it, with auxiliary losses that count."""
     config = Config(
         model=model,
-        recompute=recompute or CheckpointingPolicy(),
+        recompute=recompute or KEEP,
         precision=PrecisionConfig(dtype),
     )
     built = build_model(config, ONE, prepare(config) if prepare else None)

@@ -13,11 +13,12 @@ from torch.func import functional_call
 
 from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.gated_deltanet.config import GatedDeltaNetConfig
 from megacpp.blocks.gated_deltanet.descriptor import GATED_DELTANET
 from megacpp.blocks.gated_deltanet.module import GatedDeltaNet
 from megacpp.blocks.gated_deltanet.scan import DeltaInputs
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+from megacpp.config.schema import KEEP, Config, ModelConfig
 from megacpp.kernels.gated_delta_rule import library
 from megacpp.kernels.gated_delta_rule.chunks import gated_delta_rule
 from megacpp.kernels.gated_delta_rule.reference import gated_delta_sequential, gated_delta_step
@@ -30,7 +31,6 @@ from megacpp.model.init import initialise
 from megacpp.model.regions import Region, layer_regions
 from megacpp.model.scan import HeadTensors
 from megacpp.model.upstream import from_upstream, to_upstream
-from tests.livebytes import LiveBytes
 from tests.model.gated_delta_library import chunk_gated_delta_rule
 
 FP64 = 1e-12  # two formulas of the same thing in fp64
@@ -405,7 +405,7 @@ def test_policies_choose_the_regions() -> None:
     model = replace(CONFIG, pattern="G", depth=2)
     wanted = {"none": set(), "conv_gate": {"conv_bc"}, "full": {"block"}}
     for gblock, regions in wanted.items():
-        policy = CheckpointingPolicy(gblock=gblock)  # type: ignore[arg-type]
+        policy = replace(KEEP, gblock=gblock)  # type: ignore[arg-type]
         assert layer_regions(policy, model) == [regions, set()]  # the last layer keeps all
 
 

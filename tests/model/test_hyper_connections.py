@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.hyper_connections.config import HyperConnectionConfig
 from megacpp.blocks.hyper_connections.module import HyperConnection, Spread
 from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
@@ -28,7 +29,6 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
 from parallel.mesh import World
-from tests.livebytes import LiveBytes
 from tests.model.small import small
 from tests.synthetic import ragged_batch
 

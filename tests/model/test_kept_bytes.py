@@ -14,6 +14,7 @@ import torch
 
 from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
 from megacpp.config.schema import ModelConfig
@@ -21,7 +22,6 @@ from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.regions import Region
-from tests.livebytes import LiveBytes
 
 B, T, D = 2, 64, 256
 GQA = AttentionConfig(num_heads=4, num_kv_heads=1, head_dim=64)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
@@ -23,7 +24,6 @@ from megacpp.kernels.linear_cross_entropy.chunked import (
 )
 from megacpp.model.head import LanguageModelHead, LossSum
 from megacpp.model.init import initialise
-from tests.livebytes import LiveBytes
 
 N, D, V = 37, 12, 50
 CASES = list(itertools.product((None, 2.5), (0.0, 1e-2)))

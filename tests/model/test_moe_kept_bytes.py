@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import megacpp.kernels.flop_formulas  # noqa: F401 - registers those of our operators
 from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.experts import module as moe_module
 from megacpp.blocks.experts.config import MoEConfig
 from megacpp.blocks.experts.module import MixtureOfExperts
@@ -31,7 +32,6 @@ from megacpp.model.documents import Documents
 from megacpp.model.init import initialise
 from megacpp.model.recompute import PLAIN
 from megacpp.model.regions import Region
-from tests.livebytes import LiveBytes
 
 B, T, D = 2, 140, 32
 MOE = MoEConfig(num_experts=6, top_k=2, hidden_dim=24, num_shared=0, route_scale=1.7)

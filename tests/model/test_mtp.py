@@ -17,10 +17,11 @@ from torch import Tensor
 import megacpp.model.head
 from checkpointing.apply import set_recompute
 from checkpointing.recompute import Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.blocks.mtp.plan import coefficient, depth_weights, hidden_width
 from megacpp.config.arguments import parse_run
-from megacpp.config.schema import CheckpointingPolicy, Config, ModelConfig
+from megacpp.config.schema import KEEP, Config, ModelConfig
 from megacpp.data.batches import IGNORED, Batch
 from megacpp.errors import ConfigError
 from megacpp.model.count import count_parameters, meta_model
@@ -33,7 +34,6 @@ from optim.groups import assign
 from optim.qk_clip import QKClip
 from parallel.boundary import AccumulationBoundary
 from parallel.mesh import World
-from tests.livebytes import LiveBytes
 from tests.model.small import small
 from tests.synthetic import ragged_batch
 
@@ -303,7 +303,7 @@ def test_depths_that_run_again_change_no_bit_and_keep_no_block(shared: bool) -> 
     T = 64
     for again in (False, True):
         model = build(model_of(replace(MTP, shared=shared), pattern="F"))
-        policy, replays = CheckpointingPolicy(mtp=again), Replays()
+        policy, replays = replace(KEEP, mtp=again), Replays()
         set_recompute(model, [NOTHING], policy, replays)
         edge, of = boundary(model), batch(range(2), T)
         with LiveBytes() as live:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.kernels.rms_norm import rms_norm, rms_norm_reference
 from megacpp.model.init import initialise
 from megacpp.model.norm import RMSNorm
-from tests.livebytes import LiveBytes
 
 EPS = 1e-5
 SHAPES = [(2, 5, 16), (1, 3, 2, 8), (7, 24), (12,), (0, 8)]

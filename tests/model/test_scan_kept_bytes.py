@@ -18,6 +18,7 @@ from torch import Tensor
 
 from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.m2rnn.config import M2RNNConfig
 from megacpp.blocks.m2rnn.module import M2RNN
 from megacpp.blocks.mamba3.config import Mamba3Config
@@ -28,7 +29,6 @@ from megacpp.kernels.m2rnn.reference import StateClip, m2rnn_chunked
 from megacpp.kernels.mamba3 import chunks as mamba3_chunks
 from megacpp.model.documents import Documents
 from megacpp.model.regions import Region
-from tests.livebytes import LiveBytes
 from tests.model.mamba3_cases import packed
 
 B, D, T, C = 2, 24, 32, 8

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.kernels.attention import softcap as softcap_kernel
 from megacpp.kernels.attention.reference import causal_attention
 from megacpp.kernels.sparse_attention import reference as kernel
 from megacpp.kernels.sparse_attention.indexer import choose_keys
 from megacpp.kernels.sparse_attention.reference import chosen_mask, sparse_attention
 from megacpp.model.documents import Documents
-from tests.livebytes import LiveBytes
 from tests.model.attention_cases import close, noise, packed
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.top.config import TOPConfig
 from megacpp.config.schema import Config, ModelConfig, PrecisionConfig
 from megacpp.kernels.linear_cross_entropy.chunked import (
@@ -25,7 +26,6 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
 from parallel.mesh import World
-from tests.livebytes import LiveBytes
 from tests.model.small import small
 from tests.synthetic import ragged_batch
 

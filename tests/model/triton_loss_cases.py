@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.kernels.linear_cross_entropy import triton as linear_cross_entropy_triton
 from megacpp.kernels.linear_cross_entropy.chunked import (
     CrossEntropy,
@@ -32,7 +33,6 @@ from megacpp.kernels.linear_cross_entropy.triton import statistics
 from megacpp.kernels.token_order import TokensAhead, token_order_loss
 from tests.golden import check_linear_ce
 from tests.golden.harness import GoldenFile
-from tests.livebytes import LiveBytes
 from tests.model.triton_interpreter import mend
 
 if knobs.runtime.interpret:

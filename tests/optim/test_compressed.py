@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpointing.compress import Projection, compress_linears
-from megacpp.config.schema import CheckpointingPolicy, Config, OptimConfig
+from megacpp.config.schema import KEEP, Config, OptimConfig
 from megacpp.errors import CheckpointError
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
@@ -26,7 +26,7 @@ CPU, F64 = torch.device("cpu"), torch.float64
 HYPER: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.2}
 CONFIG = Config(
     model=SMALL,
-    recompute=CheckpointingPolicy(compress=0.25, compress_redraw=3),
+    recompute=replace(KEEP, compress=0.25, compress_redraw=3),
     optim=OptimConfig(),
 )
 
@@ -208,7 +208,7 @@ def test_saved_state_goes_on_to_the_bit_across_redraws() -> None:
 
 def test_another_width_is_refused_in_one_line() -> None:
     _, optimizer = build()
-    narrow = CheckpointingPolicy(compress=0.125)
+    narrow = replace(KEEP, compress=0.125)
     _, other = build(replace(CONFIG, recompute=narrow))
     with pytest.raises(CheckpointError, match=r"latent\.exp_avg.* has shape .* Fix: ") as e:
         other.load_state_tensors(optimizer.state_tensors())

@@ -1,6 +1,6 @@
 """Bytes of Muon and AdamW: what is kept, what a step sends, and what it needs for a while.
 
-Measured on tensors (tests/livebytes.py) and on collectives, against closed forms.
+Measured on tensors (checkpointing/tracing/live_bytes.py) and on collectives, against closed forms.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.config.schema import Config
 from megacpp.memory.forms.muon import (
     WaveBytes,
@@ -33,7 +34,6 @@ from optim.muon_adamw import MuonAdamW
 from optim.newton_schulz import CPU_BATCH_BYTES, least_batch, newton_schulz, newton_schulz_flops
 from optim.ownership import MatrixView
 from tests.collectives import CollectiveCounter
-from tests.livebytes import LiveBytes
 from tests.optim.test_groups import SMALL
 from tests.ranks import run_ranks
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.logits import LogitRecorder, Statistic, largest_logits
@@ -26,7 +27,6 @@ from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
 from optim.qk_clip import Attention, QKClip, row_factors, scale_rows
-from tests.livebytes import LiveBytes
 from tests.model.attention_cases import noise, packed
 from tests.optim.qk_clip_cases import ATTENTION, GQA, model_config
 from tests.synthetic import ragged_batch

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megacpp.blocks.top.module
 import megacpp.model.head
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.mamba3.module import Mamba3
 from megacpp.config.presets import tiny_full
 from megacpp.config.schema import Config
@@ -36,7 +37,6 @@ from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model
 from parallel.mesh import World
-from tests.livebytes import LiveBytes
 from tests.model.small import small
 from tests.model.test_fp32_contract import sharded_step
 from tests.parallel.parity_models import everything

@@ -95,8 +95,8 @@ class Outcome:
 
 
 def cases() -> list[Case]:
-    """Every router in both kinds on one mesh, and every mesh and load with one router."""
-    kinds: tuple[Kind, Kind] = ("per_rank", "per_expert")
+    """Every router in all kinds on one mesh, and every mesh and load with one router."""
+    kinds: tuple[Kind, ...] = ("per_rank", "per_expert", "padded")
     found = [Case(router, "cp2 tp2", kind) for router in ROUTERS for kind in kinds]
     found += [Case("sigmoid", mesh, kind) for mesh in MESHES for kind in kinds]
     found += [Case("roomy", mesh) for mesh in ("dp2", "dp2 tp2, experts twice")]

@@ -23,6 +23,7 @@ from checkpointing.apply import ActivationCheckpointing
 from megacpp.blocks.experts.module import Experts
 from megacpp.blocks.experts.router import Router
 from megacpp.config.schema import (
+    KEEP,
     CheckpointingPolicy,
     Config,
     MeshConfig,
@@ -51,7 +52,6 @@ CPU = torch.device("cpu")
 ROWS, T, STEPS = 8, 16, 3  # global rows of a step, tokens of a row, optimizer steps
 Dtype = Literal["fp64", "fp32", "bf16"]
 Slices = dict[str, Slice]  # what a rank holds of each parameter or gradient
-KEEP = CheckpointingPolicy()
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 HELD_OUT = range(1000, 1004)
 BEHIND_ZEROS = ("ngram.tables.weight",)  # no gradient in the first step, as what reads them is 0
@@ -68,7 +68,7 @@ class Run:
     optimizer: Literal["adamw", "muon_adamw"] = "adamw"
     evaluate: bool = False
     sync: Literal["defer", "each", "resident"] = "defer"
-    recompute: CheckpointingPolicy = CheckpointingPolicy()  # noqa: RUF009 - frozen
+    recompute: CheckpointingPolicy = KEEP
 
     @property
     def world(self) -> int:

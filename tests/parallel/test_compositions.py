@@ -40,6 +40,7 @@ RUNS = [
     Run("plain", mesh(cp=2), dtype="fp32"),
     Run("plain", mesh(dp_shard=2, ep=2)),
     Run("plain", mesh(dp_shard=4, ep=4, ep_dispatch="per_expert")),
+    Run("plain", mesh(dp_shard=2, tp=2, ep=4, ep_dispatch="padded"), accum=2),
     Run("options", mesh(dp_shard=2, ep=2), dtype="fp32"),
     Run("plain", mesh(pp=2), accum=4, evaluate=True),
     Run("options", mesh(pp=4), accum=4),

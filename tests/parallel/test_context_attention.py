@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.attention.config import AttentionConfig, YarnConfig
 from megacpp.blocks.attention.gqa import GroupedQueryAttention
 from megacpp.blocks.attention.mla import MultiHeadLatentAttention
@@ -35,7 +36,6 @@ from parallel.plans import PARAMETERS
 from parallel.tensor import shard_parameter
 from tests.collectives import Collective, CollectiveCounter
 from tests.differences import largest, relative
-from tests.livebytes import LiveBytes
 from tests.model.attention_cases import noise, packed
 from tests.ranks import run_ranks
 

@@ -6,14 +6,15 @@ Forked gloo ranks and tests/parallel/parity.py; its way into the stream starts a
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
-AGAIN = CheckpointingPolicy(ablock="selective")
+AGAIN = replace(KEEP, ablock="selective")
 
 
 def mesh(**axes: object) -> MeshConfig:
@@ -46,7 +47,7 @@ def test_the_same_run(run: Run) -> None:
 
 def test_running_again_sends_nothing_again() -> None:
     """And gives the same bits: loss, norm and parameters of every step."""
-    policies = CheckpointingPolicy(), AGAIN
+    policies = KEEP, AGAIN
     plain, again = (results()[Run("engram", CONTIGUOUS, recompute=p)] for p in policies)
     for one, other in zip(plain, again, strict=True):
         assert one.losses == other.losses and one.norms == other.norms

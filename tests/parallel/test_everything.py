@@ -9,11 +9,12 @@ collapsed one, a stage's last block hands all streams on.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 from megacpp.config.presets import PER_BLOCK
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
 
@@ -21,7 +22,7 @@ def mesh(**axes: object) -> MeshConfig:
     return MeshConfig(**{"dp_shard": 1, **axes})  # type: ignore[arg-type]
 
 
-SELECTIVE = CheckpointingPolicy(ablock="selective", eblock="full", fblock="full", norms=True)
+SELECTIVE = replace(KEEP, ablock="selective", eblock="full", fblock="full", norms=True)
 RUNS = [
     Run("everything", mesh(dp_shard=2), recompute=PER_BLOCK, evaluate=True),
     Run("everything", mesh(tp=2), accum=2),

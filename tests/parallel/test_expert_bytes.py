@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpointing.apply import give
 from checkpointing.recompute import BlockRecompute, Replays
+from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.blocks.experts.module import MixtureOfExperts
 from megacpp.config.schema import MeshConfig
 from megacpp.model.documents import Documents
@@ -22,7 +23,6 @@ from parallel.expert import exchange as expert_exchange
 from parallel.expert.parallel import ExpertParallel, Kind
 from parallel.mesh import join
 from tests.collectives import CollectiveCounter
-from tests.livebytes import LiveBytes
 from tests.model.test_moe_kept_bytes import EXPERT_GEMM, calls
 from tests.parallel.expert_cases import CPU, MOE, D, mixer_of, randn, spread_over
 from tests.ranks import run_ranks

@@ -8,11 +8,12 @@ whatever rounding left, a millionfold, which its bound there knows.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from parallel.pipeline import APART
 from tests.parallel.parity import Run, Trace, check, traces_of
 
@@ -21,7 +22,7 @@ def mesh(**axes: object) -> MeshConfig:
     return MeshConfig(**{"dp_shard": 1, **axes})  # type: ignore[arg-type]
 
 
-GROUPS = CheckpointingPolicy(mhc_group_size=3, norms=True)
+GROUPS = replace(KEEP, mhc_group_size=3, norms=True)
 RUNS = [
     Run("streams", mesh(tp=2), recompute=GROUPS),
     Run("streams", mesh(cp=2)),

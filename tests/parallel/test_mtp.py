@@ -7,10 +7,11 @@ valid labels in the whole step, so accumulating, or any cut of the step over ran
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
-from megacpp.config.schema import CheckpointingPolicy, MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from tests.parallel.parity import Run, Trace, check, traces_of
 
 
@@ -18,7 +19,7 @@ def mesh(**axes: object) -> MeshConfig:
     return MeshConfig(**{"dp_shard": 1, **axes})  # type: ignore[arg-type]
 
 
-KEPT = CheckpointingPolicy(mtp=False)
+KEPT = replace(KEEP, mtp=False)
 RUNS = [
     Run("ahead", mesh(dp_shard=2), evaluate=True),
     Run("ahead_tied", mesh(dp_shard=2, reshard="always"), accum=2, sync="each"),

@@ -18,7 +18,13 @@ from megacpp.cli.explain import KINDS
 from megacpp.config.checks.every import check as check_rules
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import preset
-from megacpp.config.schema import CheckpointingPolicy, Config, DataConfig, MeshConfig, TrainConfig
+from megacpp.config.schema import (
+    KEEP,
+    Config,
+    DataConfig,
+    MeshConfig,
+    TrainConfig,
+)
 from megacpp.kernels.sparse_attention.indexer import QUERIES
 from megacpp.model.documents import Documents
 from megacpp.model.pattern import layer_kinds
@@ -44,7 +50,7 @@ from tests.parallel.parity import (
 )
 from tests.ranks import on_worlds
 
-FULL = CheckpointingPolicy(ablock="full")
+FULL = replace(KEEP, ablock="full")
 
 
 def mesh(**axes: object) -> MeshConfig:

@@ -6,12 +6,14 @@ Forked gloo ranks and tests/parallel/parity.py.
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 import torch
 
-from megacpp.config.schema import MeshConfig
+from megacpp.config.schema import KEEP, MeshConfig
 from megacpp.model.hybrid import HybridLM
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
@@ -33,6 +35,8 @@ from tests.ranks import run_ranks
 TP2, TP4 = MeshConfig(dp_shard=1, tp=2), MeshConfig(dp_shard=1, tp=4)
 FSDP_TP = MeshConfig(dp_shard=2, tp=2)
 REPLICAS_TP = MeshConfig(dp_replicate=2, dp_shard=1, tp=2)
+NORMS = replace(KEEP, norms=True)
+INPUTS = replace(KEEP, regather="on", mtp=False)
 RUNS = [
     *(Run(letter, TP2) for letter in "AMERF"),
     *(Run(name, TP2) for name in ("plain", "tied", "mla", "options")),
@@ -42,6 +46,8 @@ RUNS = [
     *(Run(name, FSDP_TP) for name in ("plain", "tied", "options")),
     Run("plain", FSDP_TP, accum=2, evaluate=True),
     Run("mla", REPLICAS_TP),
+    *(Run(name, FSDP_TP, recompute=NORMS) for name in ("plain", "mla", "options")),
+    *(Run(letter, TP4, recompute=INPUTS) for letter in "AMERF"),
 ]
 
 
@@ -68,6 +74,17 @@ def test_gradients_of_whole_parameters_are_added_once_a_step(run: Run) -> None:
         sums = 2 if run.mesh.dp_shard > 1 else 0
         assert len(heads) == 2 * run.accum and len(rest) == 1 + sums, numels
         assert max(rest) >= norms * 16 // run.mesh.dp_shard
+
+
+def test_inputs_of_mixers_are_gathered_again_once_a_layer() -> None:
+    """But for the last layer, which keeps its own; the sums over `tp` stay as many."""
+
+    def count(run: Run) -> Counter[str]:
+        return Counter(c.kind for c in results()[run][0].collectives if not c.in_place)
+
+    plain = Run("plain", FSDP_TP)
+    again, kept = count(replace(plain, recompute=NORMS)), count(plain)
+    assert again - kept == {"all_gather": models()["plain"].depth - 1} and not kept - again
 
 
 def test_evaluation_agrees() -> None:

@@ -23,6 +23,7 @@ from megacpp.blocks.experts.router import Router
 from megacpp.blocks.mamba3.scan import Mamba3Scan
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import (
+    KEEP,
     CheckpointingPolicy,
     Config,
     MemoryConfig,
@@ -44,7 +45,6 @@ from tests.synthetic import ragged_batch
 
 CPU = torch.device("cpu")
 T = 64
-KEEP = CheckpointingPolicy()
 
 
 class Rig:

@@ -34,6 +34,14 @@ def test_settings_change_the_words() -> None:
     ]
 
 
+def test_a_capacity_is_said_to_depend_on_the_mesh() -> None:
+    words = "tiny --mesh.ep 2 --model.moe.capacity-factor 1.25"
+    for more, whose in (("", "each rank's tokens"), (" padded", "the tokens of 2 ranks")):
+        flags = f"{words} --mesh.ep-dispatch{more}" if more else words
+        (line,) = feature_lines(parse_run(flags.split(), 2).config)
+        assert f"1.25 times an even share of {whose}" in line and "depends on the mesh" in line
+
+
 def test_presets_with_features_say_them() -> None:
     found = {name: len(feature_lines(PRESETS[name]())) for name in ("nam56r", "nam52_deep")}
-    assert found == {"nam56r": 3, "nam52_deep": 3}
+    assert found == {"nam56r": 3, "nam52_deep": 4}

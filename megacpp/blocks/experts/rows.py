@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megacpp.blocks.experts.choices import circle, columns, visited_ranks
-from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows
+from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows, most_slots
 
 if TYPE_CHECKING:
     from megacpp.memory.forms.activation_share import Share
@@ -47,14 +47,19 @@ def expert_rows(own: Share) -> ExpertRows:
     moe, m, mesh = own.config.model.moe, own.stream, own.config.mesh
     E, K, W = moe.num_experts, columns(moe), mesh.ep
     N, e, rows = m * moe.top_k, E // W, GPU_ROWS if own.on_gpu else CPU_ROWS
+    padded = mesh.ep_dispatch == "padded" and W > 1
     if moe.capacity_factor is not None:
         slots = E * math.ceil(N / E * moe.capacity_factor)
-        return ExpertRows(slots, slots, slots, slots)
+        travelling = W * m if padded else slots
+        return ExpertRows(travelling, travelling, slots, slots)
     per_rank = mesh.ep_dispatch == "per_rank"
     labels = min(K, e) if per_rank else 1  # experts that a row can want
+    if padded and (own.most or own.on_gpu):
+        copies = W * m * min(K, e)
+        return ExpertRows(W * m, W * m, copies, most_slots(e, copies, rows))
     if own.most:
         copies = W * m * min(K, e)
-        slots = (copies + min(e, copies) * (rows - 1)) // rows * rows
+        slots = most_slots(e, copies, rows)
         if not per_rank or W == 1:
             return ExpertRows(m * K, copies, copies, slots, (W > 1, True))
         visits = visited_ranks(moe, W)
@@ -66,7 +71,9 @@ def expert_rows(own: Share) -> ExpertRows:
     mine = [W * n for n in counts[own.expert * e : (own.expert + 1) * e]]
     slots, copies = sum(-(-n // rows) * rows for n in mine), sum(mine)
     if W == 1 and own.on_gpu:  # which doesn't wait for the counts: as many as there can be
-        slots = (m * K + min(E, m * K) * (rows - 1)) // rows * rows
+        slots = most_slots(E, m * K, rows)
+    if padded:
+        return ExpertRows(W * m, W * m, copies, slots)
     if not per_rank or W == 1:
         return ExpertRows(N, copies, copies, slots, (m * K == N and W > 1, True))
     sent = _sent(m, moe.top_k, e, order)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacpp.kernels.experts.sizes import most_slots
 from megacpp.model.transfer import listed
 
 
@@ -44,7 +46,7 @@ class Groups:
 
 
 def group_rows(
-    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: int | None = None
+    expert_TK: Tensor, num_experts: int, multiple: int = 1, expected: Fraction | int | None = None
 ) -> Groups:
     """Return groups that hold every copy, each padded to a multiple of `multiple` slots.
 
@@ -71,7 +73,10 @@ def group_rows(
 
 
 def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
-    """Group copies some of which are of no expert; slots past the groups are of none either."""
+    """Group copies some of which are of no expert; slots past the groups are of none either.
+
+    A token chooses an expert once, so it has no more copies than there are experts.
+    """
     sorted_N, order_N, first_X = _sort(expert_TK, num_experts + 1)  # the last: of no expert
     size_E = torch.diff(first_X)
     padded_E = (size_E + (multiple - 1)) // multiple * multiple
@@ -79,7 +84,7 @@ def _group_owned(expert_TK: Tensor, num_experts: int, multiple: int) -> Groups:
     shift_X[:-1] = padded_E.cumsum(0) - padded_E - first_X[:-1]
     kept_N = sorted_N < num_experts
     slot_N = torch.arange(len(sorted_N), device=sorted_N.device) + shift_X[sorted_N]
-    slots = _slots(padded_E, len(sorted_N), multiple)
+    slots = _slots(padded_E, len(expert_TK) * min(expert_TK.shape[1], num_experts), multiple)
     token_S = slot_N.new_zeros(slots + 1)  # the last slot takes what has none
     token_S.scatter_(0, torch.where(kept_N, slot_N, slots), order_N // expert_TK.shape[1])
     slot_KT = _unsort(torch.where(kept_N, slot_N, 0), order_N, expert_TK)
@@ -92,11 +97,6 @@ def _slots(padded_E: Tensor, copies: int, multiple: int) -> int:
     if padded_E.device.type == "cpu":
         return int(padded_E.sum())
     return most_slots(len(padded_E), copies, multiple)
-
-
-def most_slots(num_experts: int, copies: int, multiple: int) -> int:
-    """Slots of groups that are padded to a multiple, whatever experts the copies have."""
-    return (copies + min(num_experts, copies) * (multiple - 1)) // multiple * multiple
 
 
 def group_rows_of_sizes(expert_TK: Tensor, sizes: Sequence[int], multiple: int = 1) -> Groups:

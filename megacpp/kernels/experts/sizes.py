@@ -21,3 +21,8 @@ def block_rows(slots: int, width: int) -> int:
     """
     each = max(-(-slots // BLOCKS), BLOCK_ELEMENTS // max(1, width), 1)
     return -(-each // CPU_ROWS) * CPU_ROWS
+
+
+def most_slots(num_experts: int, copies: int, multiple: int) -> int:
+    """Slots of groups that are padded to a multiple, whatever experts the copies have."""
+    return (copies + min(num_experts, copies) * (multiple - 1)) // multiple * multiple

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megacpp.config.schema import CheckpointingPolicy
+from megacpp.config.schema import KEEP
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.units import Unit
@@ -41,7 +41,7 @@ def pipeline_step(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, own
     summed = (root.whole + moved) * walk.habits.store
     kinds = {layer.kind for stage in stages for layer in stage}
     mask = mask_bytes(own, kinds, saved=True)
-    if own.config.recompute != CheckpointingPolicy():
+    if own.config.recompute != KEEP:
         # A graph that would run pieces again still holds the documents of the microbatch before.
         walk.rest({**walk.base, "batch": walk.base["batch"] + mask_bytes(own, kinds)})
     for carried in (False, True) if total > 1 else (False,):

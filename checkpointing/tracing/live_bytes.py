@@ -1,4 +1,4 @@
-"""Bytes of live tensors while a piece of code runs: memory proofs that need no GPU.
+"""Bytes of live tensors while a piece of code runs; needs no GPU.
 
     with LiveBytes() as live:
         loss(x).backward()
@@ -23,7 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live bytes of what is made inside; storages that come in as arguments are left out."""
+    """Counts live bytes of what is made inside; storages that come in as arguments are left out.
+
+    Attributes:
+        now: bytes alive.
+        peak: most bytes alive at once.
+        largest: bytes of the largest storage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +55,12 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         return out
 
+    def restart(self) -> None:
+        """Begin another peak with what is alive."""
+        self.peak = self.now
+
     def alive(self) -> int:
-        """Sizes as they are now: FSDP2 frees and fills storages without an operator."""
+        """Return bytes as they are now: FSDP2 frees and fills storages without an operator."""
         storages = [reference() for reference in self._alive.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
