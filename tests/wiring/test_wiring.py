@@ -1,0 +1,164 @@
+"""`train.py` as a whole, every wire live, against a composition by hand.
+
+One table: what the run has, and on which mesh. Each run is stopped in the middle by SIGTERM after a
+step that was left out, and goes on in new processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megacpp.config.arguments import parse_run
+from megacpp.data.batches import Corpus
+from tests.launch import Done, forked
+from tests.test_run import records
+from tests.wiring.composition import Composed, composed
+from tests.wiring.faults import going_wrong, without_labels
+
+SMALL = (
+    "--model.dim 32 --model.depth 4 --model.pattern AEAF --model.vocab-size 400"
+    " --model.attention.num-heads 4 --model.attention.num-kv-heads 2 --model.attention.head-dim 8"
+    " --model.attention.qk-norm false --model.moe.num-experts 4 --model.moe.hidden-dim 16"
+    " --model.moe.shared-hidden-dim 16 --model.mlp.hidden-dim 32 --model.tie-embeddings true"
+    " --data.seq-len 32 --run.steps 9 --run.eval-rows 7 --run.sample-tokens 0 --checkpoint.every 2"
+    " --checkpoint.keep 3 --train.tokens-per-step 256 --optim.name adamw --optim.schedule cosine"
+    " --optim.warmup-steps 3 --optim.lr 0.01 --optim.clip-norm 0.3 --optim.qk-clip 0.02"
+    " --run.tensorboard false"
+).split()
+FP64 = ["--precision.dtype", "fp64"]
+AHEAD = "--model.mtp.depths 2 --model.mtp.loss-final 0.1 --model.mtp.switch 0.5".split()
+# A scale that overflows, and doubles after two good steps.
+FP16 = (
+    "--precision.dtype fp16 --precision.loss-scale 1048576 --precision.loss-scale-growth 2".split()
+)
+STEPS, BAD, TOLD, ROWS = 9, 3, 5, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """Run of the table.
+
+    Attributes:
+        name: of the flags.
+        mesh: flags of the mesh.
+        ranks: number of ranks.
+        rank: rank whose gradient is NaN in step `BAD`.
+        device_batch: rows of a microbatch on a data rank.
+    """
+
+    name: str
+    mesh: str = ""
+    ranks: int = 1
+    rank: int = 0
+    device_batch: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.mesh or 'one process'}"
+
+
+FLAGS = {
+    "fp64": [*FP64, *AHEAD],
+    "no labels": [*FP64, "--train.grad-accum", "2"],
+    "fp16": FP16,
+    "fp16, no overflow": [*FP16, "--precision.loss-scale", "1024"],  # on ranks others overflow
+}
+CASES = [
+    Case("fp64"),
+    Case("fp64", "--mesh.dp-shard 2", 2, 1, 2),
+    Case("fp64", "--mesh.tp 2", 2, 1),
+    Case("fp64", "--mesh.pp 2", 2),
+    Case("fp64", "--mesh.ep 2 --mesh.tp 2 --mesh.dp-shard 1", 2, 1),
+    Case("no labels"),
+    Case("no labels", "--mesh.dp-shard 2", 2, 1, 2),
+    Case("fp16"),
+    Case("fp16, no overflow", "--mesh.dp-shard 2", 2, 1, 2),
+]
+# fp64: sums in another order. fp16: a norm in fp64, not fp32, moves a weight by 2^-23, and so some
+# roundings to fp16. On ranks all do, and the first updates of AdamW are signs of gradients, of which
+# small ones flip; a scale that is lost would be off by 1,024.
+LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 4 * 2.0**-11, "fp16, no overflow": 0.1}
+
+
+def flags_of(name: str) -> list[str]:
+    return [*SMALL, *FLAGS[name], "--gradient-checkpointing", "false", "--train.device", "cpu"]
+
+
+@functools.cache
+def by_hand(name: str, corpus: Path) -> Composed:
+    words = ["tiny", *flags_of(name), "--data.path", str(corpus)]
+    config = parse_run([*words, "--train.device-batch-size", "4"], 1).config
+    with without_labels(labels_of(name)):
+        return composed(config, Corpus(corpus, config.data.seq_len), {BAD})
+
+
+def labels_of(name: str) -> range:
+    """Training rows without labels: those of the step before the last."""
+    return range((STEPS - 2) * ROWS, (STEPS - 1) * ROWS) if name == "no labels" else range(0)
+
+
+def run(case: Case, corpus: Path, folder: Path, first: int) -> Done:
+    paths = ["--data.path", str(corpus), "--run.dir", str(folder), *case.mesh.split()]
+    batch = ["--train.device-batch-size", str(case.device_batch)]
+    wrong = {"nan": {BAD}, "rank": case.rank, "told": None if first else TOLD}
+    with without_labels(labels_of(case.name)), going_wrong(2, first, **wrong):
+        return forked("tiny", *flags_of(case.name), *paths, *batch, ranks=case.ranks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_is_its_composition(case: Case, corpus: Path, tmp_path: Path) -> None:
+    expected, folder = by_hand(case.name, corpus), tmp_path / "run"
+    stopped = run(case, corpus, folder, 0)
+    assert stopped.returncode == 75, stopped.stdout + stopped.stderr
+    left_out = f"step {BAD + 1}: left out: "
+    (line,) = [line for line in stopped.stdout.splitlines() if left_out in line]
+    assert f"rank {case.rank}: " in line, "whose gradient was NaN"
+    assert f"rank {1 - case.rank}: " not in line
+    done = run(case, corpus, folder, TOLD + 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, limit = records(folder), LIMITS[case.name]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    for row, want in zip(rows, expected.rows, strict=True):
+        for key, value in want.items():
+            same(row.get(key), value, limit, (row["step"], key))
+    (evaluated,) = [json.loads(x) for x in (folder / "evaluations.jsonl").read_text().splitlines()]
+    same(evaluated["loss"], expected.held_out, limit, "held out")
+    # AdamW divides by a root of v: where v is small, roundings of a gradient show in a weight.
+    limit = max(10 * limit, 2.0**-22)
+    weights = load_file(folder / "final/model.safetensors")
+    for name, want in expected.weights.items():
+        if name in weights:
+            off = (weights[name].double() - want.double()).abs().max() / want.abs().max()
+            assert off < limit, (name, off)
+    assert expected.weights.keys() - weights.keys() <= {"head.weight"}, "tied"
+
+
+def same(found: Any, want: Any, limit: float, where: Any) -> None:
+    if isinstance(want, float) and math.isfinite(want):
+        assert found == pytest.approx(want, rel=limit), where
+    else:
+        assert found == want, where
+
+
+def test_the_table_has_every_wire(corpus: Path) -> None:
+    """Each of these would be a dead wire otherwise."""
+    ahead, labels, half = (by_hand(name, corpus) for name in ("fp64", "no labels", "fp16"))
+    for found in (ahead, labels, half):
+        norms = [row["grad_norm"] for row in found.rows if "grad_norm" in row]
+        assert max(norms) > 0.3, "clipped"
+        assert all(torch.isfinite(w).all() for w in found.weights.values())
+    assert [row["skipped"] for row in ahead.rows].count(True) == 1
+    assert [row["valid_tokens"] for row in labels.rows].count(0) == 1
+    assert any(row.get("max_logit", 0) > 0.02 for row in ahead.rows), "queries and keys shrink"
+    scales = [row["loss_scale"] for row in half.rows]
+    assert len(set(scales)) > 2 and any(b > a for a, b in itertools.pairwise(scales))
+    assert [row["skipped"] for row in half.rows].count(True) > 1, "an overflow, too"
