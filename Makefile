@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PINS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 RUN := OMP_NUM_THREADS=1
+# Ranks are forked from the tests' process, which CUDA forbids: `make gpu` has the GPU's tests.
+HIDE := CUDA_VISIBLE_DEVICES=
 # glibc keeps freed memory instead of giving it back to the system between operations.
 KEEP := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 # A file or two of each room, whole: `make check`.
@@ -48,10 +50,10 @@ train: setup  ## prepare the default corpus once, then train the tiny hybrid on 
 	$(RUN) $(KEEP) $(BIN)/torchrun --standalone --nproc-per-node=2 train.py tiny
 
 test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=default: a CPU without vector units)
-	$(RUN) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(RUN) $(HIDE) $(AS_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.test  ## the fast part of the suite, each room touched: about three minutes on two idle cores
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))
+	$(RUN) $(HIDE) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))
 
 lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
 	$(BIN)/ruff format --check .

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.utils.tensorboard  # imported by the log of a run
 
 import train  # noqa: F401 - so that no forked process has to import what it needs
-from tests.ranks import GRACE_S, LONG_S, share_a_device
+from tests.ranks import GRACE_S, LONG_S, Stillness, share_a_device
 
 ROOT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
@@ -137,9 +137,12 @@ def _first_lines(pipe: Path, count: int) -> str:
 def _wait(processes: list[BaseProcess]) -> bool:
     """Until all are gone; soon after one fails the others are ended. Whether time ran out."""
     deadline, late = time.monotonic() + LONG_S, False
-    left = list(processes)
+    left, still = list(processes), Stillness()
     while left:
-        ended = wait([p.sentinel for p in left], timeout=max(0.0, deadline - time.monotonic()))
+        sentinels = [p.sentinel for p in left]
+        ended = wait(sentinels, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        if not ended and time.monotonic() < deadline and not still.hangs(left):
+            continue
         if not ended:
             late = not any(process.exitcode for process in processes)
             for process in left:

@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import ChainMap
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -43,6 +43,9 @@ GRACE_S = 3.0  # for ranks to leave after the first one failed
 # Only a hang may meet a time limit: machines that are ten times slower than ours must not.
 PATIENCE_S = 300.0
 LONG_S = 1200.0  # for one fork of ranks that serves a whole file of tests
+# Ranks that all wait for each other compute nothing: gloo's threads take 0.2 % of a core. A rank
+# that computes on a crowded machine takes many times this part of a core for each rank there is.
+STILL_S, STILL_PART = 12.0, 0.005
 
 
 class RankError(AssertionError):
@@ -51,6 +54,30 @@ class RankError(AssertionError):
 
 class RankTimeoutError(RankError):
     """Ranks were still running; the message holds where each of them was."""
+
+
+class Stillness:
+    """How long processes together have computed nothing, on a machine of any speed."""
+
+    def __init__(self) -> None:
+        self.since, self.used = time.monotonic(), 0.0
+
+    def hangs(self, processes: Sequence[BaseProcess]) -> bool:
+        """Whether they have been still for `STILL_S`; call it every second or so."""
+        used, now = sum(cpu_seconds(process.pid) for process in processes), time.monotonic()
+        allowed = 0.05 + STILL_PART * len(processes) * (now - self.since)
+        if abs(used - self.used) > allowed:  # less: one of them has ended
+            self.since, self.used = now, used
+        return now - self.since > STILL_S
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Return CPU seconds of a process and of its children that ended; 0 once it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_ranks(
@@ -73,7 +100,7 @@ def run_ranks(
 
     Raises:
         RankError: of the first rank that failed; the others are ended.
-        RankTimeoutError: not all ranks finished.
+        RankTimeoutError: not all ranks finished, or all of them wait for each other.
     """
     assert not dist.is_initialized(), "the caller must not be part of a process group"
     context = multiprocessing.get_context("fork")
@@ -125,12 +152,15 @@ def _collect(
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {reader: rank for rank, (_, reader) in enumerate(ranks)}
-    deadline = time.monotonic() + timeout_s
+    began, still = time.monotonic(), Stillness()
+    deadline = began + timeout_s
     while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready and not failures:
-            raise RankTimeoutError(_where(ranks, sorted(waiting.values()), folder, timeout_s))
-        if not ready:
+        ready = wait(list(waiting), timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        late = time.monotonic() >= deadline
+        if not ready and not failures and (late or still.hangs([p for p, _ in ranks])):
+            after_s = time.monotonic() - began
+            raise RankTimeoutError(_where(ranks, sorted(waiting.values()), folder, after_s))
+        if not ready and late:
             break
         for reader in ready:
             assert isinstance(reader, Connection)
@@ -157,7 +187,7 @@ def _where(
     ranks: list[tuple[BaseProcess, Connection]], late: list[int], folder: Path, timeout_s: float
 ) -> str:
     """Which ranks didn't finish, and their stacks."""
-    lines = [f"ranks {late} of {len(ranks)} didn't finish in {timeout_s:g} s"]
+    lines = [f"ranks {late} of {len(ranks)} didn't finish in {timeout_s:.3g} s"]
     for rank in late:
         pid = ranks[rank][0].pid
         assert pid is not None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests import ranks
 from tests.ranks import RankError, RankTimeoutError, run_ranks
 
 
@@ -65,3 +66,29 @@ def test_a_hang_shows_where_every_rank_was() -> None:
 
     with pytest.raises(RankTimeoutError, match=r"(?s)ranks \[0, 1\] of 2 .* in stuck"):
         run_ranks(stuck, 2, timeout_s=5.0)
+
+
+def test_a_collective_that_a_rank_does_not_enter_fails_within_20_seconds() -> None:
+    """However long the time limit is; a slow rank that computes isn't taken for one that waits."""
+
+    def body(rank: int, world: int) -> None:
+        dist.all_reduce(torch.ones(2))
+        if rank:
+            dist.all_reduce(torch.ones(2))
+
+    began = time.monotonic()
+    with pytest.raises(RankTimeoutError, match=r"(?s)ranks \[0, 1, 2\] of 3 .* in all_reduce"):
+        run_ranks(body, 3, timeout_s=1200.0)
+    assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int, world: int) -> int:
+        until = time.monotonic() + 5.0
+        while rank == 0 and time.monotonic() < until:
+            pass
+        dist.barrier()
+        return rank
+
+    monkeypatch.setattr(ranks, "STILL_S", 2.0)
+    assert run_ranks(body, 3) == [0, 1, 2]

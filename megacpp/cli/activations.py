@@ -12,7 +12,7 @@ from megacpp.blocks.kinds import KINDS
 from megacpp.cli.dry_run import RankArgs, mesh_lines, readable
 from megacpp.config.arguments import flatten, parse_run
 from megacpp.config.checks.every import check
-from megacpp.config.schema import CheckpointingPolicy, Config
+from megacpp.config.schema import KEEP, CheckpointingPolicy, Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.model.pattern import LETTERS
@@ -21,7 +21,7 @@ from megacpp.terminal.screen import table, wrapped
 if TYPE_CHECKING:
     from checkpointing.tracing.activations import Activations, Kept, Part
 
-NOTHING = CheckpointingPolicy(rblock="none", mtp=False, mhc_group_size=-1)
+NOTHING = dataclasses.replace(KEEP, rblock="none", mtp=False, mhc_group_size=-1)
 POLICIES = {
     "none": NOTHING,
     "selective": dataclasses.replace(

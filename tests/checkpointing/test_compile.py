@@ -355,6 +355,7 @@ def test_the_first_step_says_what_it_compiles_and_later_ones_nothing() -> None:
         model=small("AEF"),
         precision=PrecisionConfig("fp64"),
         train=TrainConfig(compile="aot_eager"),
+        recompute=KEEP,
     )
     model = build_model(config, ONE, ActivationCheckpointing(config, say=said.append))
     assert not said

@@ -136,7 +136,7 @@ def test_two_rows_in_eight_microbatches_before_one_in_sixteen() -> None:
 def test_bounds_decide_as_looking_at_everything_does(world: int, memory: int) -> None:
     """Every mesh, batch and policy, by the rules of a launch; then what the docstring says."""
     config, tokens, needs = small(), world * 4 * SEQ, estimator()
-    found = plan(config, world, memory, tokens, estimator=needs)
+    found = plan(config, world, memory, tokens, ("mesh.ep_dispatch",), needs)
     fits: dict[tuple[MeshConfig, int, int], int] = {}
     considered = 0
     rungs = policies(config)

@@ -84,8 +84,8 @@ CASES = [
     Case("fp16, no overflow", "--mesh.dp-shard 2", 2, 1, 2),
 ]
 # fp64: sums in another order. fp16: a norm in fp64, not fp32, moves a weight by 2^-23, and so some
-# roundings to fp16. On ranks all do, and the first updates of AdamW are signs of gradients, of which
-# small ones flip; a scale that is lost would be off by 1,024.
+# roundings to fp16. On ranks all do; the first updates of AdamW are signs of gradients, of which
+# small ones flip. A scale that is lost would be off by 1,024.
 LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 4 * 2.0**-11, "fp16, no overflow": 0.1}
 
 
