@@ -14,6 +14,7 @@ from pathlib import Path
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
+from megacpp.errors import config_error
 from megacpp.memory.budget import words as size_words
 from megacpp.memory.calibration import (
     Margin,
@@ -78,11 +79,14 @@ def generate(args: GenerationArgs, words: list[str]) -> int:
     from megacpp.launch.record import device_name
 
     gpu = config.train.device != "cpu"
-    if args.measure:
-        gpu = config.train.device == "cuda" or (gpu and torch.cuda.is_available())
+    here = torch.cuda.is_available()
+    if args.measure and config.train.device == "cuda" and not here:
+        rule = "there is no GPU here to measure on"
+        raise config_error("train.device", "cuda", rule, "write --train.device cpu")
+    gpu = gpu and (here or not args.measure)
     found = generation_memory(config.model, args, gpu)
     device = torch.device("cuda" if gpu else "cpu")
-    name = device_name(device) if args.measure or not gpu else "any GPU"
+    name = device_name(device) if here or not gpu else "any GPU"
     where, folder = situation_of(config, args, name), Path(config.memory.calibration) / RECORDS
     known = read_records(folder)[0] if config.memory.calibration else []
     learned, measured = margin(found.point, where, known, _parts(found)), None

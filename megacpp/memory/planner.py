@@ -289,11 +289,13 @@ class _Search:
         config = padded_dispatch(found.config, self.world, self.fixed)
         if config is None:
             return found
-        needs = self.estimator(config, self.world, found.rank, self.budget)
-        if MISFITS[needs.verdict] > found.score.misfit:
+        looks = _Looks(self, config.mesh)
+        looks.ranks = stage_ranks(config, self.world)
+        rank, needs, misfit = looks._fullest(config)
+        if misfit > found.score.misfit:
             return found
         settings = (*found.settings, ("mesh.ep_dispatch", "padded"))
-        return replace(found, config=config, estimate=needs, settings=settings)
+        return replace(found, config=config, estimate=needs, rank=rank, settings=settings)
 
     def _undominated(self, mesh: MeshConfig, rows: Sequence[int], policy: int) -> list[int]:
         cuts = {r: self._cut(mesh, r, policy) for r in rows}

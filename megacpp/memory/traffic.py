@@ -206,7 +206,8 @@ def _tensor_axis(
         elif kind == "ngram":
             yield "tp", "activations", micro * 2 * stream // model.dim * ngram_width(model.ngram)
         elif kind[0] in KINDS and KINDS[kind[0]].tensor_dims(model):
-            more = 1 + returned if again else "gather" in regions
+            anew = "gather" in regions and config.train.compile == "off"
+            more = 1 + returned if again else anew
             yield "tp", "activations", micro * (4 + more) * stream
         if "A.index" in kind:  # what attention looks at, summed over heads
             slots = min(model.attention.sparse.top_k, own.row)

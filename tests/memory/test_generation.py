@@ -92,3 +92,11 @@ def test_a_gpu_is_estimated_without_one(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "nam56r_quarter: 2 x 1,024 tokens, 8 new, weights in fp32"
     assert any(line.startswith("in all") for line in lines)
+
+
+def test_a_gpu_that_is_not_there_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main("memory generate tiny --measure --train.device cuda".split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: train.device=cuda: there is no GPU") and error.count("\n") == 1

@@ -1,6 +1,7 @@
-"""What goes wrong in a run: gradients that are NaN on a rank, labels that don't count, a signal.
+"""Faults of a run: gradients that are NaN on a rank, labels that don't count, a signal.
 
-Made in this process before a run is forked from it (tests/launch.py), so that its ranks have them.
+They are patched into this process before a run is forked from it (tests/launch.py), so that its
+ranks have them.
 """
 
 from __future__ import annotations

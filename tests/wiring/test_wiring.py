@@ -83,10 +83,10 @@ CASES = [
     Case("fp16"),
     Case("fp16, no overflow", "--mesh.dp-shard 2", 2, 1, 2),
 ]
-# fp64: sums in another order. fp16: a norm in fp64, not fp32, moves a weight by 2^-23, and so some
-# roundings to fp16, more with each step. On ranks all do; the first updates of AdamW are signs of
-# gradients, of which small ones flip. A scale that is lost would be off by 1,024.
-LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 2e-2, "fp16, no overflow": 0.1}
+# fp64: sums in another order. fp16: the same roundings on one process; on ranks others, and the
+# first updates of AdamW are signs of gradients, of which small ones flip. A lost scale is off by
+# 1,024.
+LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 1e-5, "fp16, no overflow": 0.1}
 
 
 def flags_of(name: str) -> list[str]:
