@@ -72,12 +72,15 @@ class Stillness:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Return CPU seconds of a process and of its children that ended; 0 once it is gone."""
+    """Return CPU seconds of a process and all its descendants; 0 once it is gone."""
+    folder = Path(f"/proc/{pid}")
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        children = [c for path in folder.glob("task/*/children") for c in path.read_text().split()]
     except OSError:
         return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with children that ended
+    return own + sum(cpu_seconds(int(child)) for child in children)
 
 
 def run_ranks(

@@ -334,7 +334,7 @@ def check_tensors(origin: Path, config: ModelConfig, saved: Mapping[str, TensorE
                 f"has a tensor {n} that the model lacks"
                 for n in sorted(saved.keys() - wanted.keys())
             ]
-            for name in wanted.keys() & saved.keys():
+            for name in sorted(wanted.keys() & saved.keys()):
                 have, need = saved[name], wanted[name]
                 if have.shape != list(need.shape):
                     problem.append(f"{name} is {have.shape}, not {list(need.shape)}")
