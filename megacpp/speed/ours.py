@@ -162,7 +162,7 @@ class _Maker:
                 total[axis] += count
         found: dict[str, tuple[Transfer, ...]] = {}
         meets = [k for k in kinds if KINDS[k[0]].context is not None]
-        for kind in set(kinds):
+        for kind in dict.fromkeys(kinds):
             here: list[Transfer] = []
             for axis, mine in (
                 ("tp", kinds),
