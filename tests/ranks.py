@@ -28,6 +28,7 @@ import time
 import traceback
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -73,14 +74,21 @@ class Stillness:
 
 def cpu_seconds(pid: int | None) -> float:
     """Return CPU seconds of a process and all its descendants; 0 once it is gone."""
-    folder = Path(f"/proc/{pid}")
     try:
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        children = [c for path in folder.glob("task/*/children") for c in path.read_text().split()]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with children that ended
-    return own + sum(cpu_seconds(int(child)) for child in children)
+    return own + sum(map(cpu_seconds, children(pid)))
+
+
+def children(parent: int | None) -> list[int]:
+    """Return the processes that a process started and that still run, in order."""
+    found: list[int] = []
+    for path in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError):  # a thread or the process has ended
+            found += map(int, path.read_text().split())
+    return sorted(found)
 
 
 def run_ranks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 
@@ -92,3 +93,19 @@ def test_a_rank_that_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ranks, "STILL_S", 2.0)
     assert run_ranks(body, 3) == [0, 1, 2]
+
+
+def test_a_rank_whose_child_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def burn() -> None:
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until:
+            pass
+
+    def body(rank: int, world: int) -> int | None:
+        child = multiprocessing.get_context("fork").Process(target=burn)
+        child.start()
+        child.join()
+        return child.exitcode
+
+    monkeypatch.setattr(ranks, "STILL_S", 2.0)
+    assert run_ranks(body, 1) == [0]

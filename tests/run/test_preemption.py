@@ -14,7 +14,7 @@ import pytest
 from megacpp.run.preemption import StopRequest
 from megacpp.state.published import latest_checkpoint
 from tests.launch import ROOT, forked
-from tests.ranks import LONG_S
+from tests.ranks import LONG_S, children
 from tests.test_run import ADAMW, SMALL, records
 
 STEPS = 200  # of the run that is stopped: more than it gets to
@@ -78,9 +78,3 @@ def test_a_run_that_is_told_to_stop_saves(
     assert forked(*flags, ranks=ranks).returncode == 0
     for one, two in zip(records(folder), records(whole), strict=True):
         assert all(one[key] == two[key] for key in ("step", "loss", "grad_norm", "lr"))
-
-
-def children(parent: int) -> list[int]:
-    """Return the processes that a process started, in order."""
-    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in found]
