@@ -10,6 +10,7 @@ gradient of the input is freed at once: in a step, the neighbouring blocks alloc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -91,7 +92,7 @@ class BlockMeter(Meter):
         forward = places[self._events_of_forward]
         return BlockTrace(
             tuple(alloc.bytes for alloc in allocations),
-            tuple(f"{alloc.path or 'block'}: {alloc.operator}" for alloc in allocations),
+            tuple(sys.intern(f"{a.path or 'block'}: {a.operator}") for a in allocations),
             "".join(map(self._role, allocations)),
             (*_in_order(events[:forward]), *_in_order(events[forward:])),
             forward,

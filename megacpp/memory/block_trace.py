@@ -11,6 +11,7 @@ get, so a few traces determine all others (`combined`). Pure data; no torch impo
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -109,7 +110,8 @@ class BlockTrace:
     @staticmethod
     def from_dict(content: dict[str, Any]) -> BlockTrace:
         """Return the trace that `as_dict` wrote."""
-        lists = {name: tuple(content[name]) for name in ("bytes", "names", "events")}
+        lists = {name: tuple(content[name]) for name in ("bytes", "events")}
+        lists["names"] = tuple(map(sys.intern, content["names"]))  # few, each in many traces
         added = {int(number): at for number, at in content["added"].items()}
         return BlockTrace(**lists, roles=content["roles"], forward=content["forward"], added=added)
 
