@@ -135,16 +135,21 @@ class RowSizes:
         forward, backward = (Passes(b * elements) for b in each)
         return Region(name, (forward,) if each[0] else (), (backward,) if each[1] else ())
 
+    @property
+    def beside(self) -> str:
+        """What collectives of `tp` run beside; empty: nothing."""
+        return "products" if self.hides else ""
+
     def around(self) -> tuple[Region, Region]:
         """Return the collectives of `tp` in front of and behind a block's matrices."""
         size = 2.0 * self.tokens * self.dim
         if self.tp == 1:
             return Region("door"), Region("door")
         if not self.sp:
-            both = (Transfer("tp", "all_reduce", size, self.hides),)
+            both = (Transfer("tp", "all_reduce", size, self.beside),)
             return Region("door", sent_backward=both), Region("door", sent_forward=both)
-        gather = Transfer("tp", "all_gather", size, self.hides)
-        scatter = Transfer("tp", "reduce_scatter", size, self.hides)
+        gather = Transfer("tp", "all_gather", size, self.beside)
+        scatter = Transfer("tp", "reduce_scatter", size, self.beside)
         before = Region("door", sent_forward=(gather,), sent_backward=(scatter, gather))
         return before, Region("door", sent_forward=(scatter,), sent_backward=(gather,))
 
@@ -191,8 +196,12 @@ def _core(s: RowSizes, heads: int, kv: int, wide: int, value: int, keys: float) 
     own, n = s.seq // s.cp, s.rows * heads
     sent = ()
     if s.cp > 1:
-        size = 2.0 * s.rows * s.seq * kv * (wide + value)
-        sent = (Transfer("cp", "all_gather", size, hidden=s.family.overlapped),)
+        # torchtitan repeats keys for all query heads before it gathers them; the first part of
+        # attention runs meanwhile. Megatron's ring hands them on beside each part.
+        ring = not s.family.name.startswith("torchtitan")
+        size = 2.0 * s.rows * s.seq * (kv if ring else heads) * (wide + value)
+        how = ("products" if ring else "attend") if s.family.overlapped else ""
+        sent = (Transfer("cp", "all_gather", size, how),)
     if s.kernel == "unfused":
         area = float(n) * own * s.seq
         square = Product(own, s.seq, wide, n, "TN", what="attention")
@@ -249,7 +258,7 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
     order = Region("permute", (Passes(4 * moved, 4),), (Passes(5 * moved, 4),))
     yield order
     copies = sent_once(top, s.ep, s.per_node) if s.flexible else top
-    trip = (Transfer("ep", "all_to_all", moved * copies / top, s.expert_hides),)
+    trip = (Transfer("ep", "all_to_all", moved * copies / top, "products" * s.expert_hides),)
     yield Region("moe", sent_forward=trip, sent_backward=trip)
     wide = width * (2 if gated else 1)
     for n, k in ((wide, d), (d, width)):

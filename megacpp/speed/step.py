@@ -43,13 +43,14 @@ class Transfer(NamedTuple):
         axis: mesh axis.
         kind: see `collectives.seconds`.
         bytes: of the larger side.
-        hidden: overlapped with the products of the same pass, as far as these last.
+        hidden: what it runs beside in the same pass, as far as that lasts: `products`, or `attend`,
+            attention with the keys that the rank has before any other's arrive.
     """
 
     axis: str
     kind: str
     bytes: float
-    hidden: bool = False
+    hidden: str = ""
 
 
 class BlockWork(NamedTuple):
@@ -176,15 +177,17 @@ def pass_seconds(
     wait = max(0.0, launches * gpu.launch_us * 1e-6 - compute)
     if wait:
         parts["host"] += wait
-    axes, beside = dict(spreads), BESIDE * parts["products"]
+    axes = dict(spreads)
+    beside = {"products": BESIDE * parts["products"], "attend": parts["attention"]}
     for axis, kind, count, hidden in sent:
         group = axes.get(axis)
         if group is None or group.size == 1:
             continue
         time = collectives.seconds(kind, count, group, gpu)
         if hidden:
-            open_ = max(time / group.size, time - beside)
-            beside = max(0.0, beside - (time - open_))
+            room = beside[hidden] / (group.size if hidden == "attend" else 1)
+            open_ = max(time / group.size, time - room)
+            beside[hidden] -= time - open_
             time = open_ + SLOWED * (time - open_)
         parts[f"exposed {axis}"] += time
     return PassTime(sum(parts.values()), tuple(parts.items()))

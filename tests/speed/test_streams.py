@@ -179,7 +179,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     of which half slow the kernels beside it.
     """
     product = Product(2560, 1280, 6103 - 133)
-    hidden = (Transfer("tp", "all_gather", 8e7, hidden=True),)
+    hidden = (Transfer("tp", "all_gather", 8e7, "products"),)
     block = BlockWork("F", (Passes(1e9), product), (Passes(2e9),), hidden, (), dense=1e7)
     step = StepWork(
         [block], {"tp": AxisSpread(8, 8), "data": AxisSpread(8, 8)}, 2, "ddp",
