@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megacpp.cli.dry_run import readable
-from megacpp.cli.plan_order import by_speed, reasons
+from megacpp.cli.plan_order import Asked, by_speed, reasons
 from megacpp.cli.speed import in_words
 from megacpp.config.arguments import flatten, read_run
 from megacpp.config.checks.every import check
@@ -55,34 +55,6 @@ AXES = ("tp", "ep", "cp", "pp", "dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Input of a plan.
-
-    Attributes:
-        base: the preset.
-        config: the preset with the changes of the command line.
-        given: dotted settings of the command line, which a plan leaves unchanged.
-        world: number of devices.
-        memory: bytes of a device.
-        tokens: tokens per step.
-        per_node: devices per machine.
-    """
-
-    base: Config
-    config: Config
-    given: dict[str, Any]
-    world: int
-    memory: int
-    tokens: int
-    per_node: int = 8
-
-    @property
-    def budget(self) -> int:
-        """Bytes of a device that the estimate may use."""
-        return int(self.memory * (1 - self.config.memory.headroom))
-
-
-@dataclass(frozen=True)
 class PlanArgs:
     """Cluster, and level of detail."""
 
@@ -115,15 +87,16 @@ def command(args: PlanArgs, words: list[str]) -> int:
     recompute adds to forward and backward.
     """
     asked, machine = _asked(args, words), gpu(args.gpu) if args.gpu else None
-    found = plan(
-        *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
-        estimator=BRIEF,
-        watch=lambda meshes: counted(meshes, "plan", len(meshes)),
-    )
     times: list[StepTime] = []
     if machine is not None:
-        found, times = by_speed(found, asked.world, machine, asked.per_node)
-    shown, times = found.candidates[: args.top], times[: args.top]
+        found, times = by_speed(asked, machine, args.top, _watched)
+    else:
+        found = plan(
+            *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
+            estimator=BRIEF,
+            watch=_watched,
+        )
+    shown = found.candidates[: args.top]
     for one in shown:
         check(one.config, asked.world)
     if args.json:
@@ -133,6 +106,11 @@ def command(args: PlanArgs, words: list[str]) -> int:
     if not found.candidates:
         raise _refused(asked, found)
     return 0
+
+
+def _watched(meshes: Sequence[MeshConfig]) -> Iterable[MeshConfig]:
+    """Show progress over meshes."""
+    return counted(meshes, "plan", len(meshes))
 
 
 def _asked(args: PlanArgs, words: list[str]) -> Asked:

@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from megacpp.cli.speed import predicted
-from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding
-from megacpp.speed.hardware import GpuSpec
-from megacpp.speed.step import StepTime
+from megacpp.config.schema import Config
+from megacpp.memory.budget import BRIEF
+from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding, fastest
+from megacpp.speed.hardware import GpuSpec, Rates
+from megacpp.speed.ours import step_work
+from megacpp.speed.step import StepTime, least_seconds
 from megacpp.terminal.screen import wrapped
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Input of a plan.
+
+    Attributes:
+        base: the preset.
+        config: the preset with the changes of the command line.
+        given: dotted settings of the command line, which a plan leaves unchanged.
+        world: number of devices.
+        memory: bytes of a device.
+        tokens: tokens per step.
+        per_node: devices per machine.
+    """
+
+    base: Config
+    config: Config
+    given: dict[str, Any]
+    world: int
+    memory: int
+    tokens: int
+    per_node: int = 8
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a device that the estimate may use."""
+        return int(self.memory * (1 - self.config.memory.headroom))
+
+
 def by_speed(
-    found: Plan, world: int, machine: GpuSpec, per_node: int
+    asked: Asked, machine: GpuSpec, few: int, watch: Callable[..., Any] = iter
 ) -> tuple[Plan, list[StepTime]]:
-    """Return the plan with the fastest candidate first, and the predicted step of each.
+    """Return the fastest configurations that fit, and the predicted step of each.
 
     Memory still decides what is a candidate; one at risk stays behind those that fit.
 
     Args:
-        found: by the rules of megacpp/memory/planner.py.
-        world: number of GPUs.
-        machine: GPU of each.
-        per_node: GPUs of a node.
+        asked: the run and its cluster.
+        machine: GPU of each rank.
+        few: number of configurations.
+        watch: wraps the meshes while they are searched.
     """
-    times = [predicted(one.config, world, machine, per_node) for one in found.candidates]
-    order = sorted(
-        range(len(times)), key=lambda n: (found.candidates[n].score.misfit, -times[n].tokens_per_s)
+    world, per_node = asked.world, asked.per_node
+
+    def least(config: Config) -> float:
+        work = step_work(config, world, machine.generation, per_node, least=True)
+        return least_seconds(work, machine, Rates())
+
+    def seconds(config: Config) -> float:
+        return predicted(config, world, machine, per_node).step_s
+
+    found = fastest(
+        *(asked.config, world, asked.budget, asked.tokens, least, seconds, few),
+        *(tuple(asked.given), BRIEF, watch),
     )
-    ranked = replace(found, candidates=tuple(found.candidates[n] for n in order))
-    return ranked, [times[n] for n in order]
+    return found, [predicted(one.config, world, machine, per_node) for one in found.candidates]
 
 
 def reasons(shown: Sequence[Candidate], times: Sequence[StepTime]) -> list[str]:

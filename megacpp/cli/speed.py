@@ -13,7 +13,7 @@ from megacpp.config.settings import setting
 from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
 from megacpp.speed.pipeline import from_torch
-from megacpp.speed.step import MEASURED, StepTime
+from megacpp.speed.step import MEASURED, StepTime, StepWork
 from megacpp.terminal.screen import labelled, table, wrapped
 
 
@@ -61,8 +61,14 @@ def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) ->
         machine: GPU of each.
         per_node: GPUs of a node.
     """
-    from megacpp.speed.ours import step_work
     from megacpp.speed.step import predict
+
+    return predict(work_of(config, size, machine, per_node), machine, Rates())
+
+
+def work_of(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> StepWork:
+    """Return the work of a step of a resolved configuration; see `predicted`."""
+    from megacpp.speed.ours import step_work
 
     actions = ()
     scheduled = as_scheduled(config)
@@ -71,8 +77,7 @@ def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) ->
 
         mesh, micro = scheduled.mesh, scheduled.train.grad_accum
         actions = from_torch(torch_order(mesh.pp_schedule, mesh.pp, micro))
-    work = step_work(config, size, machine.generation, per_node, actions)
-    return predict(work, machine, Rates())
+    return step_work(config, size, machine.generation, per_node, actions)
 
 
 def in_words(found: StepTime) -> dict[str, Any]:

@@ -10,15 +10,20 @@ that reason alone, so its candidates compete only if sharing has an advantage. A
 dominated by another one that fits, has no larger axis (tp, cp, pp, dp_replicate) and a smaller one,
 gives every device at least as many tokens in a microbatch, and repeats no more work.
 
+Where seconds decide instead (`fastest`), every candidate has a bound of its time, and meshes are
+estimated in the order of their bounds until no other can be faster.
+
 More rows of a microbatch never need less memory, nor does a policy that recomputes less: so most
 candidates are decided without an estimate of their own.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
@@ -48,6 +53,7 @@ REASONS = {
     "pipeline": "too few microbatches for the pipeline",
     "dominated": "another one gives a device as much to do with smaller axes",
     "memory": "more memory than there is",
+    "slower": "slower than those shown, whether they fit or not",
 }
 
 
@@ -178,21 +184,68 @@ def plan(
     Raises:
         ConfigError: `tokens_per_step` isn't a whole number of rows.
     """
-    seq_len = config.data.seq_len
-    assert world > 0
-    if tokens_per_step < 1 or tokens_per_step % seq_len:
-        raise _no_rows(tokens_per_step, seq_len, world)
     search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
     for mesh in watch(tuple(meshes(config, world, fixed))):
         search.look_at(mesh)
     found = tuple(sorted(search.found, key=lambda c: c.score))
     found = tuple(search.without_waits(c) for c in found[:SHOWN]) + found[SHOWN:]
-    out = {reason: search.out[reason] for reason in REASONS}
-    considered = len(found) + sum(out.values())
-    return Plan(
-        *(world, budget_bytes, tokens_per_step),
-        *(found, considered, out, search.estimated, search.nearest),
-    )
+    return search.plan(found)
+
+
+def fastest(
+    config: Config,
+    world: int,
+    budget_bytes: int,
+    tokens_per_step: int,
+    least: Callable[[Config], float],
+    seconds: Callable[[Config], float],
+    few: int,
+    fixed: Collection[str] = (),
+    estimator: EstimateFunction = estimate,
+    watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
+) -> Plan:
+    """Return the `few` fastest configurations that fit, of all that are legal.
+
+    Args:
+        config: as for `plan`.
+        world: number of ranks.
+        budget_bytes: memory of a device less the headroom.
+        tokens_per_step: tokens of an optimizer step.
+        least: returns seconds that a configuration's step is never shorter than; cheap.
+        seconds: returns seconds of a step.
+        few: number of candidates to return; one at risk is returned only after those that fit.
+        fixed: dotted settings that aren't varied.
+        estimator: estimates one rank.
+        watch: wraps the meshes while their bounds are computed.
+
+    Raises:
+        ConfigError: `tokens_per_step` isn't a whole number of rows.
+    """
+    search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
+    queue: list[tuple[float, int, MeshConfig, dict[tuple[int, int], float]]] = []
+    for mesh in watch(tuple(meshes(config, world, fixed))):
+        rows, allowed = search.choices(mesh)
+        bounds = {(r, i): least(search.config_of(mesh, r, i)) for r in rows for i in allowed}
+        if bounds:
+            queue.append((min(bounds.values()), len(queue), mesh, bounds))
+    heapq.heapify(queue)
+    found: list[tuple[int, float, int, Candidate]] = []
+    limit = float("inf")  # seconds of the last of `few` that fit
+    while queue and queue[0][0] < limit:
+        _, _, mesh, bounds = heapq.heappop(queue)
+        left: dict[int, list[int]] = {}
+        for rows, policy in bounds:
+            left.setdefault(policy, []).append(rows)
+        for one in chain.from_iterable(search.fitting(mesh, dict(sorted(left.items())))):
+            if bounds[one.config.train.device_batch_size, one.score.policy] >= limit:
+                search.out["slower"] += 1
+                continue
+            found.append((one.score.misfit, seconds(one.config), len(found), one))
+            sure = sorted(time for misfit, time, _, _ in found if misfit == FITS)
+            limit = sure[few - 1] if len(sure) >= few else limit
+    found.sort()
+    search.out["slower"] += sum(len(bounds) for *_, bounds in queue) + len(found[few:])
+    return search.plan(tuple(search.without_waits(one) for *_, one in found[:few]))
 
 
 def deciding(better: Score, worse: Score) -> str:
@@ -245,6 +298,9 @@ class _Search:
         fixed: Collection[str],
         estimator: EstimateFunction,
     ) -> None:
+        assert world > 0
+        if tokens < 1 or tokens % config.data.seq_len:
+            raise _no_rows(tokens, config.data.seq_len, world)
         self.config, self.world, self.budget, self.tokens = config, world, budget, tokens
         self.fixed, self.estimator = fixed, estimator
         self.policies = policies(config, fixed)
@@ -254,23 +310,51 @@ class _Search:
         self.front: list[_Cut] = []
         self.nearest: Candidate | None = None
 
-    def look_at(self, mesh: MeshConfig) -> None:
-        """Add the candidates of one mesh that fit, and count those that don't."""
+    def plan(self, found: tuple[Candidate, ...]) -> Plan:
+        """Return the plan with those candidates."""
+        out = {reason: self.out[reason] for reason in REASONS}
+        considered = len(found) + sum(out.values())
+        return Plan(
+            *(self.world, self.budget, self.tokens),
+            *(found, considered, out, self.estimated, self.nearest),
+        )
+
+    def config_of(self, mesh: MeshConfig, rows: int, policy: int) -> Config:
+        """Return the configuration with `rows` rows under the policy with that index."""
+        return with_knobs(self.config, mesh, rows, self.tokens, self.policies[policy])
+
+    def choices(self, mesh: MeshConfig) -> tuple[list[int], list[int]]:
+        """Return legal rows of a mesh and indices of its legal policies; count what is illegal."""
         rows = row_choices(self.config, mesh, self.tokens, self.fixed)
         if not rows:
             self.out["indivisible"] += len(self.policies)
-            return
+            return [], []
         if not mesh_is_legal(self.config, mesh, self.world):
             self.out["mesh"] += len(rows) * len(self.policies)
-            return
+            return [], []
         ranks = mesh.dp_replicate * mesh.dp_shard
         of_ranks = self.tokens // self.config.data.seq_len // ranks
         legal = [r for r in rows if pipeline_is_legal(self.config, mesh, r, of_ranks // r)]
         self.out["pipeline"] += (len(rows) - len(legal)) * len(self.policies)
         allowed = [i for i, p in enumerate(self.policies) if policy_is_legal(self.config, mesh, p)]
         self.out["mesh"] += len(legal) * (len(self.policies) - len(allowed))
+        return legal, allowed
+
+    def look_at(self, mesh: MeshConfig) -> None:
+        """Add the candidates of one mesh that fit and aren't dominated, and count the others."""
+        legal, allowed = self.choices(mesh)
         left = {i: self._undominated(mesh, legal, i) for i in allowed}
         self.out["dominated"] += sum(len(legal) - len(some) for some in left.values())
+        for found in self.fitting(mesh, left):
+            self._add(found)
+
+    def fitting(self, mesh: MeshConfig, left: dict[int, list[int]]) -> Iterator[list[Candidate]]:
+        """Yield the candidates of one mesh that fit, by policy, that which keeps least first.
+
+        Args:
+            mesh: whose ranks are estimated.
+            left: rows that may fit, by index of the policy in ascending order.
+        """
         looks = _Looks(self, mesh)
         misfits: dict[int, int] = {}  # by policy: rows that don't fit
         for i in reversed(left):  # the policy that keeps least comes first
@@ -282,7 +366,7 @@ class _Search:
             self.out["memory"] += len(left[i]) - len(fitting)
             if len(fitting) < len(some):
                 misfits[i] = some[len(fitting)]
-            self._add([looks.at(r, i) for r in fitting])
+            yield [looks.at(r, i) for r in fitting]
 
     def without_waits(self, found: Candidate) -> Candidate:
         """Return the candidate with padded dispatch of experts' rows, if that fits as well."""
@@ -331,7 +415,7 @@ class _Looks:
 
     def _look(self, rows: int, policy: int) -> Candidate:
         search, rung = self.search, self.search.policies[policy]
-        config = with_knobs(search.config, self.mesh, rows, search.tokens, rung)
+        config = search.config_of(self.mesh, rows, policy)
         if not self.ranks:
             self.ranks = stage_ranks(config, search.world)
         search.estimated += 1

@@ -205,15 +205,7 @@ def part_of(op: Operator) -> str:
 
 def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     """Return the predicted time of a step."""
-    spreads = tuple(sorted(step.axes.items()))
-    made = {
-        id(b): (
-            pass_seconds(b.forward, b.sent_forward, spreads, b.launches[0], gpu, rates),
-            pass_seconds(b.backward, b.sent_backward, spreads, b.launches[1], gpu, rates),
-        )
-        for b in {id(b): b for b in step.blocks}.values()
-    }
-    passes = [made[id(b)] for b in step.blocks]
+    passes = _passes(step, gpu, rates)
     if len(step.stages) > 1:
         parts, mine = _pipelined(step, passes, gpu)
     else:
@@ -222,15 +214,43 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     for number in mine:
         time = sum(found.total for found in passes[number])
         blocks[step.blocks[number].kind] += time * step.microbatches
-    parts["optimizer"] = sum(seconds(op, gpu, rates) for op in step.optimizer) + sum(
-        collectives.seconds(kind, count, step.axes[axis], gpu)
-        for axis, kind, count, _ in step.optimizer_sent
-        if axis in step.axes
-    )
+    parts["optimizer"] = _optimizer(step, gpu, rates)
     total = sum(parts.values())
     mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0
     parts = {name: time for name, time in parts.items() if time}
     return StepTime(total, parts, dict(blocks), step.tokens / total if total else 0.0, mfu)
+
+
+def least_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
+    """Return seconds that no step is shorter than: nothing is exposed or waits for other ranks."""
+    times = [forward.total + backward.total for forward, backward in _passes(step, gpu, rates)]
+    stages = [sum(times[block] for block in stage) for stage in step.stages] or [sum(times)]
+    ranks = step.axes["pp"].size if step.stages else 1
+    owned = (sum(stages) / ranks, *(stages if len(stages) == ranks else ()))
+    return step.microbatches * max(owned) + _optimizer(step, gpu, rates)
+
+
+def _passes(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[tuple[PassTime, PassTime]]:
+    """Return the time of each block's forward and backward."""
+    spreads = tuple((axis, step.axes[axis]) for axis in ("tp", "cp", "ep") if axis in step.axes)
+    made: dict[int, tuple[PassTime, PassTime]] = {}
+    found = []
+    for b in step.blocks:
+        if id(b) not in made:
+            made[id(b)] = (
+                pass_seconds(b.forward, b.sent_forward, spreads, b.launches[0], gpu, rates),
+                pass_seconds(b.backward, b.sent_backward, spreads, b.launches[1], gpu, rates),
+            )
+        found.append(made[id(b)])
+    return found
+
+
+def _optimizer(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
+    """Return the time of the optimizer's step with its collectives."""
+    sent = [t for t in step.optimizer_sent if t.axis in step.axes]
+    return sum(seconds(op, gpu, rates) for op in step.optimizer) + sum(
+        collectives.seconds(t.kind, t.bytes, step.axes[t.axis], gpu) for t in sent
+    )
 
 
 class Travel(NamedTuple):

@@ -14,9 +14,9 @@ import pytest
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
+from megacpp.launch.auto_fit import _Orders
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
 from megacpp.launch.rank_store import RankStore
-from megacpp.launch.auto_fit import _Orders
 from megacpp.launch.trial import (
     SETTINGS,
     TrialCommand,
