@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from megacpp.cli.speed import predicted
-from megacpp.config.schema import Config
+from megacpp.config.schema import Config, MeshConfig
 from megacpp.memory.budget import BRIEF
 from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding, fastest
 from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import StepTime, least_seconds
 from megacpp.terminal.screen import wrapped
+
+Again = Callable[[Config, str, float], float]  # seconds with a figure of the GPU multiplied
+AXES = ("tp", "ep", "cp", "pp", "dp_replicate", "dp_shard")
+SPEEDS = {
+    "network_gbs": "the network",
+    "nvlink_gbs": "NVLink",
+    "hbm_gbs": "the memory",
+    "bf16_tflops": "products",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,13 @@ class Asked:
     def budget(self) -> int:
         """Bytes of a device that the estimate may use."""
         return int(self.memory * (1 - self.config.memory.headroom))
+
+
+def mesh_words(mesh: MeshConfig) -> str:
+    """Return degrees above 1, such as `tp2 ep4 dp4`."""
+    short = {"dp_replicate": "rep", "dp_shard": "dp"}
+    axes = [(short.get(axis, axis), getattr(mesh, axis)) for axis in AXES]
+    return " ".join(f"{name}{n}" for name, n in axes if n > 1) or "one rank"
 
 
 def by_speed(
@@ -74,18 +90,52 @@ def by_speed(
     return found, [predicted(one.config, world, machine, per_node) for one in found.candidates]
 
 
-def reasons(shown: Sequence[Candidate], times: Sequence[StepTime]) -> list[str]:
-    """Return why each candidate comes before the next; `times` is empty without a GPU."""
+def at_other_speeds(asked: Asked, machine: GpuSpec) -> Again:
+    """Return the prediction that `reasons` asks for."""
+
+    def again(config: Config, figure: str, times: float) -> float:
+        other = replace(machine, **{figure: times * getattr(machine, figure)})
+        return predicted(config, asked.world, other, asked.per_node).step_s
+
+    return again
+
+
+def reasons(
+    shown: Sequence[Candidate], times: Sequence[StepTime], again: Again | None = None
+) -> list[str]:
+    """Return why each candidate comes before the next.
+
+    Args:
+        shown: candidates, best first.
+        times: their predicted steps; empty without a GPU.
+        again: predicts a step with one speed of the GPU multiplied, for what would change the
+            order of the first two.
+    """
     lines = [""]
     for number, (one, other) in enumerate(pairwise(shown), 1):
         before = f"#{number} before #{number + 1}"
         if times and one.score.misfit == other.score.misfit:
             lines += wrapped(f"{before}: {_differences(*times[number - 1 : number + 1])}")
+            if number == 1 and again:
+                lines += wrapped(f"  {_reversed_by(one, other, again)}")
             continue
         name = deciding(one.score, other.score)
         a, b = (_value(candidate, name) for candidate in (one, other))
         lines += wrapped(f"{before}: {CRITERIA[name]} ({a}, not {b})")
     return lines
+
+
+def _reversed_by(one: Candidate, other: Candidate, again: Again) -> str:
+    """Return which speeds of the GPU, halved or doubled, would put `other` first."""
+    found = [
+        f"{word} the speed of {name}"
+        for figure, name in SPEEDS.items()
+        for times, word in ((0.5, "half"), (2.0, "twice"))
+        if again(other.config, figure, times) < again(one.config, figure, times)
+    ]
+    if not found:
+        return f"half or twice the speed of {', '.join(SPEEDS.values())} keeps that order"
+    return f"the order changes with {' or '.join(found)}"
 
 
 def _differences(one: StepTime, other: StepTime) -> str:

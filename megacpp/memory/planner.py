@@ -222,29 +222,36 @@ def fastest(
         ConfigError: `tokens_per_step` isn't a whole number of rows.
     """
     search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
-    queue: list[tuple[float, int, MeshConfig, dict[tuple[int, int], float]]] = []
+    bounds: dict[MeshConfig, dict[tuple[int, int], float]] = {}
+    queue: list[tuple[float, int, MeshConfig | Candidate]] = []
     for mesh in watch(tuple(meshes(config, world, fixed))):
         rows, allowed = search.choices(mesh)
-        bounds = {(r, i): least(search.config_of(mesh, r, i)) for r in rows for i in allowed}
-        if bounds:
-            queue.append((min(bounds.values()), len(queue), mesh, bounds))
+        if rows and allowed:
+            bounds[mesh] = {
+                (r, i): least(search.config_of(mesh, r, i)) for i in allowed for r in rows
+            }
+            queue.append((min(bounds[mesh].values()), len(queue), mesh))
     heapq.heapify(queue)
     found: list[tuple[int, float, int, Candidate]] = []
-    limit = float("inf")  # seconds of the last of `few` that fit
+    limit, number = float("inf"), len(queue)  # limit: seconds of the last of `few` that fit
     while queue and queue[0][0] < limit:
-        _, _, mesh, bounds = heapq.heappop(queue)
-        left: dict[int, list[int]] = {}
-        for rows, policy in bounds:
-            left.setdefault(policy, []).append(rows)
-        for one in chain.from_iterable(search.fitting(mesh, dict(sorted(left.items())))):
-            if bounds[one.config.train.device_batch_size, one.score.policy] >= limit:
-                search.out["slower"] += 1
-                continue
+        *_, one = heapq.heappop(queue)
+        if isinstance(one, Candidate):
             found.append((one.score.misfit, seconds(one.config), len(found), one))
             sure = sorted(time for misfit, time, _, _ in found if misfit == FITS)
             limit = sure[few - 1] if len(sure) >= few else limit
+            continue
+        left: dict[int, list[int]] = {}
+        of_mesh = bounds.pop(one)
+        for rows, policy in of_mesh:
+            left.setdefault(policy, []).append(rows)
+        for fits in chain.from_iterable(search.fitting(one, left)):
+            bound = of_mesh[fits.config.train.device_batch_size, fits.score.policy]
+            number += 1
+            heapq.heappush(queue, (bound, number, fits))
+    unfound = len(found[few:]) + sum(isinstance(one, Candidate) for *_, one in queue)
+    search.out["slower"] += unfound + sum(map(len, bounds.values()))
     found.sort()
-    search.out["slower"] += sum(len(bounds) for *_, bounds in queue) + len(found[few:])
     return search.plan(tuple(search.without_waits(one) for *_, one in found[:few]))
 
 

@@ -321,12 +321,12 @@ class _Maker:
             return moved_by(request_of(self.own, kind, pieces), self.compiled)
         mesh = replace(self.config.mesh, tp=1, cp=1, ep=1)
         alone = Share.of(replace(self.config, mesh=mesh), self.config.mesh.dp_shard, 0)
-        moved, issued = moved_by(request_of(alone, kind, pieces), self.compiled)
+        moved, _ = moved_by(request_of(alone, kind, pieces), self.compiled)
         among = self.own.tp * self.own.cp
         return (
             moved[0]._replace(bytes=moved[0].bytes / among),
             moved[1]._replace(bytes=moved[1].bytes / among),
-        ), issued
+        ), (0, 0)  # a mesh may issue fewer operators
 
     def _equal(self, per_token: float) -> Product:
         """Return one product of as many FLOPs as `per_token` on this rank's tokens."""

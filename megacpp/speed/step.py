@@ -6,8 +6,7 @@ A step is a list of blocks with the operators and collectives of one microbatch 
 policy by which parameters and gradients travel. bench/published.py predicts other people's runs by
 these functions, megacpp/cli/speed.py our own.
 
-Not modelled: clocks that fall with power during a step, kernels slowed by communication beside
-them, stragglers, data loading, checkpoints.
+What isn't modelled is named in `NOT_MODELLED`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ SLOWED = 0.5
 # Measured over predicted steps: four of five of the torchtitan and MosaicML rows that no constant
 # was fitted to lie between (python -m bench.published).
 MEASURED = (0.96, 1.11)
+NOT_MODELLED = (
+    "clocks that fall during a step, ranks of unequal speed, experts of unequal load, rows of "
+    "documents, host synchronisation in routers, data loading, checkpoints, evaluation"
+)
 
 
 class Transfer(NamedTuple):
@@ -205,7 +208,7 @@ def part_of(op: Operator) -> str:
 
 def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     """Return the predicted time of a step."""
-    passes = _passes(step, gpu, rates)
+    passes = passes_of(step, gpu, rates)
     if len(step.stages) > 1:
         parts, mine = _pipelined(step, passes, gpu)
     else:
@@ -214,7 +217,7 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     for number in mine:
         time = sum(found.total for found in passes[number])
         blocks[step.blocks[number].kind] += time * step.microbatches
-    parts["optimizer"] = _optimizer(step, gpu, rates)
+    parts["optimizer"] = optimizer_seconds(step, gpu, rates)
     total = sum(parts.values())
     mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0
     parts = {name: time for name, time in parts.items() if time}
@@ -223,14 +226,14 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
 
 def least_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
     """Return seconds that no step is shorter than: nothing is exposed or waits for other ranks."""
-    times = [forward.total + backward.total for forward, backward in _passes(step, gpu, rates)]
+    times = [forward.total + backward.total for forward, backward in passes_of(step, gpu, rates)]
     stages = [sum(times[block] for block in stage) for stage in step.stages] or [sum(times)]
     ranks = step.axes["pp"].size if step.stages else 1
     owned = (sum(stages) / ranks, *(stages if len(stages) == ranks else ()))
-    return step.microbatches * max(owned) + _optimizer(step, gpu, rates)
+    return step.microbatches * max(owned) + optimizer_seconds(step, gpu, rates)
 
 
-def _passes(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[tuple[PassTime, PassTime]]:
+def passes_of(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[tuple[PassTime, PassTime]]:
     """Return the time of each block's forward and backward."""
     spreads = tuple((axis, step.axes[axis]) for axis in ("tp", "cp", "ep") if axis in step.axes)
     made: dict[int, tuple[PassTime, PassTime]] = {}
@@ -245,7 +248,7 @@ def _passes(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[tuple[PassTime, 
     return found
 
 
-def _optimizer(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
+def optimizer_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
     """Return the time of the optimizer's step with its collectives."""
     sent = [t for t in step.optimizer_sent if t.axis in step.axes]
     return sum(seconds(op, gpu, rates) for op in step.optimizer) + sum(
@@ -299,10 +302,7 @@ def _one_stage(
             for name, time in found.parts:
                 parts[name] += time * step.microbatches
     travels = _travels(step, range(len(step.blocks)), gpu)
-    units = [
-        UnitTime(forward.total, backward.total, travel.gather, travel.reduce, block.kind)
-        for block, (forward, backward), travel in zip(step.blocks, passes, travels, strict=True)
-    ]
+    units = unit_times(step, passes, gpu)
     if not step.overlapped or step.data in ("ddp", "zero1"):
         parts["exposed data"] += _open(step, travels, units)
         return parts
@@ -317,6 +317,26 @@ def _one_stage(
     if moved:
         parts["slowed by data"] += slowed * max(0.0, 1 - exposed / moved)
     return parts
+
+
+def unit_times(
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+) -> list[UnitTime]:
+    """Return the times of a microbatch's blocks as FSDP units."""
+    travels = _travels(step, range(len(step.blocks)), gpu)
+    return [
+        UnitTime(forward.total, backward.total, travel.gather, travel.reduce, block.kind)
+        for block, (forward, backward), travel in zip(step.blocks, passes, travels, strict=True)
+    ]
+
+
+def stage_times(step: StepWork, passes: Sequence[tuple[PassTime, PassTime]]) -> list[StageTime]:
+    """Return the times of a microbatch in each pipeline stage; weights take half a backward."""
+    found = []
+    for stage in step.stages:
+        backward = sum(passes[b][1].total for b in stage)
+        found.append(StageTime(sum(passes[b][0].total for b in stage), backward, backward / 2))
+    return found
 
 
 def _open(step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]) -> float:
@@ -340,14 +360,7 @@ def _pipelined(
 ) -> tuple[dict[str, float], Sequence[int]]:
     """Return the time by part of the rank with most to do, and the blocks of its stages."""
     ranks = step.axes["pp"].size
-    times = [
-        StageTime(
-            sum(passes[b][0].total for b in stage),
-            sum(passes[b][1].total for b in stage),
-            sum(passes[b][1].total for b in stage) / 2,
-        )
-        for stage in step.stages
-    ]
+    times = stage_times(step, passes)
     send = collectives.seconds("send", step.stage_bytes, step.axes["pp"], gpu)
     if step.actions:
         total = simulate(step.actions, times, send)
