@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megacpp.cli.dry_run import readable
-from megacpp.cli.plan_cost import Cost, sweep
 from megacpp.cli.plan_order import Asked, at_other_speeds, by_speed, mesh_words, reasons
+from megacpp.cli.plan_sweep import sweep
 from megacpp.cli.speed import in_words
 from megacpp.config.arguments import flatten, read_run
 from megacpp.config.checks.every import check
@@ -27,6 +27,7 @@ from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.planner import REASONS, Candidate, Plan, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
+from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import gpu
 from megacpp.speed.step import StepTime
 from megacpp.terminal.progress import counted
