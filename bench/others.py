@@ -137,7 +137,7 @@ class RowSizes:
 
     @property
     def beside(self) -> str:
-        """What collectives of `tp` run beside; empty: nothing."""
+        """Work that collectives of `tp` run beside; empty: none."""
         return "products" if self.hides else ""
 
     def around(self) -> tuple[Region, Region]:

@@ -13,7 +13,7 @@ from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
 from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
-from megacpp.speed.against import Compared, compare
+from megacpp.speed.against import MeasuredRun, compare
 from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
 from megacpp.speed.pipeline import from_torch
@@ -88,7 +88,7 @@ def _draw(path: Path, work: StepWork, machine: GpuSpec) -> None:
     path.write_text(forms[path.suffix](timeline(work, machine, Rates())))
 
 
-def beside(measured: Compared) -> list[str]:
+def beside(measured: MeasuredRun) -> list[str]:
     """Return predicted and measured times as text."""
     ahead, real = measured.step_ms
     found = wrapped(
@@ -117,7 +117,14 @@ def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) ->
 
 
 def work_of(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> StepWork:
-    """Return the work of a step of a resolved configuration; see `predicted`."""
+    """Return the work of a step of a resolved configuration.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        machine: GPU of each.
+        per_node: GPUs of a node.
+    """
     from megacpp.speed.ours import step_work
 
     actions = ()

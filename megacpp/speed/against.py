@@ -35,7 +35,7 @@ FIRST = 3  # steps that aren't typical
 
 
 @dataclass(frozen=True)
-class Compared:
+class MeasuredRun:
     """Predicted beside measured.
 
     Attributes:
@@ -50,12 +50,12 @@ class Compared:
 
     @property
     def largest(self) -> list[tuple[str, float, float]]:
-        """The three parts that differ most."""
+        """Three parts that differ most, with predicted and measured ms."""
         order = sorted(self.parts.items(), key=lambda p: -abs(p[1][0] - p[1][1]))
         return [(name, *pair) for name, pair in order[:3]]
 
 
-def compare(predicted: StepTime, folder: Path) -> Compared:
+def compare(predicted: StepTime, folder: Path) -> MeasuredRun:
     """Return the comparison of a prediction with a run folder.
 
     Raises:
@@ -79,7 +79,7 @@ def compare(predicted: StepTime, folder: Path) -> Compared:
         }
     if steps:
         step = statistics.median(steps[FIRST:] or steps)
-    return Compared((1e3 * predicted.step_s, 1e3 * step), parts, str(source))
+    return MeasuredRun((1e3 * predicted.step_s, 1e3 * step), parts, str(source))
 
 
 def measured_steps(folder: Path) -> list[float]:
@@ -111,41 +111,48 @@ def profiled(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     steps = [e for e in rows if re.fullmatch(r"step \d+", str(e.get("name")))]
     spans = {(e["ts"], e["ts"] + e["dur"]) for e in steps if e.get("cat") == "user_annotation"}
     kernels = [e for e in rows if e.get("cat") == "kernel"]
-    work = _alone(kernels or [e for e in rows if e.get("cat") == "cpu_op"])
+    work = [(e["ts"], e["dur"], str(e["name"])) for e in kernels]
+    work = work or _own([e for e in rows if e.get("cat") == "cpu_op"])
     found: dict[str, float] = defaultdict(float)
     for start, end in spans:
-        covered = start
-        inside = sorted((w for w in work if start <= w[0] < end), key=lambda w: w[:2])
-        inside.sort(key=lambda w: w[2] == "communication")  # it counts where nothing else runs
-        taken: list[tuple[float, float]] = []
-        for at, until, part in inside:
-            free = (until - at) - _overlap(taken, at, until) if part == "communication" else 0.0
-            length = free if part == "communication" else until - at
-            found[part] += max(0.0, length)
-            if part != "communication":
-                taken.append((at, until))
+        inside = [w for w in work if start <= w[0] < end]
+        busy = [(at, at + length) for at, length, name in inside if not _sends(name)]
+        covered = 0.0
+        for at, length, name in inside:
+            if _sends(name):
+                length -= sum(max(0.0, min(at + length, b) - max(at, a)) for a, b in busy)
+            found[part_named(name)] += max(0.0, length)
             covered += max(0.0, length)
-        found[IDLE] += max(0.0, end - covered)
+        found[IDLE] += max(0.0, end - start - covered)
     return {name: time * 1e-6 / max(1, len(spans)) for name, time in found.items()}
 
 
-def _alone(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float, str]]:
-    """Return start, end and part of the innermost events, in microseconds."""
+def _own(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, float, str]]:
+    """Return start, time without the operators that it calls, and name of torch's operators."""
     by_thread: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         by_thread[event.get("tid")].append(event)
     found = []
     for rows in by_thread.values():
         rows.sort(key=lambda e: (e["ts"], -e["dur"]))
-        for event, following in zip(rows, [*rows[1:], None], strict=True):
-            end = event["ts"] + event["dur"]
-            if following is None or following["ts"] >= end:  # it calls no other
-                found.append((event["ts"], end, part_named(str(event["name"]))))
+        own = [float(e["dur"]) for e in rows]
+        open_: list[int] = []
+        for number, event in enumerate(rows):
+            while open_ and rows[open_[-1]]["ts"] + rows[open_[-1]]["dur"] <= event["ts"]:
+                open_.pop()
+            if open_:
+                own[open_[-1]] -= event["dur"]
+            open_.append(number)
+        found += [
+            (float(e["ts"]), max(0.0, time), str(e["name"]))
+            for e, time in zip(rows, own, strict=True)
+            if str(e["name"]).startswith(("aten::", "c10d::", "_c10d"))
+        ]
     return found
 
 
-def _overlap(taken: Iterable[tuple[float, float]], start: float, end: float) -> float:
-    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in taken)
+def _sends(name: str) -> bool:
+    return part_named(name) == "communication"
 
 
 def part_named(name: str) -> str:

@@ -42,7 +42,7 @@ ADAM_BYTES, LOGIT_BYTES = 40.0, 16.0
 
 
 class MeshWork(NamedTuple):
-    """What a step has on a mesh, whatever the rows of a microbatch and its recomputation.
+    """Work of a step that depends on the mesh alone, not on rows or recomputation.
 
     Attributes:
         parts: kinds of all blocks of the model, by stage in order.

@@ -202,8 +202,8 @@ def actions_of(actions: Actions, name: str, stages: int, ranks: int, microbatche
 
 def spans_of(
     actions: Actions, stages: Sequence[StageTime], send: float
-) -> list[tuple[StageAction, float, float]]:
-    """Return action, start and seconds of the rank that has most to do, in order.
+) -> tuple[list[tuple[StageAction, float, float]], float]:
+    """Return action, start and seconds of the rank that has most to do; and the end of all ranks.
 
     Args:
         actions: of each rank, in order.
@@ -222,7 +222,7 @@ def spans_of(
         if one.rank == rank:
             length = lengths[one.stage][one.part]
             found.append((next(own), end - length, length))
-    return found
+    return found, max(ends)
 
 
 def _run(order: Sequence[OrderedAction], stages: Sequence[StageTime], send: float) -> float:

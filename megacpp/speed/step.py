@@ -177,7 +177,9 @@ def pass_seconds(
     if launches:
         parts["memory-bound"] += gpu.pass_us * 1e-6 * sum(isinstance(o, Passes) for o in operators)
     compute = sum(parts.values())
-    wait = max(0.0, launches * gpu.launch_us * 1e-6 - compute)
+    wait = launches * gpu.launch_us * 1e-6
+    if not gpu.on_host:
+        wait = max(0.0, wait - compute)
     if wait:
         parts["host"] += wait
     axes = dict(spreads)

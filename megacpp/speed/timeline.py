@@ -23,7 +23,7 @@ COLOURS = {"forward": "#4e79a7", "backward": "#f28e2b", "gather": "#59a14f", "re
            "optimizer": "#e15759"}  # fmt: skip
 
 
-class Span(NamedTuple):
+class StreamSpan(NamedTuple):
     """Work of one stream.
 
     Attributes:
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     seconds: float
 
 
-def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[Span]:
+def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[StreamSpan]:
     """Return the spans of a step: of the rank with most to do, in a pipeline.
 
     Collectives of the data axes in a pipeline, and those that no block overlaps, come after the
@@ -53,9 +53,12 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[Span]:
                              step.microbatches)  # fmt: skip
         kinds = {"F": "forward", "B": "backward", "I": "backward (inputs)",
                  "W": "backward (weights)"}  # fmt: skip
+        own, end = spans_of(actions, times, send)
         found = [
-            Span(COMPUTE, f"{kinds[a.kind]} stage {a.stage} microbatch {a.microbatch}", at, length)
-            for a, at, length in spans_of(actions, times, send)
+            StreamSpan(
+                COMPUTE, f"{kinds[a.kind]} stage {a.stage} microbatch {a.microbatch}", at, length
+            )
+            for a, at, length in own
         ]
     else:
         units = unit_times(step, passes, gpu)
@@ -65,15 +68,15 @@ def timeline(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[Span]:
             fsdp_tasks(units, step.microbatches, step.prefetch, step.reshard, step.reduce_each)
         )
         found = [
-            Span(task.stream, task.name, start, task.seconds)
+            StreamSpan(task.stream, task.name, start, task.seconds)
             for task, start in zip(line.tasks, line.starts, strict=True)
             if task.seconds
         ]
-    end = max((span.start + span.seconds for span in found), default=0.0)
-    return [*found, Span(COMPUTE, "optimizer", end, optimizer_seconds(step, gpu, rates))]
+        end = max((span.start + span.seconds for span in found), default=0.0)
+    return [*found, StreamSpan(COMPUTE, "optimizer", end, optimizer_seconds(step, gpu, rates))]
 
 
-def chrome(spans: Sequence[Span]) -> str:
+def chrome(spans: Sequence[StreamSpan]) -> str:
     """Return the spans in the JSON that Perfetto and chrome://tracing read."""
     streams = {COMPUTE: 0, LINK: 1}
     events: list[dict[str, object]] = [
@@ -88,7 +91,7 @@ def chrome(spans: Sequence[Span]) -> str:
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def svg(spans: Sequence[Span]) -> str:
+def svg(spans: Sequence[StreamSpan]) -> str:
     """Return the spans as a picture: one lane for each stream."""
     end = max(s.start + s.seconds for s in spans)
     scale = (WIDTH - LEFT - 10) / end
