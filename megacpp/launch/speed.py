@@ -21,7 +21,7 @@ from megacpp.speed.hardware import GpuSpec, Rates, gpu, known
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, predict
 
-FIRST, STEPS = 3, 10  # steps that aren't typical, and steps after which a run is compared
+FIRST, TEN = 3, 10  # steps that aren't typical, and steps after which a run is compared
 STEADY = 1.2  # times the median: a slowest step above it varies
 
 

@@ -27,18 +27,18 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.errors import ConfigError, config_error
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.plan_space import (
-    MESH,
     Policy,
     mesh_is_legal,
     meshes,
+    no_rows,
     padded_dispatch,
     pipeline_is_legal,
     policies,
     policy_is_legal,
     row_choices,
+    settings_of,
     stage_ranks,
     with_knobs,
 )
@@ -260,14 +260,6 @@ def deciding(better: Score, worse: Score) -> str:
     return next(name for name in Score._fields if getattr(better, name) != getattr(worse, name))
 
 
-def _no_rows(tokens: int, seq_len: int, world: int) -> ConfigError:
-    unit = seq_len * world
-    low = tokens // unit * unit
-    near = low if low and tokens - low < low + unit - tokens else low + unit
-    rule = f"must be a multiple of data.seq_len ({seq_len})"
-    return config_error("tokens_per_step", tokens, rule, f"use {near}, rows for all {world} ranks")
-
-
 def device_tokens(config: Config, mesh: MeshConfig, rows: int) -> float:
     """Return a device's share of a microbatch, as tokens that pass through all layers."""
     return rows * config.data.seq_len / (mesh.tp * mesh.cp * mesh.pp)
@@ -307,7 +299,7 @@ class _Search:
     ) -> None:
         assert world > 0
         if tokens < 1 or tokens % config.data.seq_len:
-            raise _no_rows(tokens, config.data.seq_len, world)
+            raise no_rows(tokens, config.data.seq_len, world)
         self.config, self.world, self.budget, self.tokens = config, world, budget, tokens
         self.fixed, self.estimator = fixed, estimator
         self.policies = policies(config, fixed)
@@ -428,7 +420,7 @@ class _Looks:
         search.estimated += 1
         rank, needs, misfit = self._fullest(config)
         score = score_of(config, needs, misfit, rung.checkpointing, policy, search.budget)
-        settings = tuple(_settings(config, search.config))
+        settings = tuple(settings_of(config, search.config))
         found = Candidate(config, rung, needs, rank, score, settings)
         nearest = search.nearest
         if misfit == TOO_LARGE and (nearest is None or needs.point < nearest.estimate.point):
@@ -496,14 +488,3 @@ def _as_many_as_fit(rows: Sequence[int], fits: Callable[[int], bool]) -> Sequenc
         else:
             high = middle
     return rows[:low]
-
-
-def _settings(config: Config, base: Config) -> Iterator[tuple[str, Any]]:
-    """Yield mesh and batch, and the policy's settings that differ from the run's own."""
-    for axis in MESH:
-        yield f"mesh.{axis}", getattr(config.mesh, axis)
-    yield "train.device_batch_size", config.train.device_batch_size
-    yield "train.grad_accum", config.train.grad_accum
-    for name, value in vars(config.recompute).items():
-        if value != getattr(base.recompute, name):
-            yield f"recompute.{name}", value

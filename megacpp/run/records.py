@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megacpp.launch.speed import STEPS, Prediction, verdict
+from megacpp.launch.speed import TEN, Prediction, verdict
 from megacpp.launch.start import PreparedLaunch
 from megacpp.run.expert_load import LoadWatch, load_figures
 from megacpp.run.forensics import Forensics, Watch
@@ -119,11 +119,11 @@ class Records:
         say(self.calibrator.after_step(status.healthy, self.forensics.seen))
 
     def _compared(self, step_s: float) -> list[str]:
-        """Return a line about predicted and measured steps, once, after `STEPS` of them."""
-        if self.predicted is None or len(self._steps) >= STEPS:
+        """Return a line about predicted and measured steps, once, after `TEN` of them."""
+        if self.predicted is None or len(self._steps) >= TEN:
             return []
         self._steps.append(step_s)
-        if len(self._steps) < STEPS:
+        if len(self._steps) < TEN:
             return []
         return [verdict(self.predicted.as_dict(), self._steps)]
 

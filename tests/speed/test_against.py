@@ -12,7 +12,7 @@ import pytest
 from megacpp.cli.main import main
 from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
-from megacpp.launch.speed import STEPS, Prediction, check_mfu, verdict
+from megacpp.launch.speed import TEN, Prediction, check_mfu, verdict
 from megacpp.speed.against import compare, profiled
 from megacpp.speed.hardware import Rates, gpu, known
 from megacpp.speed.step import StepTime, predict
@@ -93,9 +93,9 @@ def test_a_run_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_ten_steps_say_what_is_off() -> None:
     ahead = Prediction(gpu("H100"), TIME).as_dict()
-    assert verdict(ahead, [0.5, 0.010] + [0.0101] * (STEPS - 2)).endswith("within the range")
-    assert "products is the largest" in verdict(ahead, [0.02] * STEPS)
-    assert "steps vary, the slowest takes 90.0 ms" in verdict(ahead, [0.02] * (STEPS - 1) + [0.09])
+    assert verdict(ahead, [0.5, 0.010] + [0.0101] * (TEN - 2)).endswith("within the range")
+    assert "products is the largest" in verdict(ahead, [0.02] * TEN)
+    assert "steps vary, the slowest takes 90.0 ms" in verdict(ahead, [0.02] * (TEN - 1) + [0.09])
 
 
 def test_a_layout_that_cannot_be_fast_is_refused() -> None:
