@@ -10,7 +10,8 @@ from typing import Any
 from megacpp.cli.speed import predicted
 from megacpp.config.schema import Config, MeshConfig
 from megacpp.memory.budget import BRIEF
-from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding, fastest
+from megacpp.memory.fastest import fastest
+from megacpp.memory.planner import CRITERIA, Candidate, Plan, deciding
 from megacpp.speed.hardware import GpuSpec, Rates
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import StepTime, least_seconds

@@ -10,20 +10,15 @@ that reason alone, so its candidates compete only if sharing has an advantage. A
 dominated by another one that fits, has no larger axis (tp, cp, pp, dp_replicate) and a smaller one,
 gives every device at least as many tokens in a microbatch, and repeats no more work.
 
-Where seconds decide instead (`fastest`), every candidate has a bound of its time, and meshes are
-estimated in the order of their bounds until no other can be faster.
-
 More rows of a microbatch never need less memory, nor does a policy that recomputes less: so most
 candidates are decided without an estimate of their own.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
@@ -192,69 +187,6 @@ def plan(
     return search.plan(found)
 
 
-def fastest(
-    config: Config,
-    world: int,
-    budget_bytes: int,
-    tokens_per_step: int,
-    least: Callable[[Config], float],
-    seconds: Callable[[Config], float],
-    few: int,
-    fixed: Collection[str] = (),
-    estimator: EstimateFunction = estimate,
-    watch: Callable[[Sequence[MeshConfig]], Iterable[MeshConfig]] = iter,
-) -> Plan:
-    """Return the `few` fastest configurations that fit, of all that are legal.
-
-    Args:
-        config: as for `plan`.
-        world: number of ranks.
-        budget_bytes: memory of a device less the headroom.
-        tokens_per_step: tokens of an optimizer step.
-        least: returns seconds that a configuration's step is never shorter than; cheap.
-        seconds: returns seconds of a step.
-        few: number of candidates to return; one at risk is returned only after those that fit.
-        fixed: dotted settings that aren't varied.
-        estimator: estimates one rank.
-        watch: wraps the meshes while their bounds are computed.
-
-    Raises:
-        ConfigError: `tokens_per_step` isn't a whole number of rows.
-    """
-    search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
-    bounds: dict[MeshConfig, dict[tuple[int, int], float]] = {}
-    queue: list[tuple[float, int, MeshConfig | Candidate]] = []
-    for mesh in watch(tuple(meshes(config, world, fixed))):
-        rows, allowed = search.choices(mesh)
-        if rows and allowed:
-            bounds[mesh] = {
-                (r, i): least(search.config_of(mesh, r, i)) for i in allowed for r in rows
-            }
-            queue.append((min(bounds[mesh].values()), len(queue), mesh))
-    heapq.heapify(queue)
-    found: list[tuple[int, float, int, Candidate]] = []
-    limit, number = float("inf"), len(queue)  # limit: seconds of the last of `few` that fit
-    while queue and queue[0][0] < limit:
-        *_, one = heapq.heappop(queue)
-        if isinstance(one, Candidate):
-            found.append((one.score.misfit, seconds(one.config), len(found), one))
-            sure = sorted(time for misfit, time, _, _ in found if misfit == FITS)
-            limit = sure[few - 1] if len(sure) >= few else limit
-            continue
-        left: dict[int, list[int]] = {}
-        of_mesh = bounds.pop(one)
-        for rows, policy in of_mesh:
-            left.setdefault(policy, []).append(rows)
-        for fits in chain.from_iterable(search.fitting(one, left)):
-            bound = of_mesh[fits.config.train.device_batch_size, fits.score.policy]
-            number += 1
-            heapq.heappush(queue, (bound, number, fits))
-    unfound = len(found[few:]) + sum(isinstance(one, Candidate) for *_, one in queue)
-    search.out["slower"] += unfound + sum(map(len, bounds.values()))
-    found.sort()
-    return search.plan(tuple(search.without_waits(one) for *_, one in found[:few]))
-
-
 def deciding(better: Score, worse: Score) -> str:
     """Return the first criterion in which two scores differ."""
     return next(name for name in Score._fields if getattr(better, name) != getattr(worse, name))
@@ -312,11 +244,8 @@ class _Search:
     def plan(self, found: tuple[Candidate, ...]) -> Plan:
         """Return the plan with those candidates."""
         out = {reason: self.out[reason] for reason in REASONS}
-        considered = len(found) + sum(out.values())
-        return Plan(
-            *(self.world, self.budget, self.tokens),
-            *(found, considered, out, self.estimated, self.nearest),
-        )
+        asked, considered = (self.world, self.budget, self.tokens), len(found) + sum(out.values())
+        return Plan(*asked, found, considered, out, self.estimated, self.nearest)
 
     def config_of(self, mesh: MeshConfig, rows: int, policy: int) -> Config:
         """Return the configuration with `rows` rows under the policy with that index."""
