@@ -133,8 +133,7 @@ def _watched(meshes: Sequence[MeshConfig]) -> Iterable[MeshConfig]:
 def _asked(args: PlanArgs, words: list[str]) -> Asked:
     """Read the command line; every mistake is one line."""
     if not args.world and not args.sweep:
-        raise config_error("world", args.world, "devices of the cluster are needed",
-                           "write --world 8")  # fmt: skip
+        raise config_error("world", "", "is needed", "write --world VALUE")
     written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
     check(_alone(config), 1)
