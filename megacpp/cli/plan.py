@@ -59,7 +59,7 @@ PAINT = dict(
 class PlanArgs:
     """Cluster, and level of detail."""
 
-    world: int = setting(0, "Devices of the cluster.", "devices", at_least=0, at_most=MOST_RANKS)
+    world: int = setting(0, "Devices of the cluster.", "devices", at_least=1, at_most=MOST_RANKS)
     memory: str = setting("", "Memory of a device: 141GiB, 80GB (a bare number: GiB).")
     tokens_per_step: int = setting(
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
