@@ -20,9 +20,9 @@ from megacpp.speed.hardware import GpuSpec
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
 from megacpp.speed.step import BlockWork, Transfer
 
-# Operators of a block's forward with fused kernels, by letter.
-LAUNCHES = {"A": 20, "F": 8, "E": 50, "M": 20}
-EXPERT_LAUNCHES = 6  # of each expert: three products, each with its rounding or its bias
+# Operators of a block's forward with fused kernels, by letter; R is the router of E.
+LAUNCHES = {"A": 20, "F": 8, "E": 20, "M": 20, "R": 30}
+EXPERT_LAUNCHES = {"bf16": 2, "fp8": 10}  # of each expert: products, roundings of their inputs
 
 
 class UnknownRowError(ValueError):
@@ -68,7 +68,7 @@ class RowSizes:
         hides: collectives of `tp` run beside products.
         expert_hides: those of `ep` do.
         kernel: of attention.
-        graphs: a CUDA graph is replayed, so the host never limits.
+        captured: letters of LAUNCHES that a CUDA graph replays, so the host never limits.
         flexible: tokens are sent to experts by `sent_once`.
         per_node: GPUs of a node.
     """
@@ -85,7 +85,7 @@ class RowSizes:
     hides: bool
     expert_hides: bool
     kernel: str
-    graphs: bool = False
+    captured: str = ""
     flexible: bool = False
     per_node: int = 8
 
@@ -135,16 +135,21 @@ class RowSizes:
         forward, backward = (Passes(b * elements) for b in each)
         return Region(name, (forward,) if each[0] else (), (backward,) if each[1] else ())
 
+    @property
+    def beside(self) -> str:
+        """Work that collectives of `tp` run beside; empty: none."""
+        return "products" if self.hides else ""
+
     def around(self) -> tuple[Region, Region]:
         """Return the collectives of `tp` in front of and behind a block's matrices."""
         size = 2.0 * self.tokens * self.dim
         if self.tp == 1:
             return Region("door"), Region("door")
         if not self.sp:
-            both = (Transfer("tp", "all_reduce", size, self.hides),)
+            both = (Transfer("tp", "all_reduce", size, self.beside),)
             return Region("door", sent_backward=both), Region("door", sent_forward=both)
-        gather = Transfer("tp", "all_gather", size, self.hides)
-        scatter = Transfer("tp", "reduce_scatter", size, self.hides)
+        gather = Transfer("tp", "all_gather", size, self.beside)
+        scatter = Transfer("tp", "reduce_scatter", size, self.beside)
         before = Region("door", sent_forward=(gather,), sent_backward=(scatter, gather))
         return before, Region("door", sent_forward=(scatter,), sent_backward=(gather,))
 
@@ -191,8 +196,12 @@ def _core(s: RowSizes, heads: int, kv: int, wide: int, value: int, keys: float) 
     own, n = s.seq // s.cp, s.rows * heads
     sent = ()
     if s.cp > 1:
-        size = 2.0 * s.rows * s.seq * kv * (wide + value)
-        sent = (Transfer("cp", "all_gather", size, hidden=s.family.overlapped),)
+        # torchtitan repeats keys for all query heads before it gathers them; the first part of
+        # attention runs meanwhile. Megatron's ring hands them on beside each part.
+        ring = not s.family.name.startswith("torchtitan")
+        size = 2.0 * s.rows * s.seq * (kv if ring else heads) * (wide + value)
+        how = ("products" if ring else "attend") if s.family.overlapped else ""
+        sent = (Transfer("cp", "all_gather", size, how),)
     if s.kernel == "unfused":
         area = float(n) * own * s.seq
         square = Product(own, s.seq, wide, n, "TN", what="attention")
@@ -249,7 +258,8 @@ def moe_layer(s: RowSizes) -> Iterator[Region]:
     order = Region("permute", (Passes(4 * moved, 4),), (Passes(5 * moved, 4),))
     yield order
     copies = sent_once(top, s.ep, s.per_node) if s.flexible else top
-    trip = (Transfer("ep", "all_to_all", moved * copies / top, s.expert_hides),)
+    hidden = "products" if s.expert_hides else ""
+    trip = (Transfer("ep", "all_to_all", moved * copies / top, hidden),)
     yield Region("moe", sent_forward=trip, sent_backward=trip)
     wide = width * (2 if gated else 1)
     for n, k in ((wide, d), (d, width)):
@@ -327,8 +337,9 @@ def block(s: RowSizes, kind: str, regions: list[Region], again: set[str], part: 
                              for op in r.forward if isinstance(op, Product)]  # fmt: skip
             backward += repeated
             sent += r.sent_forward
-    count = 0 if s.graphs else round(s.family.fusion.launches * sum(LAUNCHES[c] for c in kind))
-    count += EXPERT_LAUNCHES * (s.model["experts"] // s.ep if "E" in kind and not s.graphs else 0)
+    own = set(kind.replace("E", "ER")) - set(s.captured)
+    each = s.model["experts"] // s.ep * EXPERT_LAUNCHES[s.dtype] if "E" in own else 0
+    count = round(s.family.fusion.launches * (sum(LAUNCHES[letter] for letter in own) + each))
     launches = count, (2 + ("all" in again)) * count
     dense = sum(r.weights for r in regions)
     if s.family.copied and dense:

@@ -1,6 +1,6 @@
 """Predict published training runs, and print how far each prediction is from the measurement.
 
-    python -m bench.published [--rows FILE] [--json]
+    python -m bench.published [--rows FILE] [--json] [--plot docs/published.svg]
 
 A row is a JSON object (bench/published.jsonl has one a line). Each goes through the time model of
 our own runs (megacpp/speed/): operators, collectives, simulation. At most three constants per GPU
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,7 @@ def report(rows: Sequence[dict[str, Any]], fitting: Sequence[dict[str, Any]]) ->
         ],
         "sources": {name: summary(group) for name, group in by_source.items()},
         "layouts": layouts(found),
+        "pairs": pairs(found),
         "measured_over_predicted": measured_range(found),
         "rows": [_shown(one) for one in found if one.time],
         "left_out": [
@@ -241,6 +244,12 @@ def lines(content: dict[str, Any]) -> list[str]:
     for title, part in (("source", "sources"), ("layouts of one model", "layouts")):
         found += ["", f"{title:58}{'rows':>5}{heading}{'order':>7}"]
         found += [numbers(name, s) for name, s in content[part].items()]
+    if content["pairs"]:
+        found += ["", f"{'one setting changed':30}{'measured':>10}{'predicted':>10}  by"]
+    for one in content["pairs"]:
+        off = f"{one['measured']:+10.1%}{one['predicted']:+10.1%}"
+        wrong = "" if one["same_direction"] else "  WRONG DIRECTION"
+        found.append(f"{one['change']:30}{off}  {one['part']}{wrong}")
     if content["measured_over_predicted"]:
         low, high = content["measured_over_predicted"]
         words = f"four of five rows of {' and '.join(RANGED)} without fitted ones"
@@ -248,6 +257,88 @@ def lines(content: dict[str, Any]) -> list[str]:
     found += ["", f"left out: {len(content['left_out'])}"]
     found += [f"  {one['id']}: {one['reason']}" for one in content["left_out"]]
     return found
+
+
+# Rows of one model on the same GPUs that differ in one setting; the first is the base.
+PAIRS = {
+    "EP overlap, HybridEP": ("mb-skill-qwen3-30b-ep16-off", "mb-skill-qwen3-30b-ep16-on"),
+    "EP overlap, all-to-all": ("mb-skill-qwen3-30b-a2a-off", "mb-skill-qwen3-30b-a2a-on"),
+    "pp 4 to 8": ("mb-skill-70b-sft-base", "mb-skill-70b-sft-pp8"),
+    "tp 4 to 8": ("mb-skill-70b-sft-base", "mb-skill-70b-sft-tp8"),
+    "recompute norms too": ("mb-skill-nano30b-moe", "mb-skill-nano30b-moe-ln"),
+    "recompute attention": ("mb-skill-moonlight-none", "mb-skill-moonlight-core_attn"),
+    "recompute up-projection": ("mb-skill-moonlight-none", "mb-skill-moonlight-mla_up_proj"),
+    "recompute MLP too": ("mb-skill-moonlight-none", "mb-skill-moonlight-mla_up_proj+mlp"),
+    "recompute activation": ("mb-skill-moonlight-none", "mb-skill-moonlight-moe_act"),
+    "recompute norms": ("mb-skill-moonlight-none", "mb-skill-moonlight-layernorm+moe_act"),
+}
+
+
+def pairs(found: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Return measured and predicted change of each of `PAIRS`, and the part that changes most."""
+    by_id = {str(one.row.get("id")): one for one in found if one.time}
+    rows = []
+    for name, (base, other) in PAIRS.items():
+        if base not in by_id or other not in by_id:
+            continue
+        a, b = by_id[base], by_id[other]
+        assert a.time is not None and b.time is not None
+        off = {
+            part: b.time.parts.get(part, 0.0) - a.time.parts.get(part, 0.0)
+            for part in {**a.time.parts, **b.time.parts}
+        }
+        measured = float(b.row["step_s"]) / float(a.row["step_s"]) - 1
+        predicted = b.time.step_s / a.time.step_s - 1
+        most = max(off, key=lambda part: abs(off[part]))
+        rows.append({
+            "change": name, "measured": measured, "predicted": predicted,
+            "same_direction": measured * predicted > 0, "part": most,
+        })  # fmt: skip
+    return rows
+
+
+def plot(found: Sequence[Compared]) -> str:
+    """Return an SVG of predicted against measured steps, both axes logarithmic."""
+    size, edge = 560, 60
+    shown = [one for one in found if one.time]
+    steps = [
+        x for one in shown for x in (float(one.row["step_s"]), one.time.step_s if one.time else 1)
+    ]
+    low, high = math.floor(math.log10(min(steps))), math.ceil(math.log10(max(steps)))
+
+    def at(seconds: float) -> float:
+        return edge + (size - 2 * edge) * (math.log10(seconds) - low) / (high - low)
+
+    names = list(dict.fromkeys(source_of(one.row) for one in shown))
+    parts = [f'<line x1="{edge}" y1="{size - edge}" x2="{size - edge}" y2="{edge}" stroke="#888"/>']
+    for power in range(low, high + 1):
+        x, y = at(10.0**power), size - at(10.0**power)
+        parts += [
+            f'<line x1="{x:.1f}" y1="{edge}" x2="{x:.1f}" y2="{size - edge}" stroke="#ddd"/>',
+            f'<line x1="{edge}" y1="{y:.1f}" x2="{size - edge}" y2="{y:.1f}" stroke="#ddd"/>',
+            f'<text x="{x:.1f}" y="{size - edge + 16}" text-anchor="middle">{10.0**power:g}</text>',
+            f'<text x="{edge - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>',
+        ]
+    for number, name in enumerate(names):
+        colour = f"hsl({360 * number // len(names)} 65% 45%)"
+        for one in shown:
+            if one.time and source_of(one.row) == name:
+                x, y = at(float(one.row["step_s"])), size - at(one.time.step_s)
+                title = escape(f"{one.row['id']}: {one.ratio - 1:+.0%}")
+                parts.append(
+                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}" fill-opacity="0.6">'
+                    f"<title>{title}</title></circle>"
+                )
+        y = edge + 16 * number
+        parts.append(f'<circle cx="{size - 40}" cy="{y}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{size - 30}" y="{y + 4}">{escape(name)}</text>')
+    parts.append(f'<text x="{size / 2}" y="{size - 20}" text-anchor="middle">measured s</text>')
+    parts.append(f'<text x="{edge}" y="{edge - 14}">predicted s</text>')
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size + 130} {size}" '
+        f'font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -269,10 +360,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Compare the rows of a file with predictions."""
     parser = argparse.ArgumentParser(prog="python -m bench.published")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of rows to compare")
+    parser.add_argument("--plot", type=Path, help="SVG to draw: predicted against measured")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(words)
     try:
         content = report(read(args.rows), read(ROWS))
+        if args.plot:
+            constants = fit(read(ROWS))
+            args.plot.write_text(plot([compare(row, constants) for row in read(args.rows)]))
     except ConfigError as error:
         print(f"error: {error}. Fix: write --rows FILE", file=sys.stderr)
         return 2

@@ -174,14 +174,26 @@ def _sizes(
         kernel = "flash3"
     p = row["parallel"]
     eight = "fp8" in str(row.get("precision")) or "float8" in str(row.get("precision"))
-    ep_hides = bool(p.get("ep_overlap")) and "overlap off" not in str(row.get("notes"))
+    said = p.get("ep_overlap") or '"ep_overlap": true' in str(row.get("notes"))
+    ep_hides = bool(said) and "overlap off" not in str(row.get("notes"))
     return RowSizes(
         m, family, rows, m["seq"], degree["tp"], degree["cp"], degree["ep"],
         bool(p.get("sp")) or family.name.startswith("torchtitan"),
         "fp8" if eight else "bf16", bool(p.get("async_tp")), ep_hides, kernel,
-        bool(re.search(r"cuda_graph_impl\W+(?!None)\w", str(row.get("notes")))),
+        _captured(str(row.get("notes"))),
         _flexible(row), machine.per_node,
     )  # fmt: skip
+
+
+def _captured(notes: str) -> str:
+    """Return letters of `LAUNCHES` that CUDA graphs replay, from a row's notes."""
+    scope = re.search(r"cuda_graph_(?:scope|modules)[^\[]*\[([^\]]*)\]", notes)
+    found = re.search(r"TE graphs ([\w+]+)", notes)
+    text = scope[1] if scope else found[1] if found else ""
+    if "full_iteration" in text:
+        return "AFEMR"
+    names = {"attn": "A", "mamba": "M", "moe_router": "R", "mlp": "F"}
+    return "".join(letter for name, letter in names.items() if name in text)
 
 
 def _flexible(row: dict[str, Any]) -> bool:

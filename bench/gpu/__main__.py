@@ -4,6 +4,7 @@
     python -m bench.gpu --only models kernels       # some
     python -m bench.gpu --only models --of dense_1b
     python -m bench.gpu --tiny --device cpu         # the same code in a minute, for tests
+    python -m bench.gpu --calibrate                 # this machine, for predictions of speed
     python -m bench.gpu --table                     # the section of docs/benchmarks.md
 
 A row is in the file as soon as it is measured; what can't run is there with the reason; an error is
@@ -16,6 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from bench.gpu.calibrate import calibrate
 from bench.gpu.estimator import estimator
 from bench.gpu.kernels import kernels
 from bench.gpu.models import models
@@ -50,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the code")
     parser.add_argument("--table", action="store_true", help="print the stored run, run nothing")
+    parser.add_argument("--calibrate", action="store_true", help="measure what speed depends on")
     options = parser.parse_args(argv)
     path = options.out or STORED
     if options.table:
@@ -60,6 +63,15 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if options.calibrate:
+        found = calibrate(device, options.out)
+        speed = found["figures"]
+        print(
+            f"{found['device']}: products {max(row[-1] for row in found['products']):.3g} TFLOP/s, "
+            f"memory {speed['hbm_gbs']:.3g} GB/s, an operator {speed['launch_us']:.2g} us"
+        )
+        print(f"written to {found['file']}")
+        return 0
     if device.type == "cpu" and not options.tiny:
         print("error: no GPU here. Fix: --tiny --device cpu tries the code.", file=sys.stderr)
         return 2

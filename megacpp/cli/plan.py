@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megacpp.cli.dry_run import readable
-from megacpp.cli.plan_order import by_speed, reasons
+from megacpp.cli.plan_order import Asked, at_other_speeds, by_speed, mesh_words, reasons
+from megacpp.cli.plan_sweep import sweep
 from megacpp.cli.speed import in_words
 from megacpp.config.arguments import flatten, read_run
 from megacpp.config.checks.every import check
@@ -26,6 +27,7 @@ from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.planner import REASONS, Candidate, Plan, plan
 from megacpp.memory.traffic import Traffic, traffic
 from megacpp.model.flops import train_flops_per_token
+from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import gpu
 from megacpp.speed.step import StepTime
 from megacpp.terminal.progress import counted
@@ -51,44 +53,13 @@ PAINT = dict(
         strict=True,
     )
 )
-AXES = ("tp", "ep", "cp", "pp", "dp_replicate", "dp_shard")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Input of a plan.
-
-    Attributes:
-        base: the preset.
-        config: the preset with the changes of the command line.
-        given: dotted settings of the command line, which a plan leaves unchanged.
-        world: number of devices.
-        memory: bytes of a device.
-        tokens: tokens per step.
-        per_node: devices per machine.
-    """
-
-    base: Config
-    config: Config
-    given: dict[str, Any]
-    world: int
-    memory: int
-    tokens: int
-    per_node: int = 8
-
-    @property
-    def budget(self) -> int:
-        """Bytes of a device that the estimate may use."""
-        return int(self.memory * (1 - self.config.memory.headroom))
 
 
 @dataclass(frozen=True)
 class PlanArgs:
     """Cluster, and level of detail."""
 
-    world: int = setting(
-        words="Devices of the cluster.", unit="devices", at_least=1, at_most=MOST_RANKS
-    )
+    world: int = setting(0, "Devices of the cluster.", "devices", at_least=1, at_most=MOST_RANKS)
     memory: str = setting("", "Memory of a device: 141GiB, 80GB (a bare number: GiB).")
     tokens_per_step: int = setting(
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
@@ -96,6 +67,11 @@ class PlanArgs:
     seq: int = setting(0, "Tokens of a row (0: the preset's).", "tokens", at_least=0)
     per_node: int = setting(8, "Devices of a machine, for the command.", "devices", at_least=1)
     gpu: str = setting("", "Kind of GPU: order by predicted tokens a second (megacpp hardware).")
+    price: float = setting(
+        0.0, "Price of a GPU for an hour, in any currency: what training costs.", at_least=0
+    )
+    tokens: int = setting(0, "Tokens of the whole run: how long it takes.", "tokens", at_least=0)
+    sweep: str = setting("", "Cluster sizes to compare, doubled each: gpus=8..1024.")
     top: int = setting(8, "Candidates that are shown.", "candidates", at_least=1)
     explain: bool = setting(False, "Say why each candidate comes before the next.")
     json: bool = setting(False, "Print one JSON object instead of text.")
@@ -106,7 +82,9 @@ def command(args: PlanArgs, words: list[str]) -> int:
 
     The order of criteria: it fits, a larger device batch, no recomputation, fewer microbatches,
     less repeated work, more headroom, smaller tp, smaller ep.
-    With --gpu, those that fit are ordered by predicted tokens a second instead.
+    With --gpu, those that fit are ordered by predicted tokens a second instead; --price and
+    --tokens then say what a run costs and how long it takes, and --sweep gpus=8..1024 compares
+    sizes of the cluster.
     Given settings of mesh, device batch and recompute stay as they are; all others are chosen. No
     rank is started: memory, bytes sent and FLOPs are computed analytically.
 
@@ -115,28 +93,47 @@ def command(args: PlanArgs, words: list[str]) -> int:
     recompute adds to forward and backward.
     """
     asked, machine = _asked(args, words), gpu(args.gpu) if args.gpu else None
-    found = plan(
-        *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
-        estimator=BRIEF,
-        watch=lambda meshes: counted(meshes, "plan", len(meshes)),
-    )
+    cost = Cost(args.tokens, args.price, args.world)
+    if machine is None and (args.price or args.tokens or args.sweep):
+        rule = "price, tokens and sweep need the predicted speed of a GPU"
+        raise config_error("gpu", args.gpu, rule, "add --gpu H100")
+    if machine and args.sweep:
+        return sweep(asked, machine, args.sweep, cost, args.json)
     times: list[StepTime] = []
     if machine is not None:
-        found, times = by_speed(found, asked.world, machine, asked.per_node)
-    shown, times = found.candidates[: args.top], times[: args.top]
+        found, times = by_speed(asked, machine, args.top, _watched)
+    else:
+        found = plan(
+            *(asked.config, asked.world, asked.budget, asked.tokens, tuple(asked.given)),
+            estimator=BRIEF,
+            watch=_watched,
+        )
+    shown = found.candidates[: args.top]
     for one in shown:
         check(one.config, asked.world)
     if args.json:
-        print(json.dumps(_content(asked, found, shown, times), indent=2))
+        print(json.dumps(_content(asked, found, shown, times, cost), indent=2))
     else:
-        _show(asked, found, shown, times, args.explain)
+        why = []
+        if args.explain:
+            why = reasons(shown, times, machine and at_other_speeds(asked, machine))
+        if times and (words_ := cost.words(times[0])):
+            why += ["", *wrapped(f"#1: {words_}")]
+        _show(asked, found, shown, times, why)
     if not found.candidates:
         raise _refused(asked, found)
     return 0
 
 
+def _watched(meshes: Sequence[MeshConfig]) -> Iterable[MeshConfig]:
+    """Show progress over meshes."""
+    return counted(meshes, "plan", len(meshes))
+
+
 def _asked(args: PlanArgs, words: list[str]) -> Asked:
     """Read the command line; every mistake is one line."""
+    if not args.world and not args.sweep:
+        raise config_error("world", "", "is needed", "write --world VALUE")
     written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
     check(_alone(config), 1)
@@ -195,12 +192,16 @@ def _flops(asked: Asked, candidate: Candidate) -> tuple[float, float]:
 
 
 def _content(
-    asked: Asked, found: Plan, shown: Sequence[Candidate], times: Sequence[StepTime]
+    asked: Asked,
+    found: Plan,
+    shown: Sequence[Candidate],
+    times: Sequence[StepTime],
+    cost: Cost,
 ) -> dict[str, Any]:
     """Return the plan as JSON; all numbers are bytes, FLOPs, seconds, tokens or counts."""
     candidates = [_one(asked, candidate) for candidate in shown]
     for one, time in zip(candidates, times, strict=False):
-        one["predicted"] = in_words(time)
+        one["predicted"] = in_words(time) | cost.as_dict(time)
     return {
         "preset": asked.config.preset,
         "world": asked.world,
@@ -241,7 +242,7 @@ def _show(
     found: Plan,
     shown: Sequence[Candidate],
     times: Sequence[StepTime],
-    explains: bool,
+    why: Sequence[str],
 ) -> None:
     from rich.console import Console
 
@@ -259,9 +260,8 @@ def _show(
     words = f"#1 sends a step: {', '.join(axes) or 'nothing'}"
     for line in wrapped(words.replace(" GiB", "\u00a0GiB")):
         console.print(line.replace("\u00a0", " "), markup=False)
-    if explains:
-        for line in reasons(shown, times):
-            console.print(line, markup=False)
+    for line in why:
+        console.print(line, markup=False)
     console.print("\nbest:", markup=False)
     for line in node_lines(asked.world, asked.per_node):
         console.print(f"  {line}", markup=False)
@@ -271,7 +271,8 @@ def _show(
 
 def _heading(asked: Asked, found: Plan) -> list[str]:
     """Return lines with the input, and the numbers of rejected configurations by reason."""
-    seq = asked.config.data.seq_len
+    seq, number = asked.config.data.seq_len, f"{len(found.candidates):,}"
+    fit = f"the {number} fastest that fit are shown" if found.out["slower"] else f"{number} fit"
     lines = [
         *wrapped(
             f"{asked.config.preset} on {asked.world} device(s) of {readable(asked.memory)}, of "
@@ -280,7 +281,7 @@ def _heading(asked: Asked, found: Plan) -> list[str]:
         *(line for text in fp8_line(asked.config) for line in wrapped(text)),
         *wrapped(
             f"{asked.tokens:,} tokens a step in rows of {seq:,}: {found.considered:,} "
-            f"configurations, {len(found.candidates):,} fit; out are"
+            f"configurations, {fit}; out are"
         ),
     ]
     width = max(len(f"{n:,}") for n in found.out.values())
@@ -353,13 +354,6 @@ def _cells(asked: Asked, number: int, one: Candidate, moved: Traffic) -> list[st
         readable(moved.bytes),
         f"{again / plain:.1%}" if again else "-",
     ]
-
-
-def mesh_words(mesh: MeshConfig) -> str:
-    """Return degrees above 1, such as `tp2 ep4 dp4`."""
-    short = {"dp_replicate": "rep", "dp_shard": "dp"}
-    axes = [(short.get(axis, axis), getattr(mesh, axis)) for axis in AXES]
-    return " ".join(f"{name}{n}" for name, n in axes if n > 1) or "one rank"
 
 
 def bar(components: dict[str, int], memory: int, budget: int, size: int = 30) -> Text:

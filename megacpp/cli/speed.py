@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megacpp.config.arguments import parse_run
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
+from megacpp.errors import config_error
 from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
+from megacpp.speed.against import MeasuredRun, compare
+from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
 from megacpp.speed.pipeline import from_torch
-from megacpp.speed.step import MEASURED, StepTime
+from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, StepWork
 from megacpp.terminal.screen import labelled, table, wrapped
 
 
@@ -24,6 +28,9 @@ class SpeedArgs:
     world: int = setting(1, "Ranks of the mesh.", "ranks", at_least=1, at_most=MOST_RANKS)
     gpu: str = setting("H100", "Kind of GPU (`megacpp hardware` lists them).")
     per_node: int = setting(8, "GPUs of a machine.", "GPUs", at_least=1, at_most=1024)
+    timeline: str = setting("", "File for one rank's predicted step: .json (Perfetto) or .svg.")
+    against: str = setting("", "Folder of a run, whose steps and profile are compared.")
+    price: float = setting(0.0, "Price of a GPU for an hour: what training costs.", at_least=0)
     json: bool = setting(False, "Print one JSON object instead of text.")
 
 
@@ -45,11 +52,54 @@ def speed(args: SpeedArgs, words: list[str]) -> int:
     machine = gpu(args.gpu)
     config = parse_run([*words, "--train.device", "cuda"], args.world).config
     found = predicted(config, args.world, machine, args.per_node)
+    cost = Cost(0, args.price, args.world)
+    measured = compare(found, Path(args.against)) if args.against else None
+    if args.timeline:
+        _draw(Path(args.timeline), work_of(config, args.world, machine, args.per_node), machine)
     if args.json:
-        print(json.dumps(content(config, args.world, machine, found), indent=2))
-    else:
-        print("\n".join(lines(config, args.world, machine, found)))
+        words_ = content(config, args.world, machine, found)
+        words_["predicted"] |= cost.as_dict(found)
+        if measured:
+            words_["measured"] = asdict(measured) | {"largest": measured.largest}
+        print(json.dumps(words_, indent=2))
+        return 0
+    print("\n".join(lines(config, args.world, machine, found)))
+    if args.price:
+        print("\n".join(["", *wrapped(cost.words(found))]))
+    if measured:
+        print("\n".join(["", *beside(measured)]))
+    if args.timeline:
+        print(f"\ntimeline of one rank: {args.timeline}")
     return 0
+
+
+def _draw(path: Path, work: StepWork, machine: GpuSpec) -> None:
+    """Write the timeline of a step.
+
+    Raises:
+        ConfigError: another ending, or a folder that doesn't exist.
+    """
+    from megacpp.speed.timeline import chrome, svg, timeline
+
+    forms = {".json": chrome, ".svg": svg}
+    if path.suffix not in forms or not path.parent.is_dir():
+        rule = "must be a file .json or .svg in a folder that exists"
+        raise config_error("timeline", path, rule, "write --timeline step.json")
+    path.write_text(forms[path.suffix](timeline(work, machine, Rates())))
+
+
+def beside(measured: MeasuredRun) -> list[str]:
+    """Return predicted and measured times as text."""
+    ahead, real = measured.step_ms
+    found = wrapped(
+        f"measured ({measured.source}): {real:,.1f} ms, predicted {ahead:,.1f} ms, "
+        f"{ahead / real - 1:+.0%}"
+    )
+    for name, mine, theirs in measured.largest:
+        found += wrapped(f"  {name}: predicted {mine:,.1f} ms, measured {theirs:,.1f} ms")
+    if not measured.parts:
+        found += wrapped("  no profile: start the run with --run.profile 10:12 to see its parts")
+    return found
 
 
 def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> StepTime:
@@ -61,8 +111,21 @@ def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) ->
         machine: GPU of each.
         per_node: GPUs of a node.
     """
-    from megacpp.speed.ours import step_work
     from megacpp.speed.step import predict
+
+    return predict(work_of(config, size, machine, per_node), machine, Rates())
+
+
+def work_of(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> StepWork:
+    """Return the work of a step of a resolved configuration.
+
+    Args:
+        config: resolved for `size` ranks.
+        size: number of ranks.
+        machine: GPU of each.
+        per_node: GPUs of a node.
+    """
+    from megacpp.speed.ours import step_work
 
     actions = ()
     scheduled = as_scheduled(config)
@@ -71,8 +134,7 @@ def predicted(config: Config, size: int, machine: GpuSpec, per_node: int = 8) ->
 
         mesh, micro = scheduled.mesh, scheduled.train.grad_accum
         actions = from_torch(torch_order(mesh.pp_schedule, mesh.pp, micro))
-    work = step_work(config, size, machine.generation, per_node, actions)
-    return predict(work, machine, Rates())
+    return step_work(config, size, machine.generation, per_node, actions)
 
 
 def in_words(found: StepTime) -> dict[str, Any]:
@@ -83,6 +145,7 @@ def in_words(found: StepTime) -> dict[str, Any]:
         "step_s_range": [least, most],
         "tokens_per_s_per_gpu": found.tokens_per_s,
         "mfu": found.mfu,
+        "not_modelled": NOT_MODELLED,
         "parts_s": found.parts,
         "blocks_s": found.blocks,
     }
@@ -130,6 +193,8 @@ def lines(config: Config, size: int, machine: GpuSpec, found: StepTime) -> list[
         *table(rows),
         "",
         *table(kinds),
+        "",
+        *wrapped(f"not modelled: {NOT_MODELLED}"),
     ]  # fmt: skip
 
 

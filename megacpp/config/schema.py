@@ -347,6 +347,18 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class SpeedConfig:
+    """Limit of the predicted speed, beside the launch gate of memory."""
+
+    min_mfu: float = setting(
+        0.0, "Least predicted model FLOP utilisation (0: any).", at_least=0, below=1
+    )
+    gate: Literal["warn", "refuse", "off"] = setting(
+        "warn", "What happens below it: a line in the header, no launch, or nothing."
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """Configuration of a run; `preset` is the function that it came from."""
 
@@ -362,3 +374,4 @@ class Config:
     recompute: CheckpointingPolicy = field(default_factory=CheckpointingPolicy)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)

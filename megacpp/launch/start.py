@@ -25,6 +25,7 @@ from megacpp.launch.recompute_table import layer_rows, selective_offer
 from megacpp.launch.recompute_table import table_lines as recompute_lines
 from megacpp.launch.record import device_name, print_header, write_config, write_launch
 from megacpp.launch.resolve import resolve_launch
+from megacpp.launch.speed import Prediction, check_mfu, foresee
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
@@ -63,9 +64,15 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
         check_start(resolved.config)
     kernels = choices(resolved.config, device)
     resolved, admission = resolve_launch(resolved, peers, device)
+    predicted = foresee(
+        *(_as_it_runs(resolved.config, device), peers.size, device.type, device_name(device))
+    )
+    slow = check_mfu(resolved.config, predicted)
     set_allocator(resolved.config, device)
     agreed = verify_kernels(resolved.config, device, kernels)
-    return PreparedLaunch(resolved, corpus, device, admission, kernels, tuple(agreed))
+    return PreparedLaunch(
+        resolved, corpus, device, admission, kernels, tuple(agreed), predicted, slow
+    )
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,8 @@ class PreparedLaunch:
         admission: memory estimate.
         kernels: backend of each operation, with the reason.
         agreed: a line for each kernel that was compared with the reference.
+        predicted: speed of a step; None: the machine isn't known.
+        slow: a warning if that is below `speed.min_mfu`.
     """
 
     resolved: Resolved
@@ -87,6 +96,8 @@ class PreparedLaunch:
     admission: Admission
     kernels: Mapping[str, BackendSelection]
     agreed: tuple[str, ...]
+    predicted: Prediction | None = None
+    slow: Sequence[str] = ()
 
     @property
     def config(self) -> Config:
@@ -152,7 +163,9 @@ def announce(
             memory=admission.as_dict(),
             plan=admission.plan,
             attempts=list(admission.attempts),
+            speed=launch.predicted.as_dict() if launch.predicted else None,
         )
+        ahead = launch.predicted.lines() if launch.predicted else []
         offer = selective_offer(_as_it_runs(config, device), ranks)
         given = [f"{k} = {v}" for k, v in sorted(_given(resolved).items())]
         print_header(
@@ -171,6 +184,7 @@ def announce(
                 ),
                 ("kernels", [*kernel_lines(kernels), *agreed]),
                 ("memory", admission.lines()),
+                *([("speed", [*ahead, *launch.slow])] if ahead or launch.slow else []),
                 ("backward runs again", [*recompute_lines(config, compiled), *offer, *fp8]),
                 ("optimizer" + _whose(mesh), optimizer),
                 ("data", [*corpus.describe(), *vocabulary_lines(config, corpus)]),

@@ -11,6 +11,7 @@ from megacpp.config.batch_schedule import BatchSchedule
 from megacpp.config.checks.mesh import first_broken
 from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
+from megacpp.errors import ConfigError, config_error
 from megacpp.memory.device import on_gpu
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import kinds_of
@@ -253,3 +254,29 @@ def stage_ranks(config: Config, world: int) -> list[int]:
         (kinds,) = kinds_of(config, world, rank)
         seen.setdefault(tuple(sorted(kinds)), rank)
     return list(seen.values())
+
+
+def no_rows(tokens: int, seq_len: int, world: int) -> ConfigError:
+    """Return the error of tokens a step that aren't whole rows, with the nearest that are.
+
+    Args:
+        tokens: of a step.
+        seq_len: tokens of a row.
+        world: number of ranks.
+    """
+    unit = seq_len * world
+    low = tokens // unit * unit
+    near = low if low and tokens - low < low + unit - tokens else low + unit
+    rule = f"must be a multiple of data.seq_len ({seq_len})"
+    return config_error("tokens_per_step", tokens, rule, f"use {near}, rows for all {world} ranks")
+
+
+def settings_of(config: Config, base: Config) -> Iterator[tuple[str, Any]]:
+    """Yield mesh and batch, and the policy's settings that differ from the run's own."""
+    for axis in MESH:
+        yield f"mesh.{axis}", getattr(config.mesh, axis)
+    yield "train.device_batch_size", config.train.device_batch_size
+    yield "train.grad_accum", config.train.grad_accum
+    for name, value in vars(config.recompute).items():
+        if value != getattr(base.recompute, name):
+            yield f"recompute.{name}", value

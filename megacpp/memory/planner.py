@@ -22,18 +22,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.errors import ConfigError, config_error
 from megacpp.memory.estimate import MemoryEstimate, estimate
 from megacpp.memory.plan_space import (
-    MESH,
     Policy,
     mesh_is_legal,
     meshes,
+    no_rows,
     padded_dispatch,
     pipeline_is_legal,
     policies,
     policy_is_legal,
     row_choices,
+    settings_of,
     stage_ranks,
     with_knobs,
 )
@@ -48,6 +48,7 @@ REASONS = {
     "pipeline": "too few microbatches for the pipeline",
     "dominated": "another one gives a device as much to do with smaller axes",
     "memory": "more memory than there is",
+    "slower": "slower than those shown, whether they fit or not",
 }
 
 
@@ -178,34 +179,17 @@ def plan(
     Raises:
         ConfigError: `tokens_per_step` isn't a whole number of rows.
     """
-    seq_len = config.data.seq_len
-    assert world > 0
-    if tokens_per_step < 1 or tokens_per_step % seq_len:
-        raise _no_rows(tokens_per_step, seq_len, world)
     search = _Search(config, world, budget_bytes, tokens_per_step, fixed, estimator)
     for mesh in watch(tuple(meshes(config, world, fixed))):
         search.look_at(mesh)
     found = tuple(sorted(search.found, key=lambda c: c.score))
     found = tuple(search.without_waits(c) for c in found[:SHOWN]) + found[SHOWN:]
-    out = {reason: search.out[reason] for reason in REASONS}
-    considered = len(found) + sum(out.values())
-    return Plan(
-        *(world, budget_bytes, tokens_per_step),
-        *(found, considered, out, search.estimated, search.nearest),
-    )
+    return search.plan(found)
 
 
 def deciding(better: Score, worse: Score) -> str:
     """Return the first criterion in which two scores differ."""
     return next(name for name in Score._fields if getattr(better, name) != getattr(worse, name))
-
-
-def _no_rows(tokens: int, seq_len: int, world: int) -> ConfigError:
-    unit = seq_len * world
-    low = tokens // unit * unit
-    near = low if low and tokens - low < low + unit - tokens else low + unit
-    rule = f"must be a multiple of data.seq_len ({seq_len})"
-    return config_error("tokens_per_step", tokens, rule, f"use {near}, rows for all {world} ranks")
 
 
 def device_tokens(config: Config, mesh: MeshConfig, rows: int) -> float:
@@ -245,6 +229,9 @@ class _Search:
         fixed: Collection[str],
         estimator: EstimateFunction,
     ) -> None:
+        assert world > 0
+        if tokens < 1 or tokens % config.data.seq_len:
+            raise no_rows(tokens, config.data.seq_len, world)
         self.config, self.world, self.budget, self.tokens = config, world, budget, tokens
         self.fixed, self.estimator = fixed, estimator
         self.policies = policies(config, fixed)
@@ -254,23 +241,48 @@ class _Search:
         self.front: list[_Cut] = []
         self.nearest: Candidate | None = None
 
-    def look_at(self, mesh: MeshConfig) -> None:
-        """Add the candidates of one mesh that fit, and count those that don't."""
+    def plan(self, found: tuple[Candidate, ...]) -> Plan:
+        """Return the plan with those candidates."""
+        out = {reason: self.out[reason] for reason in REASONS}
+        asked, considered = (self.world, self.budget, self.tokens), len(found) + sum(out.values())
+        return Plan(*asked, found, considered, out, self.estimated, self.nearest)
+
+    def config_of(self, mesh: MeshConfig, rows: int, policy: int) -> Config:
+        """Return the configuration with `rows` rows under the policy with that index."""
+        return with_knobs(self.config, mesh, rows, self.tokens, self.policies[policy])
+
+    def choices(self, mesh: MeshConfig) -> tuple[list[int], list[int]]:
+        """Return legal rows of a mesh and indices of its legal policies; count what is illegal."""
         rows = row_choices(self.config, mesh, self.tokens, self.fixed)
         if not rows:
             self.out["indivisible"] += len(self.policies)
-            return
+            return [], []
         if not mesh_is_legal(self.config, mesh, self.world):
             self.out["mesh"] += len(rows) * len(self.policies)
-            return
+            return [], []
         ranks = mesh.dp_replicate * mesh.dp_shard
         of_ranks = self.tokens // self.config.data.seq_len // ranks
         legal = [r for r in rows if pipeline_is_legal(self.config, mesh, r, of_ranks // r)]
         self.out["pipeline"] += (len(rows) - len(legal)) * len(self.policies)
         allowed = [i for i, p in enumerate(self.policies) if policy_is_legal(self.config, mesh, p)]
         self.out["mesh"] += len(legal) * (len(self.policies) - len(allowed))
+        return legal, allowed
+
+    def look_at(self, mesh: MeshConfig) -> None:
+        """Add the candidates of one mesh that fit and aren't dominated, and count the others."""
+        legal, allowed = self.choices(mesh)
         left = {i: self._undominated(mesh, legal, i) for i in allowed}
         self.out["dominated"] += sum(len(legal) - len(some) for some in left.values())
+        for found in self.fitting(mesh, left):
+            self._add(found)
+
+    def fitting(self, mesh: MeshConfig, left: dict[int, list[int]]) -> Iterator[list[Candidate]]:
+        """Yield the candidates of one mesh that fit, by policy, that which keeps least first.
+
+        Args:
+            mesh: whose ranks are estimated.
+            left: rows that may fit, by index of the policy in ascending order.
+        """
         looks = _Looks(self, mesh)
         misfits: dict[int, int] = {}  # by policy: rows that don't fit
         for i in reversed(left):  # the policy that keeps least comes first
@@ -282,7 +294,7 @@ class _Search:
             self.out["memory"] += len(left[i]) - len(fitting)
             if len(fitting) < len(some):
                 misfits[i] = some[len(fitting)]
-            self._add([looks.at(r, i) for r in fitting])
+            yield [looks.at(r, i) for r in fitting]
 
     def without_waits(self, found: Candidate) -> Candidate:
         """Return the candidate with padded dispatch of experts' rows, if that fits as well."""
@@ -331,13 +343,13 @@ class _Looks:
 
     def _look(self, rows: int, policy: int) -> Candidate:
         search, rung = self.search, self.search.policies[policy]
-        config = with_knobs(search.config, self.mesh, rows, search.tokens, rung)
+        config = search.config_of(self.mesh, rows, policy)
         if not self.ranks:
             self.ranks = stage_ranks(config, search.world)
         search.estimated += 1
         rank, needs, misfit = self._fullest(config)
         score = score_of(config, needs, misfit, rung.checkpointing, policy, search.budget)
-        settings = tuple(_settings(config, search.config))
+        settings = tuple(settings_of(config, search.config))
         found = Candidate(config, rung, needs, rank, score, settings)
         nearest = search.nearest
         if misfit == TOO_LARGE and (nearest is None or needs.point < nearest.estimate.point):
@@ -405,14 +417,3 @@ def _as_many_as_fit(rows: Sequence[int], fits: Callable[[int], bool]) -> Sequenc
         else:
             high = middle
     return rows[:low]
-
-
-def _settings(config: Config, base: Config) -> Iterator[tuple[str, Any]]:
-    """Yield mesh and batch, and the policy's settings that differ from the run's own."""
-    for axis in MESH:
-        yield f"mesh.{axis}", getattr(config.mesh, axis)
-    yield "train.device_batch_size", config.train.device_batch_size
-    yield "train.grad_accum", config.train.grad_accum
-    for name, value in vars(config.recompute).items():
-        if value != getattr(base.recompute, name):
-            yield f"recompute.{name}", value

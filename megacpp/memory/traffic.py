@@ -88,6 +88,28 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
     return Traffic(dict(+parts))
 
 
+def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
+    """Return bytes of a step that the blocks of rank 0 send themselves, by axis and name.
+
+    Args:
+        config: resolved; its schedule's stages are known.
+        size: number of ranks.
+    """
+    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
+    kinds = [kind for stage in kinds_of(config, size, 0) for kind in stage]
+    recomputed = _recomputed(own, kinds)
+    again = [regions >= BLOCK for regions in recomputed]
+    parts: Counter[tuple[str, str]] = Counter()
+    for found in (
+        _tensor_axis(own, place, kinds, recomputed),
+        _expert_axis(own, kinds, again),
+        _context_axis(own, kinds, again),
+    ):
+        for axis, what, count in found:
+            parts[axis, what] += count
+    return parts
+
+
 def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
     """Return, for each layer of a rank in order, the names of weights that travel in FP8."""
     mesh, found = config.mesh, fp8_weights(config) if config.precision.fp8_all_gather else {}

@@ -81,15 +81,20 @@ def stage_parts(model: ModelConfig, mesh: MeshConfig, rank: int) -> list[StagePa
     Raises:
         ConfigError: the layers can't be split so (see `split_layers`).
     """
-    ranges = split_layers(model, mesh.pp * stages_per_rank(mesh.pp_schedule))
+    return [*_stage_parts(model, mesh.pp_schedule, mesh.pp, rank)]
+
+
+@lru_cache(maxsize=1024)
+def _stage_parts(model: ModelConfig, schedule: str, pp: int, rank: int) -> tuple[StagePart, ...]:
+    ranges = split_layers(model, pp * stages_per_rank(schedule))
     last = len(ranges) - 1
     kinds, parts = layer_kinds(model), []
-    for i in stage_ids(mesh.pp_schedule, mesh.pp, rank):
+    for i in stage_ids(schedule, pp, rank):
         takes, hands = (choice_across(model, at) for at in (ranges[i].start, ranges[i].stop))
         sparse = any(kinds[layer].startswith("A.") for layer in ranges[i])
         reads = takes is not None and sparse
         parts.append(StagePart(i, ranges[i], i == 0, i == last, takes, reads, hands))
-    return parts
+    return tuple(parts)
 
 
 def key_bytes(row: int) -> int:

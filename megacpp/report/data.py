@@ -6,6 +6,7 @@ No torch import: the report of a run doesn't need what the run needed.
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +16,7 @@ from megacpp.config.arguments import replace_keys
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, MegacppError
+from megacpp.launch.speed import FIRST, TEN, verdict
 from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.estimate import NO_TENSOR
@@ -85,6 +87,7 @@ def _gathered(folder: Path) -> dict[str, Any]:
         "settings": _flat(last.get("config") or {}),
         "memory": _memory(folder, last, taken, have),
         "traffic": _traffic(last, have),
+        "speed": _speed(last, steps),
         "goodput": account(starts).as_dict() if starts else None,
         "growth": _growth(folder, taken),
         "attempts": last.get("attempts") or [],
@@ -164,6 +167,20 @@ def _totals(steps: list[dict[str, Any]], launch: Mapping[str, Any]) -> dict[str,
         "last_loss": healthy[-1].get("loss") if healthy else None,
         "median_tokens_per_s": speeds[len(speeds) // 2] if speeds else None,
         "peak_bytes": max(row.get("peak_bytes") or 0 for row in steps),
+    }
+
+
+def _speed(launch: Mapping[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return predicted and measured seconds of a step, with what the first ten said; or None."""
+    ahead = launch.get("speed")
+    if not ahead:
+        return None
+    first = launch.get("first_step", 0)
+    times = [row["step_s"] for row in steps if row["step"] >= first and row.get("step_s")]
+    return {
+        "predicted": ahead,
+        "measured_s": statistics.median(times[FIRST:] or times) if times else None,
+        "verdict": verdict(ahead, times[:TEN]) if len(times) >= TEN else None,
     }
 
 

@@ -53,6 +53,7 @@ def page(data: Mapping[str, Any]) -> str:
         *_memory(data["memory"]),
         *_growth(data["growth"]),
         *_traffic(data["traffic"]),
+        *_speed(data["speed"]),
         *_goodput(data["goodput"]),
         *_attempts(data["attempts"]),
         *_events(data["events"]),
@@ -166,6 +167,24 @@ def _samples(found: Sequence[Mapping[str, str]]) -> list[str]:
         for one in reversed(found)
     ]
     return ["<h2>Samples</h2>", *shown] if shown else []
+
+
+def _speed(speed: Mapping[str, Any] | None) -> list[str]:
+    """Return the predicted step beside the measured one."""
+    if not speed:
+        return []
+    ahead, real = speed["predicted"], speed["measured_s"]
+    low, high = (1e3 * x for x in ahead["step_s_range"])
+    rows = [
+        ("predicted", f"{1e3 * ahead['step_s']:,.1f} ms ({low:,.1f} to {high:,.1f})"),
+        ("measured, median", f"{1e3 * real:,.1f} ms" if real else "no steps"),
+        ("after ten steps", speed["verdict"] or "fewer than ten steps"),
+        ("not modelled", ahead["not_modelled"]),
+    ]
+    parts = sorted(ahead["parts_s"].items(), key=lambda p: -p[1])
+    rows += [(f"predicted {name}", f"{1e3 * time:,.1f} ms") for name, time in parts]
+    cells = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
+    return ["<h2>Speed</h2>", f"<table>{cells}</table>"]
 
 
 def _memory(memory: Mapping[str, Any]) -> list[str]:

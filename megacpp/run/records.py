@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megacpp.launch.speed import TEN, Prediction, verdict
 from megacpp.launch.start import PreparedLaunch
 from megacpp.run.expert_load import LoadWatch, load_figures
 from megacpp.run.forensics import Forensics, Watch
@@ -42,6 +43,7 @@ class Records:
         mfu: model FLOP utilisation for a number of tokens per second.
         where: names the ranks and parts of the model with non-finite values; collective.
         profile: traces of the steps in `run.profile`.
+        predicted: speed that the first ten steps are compared with.
     """
 
     log: MetricsLog
@@ -52,7 +54,9 @@ class Records:
     mfu: Callable[[float], float | None]
     where: Callable[[], str]
     profile: StepProfile
+    predicted: Prediction | None = None
     _began: float = field(default=0.0, init=False)
+    _steps: list[float] = field(default_factory=list, init=False)
 
     def begin(self, step: int) -> None:
         """Start the timer and the recorders, before anything of a step happens."""
@@ -111,7 +115,17 @@ class Records:
             more=self._further(status) | {"lr_groups": rates} | dict(figures),
         )
         self.log.write(record)
+        say(self._compared(step_s))
         say(self.calibrator.after_step(status.healthy, self.forensics.seen))
+
+    def _compared(self, step_s: float) -> list[str]:
+        """Return a line about predicted and measured steps, once, after `TEN` of them."""
+        if self.predicted is None or len(self._steps) >= TEN:
+            return []
+        self._steps.append(step_s)
+        if len(self._steps) < TEN:
+            return []
+        return [verdict(self.predicted.as_dict(), self._steps)]
 
     def close(self, sum_over_ranks: Callable[[Tensor], Tensor], ranks: int) -> None:
         """Close all records at the end of the run; every rank calls it."""
@@ -157,4 +171,6 @@ def open_records(
     calibrator = Calibrator(launch.admission, device, of_all, rank, folder)
     balance = LoadWatch(config.model.moe.load_warning)
     profile = StepProfile(config.run.profile, folder, rank, device)
-    return Records(log, health, balance, forensics, calibrator, mfu, where, profile)
+    return Records(
+        log, health, balance, forensics, calibrator, mfu, where, profile, launch.predicted
+    )

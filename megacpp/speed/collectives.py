@@ -75,8 +75,9 @@ def seconds(kind: str, count: float, group: AxisSpread, gpu: GpuSpec) -> float:
     times = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}.get(kind)
     if times is None:
         raise ValueError(f"kind={kind}: no such collective")
-    near = count * (n - 1) / n / inner
-    away = count * (nodes - 1) / nodes / (group.inside * outer)
+    # A ring hands on n - 1 of n shares over each of its links, those between nodes among them.
+    near = count * (n - 1) / n / inner if group.inside > 1 else 0.0
+    away = count * (n - 1) / n / (group.inside * outer) if nodes > 1 else 0.0
     return times * max(near, away) + (START_US + times * hops_us(group, gpu)) * 1e-6
 
 

@@ -51,6 +51,7 @@ class GpuSpec:
         pass_us: measured start of an element-wise operator that no graph replays; 0: not known.
         per_node: GPUs of a node.
         generation: `A100`, `H100` or `B200`: whose attention kernels it runs.
+        on_host: operators run where they are issued, as on a CPU: both times add up.
     """
 
     name: str
@@ -74,10 +75,14 @@ class GpuSpec:
     pass_us: float = 0.0
     per_node: int = 8
     generation: str = "H100"
+    on_host: bool = False
 
     @property
     def figures(self) -> dict[str, Figure]:
         """Figures of the file by name."""
+        if self.name.endswith(".json"):
+            own = json.loads(Path(self.name).read_text())["figures"]
+            return {name: Figure(value, "", "measured here") for name, value in own.items()}
         return {k: Figure(*v) for k, v in _file()["gpus"][self.name].items() if k != "aliases"}
 
 
@@ -105,9 +110,14 @@ def gpus() -> tuple[str, ...]:
 def gpu(name: str) -> GpuSpec:
     """Return a GPU by its name or by one of its other names, whatever the case.
 
+    A name that ends in `.json` is a file, as `python -m bench.gpu --calibrate` writes it: `figures`
+    of `GpuSpec`, and `products` as [m, n, k, layout, TFLOP/s].
+
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or the file can't be read.
     """
+    if name.endswith(".json"):
+        return _from_file(name)
     wanted = name.upper()
     for own, figures in _file()["gpus"].items():
         if wanted in (own.upper(), *(other.upper() for other in figures["aliases"])):
@@ -124,9 +134,36 @@ def _spec(name: str) -> GpuSpec:
 
 
 @cache
+def _from_file(path: str) -> GpuSpec:
+    try:
+        return GpuSpec(name=path, **json.loads(Path(path).read_text())["figures"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"must be a file with the figures of a GPU ({error})"
+        fix = "write one with python -m bench.gpu --calibrate --out FILE"
+        raise config_error("gpu", path, rule, fix) from None
+
+
+def known(device_name: str) -> GpuSpec | None:
+    """Return the GPU of a device by the name that its driver gives it; None: not known."""
+    words = device_name.upper()
+    if "B200" in words or "H200" in words or "B300" in words:
+        return gpu(next(name for name in ("B200", "B300", "H200") if name in words))
+    if "H100" in words:
+        kind = "H100-PCIe" if "PCIE" in words else "H100-NVL" if "NVL" in words else "H100"
+        return gpu(kind)
+    if "A100" in words:
+        size = "40GB" if "40GB" in words else "80GB"
+        return gpu(f"A100-{size}" + ("-PCIe" if "PCIE" in words and size == "80GB" else ""))
+    return None
+
+
+@cache
 def product_table(name: str) -> dict[tuple[int, int, int, str], float]:
     """Return measured bf16 products of a GPU: TFLOP/s by (m, n, k, layout); may be empty."""
-    found = _file()["tables"].get(name, {"products": []})
+    if name.endswith(".json"):
+        found = {"products": json.loads(Path(name).read_text()).get("products", [])}
+    else:
+        found = _file()["tables"].get(name, {"products": []})
     return {(m, n, k, layout): speed for m, n, k, layout, speed in found["products"]}
 
 

@@ -147,7 +147,9 @@ def product_seconds(op: Product, gpu: GpuSpec, rates: Rates) -> float:
     if measured is not None:
         arithmetic = op.flops / (measured * 1e12)
     else:
-        filled = _filled(op.m, op.n, op.count, int(gpu.sms)) * op.k / (op.k + K_FILL)
+        # A tile starts and ends in the same time, in which FP8 multiplies more elements.
+        fill = K_FILL * (gpu.fp8_tflops / gpu.bf16_tflops if eight else 1.0)
+        filled = _filled(op.m, op.n, op.count, int(gpu.sms)) * op.k / (op.k + fill)
         arithmetic = op.flops / (peak * 1e12 * reached * filled)
     itemsize = 1 if eight else 2
     moved = itemsize * (op.m * op.k + op.n * op.k) + (8 if op.added else 2) * op.m * op.n

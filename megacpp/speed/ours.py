@@ -12,16 +12,20 @@ by itself (`auto` is torch's form here), offload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.kinds import KINDS
-from megacpp.config.schema import Config
+from megacpp.config.schema import CheckpointingPolicy, Config
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Place, held, kinds_of
 from megacpp.memory.forms.traced import request_of
 from megacpp.memory.forms.weights import Weight, weights
-from megacpp.memory.traffic import Traffic, gathers_again, traffic
+from megacpp.memory.traffic import carried, gathers_again, traffic
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
 from megacpp.model.regions import BLOCK, Region, layer_regions
 from megacpp.model.stages import as_scheduled, stage_parts
@@ -37,8 +41,60 @@ TOKEN_US = 1.5  # a token's step in a recurrence whose state stays in registers 
 ADAM_BYTES, LOGIT_BYTES = 40.0, 16.0
 
 
+class MeshWork(NamedTuple):
+    """Work of a step that depends on the mesh alone, not on rows or recomputation.
+
+    Attributes:
+        parts: kinds of all blocks of the model, by stage in order.
+        layers: number of the first layer of each stage.
+        axes: spread of each axis.
+        reshard: see `fsdp_tasks`.
+        optimizer: operators of the optimizer's step.
+        between: collectives of it.
+        flops: of a token.
+    """
+
+    parts: tuple[tuple[str, ...], ...]
+    layers: tuple[int, ...]
+    axes: dict[str, AxisSpread]
+    reshard: bool
+    optimizer: tuple[Operator, ...]
+    between: tuple[Transfer, ...]
+    flops: float
+
+
+@lru_cache(maxsize=4096)
+def _mesh_work(config: Config, size: int, per_node: int) -> MeshWork:
+    """Return the work of a mesh; rows, microbatches and recompute of `config` are immaterial."""
+    mesh, model = config.mesh, config.model
+    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
+    stages: list[tuple[int, tuple[str, ...], int]] = []
+    for rank in range(mesh.pp):
+        kinds = kinds_of(config, size, rank * (size // mesh.pp))
+        if mesh.pp == 1:
+            stages.append((0, kinds[0], 0))
+            continue
+        parts = stage_parts(model, mesh, rank)
+        stages += [(p.index, k, p.layers.start) for p, k in zip(parts, kinds, strict=True)]
+    stages.sort()
+    return MeshWork(
+        tuple(kinds for _, kinds, _ in stages),
+        tuple(layer for _, _, layer in stages),
+        axes(config, size, per_node),
+        mesh.pp == 1 and gathers_again(own, place, [stages[0][1]]),
+        tuple(_optimizer(config, place, [kind for _, kinds, _ in stages for kind in kinds])),
+        _between(config, size),
+        train_flops_per_token(model, own.row),
+    )
+
+
 def step_work(
-    config: Config, size: int, generation: str, per_node: int = 8, actions: Actions = ()
+    config: Config,
+    size: int,
+    generation: str,
+    per_node: int = 8,
+    actions: Actions = (),
+    least: bool = False,
 ) -> StepWork:
     """Return the work of an optimizer step of one rank.
 
@@ -48,50 +104,44 @@ def step_work(
         generation: of the GPU, which decides attention's kernel.
         per_node: GPUs of a node.
         actions: of a pipeline's schedule that splits the backward, from torch.
+        least: memory-bound work is that of one rank, divided evenly; no mesh is traced.
     """
     config = as_scheduled(config)
-    mesh, micro = config.mesh, config.train.grad_accum
-    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
-    sent = traffic(config, size)
-    make = _Maker(config, size, generation, sent).block
-    per_rank = [kinds_of(config, size, r * (size // mesh.pp)) for r in range(mesh.pp)]
+    mesh, train = config.mesh, config.train
+    own = Share.of(config, size, 0)
+    plain = replace(train, device_batch_size=1, grad_accum=1, tokens_per_step=0)
+    kept = CheckpointingPolicy(compress=config.recompute.compress)
+    found = _mesh_work(replace(config, train=plain, recompute=kept), size, per_node)
+    make = _maker(*_alone(config, size), generation, least).block
     pieces = layer_regions(config.recompute, config.model)
     blocks: list[BlockWork] = []
-    stages: dict[int, list[int]] = {}
-    by_stage: list[tuple[int, Sequence[str], int]] = []
-    for rank, parts in enumerate(per_rank):
-        starts = (
-            [p.layers.start for p in stage_parts(config.model, mesh, rank)] if mesh.pp > 1 else [0]
-        )
-        numbers = [p.index for p in stage_parts(config.model, mesh, rank)] if mesh.pp > 1 else [0]
-        by_stage += list(zip(numbers, parts, starts, strict=True))
-    for number, kinds, layer in sorted(by_stage, key=lambda found: found[0]):
-        stages[number] = []
+    stages: list[list[int]] = []
+    for kinds, layer in zip(found.parts, found.layers, strict=True):
+        stages.append([])
         for kind in kinds:
             again = frozenset()
             if kind[0] in KINDS:
                 again, layer = pieces[layer], layer + 1
-            stages[number].append(len(blocks))
+            stages[-1].append(len(blocks))
             blocks.append(make(kind, again))
-    tokens = own.rows * own.row * micro * mesh.dp_replicate * mesh.dp_shard / size
-    everywhere = [kind for parts in per_rank for part in parts for kind in part]
+    tokens = own.rows * own.row * train.grad_accum * mesh.dp_replicate * mesh.dp_shard / size
     return StepWork(
         blocks,
-        axes(config, size, per_node),
-        micro,
+        found.axes,
+        train.grad_accum,
         "fsdp" if size > mesh.pp * mesh.tp else "none",
         gather_bytes=own.compute,
         reduce_bytes=own.wide,
-        reshard=mesh.pp == 1 and gathers_again(own, place, per_rank[0]),
-        reduce_each=config.train.gradient_sync == "each",
-        stages=[stages[n] for n in sorted(stages)] if mesh.pp > 1 else (),
+        reshard=found.reshard,
+        reduce_each=train.gradient_sync == "each",
+        stages=stages if mesh.pp > 1 else (),
         schedule=mesh.pp_schedule,
         actions=actions,
         stage_bytes=own.stream * config.model.dim * config.model.mhc.streams * own.compute,
-        optimizer=tuple(_optimizer(config, place, everywhere)),
-        optimizer_sent=_between(config, sent),
+        optimizer=found.optimizer,
+        optimizer_sent=found.between,
         tokens=tokens,
-        flops=tokens * train_flops_per_token(config.model, own.row),
+        flops=tokens * found.flops,
     )
 
 
@@ -112,15 +162,34 @@ def axes(config: Config, size: int, per_node: int) -> dict[str, AxisSpread]:
     }
 
 
-def _between(config: Config, sent: Traffic) -> tuple[Transfer, ...]:
+def _between(config: Config, size: int) -> tuple[Transfer, ...]:
     """Return what replicas and owners of matrices send once a step."""
     found = []
-    for (axis, what), count in sent.parts.items():
+    for (axis, what), count in traffic(config, size).parts.items():
         if axis == "dp_replicate" and config.mesh.dp_shard * config.mesh.cp > 1:
             found.append(Transfer("dp_replicate", "all_reduce", count))
         elif axis == "muon" or (axis == "tp" and what == "gradients"):
             found.append(Transfer("data" if axis == "muon" else "tp", "all_gather", count))
     return tuple(found)
+
+
+def _alone(config: Config, size: int) -> tuple[Config, int]:
+    """Return the smallest run whose blocks do the same, and its ranks.
+
+    Neither replicas, shards nor stages change what a block does with one microbatch.
+    """
+    m = config.mesh
+    shards = m.ep // math.gcd(m.ep, m.cp * m.tp)
+    if size > m.pp:
+        shards = max(shards, 2 // min(2, m.cp * m.tp))
+    mesh = replace(m, pp=1, dp_replicate=1, dp_shard=shards)
+    train = replace(config.train, grad_accum=1, tokens_per_step=0)
+    return replace(config, mesh=mesh, train=train), shards * m.cp * m.tp
+
+
+@lru_cache(maxsize=4096)
+def _maker(config: Config, size: int, generation: str, least: bool) -> _Maker:
+    return _Maker(config, size, generation, least)
 
 
 class _Maker:
@@ -130,15 +199,21 @@ class _Maker:
         config: resolved.
         size: number of ranks.
         generation: of the GPU.
-        sent: bytes of a step.
+        least: see `step_work`.
     """
 
-    def __init__(self, config: Config, size: int, generation: str, sent: Traffic) -> None:
-        self.config, self.generation = config, generation
+    def __init__(
+        self,
+        config: Config,
+        size: int,
+        generation: str,
+        least: bool,
+    ) -> None:
+        self.config, self.generation, self.least = config, generation, least
         self.own, self.place = Share.of(config, size, 0), Place.of(config, size, 0)
         self.compiled = config.train.compile != "off"
         self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
-        self.sent = self._sent(size, sent)
+        self.sent = self._sent(size)
         self.made: dict[tuple[str, frozenset[Region]], BlockWork] = {}
 
     def block(self, kind: str, pieces: frozenset[Region]) -> BlockWork:
@@ -148,16 +223,18 @@ class _Maker:
             self.made[kind, pieces] = make(kind, pieces)
         return self.made[kind, pieces]
 
-    def _sent(self, size: int, sent: Traffic) -> dict[str, tuple[Transfer, ...]]:
+    def _sent(self, size: int) -> dict[str, tuple[Transfer, ...]]:
         """Return what a pass of each kind of block sends, from the bytes of a step.
 
         Experts' rows are sent by E blocks, keys and states by blocks that `cp` concerns, all else
         evenly by all blocks.
         """
-        config = self.config
+        config, mesh = self.config, self.config.mesh
+        if mesh.tp * mesh.ep * mesh.cp == 1:
+            return {}
         kinds = [k for parts in kinds_of(config, size, 0) for k in parts if k[0] in KINDS]
         total = {"tp": 0, "ep": 0, "cp": 0}
-        for (axis, what), count in sent.parts.items():
+        for (axis, what), count in carried(config, size).items():
             if axis in total and what != "gradients":
                 total[axis] += count
         found: dict[str, tuple[Transfer, ...]] = {}
@@ -171,7 +248,7 @@ class _Maker:
             ):
                 if not total[axis] or kind not in mine:
                     continue
-                once = total[axis] / (4 * len(mine) * config.train.grad_accum)
+                once = total[axis] / (4 * len(mine))
                 how = "all_to_all" if axis == "ep" else "all_gather"
                 here += [Transfer(axis, how, once)] * 2
             found[kind] = tuple(here)
@@ -221,7 +298,7 @@ class _Maker:
                 KINDS[kind[0]].region_multiply_adds(p, model, own.row) for p in pieces
             )
             again = [self._equal(per_token)] if per_token else []
-        moved, issued = moved_by(request_of(own, kind, pieces), self.compiled)
+        moved, issued = self._moved(kind, pieces)
         if self.compiled:
             issued = (issued[0] // 3, issued[1] // 3)
         sent = self.sent.get(kind, ())
@@ -235,6 +312,21 @@ class _Maker:
             experts,
             issued,
         )
+
+    def _moved(
+        self, kind: str, pieces: frozenset[Region]
+    ) -> tuple[tuple[Passes, Passes], tuple[int, int]]:
+        """Return the memory-bound work of a block, and operators that the host issues."""
+        if not self.least:
+            return moved_by(request_of(self.own, kind, pieces), self.compiled)
+        mesh = replace(self.config.mesh, tp=1, cp=1, ep=1)
+        alone = Share.of(replace(self.config, mesh=mesh), self.config.mesh.dp_shard, 0)
+        moved, _ = moved_by(request_of(alone, kind, pieces), self.compiled)
+        among = self.own.tp * self.own.cp
+        return (
+            moved[0]._replace(bytes=moved[0].bytes / among),
+            moved[1]._replace(bytes=moved[1].bytes / among),
+        ), (0, 0)  # a mesh may issue fewer operators
 
     def _equal(self, per_token: float) -> Product:
         """Return one product of as many FLOPs as `per_token` on this rank's tokens."""

@@ -187,8 +187,57 @@ def simulate(actions: Actions, stages: Sequence[StageTime], send: float) -> floa
     return _run(ordered(actions), stages, send)
 
 
+def actions_of(actions: Actions, name: str, stages: int, ranks: int, microbatches: int) -> Actions:
+    """Return the actions of a step: those given, or those of a schedule that `schedule` knows.
+
+    Args:
+        actions: from torch; may be empty.
+        name: of the schedule.
+        stages: of the pipeline.
+        ranks: of the pipeline.
+        microbatches: of a step.
+    """
+    return actions or schedule(name, ranks, microbatches, stages // ranks)
+
+
+def spans_of(
+    actions: Actions, stages: Sequence[StageTime], send: float
+) -> tuple[list[tuple[StageAction, float, float]], float]:
+    """Return action, start and seconds of the rank that has most to do; and the end of all ranks.
+
+    Args:
+        actions: of each rank, in order.
+        stages: time of each stage.
+        send: see `simulate`.
+    """
+    order, lengths = ordered(actions), _lengths(stages)
+    ends = _ends(order, lengths, send)
+    busy: dict[int, float] = {}
+    for one in order:
+        busy[one.rank] = busy.get(one.rank, 0.0) + lengths[one.stage][one.part]
+    rank = max(busy, key=lambda r: busy[r])
+    own = iter(actions[rank])
+    found = []
+    for one, end in zip(order, ends, strict=True):
+        if one.rank == rank:
+            length = lengths[one.stage][one.part]
+            found.append((next(own), end - length, length))
+    return found, max(ends)
+
+
 def _run(order: Sequence[OrderedAction], stages: Sequence[StageTime], send: float) -> float:
-    lengths = [(t.forward, t.backward, t.backward - t.weights, t.weights) for t in stages]
+    return max(_ends(order, _lengths(stages), send))
+
+
+def _lengths(stages: Sequence[StageTime]) -> list[tuple[float, ...]]:
+    """Return seconds of each stage by part (see `OrderedAction`)."""
+    return [(t.forward, t.backward, t.backward - t.weights, t.weights) for t in stages]
+
+
+def _ends(
+    order: Sequence[OrderedAction], lengths: Sequence[tuple[float, ...]], send: float
+) -> list[float]:
+    """Return when each action ends, in seconds."""
     clock: dict[int, float] = {}
     ends: list[float] = []
     for rank, stage, part, after, sent in order:
@@ -199,7 +248,7 @@ def _run(order: Sequence[OrderedAction], stages: Sequence[StageTime], send: floa
                 start = ready
         clock[rank] = end = start + lengths[stage][part]
         ends.append(end)
-    return max(clock.values())
+    return ends
 
 
 def pipeline_seconds(

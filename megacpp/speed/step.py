@@ -6,8 +6,7 @@ A step is a list of blocks with the operators and collectives of one microbatch 
 policy by which parameters and gradients travel. bench/published.py predicts other people's runs by
 these functions, megacpp/cli/speed.py our own.
 
-Not modelled: clocks that fall with power during a step, kernels slowed by communication beside
-them, stragglers, data loading, checkpoints.
+What isn't modelled is named in `NOT_MODELLED`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ SLOWED = 0.5
 # Measured over predicted steps: four of five of the torchtitan and MosaicML rows that no constant
 # was fitted to lie between (python -m bench.published).
 MEASURED = (0.96, 1.11)
+NOT_MODELLED = (
+    "clocks that fall during a step, ranks of unequal speed, experts of unequal load, rows of "
+    "documents, host synchronisation in routers, data loading, checkpoints, evaluation"
+)
 
 
 class Transfer(NamedTuple):
@@ -43,13 +46,14 @@ class Transfer(NamedTuple):
         axis: mesh axis.
         kind: see `collectives.seconds`.
         bytes: of the larger side.
-        hidden: overlapped with the products of the same pass, as far as these last.
+        hidden: what it runs beside in the same pass, as far as that lasts: `products`, or `attend`,
+            attention with the keys that the rank has before any other's arrive.
     """
 
     axis: str
     kind: str
     bytes: float
-    hidden: bool = False
+    hidden: str = ""
 
 
 class BlockWork(NamedTuple):
@@ -173,18 +177,22 @@ def pass_seconds(
     if launches:
         parts["memory-bound"] += gpu.pass_us * 1e-6 * sum(isinstance(o, Passes) for o in operators)
     compute = sum(parts.values())
-    wait = max(0.0, launches * gpu.launch_us * 1e-6 - compute)
+    wait = launches * gpu.launch_us * 1e-6
+    if not gpu.on_host:
+        wait = max(0.0, wait - compute)
     if wait:
         parts["host"] += wait
-    axes, beside = dict(spreads), BESIDE * parts["products"]
+    axes = dict(spreads)
+    beside = {"products": BESIDE * parts["products"], "attend": parts["attention"]}
     for axis, kind, count, hidden in sent:
         group = axes.get(axis)
         if group is None or group.size == 1:
             continue
         time = collectives.seconds(kind, count, group, gpu)
         if hidden:
-            open_ = max(time / group.size, time - beside)
-            beside = max(0.0, beside - (time - open_))
+            room = beside[hidden] / (group.size if hidden == "attend" else 1)
+            open_ = max(time / group.size, time - room)
+            beside[hidden] -= time - open_
             time = open_ + SLOWED * (time - open_)
         parts[f"exposed {axis}"] += time
     return PassTime(sum(parts.values()), tuple(parts.items()))
@@ -202,15 +210,7 @@ def part_of(op: Operator) -> str:
 
 def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     """Return the predicted time of a step."""
-    spreads = tuple(sorted(step.axes.items()))
-    made = {
-        id(b): (
-            pass_seconds(b.forward, b.sent_forward, spreads, b.launches[0], gpu, rates),
-            pass_seconds(b.backward, b.sent_backward, spreads, b.launches[1], gpu, rates),
-        )
-        for b in {id(b): b for b in step.blocks}.values()
-    }
-    passes = [made[id(b)] for b in step.blocks]
+    passes = passes_of(step, gpu, rates)
     if len(step.stages) > 1:
         parts, mine = _pipelined(step, passes, gpu)
     else:
@@ -219,15 +219,43 @@ def predict(step: StepWork, gpu: GpuSpec, rates: Rates) -> StepTime:
     for number in mine:
         time = sum(found.total for found in passes[number])
         blocks[step.blocks[number].kind] += time * step.microbatches
-    parts["optimizer"] = sum(seconds(op, gpu, rates) for op in step.optimizer) + sum(
-        collectives.seconds(kind, count, step.axes[axis], gpu)
-        for axis, kind, count, _ in step.optimizer_sent
-        if axis in step.axes
-    )
+    parts["optimizer"] = optimizer_seconds(step, gpu, rates)
     total = sum(parts.values())
     mfu = step.flops / total / (gpu.bf16_tflops * 1e12) if total else 0.0
     parts = {name: time for name, time in parts.items() if time}
     return StepTime(total, parts, dict(blocks), step.tokens / total if total else 0.0, mfu)
+
+
+def least_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
+    """Return seconds that no step is shorter than: nothing is exposed or waits for other ranks."""
+    times = [forward.total + backward.total for forward, backward in passes_of(step, gpu, rates)]
+    stages = [sum(times[block] for block in stage) for stage in step.stages] or [sum(times)]
+    ranks = step.axes["pp"].size if step.stages else 1
+    owned = (sum(stages) / ranks, *(stages if len(stages) == ranks else ()))
+    return step.microbatches * max(owned) + optimizer_seconds(step, gpu, rates)
+
+
+def passes_of(step: StepWork, gpu: GpuSpec, rates: Rates) -> list[tuple[PassTime, PassTime]]:
+    """Return the time of each block's forward and backward."""
+    spreads = tuple((axis, step.axes[axis]) for axis in ("tp", "cp", "ep") if axis in step.axes)
+    made: dict[int, tuple[PassTime, PassTime]] = {}
+    found = []
+    for b in step.blocks:
+        if id(b) not in made:
+            made[id(b)] = (
+                pass_seconds(b.forward, b.sent_forward, spreads, b.launches[0], gpu, rates),
+                pass_seconds(b.backward, b.sent_backward, spreads, b.launches[1], gpu, rates),
+            )
+        found.append(made[id(b)])
+    return found
+
+
+def optimizer_seconds(step: StepWork, gpu: GpuSpec, rates: Rates) -> float:
+    """Return the time of the optimizer's step with its collectives."""
+    sent = [t for t in step.optimizer_sent if t.axis in step.axes]
+    return sum(seconds(op, gpu, rates) for op in step.optimizer) + sum(
+        collectives.seconds(t.kind, t.bytes, step.axes[t.axis], gpu) for t in sent
+    )
 
 
 class Travel(NamedTuple):
@@ -276,10 +304,7 @@ def _one_stage(
             for name, time in found.parts:
                 parts[name] += time * step.microbatches
     travels = _travels(step, range(len(step.blocks)), gpu)
-    units = [
-        UnitTime(forward.total, backward.total, travel.gather, travel.reduce, block.kind)
-        for block, (forward, backward), travel in zip(step.blocks, passes, travels, strict=True)
-    ]
+    units = unit_times(step, passes, gpu)
     if not step.overlapped or step.data in ("ddp", "zero1"):
         parts["exposed data"] += _open(step, travels, units)
         return parts
@@ -294,6 +319,26 @@ def _one_stage(
     if moved:
         parts["slowed by data"] += slowed * max(0.0, 1 - exposed / moved)
     return parts
+
+
+def unit_times(
+    step: StepWork, passes: Sequence[tuple[PassTime, PassTime]], gpu: GpuSpec
+) -> list[UnitTime]:
+    """Return the times of a microbatch's blocks as FSDP units."""
+    travels = _travels(step, range(len(step.blocks)), gpu)
+    return [
+        UnitTime(forward.total, backward.total, travel.gather, travel.reduce, block.kind)
+        for block, (forward, backward), travel in zip(step.blocks, passes, travels, strict=True)
+    ]
+
+
+def stage_times(step: StepWork, passes: Sequence[tuple[PassTime, PassTime]]) -> list[StageTime]:
+    """Return the times of a microbatch in each pipeline stage; weights take half a backward."""
+    found = []
+    for stage in step.stages:
+        backward = sum(passes[b][1].total for b in stage)
+        found.append(StageTime(sum(passes[b][0].total for b in stage), backward, backward / 2))
+    return found
 
 
 def _open(step: StepWork, travels: Sequence[Travel], units: Sequence[UnitTime]) -> float:
@@ -317,14 +362,7 @@ def _pipelined(
 ) -> tuple[dict[str, float], Sequence[int]]:
     """Return the time by part of the rank with most to do, and the blocks of its stages."""
     ranks = step.axes["pp"].size
-    times = [
-        StageTime(
-            sum(passes[b][0].total for b in stage),
-            sum(passes[b][1].total for b in stage),
-            sum(passes[b][1].total for b in stage) / 2,
-        )
-        for stage in step.stages
-    ]
+    times = stage_times(step, passes)
     send = collectives.seconds("send", step.stage_bytes, step.axes["pp"], gpu)
     if step.actions:
         total = simulate(step.actions, times, send)

@@ -7,15 +7,17 @@ import json
 import pytest
 
 from megacpp.cli.main import main
+from megacpp.cli.plan_order import Asked, by_speed
 from megacpp.cli.speed import predicted
 from megacpp.config.arguments import parse_run
 from megacpp.memory.block_trace import BlockTrace
+from megacpp.memory.plan_space import mesh_is_legal, meshes, policies, row_choices, with_knobs
 from megacpp.memory.traffic import traffic
 from megacpp.model.flops import forward_flops_per_token
 from megacpp.speed.hardware import Rates, gpu
 from megacpp.speed.operators import Attend, Product
 from megacpp.speed.ours import step_work
-from megacpp.speed.step import predict
+from megacpp.speed.step import least_seconds, predict
 from megacpp.speed.traced import launches, memory_bound
 
 
@@ -149,6 +151,49 @@ def test_a_plan_is_ordered_by_predicted_speed(capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)["candidates"]
     speeds = [one["predicted"]["tokens_per_s_per_gpu"] for one in found]
     assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 1
+    words += ["--price", "2", "--tokens", "1000000000"]
     assert main([*words, "--explain", "--top", "3"]) == 0
     text = capsys.readouterr().out
     assert "tokens/s" in text and "#1 before #2:" in text and "ms shorter" in text
+    assert "keeps that order" in " ".join(text.split()) or "the order changes with" in text
+    hours = 1e9 / found[0]["predicted"]["tokens_per_s_per_gpu"] / 8 / 3600
+    assert f"1,000,000,000 tokens take {hours:.1f} hours" in text
+    assert f"cost {16 * hours:,.0f} (" in " ".join(text.split())
+
+
+def test_every_configuration_is_timed_before_memory_prunes_any() -> None:
+    config = config_of("dense_110m", "--data.seq-len", "1024", size=4)
+    given = ["mesh.pp", "mesh.cp"]
+    asked = Asked(config, config, dict.fromkeys(given), 4, 60 << 30, 1 << 16)
+    machine = gpu("H100")
+    plan, times = by_speed(asked, machine, 3)
+    mesh = [m for m in meshes(config, 4, given) if mesh_is_legal(config, m, 4)]
+    all_ = [
+        with_knobs(config, one, rows, asked.tokens, policy)
+        for one in mesh
+        for rows in row_choices(config, one, asked.tokens)
+        for policy in policies(config)
+    ]
+    seconds = sorted(predicted(one, 4, machine).step_s for one in all_)  # all of them fit
+    assert [time.step_s for time in times] == pytest.approx(seconds[:3])
+    assert plan.considered == len(all_) + sum(
+        plan.out[reason] for reason in ("indivisible", "mesh", "pipeline")
+    )
+    for one in all_:
+        work = step_work(one, 4, machine.generation, least=True)
+        assert least_seconds(work, machine, Rates()) <= predicted(one, 4, machine).step_s * 1.0001
+
+
+def test_a_sweep_compares_sizes_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "dense_110m", "--memory", "80GiB", "--gpu", "H100", "--sweep", "gpus=1..4"]
+    words += ["--mesh.tp", "1", "--mesh.cp", "1", "--mesh.pp", "1"]
+    assert main([*words, "--json", "--price", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["world"] for one in found] == [1, 2, 4]
+    speeds = [one["tokens_per_s"] for one in found]
+    assert speeds == sorted(speeds) and speeds[2] < 4 * speeds[0] * 1.001
+    assert found[0]["cost_per_1e9_tokens"] == pytest.approx(2e9 / speeds[0] / 3600)
+    assert main(words) == 0
+    assert "not modelled:" in capsys.readouterr().out
+    assert main([*words[:-6], "--sweep", "8-16"]) == 2
+    assert "error: sweep=8-16: must be gpus=FIRST..LAST" in capsys.readouterr().err

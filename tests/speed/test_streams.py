@@ -114,7 +114,7 @@ def random_step(dice: random.Random) -> StepWork:
     """Return a step of any sizes."""
     size = dice.choice([256, 1024, 4096])
     ops = (Product(dice.choice([512, 8192]), size, size), Passes(size * 1e4))
-    tp = (Transfer("tp", "all_reduce", size * 1e4, dice.random() < 0.5),)
+    tp = (Transfer("tp", "all_reduce", size * 1e4, "products" * (dice.random() < 0.5)),)
     block = BlockWork("AF", ops, ops * 2, tp, tp, dense=size * size)
     layers, pp = 4 * dice.randint(1, 5), dice.choice([1, 4])
     stages = [list(range(s * layers // pp, (s + 1) * layers // pp)) for s in range(pp)]
@@ -179,7 +179,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     of which half slow the kernels beside it.
     """
     product = Product(2560, 1280, 6103 - 133)
-    hidden = (Transfer("tp", "all_gather", 8e7, hidden=True),)
+    hidden = (Transfer("tp", "all_gather", 8e7, "products"),)
     block = BlockWork("F", (Passes(1e9), product), (Passes(2e9),), hidden, (), dense=1e7)
     step = StepWork(
         [block], {"tp": AxisSpread(8, 8), "data": AxisSpread(8, 8)}, 2, "ddp",

@@ -91,6 +91,7 @@ class Held:
     across: bool = False
 
 
+@lru_cache(maxsize=1 << 14)
 def held(weight: Weight, place: Place) -> Held:
     """Return a rank's elements of a parameter; cuts are `torch.chunk`'s, `tp` and `ep` first."""
     shape = list(weight.shape)
