@@ -29,6 +29,7 @@ from megacpp.run.evaluate import HeldOut
 from megacpp.run.failure import guarded
 from megacpp.run.final import finish
 from megacpp.run.goodput import Goodput
+from megacpp.run.hang import group_timeout
 from megacpp.run.health import Health
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
@@ -63,9 +64,10 @@ def main(resolved: Resolved, peers: RankStore) -> None:
 
     # ---- mesh, model (meta device, shard, materialise), optimizer, boundary ----------------------
     open_folder(peers, config, corpus.fingerprint)
-    world = start(config.mesh, device, peers.store)
+    world = start(config.mesh, device, peers.store, group_timeout(config.run.timeout))
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
+    peers.clock = clock  # phases, for the watch over hangs (guarded)
     say = partial(print, flush=True) if world.is_main else None
     ac = ActivationCheckpointing(config, device, say=say)
     model = build_model(config, world, ac)

@@ -45,6 +45,11 @@ class RunConfig:
     wandb: str = setting(
         "", "Project of Weights & Biases (empty: none; WANDB_MODE=offline stays here)."
     )
+    timeout: str = setting(
+        "start=1800,step=600,save=1800,evaluation=1800",
+        "Time without progress that ends a hang, by phase or for all: 60 (0: never).",
+        "seconds",
+    )
     profile: str = setting(
         "", "Steps to trace for Perfetto, counted from 1: 10, or 10:12 for three (empty: none)."
     )
