@@ -35,6 +35,7 @@ from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
 from megacpp.run.records import open_records
 from megacpp.run.rewind import Rewinds
+from megacpp.state.digests import Digests
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer, describe, learning_rates
 from optim.clip import clip_gradients
@@ -92,6 +93,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     mfu = announce(launch, world.degrees, world.is_main, *seen)
     log = MetricsLog(folder, config, state.step, world.is_main)
     rewinds = Rewinds(folder, config, state, health, log, world.is_main)
+    copies = Digests(folder, state.tensors, config, device)
     watch = partial(StepWatch, model, optimizer)
     records = open_records(launch, log, health, world.rank, of_all, mfu, boundary.where, watch)
     held_out = HeldOut(corpus, config, share, boundary.evaluate, log)
@@ -121,7 +123,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         read = {"tokens": sums.tokens, "grad_accum": grad_accum}
         records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
 
-        if rewinds.due():
+        if rewinds.due(copies.difference(step)):
             with clock.span("checkpoint"):
                 rewinds.go_back()
             scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)

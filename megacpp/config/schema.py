@@ -45,6 +45,12 @@ class RunConfig:
     wandb: str = setting(
         "", "Project of Weights & Biases (empty: none; WANDB_MODE=offline stays here)."
     )
+    digest_every: int = setting(
+        100,
+        "Steps between comparisons of all ranks' copies, bit for bit (0: never).",
+        "steps",
+        at_least=0,
+    )
     timeout: str = setting(
         "start=1800,step=600,save=1800,evaluation=1800",
         "Time without progress that ends a hang, by phase or for all: 60 (0: never).",
