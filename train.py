@@ -61,7 +61,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         launch = prepare(resolved, peers, device)
     config, corpus, folder = launch.config, launch.corpus, Path(launch.config.run.dir)
     stop = StopRequest()  # SIGTERM, SIGHUP: save after this step and leave
-    smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
+    until = config.run.until or config.run.steps
+    kept = config.memory.fit != "smoke" and not config.run.until  # or a trial's, a replay's steps
 
     # ---- mesh, model (meta device, shard, materialise), optimizer, boundary ----------------------
     open_folder(peers, config, corpus.fingerprint)
@@ -99,7 +100,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     held_out = HeldOut(corpus, config, share, boundary.evaluate, log)
 
     # ---- the loop --------------------------------------------------------------------------------
-    while (step := state.step) < config.run.steps:
+    while (step := state.step) < until:
         clock.step(step)
         records.begin(step)
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
@@ -129,8 +130,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
             scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
             continue
         last = step + 1 == config.run.steps
-        ends = (last or status.leaving) and not smoke
-        if ends or (due(config.checkpoint.every, step) and not state.bad_steps):
+        saves = due(config.checkpoint.every, step) and not state.bad_steps
+        if kept and (last or status.leaving or saves):
             with clock.span("checkpoint"):
                 state.save(config.checkpoint.keep)
         if status.leaving:
@@ -142,7 +143,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()
-    if not smoke:
+    if kept:
         with clock.span("evaluation"):
             loss = held_out.evaluate(state.step - 1)
         finish(model, corpus, config, log, state.step, loss)

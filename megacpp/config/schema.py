@@ -45,6 +45,12 @@ class RunConfig:
     wandb: str = setting(
         "", "Project of Weights & Biases (empty: none; WANDB_MODE=offline stays here)."
     )
+    until: int = setting(
+        0,
+        "Leave after this step and keep nothing, for replays (0: go on to run.steps).",
+        "steps",
+        at_least=0,
+    )
     digest_every: int = setting(
         100,
         "Steps between comparisons of all ranks' copies, bit for bit (0: never).",

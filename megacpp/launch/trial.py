@@ -113,7 +113,7 @@ def arguments_of(config: Config) -> list[str]:
     return [
         config.preset,
         *(
-            f"--{key.replace('_', '-')}={_text(value)}"
+            f"--{key.replace('_', '-')}={flag_text(value)}"
             for key, value in flatten(config).items()
             if key != "preset" and (key not in base or base[key] != value)
         ),
@@ -236,7 +236,8 @@ def _meeting_point() -> tuple[str, int]:
         return os.environ.get("MASTER_ADDR", "localhost"), probe.getsockname()[1]
 
 
-def _text(value: Any) -> str:
+def flag_text(value: Any) -> str:
+    """Return a value as it is typed after its flag."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
