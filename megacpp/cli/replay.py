@@ -17,9 +17,8 @@ from megacpp.config.arguments import flatten, parse_run
 from megacpp.config.environment import MOST_RANKS
 from megacpp.config.presets import preset
 from megacpp.config.settings import setting
+from megacpp.config.values import flag_text
 from megacpp.errors import CheckpointError, MegacppError, config_error
-from megacpp.launch.trial import flag_text
-from megacpp.state.digests import recorded
 from megacpp.state.published import published, step_of
 
 COMPARED = ("loss", "grad_norm")
@@ -59,6 +58,8 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
     then be equal to 1e-10 in fp64, 1e-4 in fp32 and 2e-2 in narrower types. Nothing of the run is
     changed. The exit code is 1 if a step differs: a device computed wrongly, then or now.
     """
+    from megacpp.state.digests import recorded  # imports torch
+
     folder = Path(args.run)
     config, launch = (_read(folder / name) for name in ("config.json", "launch.json"))
     checkpoint = _checkpoint(folder, args.from_)

@@ -1,4 +1,4 @@
-"""Replays make recorded steps again, from a checkpoint: equal to the last bit, or said to differ."""
+"""Replays make recorded steps again: equal to the last bit, or said to differ."""
 
 from __future__ import annotations
 
