@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,9 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
     limit = 0.0 if alike else OTHER_MESH.get(same.precision.dtype, NARROW)
     before = recorded(folder) if alike else {}
     rows = [
-        _compared(step, known[step], made.get(step, {}), before.get(step), digests.get(step))
+        _compared(
+            step, known.get(step, {}), made.get(step, {}), before.get(step), digests.get(step)
+        )
         for step in range(first, first + count)
     ]
     wrong = [row for row in rows if not _holds(row, limit)]
@@ -152,15 +155,20 @@ def _run(flags: list[str], ranks: int) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}. Fix: give the folder of a run.") from None
     return found
 
 
 def _metrics(folder: Path) -> dict[int, dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {line["step"]: line for line in map(json.loads, lines)}
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    found: dict[int, dict[str, Any]] = {}
+    for text in lines:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # torn by a kill
+            line = json.loads(text)
+            found[int(line["step"])] = line
+    return found
 
 
 def _compared(

@@ -301,7 +301,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     """Return a line as a mapping, empty if it is truncated."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(line, dict):
         return {}

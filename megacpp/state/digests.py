@@ -145,7 +145,7 @@ def recorded(folder: Path) -> dict[int, str]:
         try:
             line = json.loads(text)
             found[int(line["step"])] = str(line["digest"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
 
