@@ -51,6 +51,9 @@ class RunConfig:
         "steps",
         at_least=0,
     )
+    monitor: str = setting(
+        "", "PORT on the loopback address, or HOST:PORT, for /status and /metrics (empty: none)."
+    )
     digest_every: int = setting(
         100,
         "Steps between comparisons of all ranks' copies, bit for bit (0: never).",

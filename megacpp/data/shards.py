@@ -246,7 +246,11 @@ class SplitReader:
             self.checked += 1
 
     def document_ids(self, start: int, stop: int) -> np.ndarray:
-        """Return the document number in the split of each token of `[start, stop)`, int64."""
+        """Return the document number in the split of each token of `[start, stop)`, int64.
+
+        Raises:
+            DataError: the offsets have changed since the corpus was opened.
+        """
         low = bisect_right(self.offsets, start) - 1
         high = bisect_left(self.offsets, stop)
         found = self.offsets.read(max(low, 0), min(high + 1, len(self.offsets))).astype(np.int64)

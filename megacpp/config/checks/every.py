@@ -184,15 +184,37 @@ def hang_limits(text: str) -> dict[str, float]:
     Raises:
         ValueError: it can't be read.
     """
-    found = dict.fromkeys(("start", "step", "save", "evaluation"), 0.0)
+    found: dict[str, float] = dict.fromkeys(("start", "step", "save", "evaluation"), 0.0)
     for part in (RunConfig().timeout, text) if "=" in text else (text,):
         for word in part.split(","):
             phase, equals, number = word.strip().rpartition("=")
             seconds = float(number)
             if not 0 <= seconds <= LONGEST_WAIT_S or (equals and phase not in found):
                 raise ValueError(word)
-            found |= {phase: seconds} if equals else dict.fromkeys(found, seconds)
+            found.update({phase: seconds} if equals else dict.fromkeys(found, seconds))
     return found
+
+
+def monitor_address(text: str) -> tuple[str, int]:
+    """Host and port of `run.monitor`.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (
+        ":" in text and not host
+    ):
+        raise ValueError(text)
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _monitor(config: Config) -> Iterator[ConfigError]:
+    try:
+        monitor_address(config.run.monitor or "0")
+    except ValueError:
+        rule = "must be a port, or HOST:PORT"
+        yield config_error("run.monitor", config.run.monitor, rule, "use run.monitor=8790")
 
 
 def _timeout(config: Config) -> Iterator[ConfigError]:
@@ -296,6 +318,7 @@ RULES: dict[str, Rules] = {
     "schedule": _alone(_schedule),
     "profile": _alone(_profile),
     "timeout": _alone(_timeout),
+    "monitor": _alone(_monitor),
     "precision": _alone(_precision),
     "optimizer": _alone(_optimizer),
     "moments": _alone(_adamw_state),
