@@ -72,9 +72,9 @@ def stack() -> tuple[str, str]:
         return "", ""
     frames = traceback.extract_stack(frame)
     rooms = tuple(str(HOME / room) for room in ROOMS)
-    own = [f for f in frames if f.filename.startswith(rooms)]
+    own = [f for f in frames if os.path.abspath(f.filename).startswith(rooms)]
     last = (own or list(frames))[-1]
-    path = os.path.relpath(last.filename, HOME) if own else last.filename
+    path = os.path.relpath(os.path.abspath(last.filename), HOME) if own else last.filename
     return f"{path}:{last.lineno} {last.name}", "".join(traceback.format_list(frames))
 
 
