@@ -101,8 +101,8 @@ def replay(args: ReplayArgs, words: list[str]) -> int:
         seen = sum("digest" in row for row in rows)
         how = "bit for bit" if alike else f"to {limit:g} (another mesh)"
         print(
-            f"{count - len(wrong)} of {count} steps from {folder}/checkpoints/{checkpoint.name} are equal {how}: "
-            f"loss, gradient norm, {seen} digests"
+            f"{count - len(wrong)} of {count} steps from {folder}/checkpoints/{checkpoint.name} "
+            f"are equal {how}: loss, gradient norm, {seen} digests"
         )
     return int(bool(wrong))
 
