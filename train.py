@@ -4,6 +4,10 @@ torchrun --standalone --nproc-per-node=2 train.py tiny --run.steps 200
 python train.py --help
 """
 
+import gc
+
+gc.disable()  # imports make a million objects, and collections would traverse them all
+
 from megacpp.config.arguments import Resolved, parse_or_exit
 from megacpp.home import put_first
 
@@ -21,7 +25,6 @@ from checkpointing.tracing.watch import StepWatch
 from megacpp.config.batch_schedule import batch_schedule
 from megacpp.data.loader import Loader
 from megacpp.errors import PreemptedError
-from megacpp.interop.start import check_start, start_from
 from megacpp.launch.folder import open_folder, start_point
 from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
@@ -45,6 +48,9 @@ from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model, local_part
 from parallel.mesh import pick_device, start
 
+gc.freeze()
+gc.enable()
+
 
 def main(resolved: Resolved, peers: RankStore) -> None:
     """Train a resolved configuration from its last checkpoint to its last step.
@@ -57,7 +63,6 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     with peers.agree("start"):  # a node's error ends all of them
         device = pick_device(resolved.config.train.device)
         check_fp8_device(resolved.config, device)
-        check_start(resolved.config)
         launch = prepare(resolved, peers, device)
     config, corpus, folder = launch.config, launch.corpus, Path(launch.config.run.dir)
     stop = StopRequest()  # SIGTERM, SIGHUP: save after this step and leave
@@ -86,6 +91,8 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     with clock.span("checkpoint"):
         state.resume(start_point(peers, config))
         if config.checkpoint.init and state.saved is None:
+            from megacpp.interop.start import start_from  # every map of names
+
             state.changed += start_from(model, config, local_part(world))
     scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
 

@@ -19,16 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from checkpointing.tracing.meter import Allocation, Meter, _replaced, local_part
+from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, local_part
 from megacpp.memory.block_trace import BlockTrace, Role
 from megacpp.model.documents import Documents
 
 
 class BlockMeter(Meter):
-    """Meter of one block of a model, from its input's arrival to its input's gradient."""
+    """Meter of one block of a model, from its input's arrival to its input's gradient.
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, flops=False)
+    Args:
+        model: model of the block.
+        run: see `Meter`.
+    """
+
+    def __init__(self, model: nn.Module, run: Run | None = None) -> None:
+        super().__init__(model, flops=False, run=run)
         self._events_of_forward = 0
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
         self._gradients: set[int] = set()

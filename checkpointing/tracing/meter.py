@@ -46,6 +46,7 @@ from checkpointing.tracing.operators import (
 from megacpp.model.documents import Documents
 
 Phase = Literal["forward", "backward", "replayed"]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +88,7 @@ class Meter(TorchDispatchMode):
         model: its parts and modules name the allocations.
         host: returns the buffers that lie in the host's memory when the forward has ended.
         flops: count them, too; the formulas import Triton where it is installed.
+        run: runs an operator with its arguments; otherwise it goes on to the mode below.
 
     Attributes:
         allocations: every storage, in the order of allocation.
@@ -101,9 +103,11 @@ class Meter(TorchDispatchMode):
         model: nn.Module,
         host: Callable[[], Iterable[Tensor]] = tuple,
         flops: bool = True,
+        run: Run | None = None,
     ) -> None:
         super().__init__()
         self.model, self.host = model, host
+        self._run = run or (lambda func, args, kwargs: func(*args, **kwargs))
         self._formula_of: Callable[[Any], Callable[..., int] | None] = lambda _: None
         if flops:
             from checkpointing.tracing.flops import formula_of
@@ -197,11 +201,11 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = kind_of(func)
         if kind.view:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         back = in_backward()
         if back and not self.forward_ended:
             self._end_forward()
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         self.count += 1
         formula = self._formula_of(func)
         if formula is not None:

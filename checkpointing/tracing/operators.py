@@ -54,11 +54,12 @@ def tensors_in(found: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(found, Tensor):
         yield found
-    elif isinstance(found, tuple | list):
-        for item in found:
-            yield from tensors_in(item)
-    elif isinstance(found, dict):
-        yield from tensors_in(list(found.values()))
+    elif isinstance(found, tuple | list | dict):
+        for item in list(found.values()) if isinstance(found, dict) else found:
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, tuple | list | dict):
+                yield from tensors_in(item)
 
 
 def storages_of(found: Any, seen: set[int]) -> Iterator[int]:

@@ -28,7 +28,14 @@ from megacpp.model.precision import compute_dtype
 from megacpp.model.regions import NOTHING
 from parallel.context.layout import ContextLayout
 from parallel.mesh import World
-from parallel.simulate.fake import fake_batch, fake_tensors, fake_world, meta_tensors
+from parallel.simulate.fake import (
+    fake_batch,
+    fake_tensors,
+    fake_world,
+    meta_mode_left,
+    meta_tensors,
+    run_on_meta,
+)
 from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.stand_ins import given_batch
 
@@ -88,7 +95,8 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         with torch.no_grad(), cast:
             for i in range(layer):  # whose choice of keys the block shares
                 model.blocks[str(i)](x_BTD, docs)
-        with BlockMeter(model.train()) as meter:
+        own = nullcontext() if faked else meta_mode_left()
+        with own, BlockMeter(model.train(), None if faked else run_on_meta) as meter:
             meter.run(model.blocks[str(layer)], x_BTD, docs, cast)
         return meter.trace()
 

@@ -12,7 +12,6 @@ from megacpp.errors import DataError, config_error
 from megacpp.launch.lock import FILE, LEASE_S, take
 from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import write_status
-from megacpp.run.monitor import serve
 
 PATIENCE_S = 5.0  # wait for a network file system to show another node's file
 
@@ -68,6 +67,8 @@ def _claim(peers: RankStore, config: Config, token: Path) -> None:
         peers.lock = take(folder, config.run.force, wait_s)
         token.touch()
         if config.run.monitor:
+            from megacpp.run.monitor import serve  # a server, which few runs have
+
             serve(config.run.monitor, folder)
     except OSError as error:
         reason = f"is not usable ({error.strerror})"

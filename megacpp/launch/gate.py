@@ -28,7 +28,6 @@ from megacpp.memory.budget import (
 )
 from megacpp.memory.calibration import Margin, Situation, margin, read_records, situation
 from megacpp.memory.estimate import MemoryEstimate, estimate
-from megacpp.memory.fixes import memory_error
 from megacpp.model.precision import compute_dtype
 
 VERDICTS = {
@@ -211,6 +210,8 @@ class Estimator:
             return
         if found.estimate.verdict != "does_not_fit":
             return
+        from megacpp.memory.fixes import memory_error  # imports the planner
+
         extra = found.margin.extra_bytes
         room = f"{self.room}{f', {words(extra)} for what was misjudged before' if extra else ''}"
         price = lambda other: self.price(other, extra)  # noqa: E731

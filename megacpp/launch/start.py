@@ -48,13 +48,19 @@ def prepare(resolved: Resolved, peers: RankStore, device: torch.device) -> Prepa
 
     Raises:
         DataError: the corpus is missing or damaged.
-        ConfigError: corpus, device, sinks, kernels or memory don't suit the configuration.
+        ConfigError: corpus, device, sinks, first weights, kernels or memory don't suit the
+            configuration.
+        CheckpointError: tensors of the first weights aren't those of the model.
     """
     check_folder("run.dir", Path(resolved.config.run.dir))
     corpus = open_corpus(resolved.config)
     check_corpus(resolved.config, corpus)
     check_device(resolved.config, device)
     check_sinks(resolved.config)
+    if resolved.config.checkpoint.init:
+        from megacpp.interop.start import check_start  # imports every map of names
+
+        check_start(resolved.config)
     kernels = choices(resolved.config, device)
     resolved, admission = resolve_launch(resolved, peers, device)
     set_allocator(resolved.config, device)

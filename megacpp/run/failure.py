@@ -19,7 +19,6 @@ from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import PEER_LOST, note, write_status
 from megacpp.run.hang import HangWatch
-from megacpp.run.oom import forensics_of, out_of_memory, show_once
 from megacpp.state.published import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
@@ -141,6 +140,8 @@ def report(error: Exception, folder: Path, peers: RankStore | None = None) -> in
         path.write_text("".join(traceback.format_exception(error)))
     except OSError:
         traceback.print_exception(error)  # the folder isn't writable: print it instead
+    from megacpp.run.oom import forensics_of, out_of_memory, show_once  # imports the planner
+
     with contextlib.suppress(Exception):  # the first error must be reported
         if (forensics := forensics_of(error)) is not None:
             forensics.at_error()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
@@ -175,18 +175,39 @@ class FakeBoundary(AccumulationBoundary):
 
 
 class _OnMeta(TorchDispatchMode):
-    """Operators on the meta device, whose shapes are remembered; collectives return at once."""
+    """Operators on the meta device, by `run_on_meta`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper costs as much as an operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]
-        if func.namespace == "c10d":  # point to point: memory is the caller's
-            from torch._C._distributed_c10d import FakeWork
+        return NotImplemented if DTensor in types else run_on_meta(func, args, kwargs or {})
 
-            return FakeWork().boxed()
-        return _SHAPES.run(func, args, kwargs or {})
+
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the meta device: shapes are remembered, collectives return at once.
+
+    Args:
+        func: operator.
+        args: of it.
+        kwargs: of it.
+    """
+    if func is torch.ops._c10d_functional.wait_tensor.default:
+        return args[0]
+    if func.namespace == "c10d":  # point to point: memory is the caller's
+        from torch._C._distributed_c10d import FakeWork
+
+        return FakeWork().boxed()
+    return _SHAPES.run(func, args, kwargs)
+
+
+@contextmanager
+def meta_mode_left() -> Iterator[None]:
+    """Leave the mode of `meta_tensors` for another one, which runs operators by `run_on_meta`."""
+    with _pop_mode_temporarily() as popped:
+        assert isinstance(popped, _OnMeta), popped
+        yield
 
 
 class _RealStaysReal(TorchDispatchMode):

@@ -14,9 +14,9 @@ import pytest
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
+from megacpp.launch.auto_fit import _Orders
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
 from megacpp.launch.rank_store import RankStore
-from megacpp.launch.resolve import _Orders
 from megacpp.launch.trial import (
     SETTINGS,
     TrialCommand,
@@ -300,7 +300,7 @@ def test_a_port_that_somebody_took_is_another_try(
         given.append(order)
         return ends[len(given) - 1]
 
-    monkeypatch.setattr("megacpp.launch.resolve.run_trial", run_order)
+    monkeypatch.setattr("megacpp.launch.auto_fit.run_trial", run_order)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     orders, asked = _Orders(RankStore(), 8, tmp_path), Rung(BASE, PLAN[0].estimate, False)
     assert orders.run(1, asked) is OK
