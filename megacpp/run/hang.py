@@ -216,7 +216,12 @@ class HangWatch:
 
 
 def _within(what: Callable[[], None]) -> None:
-    """Do something for at most `WRITE_S`, and go on without it."""
-    thread = threading.Thread(target=what, daemon=True)
+    """Do something for at most `WRITE_S`, and go on without it, also if it fails."""
+
+    def tried() -> None:
+        with suppress(Exception):
+            what()
+
+    thread = threading.Thread(target=tried, daemon=True)
     thread.start()
     thread.join(WRITE_S)

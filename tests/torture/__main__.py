@@ -121,8 +121,11 @@ def hangs(yard: Yard) -> str:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
-        process.communicate()
+        _, err = process.communicate()
         ended = time.time()
+        if not (path / "status.json").exists():
+            wrong.append(f"{fault}: {err[-500:].decode()}")
+            continue
         status = json.loads((path / "status.json").read_text())
         said, metrics = status["message"] or "", path / "metrics.jsonl"
         named = f"rank {rank} " in said.split("; rank")[0] or f"and {rank} differ" in said
