@@ -9,6 +9,7 @@ changes one in 2**64 isn't.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import zlib
@@ -27,6 +28,7 @@ from megacpp.state.agreement import gather, is_distributed, this_rank
 FILE = "digests.jsonl"
 ROW = 1 << 16  # words that are multiplied at once
 LEAST = -(2**63)
+SHORT = 8  # bytes of a hash
 
 
 class Digests:
@@ -88,14 +90,15 @@ class Digests:
 
     def _find_copies(self, tensors: Mapping[str, Tensor]) -> None:
         """Find the sets of ranks that hold the same part of a tensor, and number them."""
-        holders: dict[str, list[int]] = {}
+        holders: dict[bytes, list[int]] = {}
         self._places = {name: f"{name} {_offsets(t)}" for name, t in tensors.items()}
-        for rank, places in enumerate(gather(list(self._places.values()))):
-            for place in places:
-                holders.setdefault(place, []).append(rank)
+        short = {name: _short(place) for name, place in self._places.items()}
+        for rank, places in enumerate(gather(b"".join(short.values()))):  # 24 MB of 1,024 ranks
+            for at in range(0, len(places), SHORT):
+                holders.setdefault(places[at : at + SHORT], []).append(rank)
         sets = dict.fromkeys(tuple(ranks) for ranks in holders.values() if len(ranks) > 1)
         number = {ranks: n for n, ranks in enumerate(sets)}
-        found = {name: tuple(holders[place]) for name, place in self._places.items()}
+        found = {name: tuple(holders[place]) for name, place in short.items()}
         self._sets = {name: number[ranks] for name, ranks in found.items() if ranks in number}
         self._number = len(number)
 
@@ -158,6 +161,10 @@ def _offsets(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     shape, at = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     return tuple(shape), tuple(at)
+
+
+def _short(place: str) -> bytes:
+    return hashlib.blake2b(place.encode(), digest_size=SHORT).digest()
 
 
 def _mark(name: str) -> int:

@@ -133,7 +133,8 @@ def hangs(yard: Yard) -> str:
             wrong.append(f"{fault}: {said}")
         began = metrics.stat().st_mtime  # the last step that was made
         late = max(late, ended - began)
-    print(*wrong, sep="\n", file=sys.stderr)
+    if wrong:
+        print(*wrong, sep="\n", file=sys.stderr)
     return (
         f"{len(HANGS) - len(wrong)} of {len(HANGS)} named, the slowest run gone {late:.0f} s after "
         f"its last step (timeout {LIMIT_S} s)"
