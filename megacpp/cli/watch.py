@@ -59,8 +59,9 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     state = found["state"]
     if state == "ended" and found["code"] is not None:
         state = f"ended with {found['code']}"
-    late = found["age_s"] is not None and found["age_s"] > LATE_S and state == "running"
-    since = f", no step for {duration(found['age_s'])}" if late else ""
+    age_s = found["age_s"] or 0.0
+    late = age_s > LATE_S and state == "running"
+    since = f", no step for {duration(age_s)}" if late else ""
     first = f"{found['run']}: {state}{since}"
     if found["step"] is None:
         return [first + (f": {found['message']}" if found["message"] else "")]
