@@ -1,4 +1,4 @@
-# make setup | kernels | train | check | test | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
+# make setup | kernels | train | check | test | torture | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
 # Another torch than megacpp/versions.py's has a .venv of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -22,7 +22,7 @@ MKL_avx2 := MKL_ENABLE_INSTRUCTIONS=AVX2
 MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
 AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)))
 
-.PHONY: help setup kernels train check test lint docs gpu
+.PHONY: help setup kernels train check test torture lint docs gpu
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -54,6 +54,9 @@ test: $(VENV)/.test  ## the whole CPU test suite (TORCH=2.15.0: that torch; CPU=
 
 check: $(VENV)/.test  ## the fast part of the suite, each room touched: about three minutes on two idle cores
 	$(RUN) $(HIDE) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(CHECK))
+
+torture: $(VENV)/.test  ## attack runs for half an hour: the table R1-R25 (docs/40-failures.md)
+	$(RUN) $(HIDE) $(BIN)/python -m tests.torture
 
 lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
 	$(BIN)/ruff format --check .

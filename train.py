@@ -32,11 +32,13 @@ from megacpp.run.evaluate import HeldOut
 from megacpp.run.failure import guarded
 from megacpp.run.final import finish
 from megacpp.run.goodput import Goodput
+from megacpp.run.hang import group_timeout
 from megacpp.run.health import Health
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
 from megacpp.run.records import open_records
 from megacpp.run.rewind import Rewinds
+from megacpp.state.digests import Digests
 from megacpp.state.training import TrainingState
 from optim.build import build_optimizer, describe, learning_rates
 from optim.clip import clip_gradients
@@ -64,13 +66,15 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         launch = prepare(resolved, peers, device)
     config, corpus, folder = launch.config, launch.corpus, Path(launch.config.run.dir)
     stop = StopRequest()  # SIGTERM, SIGHUP: save after this step and leave
-    smoke = config.memory.fit == "smoke"  # a candidate's few steps: nothing of them is kept
+    until = config.run.until or config.run.steps
+    kept = config.memory.fit != "smoke" and not config.run.until  # or a trial's, a replay's steps
 
     # ---- mesh, model (meta device, shard, materialise), optimizer, boundary ----------------------
     open_folder(peers, config, corpus.fingerprint)
-    world = start(config.mesh, device, peers.store)
+    world = start(config.mesh, device, peers.store, group_timeout(config.run.timeout))
     of_all, of_sum = partial(world.max, axis="world"), partial(world.sum, axis="world")
     clock = Goodput(folder, world.is_main, config.train.compile != "off", launch.retried_s)
+    peers.clock = clock  # phases, for the watch over hangs (guarded)
     say = partial(print, flush=True) if world.is_main else None
     ac = ActivationCheckpointing(config, device, say=say)
     model = build_model(config, world, ac)
@@ -97,12 +101,13 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     mfu = announce(launch, world.degrees, world.is_main, *seen)
     log = MetricsLog(folder, config, state.step, world.is_main)
     rewinds = Rewinds(folder, config, state, health, log, world.is_main)
+    copies = Digests(folder, state.tensors, config, device)
     watch = partial(StepWatch, model, optimizer)
     records = open_records(launch, log, health, world.rank, of_all, mfu, boundary.where, watch)
     held_out = HeldOut(corpus, config, share, boundary.evaluate, log)
 
     # ---- the loop --------------------------------------------------------------------------------
-    while (step := state.step) < config.run.steps:
+    while (step := state.step) < until:
         clock.step(step)
         records.begin(step)
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
@@ -126,14 +131,14 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         read = {"tokens": sums.tokens, "grad_accum": grad_accum}
         records.end(step, status, **read, lr=lr, rates=rates, figures=logits)
 
-        if rewinds.due():
+        if rewinds.due(copies.difference(step)):
             with clock.span("checkpoint"):
                 rewinds.go_back()
             scheduler = build_scheduler(optimizer, config.optim, config.run.steps, state.updates)
             continue
         last = step + 1 == config.run.steps
-        ends = (last or status.leaving) and not smoke
-        if ends or (due(config.checkpoint.every, step) and not state.bad_steps):
+        saves = due(config.checkpoint.every, step) and not state.bad_steps
+        if kept and (last or status.leaving or saves):
             with clock.span("checkpoint"):
                 state.save(config.checkpoint.keep)
         if status.leaving:
@@ -145,7 +150,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
 
     # ---- the end: held-out loss next to gzip, final weights, a sample ----------------------------
     clock.idle()
-    if not smoke:
+    if kept:
         with clock.span("evaluation"):
             loss = held_out.evaluate(state.step - 1)
         finish(model, corpus, config, log, state.step, loss)

@@ -29,7 +29,7 @@ from megacpp.config.environment import ranks_started
 from megacpp.config.schema import MeshConfig
 from megacpp.errors import config_error
 
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)  # of a collective, where nothing watches over hangs
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SPARSE = ("pp", "dp_replicate", "efsdp", "ep")
 
@@ -126,7 +126,12 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def start(config: MeshConfig, device: torch.device, store: dist.Store | None = None) -> World:
+def start(
+    config: MeshConfig,
+    device: torch.device,
+    store: dist.Store | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> World:
     """Start the process group (gloo on CPU, NCCL on GPU) and build the meshes.
 
     One process starts nothing. `config.dp_shard` must be resolved (not -1).
@@ -135,6 +140,7 @@ def start(config: MeshConfig, device: torch.device, store: dist.Store | None = N
         config: degrees of the axes.
         device: of this rank.
         store: where the ranks meet; by default the one that the launcher's environment names.
+        timeout: of a collective.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -145,16 +151,19 @@ def start(config: MeshConfig, device: torch.device, store: dist.Store | None = N
     where: dict[str, Any] = {}
     if store is not None:
         where = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size()}
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=own, **where)
-    return join(config, device)
+    dist.init_process_group(backend, timeout=timeout, device_id=own, **where)
+    return join(config, device, timeout)
 
 
-def join(config: MeshConfig, device: torch.device) -> World:
+def join(config: MeshConfig, device: torch.device, timeout: timedelta = TIMEOUT) -> World:
     """Return the world of this process in the default process group, which exists already."""
-    return World(dist.get_rank(), dist.get_world_size(), device, build_meshes(config, device.type))
+    meshes = build_meshes(config, device.type, timeout)
+    return World(dist.get_rank(), dist.get_world_size(), device, meshes)
 
 
-def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
+def build_meshes(
+    config: MeshConfig, device_type: str, timeout: timedelta = TIMEOUT
+) -> dict[str, DeviceMesh]:
     """All axes and views over the default process group.
 
     With one shard per replica the replica axis takes the shards' place: FSDP2 skips its
@@ -180,7 +189,7 @@ def build_meshes(config: MeshConfig, device_type: str) -> dict[str, DeviceMesh]:
     replicas = meshes["dp_replicate"]
     if dist.get_backend() != "fake":
         for mesh in meshes.values():  # their groups don't take over the timeout of the default one
-            dist.distributed_c10d._set_pg_timeout(TIMEOUT, mesh.get_group())
+            dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group())
     meshes["shard"] = _with_replicas(replicas, meshes["fsdp"])
     meshes["expert_shard"] = _with_replicas(sparse["dp_replicate"], meshes["efsdp"])
     return meshes

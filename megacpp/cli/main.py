@@ -115,6 +115,10 @@ COMMANDS: dict[str, Command] = {
         "DiffArgs",
         "what grew between two snapshots of a run, and why",
     ),
+    "replay": Command(
+        "replay", "replay", "ReplayArgs", "recorded steps again, compared bit for bit", runs=True
+    ),
+    "watch": Command("watch", "watch", "WatchArgs", "runs live in the terminal, from their files"),
     "report": Command("report", "report", "ReportArgs", "a page about a run, or several compared"),
     "sample": Command("sample", "sample", "SampleArgs", "generate text from a finished run"),
     "eval": Command("eval", "evaluate", "EvalArgs", "tasks of lm-eval on a run's weights"),

@@ -45,6 +45,26 @@ class RunConfig:
     wandb: str = setting(
         "", "Project of Weights & Biases (empty: none; WANDB_MODE=offline stays here)."
     )
+    until: int = setting(
+        0,
+        "Leave after this step and keep nothing, for replays (0: go on to run.steps).",
+        "steps",
+        at_least=0,
+    )
+    monitor: str = setting(
+        "", "PORT on the loopback address, or HOST:PORT, for /status and /metrics (empty: none)."
+    )
+    digest_every: int = setting(
+        100,
+        "Steps between comparisons of all ranks' copies, bit for bit (0: never).",
+        "steps",
+        at_least=0,
+    )
+    timeout: str = setting(
+        "start=1800,step=600,save=1800,evaluation=1800",
+        "Time without progress that ends a hang, by phase or for all: 60 (0: never).",
+        "seconds",
+    )
     profile: str = setting(
         "", "Steps to trace for Perfetto, counted from 1: 10, or 10:12 for three (empty: none)."
     )

@@ -97,3 +97,10 @@ def suggestion(
         return f"of {section}, {text}" if len(beside) <= FEW else f"see train.py --help {section}"
     text = did_you_mean(key.replace("_", spelled), shown)
     return text.replace("'", f"'{dashes}", 1) if text.startswith("did") else otherwise
+
+
+def flag_text(value: Any) -> str:
+    """Return a value as it is typed after its flag."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

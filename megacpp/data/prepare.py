@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,11 @@ from megacpp.data.spec import VOCAB_SIZE, CorpusSpec
 from megacpp.data.tokenizer import CorpusTokenizer
 from megacpp.data.words import text_kind
 from megacpp.errors import ConfigError, DataError, config_error
+from megacpp.outcome import started_ticks
 from megacpp.terminal.progress import Advance, Stage, progress_bars
 
 BATCH_BYTES = 1 << 20
+HOST = socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,11 @@ def ensure_corpus(spec: CorpusSpec, out: Path, force: bool = False) -> Prepared:
     if out.exists() and not (out / INDEX).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise config_error("out", out, "exists and is not a corpus", "choose another --out")
     final = out.resolve()
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    for old in final.parent.glob(f".{final.name}.{HOST}.*.partial"):
+        owner = old.name.split(".")[-2]
+        if owner.isdigit() and started_ticks(int(owner)) is None:  # killed
+            shutil.rmtree(old, ignore_errors=True)
+    temporary = final.with_name(f".{final.name}.{HOST}.{os.getpid()}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)

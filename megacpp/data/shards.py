@@ -18,6 +18,7 @@ import json
 import os
 import zlib
 from array import array
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -126,8 +127,51 @@ class BlockSums:
         return "".join(f"{value:08x}" for value in self._sums)
 
 
+class FileArray:
+    """Array in a file, read by position: a file that shrinks under its reader is an error.
+
+    A memory map would end the process by SIGBUS.
+
+    Args:
+        path: file to read.
+        dtype: of the entries.
+        fix: end of error messages.
+    """
+
+    def __init__(self, path: Path, dtype: str | np.dtype, fix: str) -> None:
+        self.path, self.dtype, self.fix = path, np.dtype(dtype), fix
+        self._file = path.open("rb", buffering=0)
+        self._length = os.fstat(self._file.fileno()).st_size // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> int:
+        return int(self.read(i, i + 1)[0])
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return entries `[begin, end)`.
+
+        Raises:
+            DataError: the file has become shorter, or can't be read.
+        """
+        width, pieces = self.dtype.itemsize, []
+        at, stop = begin * width, end * width
+        while at < stop:
+            try:
+                piece = os.pread(self._file.fileno(), stop - at, at)
+            except OSError as error:
+                raise DataError(f"{self.path}: {error.strerror}. {self.fix}.") from None
+            if not piece:
+                block = f"block {at // BLOCK_BYTES} (bytes {at:,} to {stop:,})"
+                raise DataError(f"{self.path}: {block}: truncated while in use. {self.fix}.")
+            pieces.append(piece)
+            at += len(piece)
+        return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), self.dtype)
+
+
 class SplitReader:
-    """Token stream of a split over memory-mapped shards.
+    """Token stream of a split over its shards.
 
     Attributes:
         checked: number of blocks compared with the index so far.
@@ -146,9 +190,9 @@ class SplitReader:
         self.sums = [bytes.fromhex(shard["blocks"]) for shard in entry["shards"]]
         self.sound = [bytearray(len(sums) // 4) for sums in self.sums]
         self.checked = 0
-        self.shards = [np.memmap(folder / name, dtype, "r") for name in self.names]
+        self.shards = [FileArray(folder / name, dtype, self.fix) for name in self.names]
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
-        self.offsets = np.memmap(folder / entry["offsets"]["file"], "<u8", "r")
+        self.offsets = FileArray(folder / entry["offsets"]["file"], "<u8", self.fix)
         if self.starts[-1] != self.tokens or len(self.offsets) != self.documents + 1:
             raise DataError(f"{folder}: {split} shards and index disagree on counts. {self.fix}.")
 
@@ -171,7 +215,7 @@ class SplitReader:
             low = int(self.starts[i])
             begin, end = max(start - low, 0), min(stop - low, len(self.shards[i]))
             self._check_blocks(i, begin, end)
-            piece = self.shards[i][begin:end].astype(np.int64)
+            piece = self.shards[i].read(begin, end).astype(np.int64)
             if len(piece) and piece.max() >= self.vocab_size:
                 at = int(np.argmax(piece >= self.vocab_size))
                 raise DataError(
@@ -183,17 +227,16 @@ class SplitReader:
 
     def _check_blocks(self, i: int, begin: int, end: int) -> None:
         """Check the blocks of shard `i` that hold its tokens `[begin, end)`, each once."""
-        raw, sound = self.shards[i].view(np.uint8), self.sound[i]
-        width = self.shards[i].itemsize
+        sound, width = self.sound[i], self.shards[i].dtype.itemsize
         for block in range(begin * width // BLOCK_BYTES, -(-end * width // BLOCK_BYTES)):
             if sound[block]:
                 continue
             first = block * BLOCK_BYTES
-            found = zlib.crc32(raw[first : first + BLOCK_BYTES].tobytes())
+            last = min(first + BLOCK_BYTES, len(self.shards[i]) * width)
+            found = zlib.crc32(self.shards[i].read(first // width, last // width).tobytes())
             if found != int.from_bytes(self.sums[i][4 * block : 4 * block + 4], "big"):
-                last = min(first + BLOCK_BYTES, len(raw))
                 tokens = (int(self.starts[i]) + at // width for at in (first, last - 1))
-                one, two = (int(np.searchsorted(self.offsets, t, "right")) - 1 for t in tokens)
+                one, two = (bisect_right(self.offsets, t) - 1 for t in tokens)
                 raise DataError(
                     f"{self.names[i]} block {block} (bytes {first:,} to {last:,}, documents "
                     f"{one} to {two} of {self.split}): its CRC-32 differs from the index "
@@ -203,16 +246,24 @@ class SplitReader:
             self.checked += 1
 
     def document_ids(self, start: int, stop: int) -> np.ndarray:
-        """Return the document number in the split of each token of `[start, stop)`, int64."""
-        low = int(np.searchsorted(self.offsets, start, "right")) - 1
-        high = int(np.searchsorted(self.offsets, stop, "left"))
+        """Return the document number in the split of each token of `[start, stop)`, int64.
+
+        Raises:
+            DataError: the offsets have changed since the corpus was opened.
+        """
+        low = bisect_right(self.offsets, start) - 1
+        high = bisect_left(self.offsets, stop)
+        found = self.offsets.read(max(low, 0), min(high + 1, len(self.offsets))).astype(np.int64)
+        if low < 0 or not (found[0] <= start < stop <= found[-1] and (np.diff(found) > 0).all()):
+            path = self.offsets.path
+            raise DataError(f"{path}: documents {low} to {high} are out of order. {self.fix}.")
         begins = np.zeros(stop - start, np.int64)
-        begins[self.offsets[low + 1 : high].astype(np.int64) - start] = 1
+        begins[found[1 : high - low] - start] = 1
         return low + np.cumsum(begins)
 
     def document(self, number: int) -> np.ndarray:
         """Return int64 tokens of a document, BOS and EOS included."""
-        start, stop = (int(i) for i in self.offsets[number : number + 2])
+        start, stop = (int(i) for i in self.offsets.read(number, number + 2))
         return self.read(start, stop, f"document {number}")
 
 

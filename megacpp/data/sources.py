@@ -25,7 +25,8 @@ from megacpp.errors import DataError, did_you_mean
 TORCH_HEADERS = "torch-headers"
 FIELDS = ("text", "content")  # tried in this order if none is given
 PIECE_BYTES = 1 << 20
-LONGEST = 1 << 24  # bytes of a text file's document
+LONGEST = 1 << 21  # bytes of a document: encoding takes some hundred bytes for each
+LINE_BYTES = 1 << 27  # of a JSON record
 LONE_DOCUMENTS, LONE_SHORTEST = 1024, 1 << 11  # a single file: its documents, and least bytes
 
 
@@ -61,7 +62,7 @@ def find_source(source: str, globs: Sequence[str] = (), document_bytes: int = 0)
     Args:
         source: `torch-headers` or a path.
         globs: patterns of files of a folder (none: every text and record file).
-        document_bytes: longer text files are split at blank lines (0: 16 MiB; a single text file
+        document_bytes: longer text files are split at blank lines (0: 2 MiB; a single text file
             into about 1,024 documents).
 
     Raises:
@@ -91,7 +92,7 @@ def _one_file(path: Path, document_bytes: int) -> Source:
     """Return a record file, or a text file that is split so that a part can be held out."""
     size = path.stat().st_size
     if not _plain(path):
-        return Source(f"file {path}", (path,), size)
+        return Source(f"file {path}", (path,), size, (), document_bytes or LONGEST)
     longest = document_bytes or min(LONGEST, max(LONE_SHORTEST, size // LONE_DOCUMENTS))
     note = f"one text file: cut at blank lines into documents of up to {longest:,} bytes"
     return Source(f"file {path}", (path,), size, (note,), longest)
@@ -127,9 +128,9 @@ def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
     for path in source.files:
         try:
             if path.name.endswith(".parquet"):
-                yield from _parquet(path, field)
+                yield from _cut_texts(_parquet(path, field), source.document_bytes)
             elif path.name.endswith(RECORD_SUFFIXES):
-                yield from _json_lines(path, field)
+                yield from _cut_texts(_json_lines(path, field), source.document_bytes)
             else:
                 yield from _text_file(path, source.document_bytes)
         except OSError as error:
@@ -140,6 +141,24 @@ def read_items(source: Source, field: str = "") -> Iterator[SourceDocument]:
 
 def _plain(path: Path) -> bool:
     return not path.name.endswith(RECORD_SUFFIXES)
+
+
+def _cut_texts(documents: Iterator[SourceDocument], longest: int) -> Iterator[SourceDocument]:
+    """Split texts of more than `longest` bytes, as text files are."""
+    for text, read_bytes in documents:
+        if text is None or 4 * len(text) <= longest or len(raw := text.encode()) <= longest:
+            yield SourceDocument(text, read_bytes)
+            continue
+        del text
+        at = 0
+        while at < len(raw):
+            end = (
+                at + _cut(raw[at : at + longest + 1], longest)
+                if len(raw) - at > longest
+                else len(raw)
+            )
+            yield SourceDocument(raw[at:end].decode(), read_bytes)
+            at, read_bytes = end, 0
 
 
 def _text_file(path: Path, longest: int) -> Iterator[SourceDocument]:
@@ -199,7 +218,8 @@ def _field(line: str, field: str, path: Path, number: int) -> str | None:
 
 def _plain_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     with path.open("rb") as file:
-        for line in file:
+        while line := file.readline(LINE_BYTES + 1):
+            _check_length(line, path)
             yield line, len(line)
 
 
@@ -208,7 +228,8 @@ def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) as file:
         consumed = 0
         try:
-            for line in file:
+            while line := file.readline(LINE_BYTES + 1):
+                _check_length(line, path)
                 yield line, raw.tell() - consumed
                 consumed = raw.tell()
         except (gzip.BadGzipFile, zlib.error) as error:
@@ -219,6 +240,14 @@ def _gz_lines(path: Path) -> Iterator[tuple[bytes, int]]:
             ) from None
 
 
+def _check_length(line: bytes, path: Path) -> None:
+    if len(line) > LINE_BYTES:
+        raise DataError(
+            f"{path}: a record of more than {LINE_BYTES:,} bytes. "
+            "Fix: write that document as a text file, which is read in parts."
+        )
+
+
 def _zst_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """Yield lines of a zstd file; the compressed bytes of a piece count for its first line."""
     rest = b""
@@ -226,7 +255,9 @@ def _zst_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     for piece, read_bytes in _zst_pieces(path):
         consumed += read_bytes
         *lines, rest = (rest + piece).split(b"\n")
+        _check_length(rest, path)
         for line in lines:
+            _check_length(line, path)
             yield line, consumed
             consumed = 0
     if rest:

@@ -33,7 +33,7 @@ class CorpusSpec:
     )
     document_bytes: int = setting(
         0,
-        "Longest document of a text file, cut at blank lines (0: 16 MiB, a lone file in 1,024).",
+        "Longest document; longer ones are cut at blank lines (0: 2 MiB, a lone text in 1,024).",
         "bytes",
         at_least=0,
     )

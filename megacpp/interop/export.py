@@ -157,6 +157,12 @@ def _write_tensors(
     tensors: dict[str, Tensor] = {}
     for link in counted(made, "export", len(made)):
         tensors[link.name] = _made(link, stored, target.dtype)
+        if bad := int((~tensors[link.name].isfinite()).sum()):
+            raise CheckpointError(
+                f"{stored.folder}: {link.name} has {bad:,} values that are not finite in "
+                f"{target.dtype}. Fix: export a checkpoint from before they appeared "
+                "(--checkpoint STEP)."
+            )
         file = where[link.name]
         if link is groups[file][-1]:
             save_file(tensors, pending / file, metadata={"format": "pt"})

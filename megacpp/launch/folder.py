@@ -66,6 +66,10 @@ def _claim(peers: RankStore, config: Config, token: Path) -> None:
             peers.lock.release()
         peers.lock = take(folder, config.run.force, wait_s)
         token.touch()
+        if config.run.monitor:
+            from megacpp.run.monitor import serve  # a server, which few runs have
+
+            serve(config.run.monitor, folder)
     except OSError as error:
         reason = f"is not usable ({error.strerror})"
         raise config_error("run.dir", folder, reason, "choose a folder you may write") from None

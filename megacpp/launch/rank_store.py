@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,8 +23,12 @@ from megacpp.errors import MegacppError
 from megacpp.launch.lock import RunLock
 from megacpp.outcome import started_ticks, this_node
 
+if TYPE_CHECKING:
+    from megacpp.run.goodput import Goodput
+
 POLL_S = 0.1
-TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank
+TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank to begin
+LONG = timedelta(days=1)  # wait for it later; `run.timeout` ends a hang (megacpp/run/hang.py)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,13 @@ class RankStore:
         table: every rank's process, in rank order.
         home: run folder of this start; None until it is locked.
         lock: its lock, on rank 0.
+        waits: what this rank waits for in the store; empty: nothing.
+        meetings: number of such waits so far.
+        clock: phase and step of this rank; None before the run has them.
     """
+
+    waits, meetings = "", 0
+    clock: Goodput | None = None
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -136,7 +146,9 @@ class RankStore:
                 self.tell(f"{key}/error", self._words(error))
         if self.store.add(f"{key}/count", 1) == self.size:
             self.tell(f"{key}/all", True)
-        self.store.wait([f"{key}/all"], TIMEOUT)
+        self.waits, self.meetings = key, self.meetings + 1
+        self.store.wait([f"{key}/all"], LONG)
+        self.waits = ""
         if mine is not None and not isinstance(mine, MegacppError):
             raise mine  # a bug: its own rank prints it
         if self.store.add(f"{key}/errors", 0):

@@ -28,6 +28,7 @@ from typing import IO, Any, Protocol
 from megacpp.config.arguments import flatten, parse_run, replace_keys
 from megacpp.config.presets import preset
 from megacpp.config.schema import Config
+from megacpp.config.values import flag_text
 from megacpp.launch.fit import STEPS, Outcome, outcome_of
 from megacpp.launch.rank_store import POLL_S, RankStore
 from megacpp.run.failure import PEER_LOST
@@ -113,7 +114,7 @@ def arguments_of(config: Config) -> list[str]:
     return [
         config.preset,
         *(
-            f"--{key.replace('_', '-')}={_text(value)}"
+            f"--{key.replace('_', '-')}={flag_text(value)}"
             for key, value in flatten(config).items()
             if key != "preset" and (key not in base or base[key] != value)
         ),
@@ -234,9 +235,3 @@ def _meeting_point() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return os.environ.get("MASTER_ADDR", "localhost"), probe.getsockname()[1]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -10,12 +10,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megacpp.config.arguments import Resolved, exit_on_error
+from megacpp.config.checks.every import hang_limits
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
 from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import PEER_LOST, note, write_status
+from megacpp.run.hang import HangWatch
 from megacpp.state.published import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 
@@ -59,7 +62,9 @@ def guarded(main: Callable[[Resolved, RankStore], None], resolved: Resolved) -> 
     first = os.environ.get("RANK", "0") == "0"
     try:
         peers = RankStore()
-        main(resolved, peers)
+        limits = hang_limits(resolved.config.run.timeout)
+        with HangWatch(peers, limits, folder, partial(_hung, peers)):
+            main(resolved, peers)
         sys.stdout.flush()
         _ended(peers, 0, "all steps are done")
         if "WORLD_SIZE" in os.environ:
@@ -217,7 +222,7 @@ def _ended(peers: RankStore | None, code: int, line: str) -> None:
     if peers.rank == 0 or code not in (0, PreemptedError.exit_code, INTERRUPTED):
         write_status(peers.home, code, line, rank=peers.rank)
     if peers.rank == 0 and code == 0:
-        for stale in (peers.home / "failures").glob("rank-*.txt"):  # of a start before this one
+        for stale in (peers.home / "failures").glob("*rank-*.txt"):  # of a start before this one
             stale.unlink(missing_ok=True)
     _free(peers)
 
@@ -233,6 +238,10 @@ def _said(peers: RankStore | None) -> None:
     with contextlib.suppress(Exception):
         if peers is not None:
             peers.say()
+
+
+def _hung(peers: RankStore, line: str) -> None:
+    _failed(peers, PEER_LOST, f"{line}. {NEXT}")
 
 
 def _failed(peers: RankStore | None, code: int, line: str) -> int:

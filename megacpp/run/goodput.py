@@ -56,6 +56,11 @@ class Goodput:
         began: start of the process in seconds since 1970; None reads it from the system.
         now: monotonic seconds.
         wall: seconds since 1970.
+
+    Attributes:
+        at: current step; None before the first.
+        turns: changes of class so far.
+        first: no step of this start is over.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Goodput:
         self._written = self._since
         self._spent: dict[str, float] = {}
         self._steps: list[int] = []
+        self.at: int | None = None
+        self.turns, self.first = 0, True
         self._carried = False  # the step is in the previous line
         self._file: TextIO | None = None
         self._turn("startup")
@@ -84,9 +91,15 @@ class Goodput:
         self._spent["startup"] -= retried_s
         self._spent["oom_retry"] = retried_s
 
+    @property
+    def phase(self) -> str:
+        """Class that is timed now; before the first step also `startup`."""
+        return self._class
+
     def step(self, step: int) -> None:
         """Begin step `step` (the first is 0), and end the one before."""
         first = self._class == "startup"
+        self.at, self.first = step, first
         self._open()
         self._turn("compile" if first and self._compiles else "step")
         if first or self._now() - self._written >= EVERY_S:
@@ -151,6 +164,7 @@ class Goodput:
         now = self._now()
         self._spent[self._class] = self._spent.get(self._class, 0.0) + now - self._since
         self._class, self._since = name, now
+        self.turns += 1
 
     def _flush(self) -> None:
         if self._path is not None and self._file is None:
@@ -287,7 +301,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     """Return a line as a mapping, empty if it is truncated."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(line, dict):
         return {}

@@ -19,7 +19,7 @@ from megacpp.run.health import Health, budget_spent
 from megacpp.run.metrics import MetricsLog
 from megacpp.state.agreement import share
 from megacpp.state.published import newest_sound
-from megacpp.state.training import TrainingState
+from megacpp.state.training import TrainingState, corrupt_state
 
 FILE = "rewinds.jsonl"
 
@@ -46,6 +46,7 @@ class Rewinds:
 
     def __post_init__(self) -> None:
         self._target: Path | None = None
+        self._differs = ""
         self.made: list[dict[str, Any]] = share(_read(self.folder / FILE), 0)
         again = [one for one in self.made if one["to"] == self.state.step]
         if again and self.state.loader is not None:
@@ -53,18 +54,24 @@ class Rewinds:
             skipped = max((one["rows"][1] for one in again if one["rows"][0] == at), default=at)
             self.state.loader.skip_to(skipped)
 
-    def due(self) -> bool:
+    def due(self, differs: str = "") -> bool:
         """Return whether the run must go back now; the same on every rank.
+
+        Args:
+            differs: copies of a tensor that aren't equal (digests.py).
 
         Raises:
             NonFiniteError: it must, and no rewind or no sound checkpoint is left.
         """
+        self._differs = differs
         train, left = self.config.train, self.config.train.rewinds - len(self.made)
         spent = self.state.bad_steps >= train.max_skips
         spiking = 0 < train.max_spikes <= self.health.spikes and left > 0
-        if not spent and not spiking:
+        if not spent and not spiking and not differs:
             return False
         self._target = share(self._newest(), 0) if left > 0 else None
+        if differs and self._target is None:
+            raise corrupt_state(self.config, self.state.folder, self.state.step, differs)
         if spent and self._target is None:
             raise budget_spent(self.config, self.state.folder)
         return self._target is not None
@@ -80,9 +87,11 @@ class Rewinds:
         bad, spikes = state.bad_steps, self.health.spikes
         made, read = state.step, state.loader.position
         state.go_back(path)
+        if self._differs:  # the same rows again: they aren't at fault
+            read = state.loader.position
         rows, self.health.spikes = [state.loader.position, read], 0
         state.loader.skip_to(read)
-        why = f"{bad} bad steps in a row" if bad else f"{spikes} spikes in a row"
+        why = self._differs or f"{bad} bad steps in a row" if bad else f"{spikes} spikes in a row"
         one = {"from": made, "to": state.step, "streak": max(bad, spikes), "rows": rows}
         one |= {"why": why, "path": str(path)}
         self.made.append(one)
@@ -93,8 +102,9 @@ class Rewinds:
         left = self.config.train.rewinds - len(self.made)
         self.log.warn(
             [
-                f"step {made}: {why}: back to {path}, rows {rows[0]} to {rows[1] - 1} are skipped "
-                f"({left} rewinds left)"
+                f"step {made}: {why}: back to {path}, "
+                f"{f'rows {rows[0]} to {rows[1] - 1} are' if read > rows[0] else 'no row is'} "
+                f"skipped ({left} rewinds left)"
             ]
         )
 

@@ -150,7 +150,7 @@ class TrainingState:
             NonFiniteError: a parameter or a moment isn't finite, on any rank; nothing is written.
             CheckpointError: the disk is full or not writable.
         """
-        tensors = self._tensors(self.optimizers.state_tensors())
+        tensors = self.tensors()
         if words := unsound(tensors):
             raise bad_state(self.config, self.folder, self.step, f"after step {self.step} {words}")
         extra = {
@@ -245,6 +245,10 @@ class TrainingState:
             passed.append(problem)
         self.changed = share(passed_over(self.folder, None) if source == "auto" else [], 0)
         return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all saved tensors of this rank, by their names in a checkpoint."""
+        return self._tensors(self.optimizers.state_tensors())
 
     def _tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all saved tensors, by their names in a checkpoint."""
@@ -358,6 +362,24 @@ def bad_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteE
         f"run.dir={config.run.dir}: {words}; nothing of this state is kept, {kept}. "
         f"Fix: lower optim.lr ({config.optim.lr:g}) or raise optim.warmup_steps, and start the "
         "same command again."
+    )
+
+
+def corrupt_state(config: Config, folder: Path, step: int, words: str) -> NonFiniteError:
+    """Return the error that ends a run whose ranks' copies of a tensor are no longer equal.
+
+    Args:
+        config: configuration of the run.
+        folder: folder of checkpoints.
+        step: steps made.
+        words: tensor and ranks.
+    """
+    newest = newest_sound(folder)
+    kept = f"{newest} is the newest checkpoint" if newest else "no checkpoint was saved"
+    return NonFiniteError(
+        f"run.dir={config.run.dir}: after step {step} {words}: a device or its memory computed "
+        f"wrongly; {kept}. Fix: take that rank's device out of service, and start the same command "
+        "again; --train.rewinds 1 goes back by itself."
     )
 
 

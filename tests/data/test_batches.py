@@ -287,6 +287,29 @@ def test_a_damaged_block_is_found_when_it_is_first_read(
         assert caught.value.exit_code == 3
 
 
+def test_files_that_change_under_their_reader_are_named(damaged: Path) -> None:
+    """A truncated memory map would be a SIGBUS; the mended file is read by the same command."""
+    shard, places = damaged / "train-00001.bin", damaged / "train-documents.bin"
+    whole, offsets = shard.read_bytes(), places.read_bytes()
+    before, corpus = Corpus(damaged, SEQ_LEN), Corpus(damaged, SEQ_LEN)
+    rows = [before.row("train", r).ids_T for r in range(before.rows_per_epoch)]
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        DataError, match=r"train-00001\.bin: block 0 .*truncated while in use"
+    ) as one:
+        for row in range(corpus.rows_per_epoch):
+            corpus.row("train", row)
+    assert one.value.exit_code == 3
+    shard.write_bytes(whole)
+    places.write_bytes(np.frombuffer(offsets, "<u8")[::-1].tobytes())
+    with pytest.raises(DataError, match=r"train-documents\.bin: documents .* are out of order"):
+        for row in range(corpus.rows_per_epoch):
+            corpus.row("train", row)
+    places.write_bytes(offsets)
+    for number, row in enumerate(rows):
+        assert (Corpus(damaged, SEQ_LEN).row("train", number).ids_T == row).all()
+
+
 def test_each_block_is_summed_once(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 100 bytes: a row sums the blocks that it lies in, an epoch each block once."""
     monkeypatch.setattr("megacpp.data.shards.BLOCK_BYTES", 100)

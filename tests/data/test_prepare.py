@@ -379,3 +379,17 @@ def test_preparing_needs_no_torch(source: Path, tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_leftovers_of_a_killed_start_are_removed(tmp_path: Path) -> None:
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(9)))
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    dead, alive = (
+        tmp_path / f".corpus.{prepare.HOST}.{pid}.partial" for pid in (child.pid, os.getppid())
+    )
+    for folder in (dead, alive):
+        (folder / "documents").mkdir(parents=True)
+    ensure_corpus(CorpusSpec(source=str(source), vocab_size=300), tmp_path / "corpus")
+    assert not dead.exists() and alive.exists()

@@ -211,3 +211,20 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.h").unlink()
     with pytest.raises(DataError, match=r"a\.h: cannot be read \(No such file"):
         list(read_items(source, "text"))
+
+
+def test_long_records_are_cut_by_the_rule_of_text_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ["word " * 300 + "\n\n" + "é" * 700, "short", "\U0001f600" * 500]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    source = find_source(str(path), (), 1000)
+    found = list(read_items(source, "text"))
+    assert "".join(item.text or "" for item in found) == "".join(rows)
+    assert all(item.text and len(item.text.encode()) <= 1000 for item in found)
+    assert len(found) > 6 and "short" in [item.text for item in found]
+    assert sum(item.read_bytes for item in found) == path.stat().st_size
+    monkeypatch.setattr("megacpp.data.sources.LINE_BYTES", 1000)
+    for one in (path, write_zst(tmp_path / "rows.jsonl.zst", path.read_bytes())):
+        with pytest.raises(DataError, match=r"a record of more than 1,000 bytes\. Fix: write"):
+            list(read_items(find_source(str(one)), "text"))

@@ -52,6 +52,20 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
     assert len(set(made)) > 15 or name in LOOPS
 
 
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run saves none; a folder may be older, or somebody else's."""
+    model = built(model_of("llama_tied_yarn"))
+    with torch.no_grad():
+        model.blocks["0"].norm.weight[2] = float("nan")
+    final = final_folder(tmp_path / "run", model)
+    assert main(["export", str(final), "--out", str(tmp_path / "out")]) == 4
+    said = capsys.readouterr().err
+    assert "1 values that are not finite" in said and "Fix: export a checkpoint from before" in said
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.tmp"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     model, out = exported(name, tmp_path)

@@ -20,7 +20,7 @@ from megacpp.config.checks.mesh import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.config.checks.model import model_rules
 from megacpp.config.checks.optimizer import optimizer_rules
 from megacpp.config.checks.recompute import recompute_rules
-from megacpp.config.schema import Config, TrainConfig
+from megacpp.config.schema import Config, RunConfig, TrainConfig
 from megacpp.config.settings import flatten, settings_of
 from megacpp.errors import ConfigError, config_error
 from megacpp.kernels.selection import kernel_rules
@@ -30,6 +30,7 @@ from megacpp.model.stages import chunk_rules, enough_microbatches, pipeline_rule
 Rules = Callable[[Config, int], Iterator[ConfigError]]
 SIZES = ("model.", "mesh.", "run.", "data.", "train.", "precision.fp8_ends")
 MOST_PLACES = 2**31 - 1  # tokens of a microbatch: kernels number them in 32 bits
+LONGEST_WAIT_S = 30 * 86400  # of run.timeout
 MOST_MICROBATCHES = 1_000_000  # of a step
 
 
@@ -177,6 +178,53 @@ def _profile(config: Config) -> Iterator[ConfigError]:
         yield config_error("run.profile", steps, rule, fix)
 
 
+def hang_limits(text: str) -> dict[str, float]:
+    """Seconds by phase that `run.timeout` names; phases that it leaves out have the default.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    found: dict[str, float] = dict.fromkeys(("start", "step", "save", "evaluation"), 0.0)
+    for part in (RunConfig().timeout, text) if "=" in text else (text,):
+        for word in part.split(","):
+            phase, equals, number = word.strip().rpartition("=")
+            seconds = float(number)
+            if not 0 <= seconds <= LONGEST_WAIT_S or (equals and phase not in found):
+                raise ValueError(word)
+            found.update({phase: seconds} if equals else dict.fromkeys(found, seconds))
+    return found
+
+
+def monitor_address(text: str) -> tuple[str, int]:
+    """Host and port of `run.monitor`.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (
+        ":" in text and not host
+    ):
+        raise ValueError(text)
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _monitor(config: Config) -> Iterator[ConfigError]:
+    try:
+        monitor_address(config.run.monitor or "0")
+    except ValueError:
+        rule = "must be a port, or HOST:PORT"
+        yield config_error("run.monitor", config.run.monitor, rule, "use run.monitor=8790")
+
+
+def _timeout(config: Config) -> Iterator[ConfigError]:
+    try:
+        hang_limits(config.run.timeout)
+    except ValueError:
+        rule = "must be seconds, or start=, step=, save= and evaluation= with seconds"
+        yield config_error("run.timeout", config.run.timeout, rule, "use run.timeout=600")
+
+
 def _schedule(config: Config) -> Iterator[ConfigError]:
     for key, usual in (("run.dir", "runs/tiny"), ("data.path", "data/torch-headers")):
         if not lookup(config, key).strip():
@@ -269,6 +317,8 @@ RULES: dict[str, Rules] = {
     "pipeline": _pipeline,
     "schedule": _alone(_schedule),
     "profile": _alone(_profile),
+    "timeout": _alone(_timeout),
+    "monitor": _alone(_monitor),
     "precision": _alone(_precision),
     "optimizer": _alone(_optimizer),
     "moments": _alone(_adamw_state),

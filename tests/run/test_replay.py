@@ -1,0 +1,69 @@
+"""Replays make recorded steps again: equal to the last bit, or said to differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megacpp.cli import replay as command
+from megacpp.cli.main import main
+from tests.launch import forked
+from tests.test_run import SMALL
+
+FLAGS = "--model.depth 2 --model.pattern ME --run.steps 8 --run.digest-every 2 --run.eval-rows 4"
+FLAGS += " --checkpoint.every 3 --run.sample-tokens 0 --train.tokens-per-step 192"
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    own = ["--data.path", str(corpus), "--run.dir", str(folder)]
+    own += ["--train.device-batch-size", "2", "--precision.dtype", "fp64"]
+    done = forked("tiny", *SMALL, *FLAGS.split(), *own, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(flags: list[str], ranks: int) -> None:
+        done = forked(*flags, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr(command, "_run", run)
+
+
+def test_the_same_mesh_is_the_same_bits_and_a_changed_record_is_seen(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert main(["replay", str(run), "--from", "3", "--steps", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 steps from " in said
+    assert "are equal bit for bit: loss, gradient norm, 2 digests" in said
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+    metrics, digests = run / "metrics.jsonl", run / "digests.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[4]["loss"] += 1e-15 * 8
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wrong = json.loads(digests.read_text().splitlines()[3])
+    digests.write_text(digests.read_text().replace(wrong["digest"], "0" * 16))
+    assert main(["replay", str(run), "--from", "3", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert wrong["step"] == 5 and found["differing"] == [4, 5]
+
+
+def test_another_mesh_is_equal_to_the_tolerance(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ["--nproc", "1", "--mesh.dp-shard", "1", "--train.grad-accum", "2"]
+    assert main(["replay", str(run), "--from", "3", "--steps", "1", *other]) == 0
+    assert "1 of 1 steps" in capsys.readouterr().out
+    assert main(["replay", str(run), "--from", "4"]) == 2
+    assert "has no such checkpoint. Fix: use one of 3, 6, 8" in capsys.readouterr().err
+    assert main(["replay", str(run)]) == 2
+    assert "no step after it is recorded" in capsys.readouterr().err
+    assert main(["replay", str(run / "none"), "--from", "3"]) == 4

@@ -1,0 +1,127 @@
+"""Runs are watched from their files alone, whole or torn, and served to who may see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import stat
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from megacpp.cli.main import main
+from megacpp.cli.watch import lines_of, sparkline
+from megacpp.config.arguments import parse_run
+from megacpp.errors import ConfigError
+from megacpp.launch.lock import take
+from megacpp.outcome import write_status
+from megacpp.run.monitor import TOKEN, serve
+from megacpp.run.vitals import prometheus, vitals
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"config": {"run": {"steps": 40}}}))
+    rows = [
+        {"step": n, "loss": 5 - n / 10, "step_s": 2.0, "tokens_per_s": 50.0, "grad_norm": 1.5}
+        for n in range(30)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "goodput.jsonl").write_text('{"s": {"step": 60.0}}\n{"s": {"step": 1, "data": 2}}\n')
+    (folder / "stragglers.jsonl").write_text('{"step": 28, "rank": 3}\n{"step": 25, "rank": 3}\n')
+    (folder / "checkpoints/latest").write_text("step-000020\n")
+    write_status(folder)
+    return folder
+
+
+def test_a_run_in_two_or_three_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = vitals(run)
+    assert (found["state"], found["step"], found["left_s"]) == ("running", 30, 20.0)
+    assert found["spent_s"] == {"step": 61.0, "data": 2.0} and found["stragglers"] == [3]
+    assert main(["watch", str(run), str(run), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(f"{run}: running\n") == 2 and out.count("stragglers: ranks 3") == 2
+    assert "step 30/40  loss 2.1000  50 tok/s  eta 20 s" in out.replace("0:20", "20 s")
+    assert main(["watch", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == "step-000020"
+    assert main(["watch", str(run / "none")]) == 2
+
+
+def test_a_killed_run_is_told_from_one_that_goes_on(run: Path) -> None:
+    lock = take(run)
+    assert vitals(run)["state"] == "running"
+    lease = json.loads((run / "run.lock").read_text())
+    (run / "run.lock").write_text(json.dumps(lease | {"ticks": 1}))
+    assert vitals(run)["state"] == "killed"
+    lock.release()
+    write_status(run, 6, "rank 1 lost")
+    assert lines_of(vitals(run))[0].endswith("run: ended with 6")
+    assert lines_of(vitals(run))[-1] == "  rank 1 lost"
+
+
+def test_torn_and_damaged_files_are_left_out(run: Path) -> None:
+    rng, names = random.Random(0), [path for path in run.rglob("*") if path.is_file()]
+    whole = {path: path.read_bytes() for path in names}
+    junk = [b"", b"null", b"[" * 9999, b"\xff\0{", b'{"step": {}, "s": 3, "loss": "x"}\n', b"1\n"]
+    for _ in range(60):
+        for path in names:
+            raw = whole[path]
+            path.write_bytes(rng.choice([raw, raw[: rng.randrange(len(raw))], rng.choice(junk)]))
+        found = vitals(run)
+        assert lines_of(found) and prometheus(found) and json.dumps(found)
+
+
+def test_losses_as_bars() -> None:
+    assert sparkline([1.0, 2.0, float("nan"), 8.0]) == "▁▂ █" and sparkline([]) == ""
+    assert len(sparkline([float(n) for n in range(1000)])) <= 24
+
+
+def fetch(port: int, path: str, token: str = "") -> tuple[int, str]:
+    head = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=head)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+
+
+def test_the_endpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = serve("0", run)
+    try:
+        port = server.server_address[1]
+        assert server.server_address[0] == "127.0.0.1"
+        assert f"http://127.0.0.1:{port}/status" in capsys.readouterr().out
+        assert json.loads(fetch(port, "/status")[1])["step"] == 30
+        text = fetch(port, "/metrics")[1]
+        assert "megacpp_up 1\n" in text and "megacpp_loss 2.1\n" in text
+        assert 'megacpp_seconds_total{class="step"} 61\n' in text
+        assert fetch(port, "/../config.json")[0] == 404 and not (run / TOKEN).exists()
+        with pytest.raises(ConfigError, match=f"run.monitor={port}: nothing can listen there"):
+            serve(str(port), run)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_other_addresses_need_the_token(run: Path) -> None:
+    server = serve("0.0.0.0:0", run)
+    try:
+        port, token = server.server_address[1], (run / TOKEN).read_text().strip()
+        assert stat.S_IMODE(os.stat(run / TOKEN).st_mode) == 0o600 and len(token) > 20
+        assert fetch(port, "/status")[0] == fetch(port, "/metrics", "x" + token)[0] == 401
+        assert fetch(port, "/status", token)[0] == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("text", ["x", ":80", "70000", "host:", "-1", "1.5"])
+def test_an_address_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.monitor=.*: must be a port, or HOST:PORT"):
+        parse_run(["--run.monitor", text], 1)

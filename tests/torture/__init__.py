@@ -1,0 +1,1 @@
+"""Attacks on running processes: what `make torture` runs, and short forms of it for the suite."""

@@ -1,0 +1,307 @@
+"""Attack runs for half an hour and print the table R1-R25: `make torture`.
+
+python -m tests.torture [--only R17 R18] [--minutes 30]
+
+Rows with a measurement of their own attack processes under torchrun; the others run the tests that
+hold the bar, whole, and print how many passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megacpp.run.goodput import account, read_starts
+from tests.launch import ROOT
+from tests.ranks import children
+from tests.test_run import ADAMW, SMALL
+
+ATTACK = str(ROOT / "tests/torture/attack.py")
+LIMIT_S = 6
+HANGS = [  # fault, rank, phase that the report must name
+    ("stop", 1, "step"),
+    ("loop", 1, "step"),
+    ("sleep", 0, "step"),
+    ("other-collective", 1, "step"),
+    ("data", 1, "data"),
+    ("save", 1, "save"),
+    ("evaluation", 0, "evaluation"),
+]
+TESTS = {
+    "R1": ("kills during a save", "state/test_crash.py"),
+    "R2": ("two starts, one folder", "run/test_alone.py"),
+    "R3": ("flipped bits of files", "state/test_damage.py state/test_sound.py"),
+    "R4": ("truncated and swapped files", "state/test_damage.py state/test_hostile.py"),
+    "R5": ("resume, same mesh", "state/test_resume.py"),
+    "R6": ("resume, another mesh", "state/test_meshes.py"),
+    "R7": ("meshes equal one rank", "parallel/test_everything.py"),
+    "R8": ("the same run twice", "test_run.py"),
+    "R9": ("documents stay apart", "model/test_documents.py"),
+    "R10": ("NaN on one rank", "run/test_bad_steps.py parallel/test_guard.py"),
+    "R11": ("spikes and rewinds", "run/test_rewind.py"),
+    "R12": ("no label counts", "parallel/test_boundary.py"),
+    "R14": ("damaged corpora", "data/test_batches.py data/test_sources.py"),
+    "R15": ("full and read-only disks", "run/test_disk.py state/test_crash.py"),
+    "R16": ("signals", "run/test_preemption.py"),
+    "R19": ("ranks with less data", "data/test_loader.py run/test_evaluate.py"),
+    "R20": ("every row once", "data/test_batches.py data/test_loader.py"),
+    "R21": ("hostile files", "state/test_hostile.py interop/test_refusals.py"),
+    "R22": ("retention", "state/test_sound.py state/test_crash.py"),
+    "R23": ("export and back", "interop/test_export.py"),
+}
+
+
+class Yard:
+    """Folder and corpus of the attacks.
+
+    Args:
+        folder: empty folder.
+        seed: of random attacks.
+        minutes: time for all of them.
+    """
+
+    def __init__(self, folder: Path, seed: int, minutes: float) -> None:
+        self.folder, self.rng, self.minutes = folder, random.Random(seed), minutes
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        source = folder / "texts.jsonl"
+        texts = [
+            "".join(f"int f{i}_{j}(int a) {{ return a + {j}; }}\n" for j in range(9))
+            for i in range(300)
+        ]
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        out = ["--out", str(folder / "corpus"), "--vocab-size", "400"]
+        self.call("-m", "megacpp", "data", "prepare", str(source), *out)
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run Python in the checkout, to its end."""
+        return subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=self.env, text=True, capture_output=True
+        )
+
+    def flags(self, name: str, *more: str) -> list[str]:
+        """Return the flags of a small run in a folder of its own."""
+        own = ["--data.path", str(self.folder / "corpus"), "--run.dir", str(self.folder / name)]
+        own += [
+            "--train.device-batch-size",
+            "1",
+            "--memory.calibration=",
+            "--run.tensorboard=false",
+        ]
+        return ["tiny", *SMALL, *ADAMW, *own, *more]
+
+    def under(self, ranks: int, script: str, *words: str, restarts: int = 0) -> list[str]:
+        """Return a command under torchrun."""
+        agent = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [sys.executable, *agent, f"--max-restarts={restarts}", script, *words]
+
+
+def hangs(yard: Yard) -> str:
+    """R18: each fault is reported within its timeout + 10 s with the right rank and phase."""
+    late, wrong = 0.0, []
+    for fault, rank, phase in HANGS:
+        limits = f"start=120,step={LIMIT_S},save={LIMIT_S},evaluation={LIMIT_S}"
+        flags = yard.flags(f"hang-{fault}", "--run.timeout", limits)
+        path = yard.folder / f"hang-{fault}"
+        process = subprocess.Popen(
+            yard.under(2, ATTACK, fault, str(rank), "3", *flags),
+            cwd=ROOT,
+            env=yard.env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        _, err = process.communicate()
+        ended = time.time()
+        if not (path / "status.json").exists():
+            wrong.append(f"{fault}: {err[-500:].decode()}")
+            continue
+        status = json.loads((path / "status.json").read_text())
+        said, metrics = status["message"] or "", path / "metrics.jsonl"
+        named = f"rank {rank} " in said.split("; rank")[0] or f"and {rank} differ" in said
+        if status["code"] != 6 or not named or f"phase {phase}" not in said:
+            wrong.append(f"{fault}: {said}")
+        began = metrics.stat().st_mtime  # the last step that was made
+        late = max(late, ended - began)
+    if wrong:
+        print(*wrong, sep="\n", file=sys.stderr)
+    return (
+        f"{len(HANGS) - len(wrong)} of {len(HANGS)} named, the slowest run gone {late:.0f} s after "
+        f"its last step (timeout {LIMIT_S} s)"
+    )
+
+
+def kills(yard: Yard) -> str:
+    """R17: kill ranks at random under --max-restarts; the weights are the undisturbed run's."""
+    steps = [
+        "--run.steps",
+        str(int(100 * yard.minutes)),
+        "--checkpoint.every",
+        "20",
+        "--checkpoint.keep",
+        "2",
+    ]
+    straight = subprocess.run(
+        yard.under(2, "train.py", *yard.flags("straight", *steps)),
+        cwd=ROOT,
+        env=yard.env,
+        capture_output=True,
+    )
+    process = subprocess.Popen(
+        yard.under(2, "train.py", *yard.flags("killed", *steps), restarts=99),
+        cwd=ROOT,
+        env=yard.env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    killed, last = 0, time.monotonic()
+    metrics = yard.folder / "killed/metrics.jsonl"
+    pause = yard.rng.uniform(20, 60)
+    while process.poll() is None:
+        time.sleep(0.05)
+        ranks = children(process.pid)
+        if time.monotonic() - last > pause and len(ranks) >= 2 and metrics.exists():
+            os.kill(yard.rng.choice(ranks), signal.SIGKILL)
+            killed, last, pause = killed + 1, time.monotonic(), yard.rng.uniform(20, 60)
+    same = weights(yard.folder / "straight") == weights(yard.folder / "killed")
+    share = account(read_starts(yard.folder / "killed/goodput.jsonl")).goodput
+    ended = straight.returncode == process.returncode == 0
+    return (
+        f"{killed} kills, weights {'equal bit for bit' if same and ended else 'DIFFER'}, "
+        f"{share:.0%} of the time in steps"
+    )
+
+
+def soak(yard: Yard) -> str:
+    """R25: memory, file handles and shared memory of a long run stay flat."""
+    before = set(os.listdir("/dev/shm"))
+    steps = str(int(80 * yard.minutes))
+    flags = yard.flags("soak", "--run.steps", steps, "--run.eval-every", "50")
+    process = subprocess.Popen(
+        yard.under(2, "train.py", *flags, "--checkpoint.every", "50", "--checkpoint.keep", "2"),
+        cwd=ROOT,
+        env=yard.env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    seen: list[tuple[int, int, int]] = []
+    metrics = yard.folder / "soak/metrics.jsonl"
+    while process.poll() is None:
+        time.sleep(1.0)
+        step = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+        for pid in children(process.pid)[:1] if step > 20 else ():
+            try:
+                text = Path(f"/proc/{pid}/status").read_text()
+                rss = int(re.search(r"VmRSS:\s+(\d+)", text)[1])  # type: ignore[index]
+                seen.append((step, rss, len(os.listdir(f"/proc/{pid}/fd"))))
+            except (OSError, TypeError):
+                continue
+    half = seen[len(seen) // 2 :]  # pools have grown by then
+    left = sorted(set(os.listdir("/dev/shm")) - before)
+    return (
+        f"code {process.returncode}, {steps} steps, second half: memory "
+        f"{slope([(s, r) for s, r, _ in half]):+.2f} KiB a step, file handles "
+        f"{slope([(s, f) for s, _, f in half]):+.4f} a step, left in /dev/shm: {len(left)}"
+    )
+
+
+def shutdowns(yard: Yard) -> str:
+    """R24: runs of four ranks leave with 0 and no word of the runtime."""
+    count, bad = max(2, int(yard.minutes / 3)), 0
+    for number in range(count):
+        shutil.rmtree(yard.folder / "ends", ignore_errors=True)
+        flags = yard.flags("ends", "--run.steps", "2", "--run.seed", str(number))
+        done = subprocess.run(
+            yard.under(4, "train.py", *flags),
+            cwd=ROOT,
+            env=yard.env,
+            capture_output=True,
+            text=True,
+        )
+        bad += done.returncode != 0 or "terminate called" in done.stderr
+    return f"{count - bad} of {count} runs of 4 ranks ended with 0"
+
+
+def configurations(yard: Yard) -> str:
+    """R13: random configurations end in one line each."""
+    count = int(600 * yard.minutes)
+    done = yard.call("-m", "tests.fuzz_config", "--count", str(count), "--seed", "7")
+    return f"{(done.stdout.splitlines() or [done.stderr[-200:]])[-1]}"
+
+
+def flips(yard: Yard) -> str:
+    """SDC: bits flipped in one rank's weights and moments are found, and named."""
+    return tests(yard, "state/test_digests.py") + ", 100 flips"
+
+
+def tests(yard: Yard, files: str) -> str:
+    """Run whole test files; return what passed."""
+    paths = [f"tests/{name}" for name in files.split()]
+    done = yard.call("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths)
+    found = re.findall(r"\d+ (?:passed|failed|skipped|error)", done.stdout)
+    counts = found or [f"{len(re.findall(r'[.]', done.stdout))} passed"]
+    if done.returncode:
+        print(done.stdout[-2000:], file=sys.stderr)
+    return ("" if done.returncode == 0 else "FAILED: ") + ", ".join(counts) + " tests"
+
+
+def weights(folder: Path) -> list[str]:
+    """Return the hashes of the final weights."""
+    files = sorted((folder / "final").glob("*.safetensors"))
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+
+
+def slope(points: list[tuple[int, int]]) -> float:
+    """Return the least-squares slope of some points; 0 without enough of them."""
+    if len({x for x, _ in points}) < 2:
+        return 0.0
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    over = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / over
+
+
+OWN: dict[str, tuple[str, Callable[[Yard], str]]] = {
+    "R13": ("random configurations", configurations),
+    "R17": ("kill -9 of ranks", kills),
+    "R18": ("hangs", hangs),
+    "R24": ("clean ends", shutdowns),
+    "R25": ("soak", soak),
+    "SDC": ("flipped bits in memory", flips),
+}
+
+
+def main() -> None:
+    """Run the attacks and print a row for each bar."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], metavar="R")
+    parser.add_argument("--minutes", type=float, default=30.0, help="scales the long attacks")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    rows = [*(f"R{n}" for n in range(1, 26)), "SDC"]
+    with tempfile.TemporaryDirectory(prefix="megacpp-torture-") as name:
+        yard = Yard(Path(name), given.seed, given.minutes)
+        print("| bar | attack | figure | seconds |\n|---|---|---|---|", flush=True)
+        for row in [row for row in rows if not given.only or row in given.only]:
+            began = time.perf_counter()
+            if row in OWN:
+                attack, figure = OWN[row][0], OWN[row][1](yard)
+            else:
+                attack, figure = TESTS[row][0], tests(yard, TESTS[row][1])
+            print(
+                f"| {row} | {attack} | {figure} | {time.perf_counter() - began:.0f} |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
