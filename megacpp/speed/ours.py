@@ -19,11 +19,11 @@ from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.parameters import Place, held, kinds_of
-from megacpp.memory.forms.traced import request_of
-from megacpp.memory.forms.weights import Weight, weights
+from megacpp.memory.forms.traced import TracedPart, request_of
+from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
 from megacpp.memory.traffic import Traffic, gathers_again, traffic
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
-from megacpp.model.regions import BLOCK, Region, layer_regions
+from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
 from megacpp.model.stages import as_scheduled, stage_parts
 from megacpp.speed.collectives import AxisSpread, spread
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
@@ -221,7 +221,9 @@ class _Maker:
                 KINDS[kind[0]].region_multiply_adds(p, model, own.row) for p in pieces
             )
             again = [self._equal(per_token)] if per_token else []
-        moved, issued = moved_by(request_of(own, kind, pieces), self.compiled)
+        usual = regions_of(self.config.recompute, model, kind[0])
+        part = TracedPart((kind.removesuffix(LEFT_ALONE),), last=pieces != usual)
+        moved, issued = moved_by(request_of(own, part), self.compiled)
         if self.compiled:
             issued = (issued[0] // 3, issued[1] // 3)
         sent = self.sent.get(kind, ())

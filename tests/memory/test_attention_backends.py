@@ -9,8 +9,7 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig
 from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
-from megacpp.memory.forms.traced import traced_kept
-from megacpp.model.regions import NOTHING
+from megacpp.memory.forms.traced import TracedPart, traced_kept
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64)
 MLA = AttentionConfig(
@@ -34,7 +33,7 @@ def share(config: AttentionConfig, backend: str, device: str = "cuda") -> Share:
 
 
 def kept(own: Share) -> int:
-    return sum(numbers * size for _, numbers, size in traced_kept(own, "A", NOTHING))
+    return sum(traced_kept(own, TracedPart(("A",), last=True)).values())
 
 
 def test_only_torch_has_a_mask() -> None:

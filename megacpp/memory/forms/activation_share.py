@@ -1,4 +1,4 @@
-"""Sizes of one rank's part of a microbatch, which the closed forms of activations multiply."""
+"""Sizes of one rank's part of a microbatch, which that estimates and traces depend on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from dataclasses import dataclass, replace
 
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
-from megacpp.model.regions import Region
-
-Kept = tuple[str, int, int]  # group of tensors, numbers, bytes of each
-Pieces = frozenset[Region]
 
 INDEX = 8  # bytes of an int64
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -142,9 +138,3 @@ class Share:
     def chunks(self) -> int:
         """Chunks of a row that a rank of the context axis holds."""
         return 2 if self.cp > 1 and self.config.mesh.cp_order == "head_tail" else 1
-
-
-def residual(own: Share) -> Kept:
-    """Return the residual stream behind a block, which is the next block's input."""
-    model = own.config.model
-    return "residual", own.stream * model.mhc.streams * model.dim, own.residual

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 
@@ -14,7 +13,6 @@ class Moment:
         name: of the moment, for people: `after gate and up`, ...
         tensors: bytes of saved activations, of gradients from later layers, and of temporaries.
         gradients: bytes of the layer's own whole weight gradients, made by this microbatch.
-        reads: in a mixer's backward: the input of its projections has been requested by now.
         fresh: the part of `gradients` that one process hasn't yet added to those of earlier
             microbatches: it adds each as soon as it is made (None: all of them).
     """
@@ -22,7 +20,6 @@ class Moment:
     name: str
     tensors: int
     gradients: int = 0
-    reads: bool = True
     fresh: int | None = None
 
     @property
@@ -39,9 +36,3 @@ class Moment:
         """Return the moment with more bytes alive."""
         new = self.tensors + tensors, self.gradients + gradients
         return replace(self, tensors=new[0], gradients=new[1])
-
-
-def one_at_a_time(moments: Iterable[Moment], most: int) -> Iterator[Moment]:
-    """Yield moments; where `fresh` is None, at most one gradient of `most` bytes is fresh."""
-    for m in moments:
-        yield replace(m, fresh=min(m.gradients, most)) if m.fresh is None else m

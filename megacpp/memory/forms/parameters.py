@@ -16,7 +16,6 @@ from typing import Literal
 from megacpp.blocks.experts.choices import null_copies
 from megacpp.config.checks.optimizer import adamw_layers, layer_of
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
-from megacpp.memory.forms.mtp import mtp_buffers
 from megacpp.memory.forms.weights import COPY, LEFT_ALONE, Weight, weights
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds
 from megacpp.model.sizes import copied_parameters
@@ -271,7 +270,8 @@ def state_bytes(storage: Storage, optim: OptimConfig, by: Mover, numel: int) -> 
 
 
 PACKED_MIN = 4096  # entries of moments in 8 or 4 bits at least (optim/low_bit.py)
-LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
+TERMS = 6  # of auxiliary losses, each with a sum for the record (megacpp/model/auxiliary.py)
+LOSS_BUFFERS = 1 + TERMS  # the scale of losses, and these sums
 
 
 def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) -> int:
@@ -285,11 +285,11 @@ def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) 
     owners = [layers for kind, layers in counts.items() if "A.index" in kind or kind in LOSSES]
     routers = sum(layers for kind, layers in counts.items() if kind[0] == "E")
     found = routers * router_buffers(model, store) + sum(owners) * LOSS_BUFFERS * store
-    return found + counts.get("mtp", 0) * mtp_buffers(model, store)
+    of_depths = 1 + TERMS + model.mtp.depths  # scale, sums for the record, a weight per depth
+    return found + counts.get("mtp", 0) * of_depths * store
 
 
 LOSSES = ("top",)  # parts that have some and nothing else to remember
-LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
 
 
 def router_buffers(model: ModelConfig, store: int = 4) -> int:
