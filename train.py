@@ -23,7 +23,6 @@ from megacpp.data.loader import Loader
 from megacpp.errors import PreemptedError
 from megacpp.interop.start import check_start, start_from
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
 from megacpp.run.evaluate import HeldOut
 from megacpp.run.failure import guarded
@@ -32,6 +31,7 @@ from megacpp.run.goodput import Goodput
 from megacpp.run.health import Health
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
+from megacpp.run.rank_store import RankStore
 from megacpp.run.records import open_records
 from megacpp.run.rewind import Rewinds
 from megacpp.state.training import TrainingState

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from megacpp.config.schema import Config, DataConfig
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.model.regions import Region
 
 # t: a tensor of tokens; g: the gradient of a weight; w: made of weights alone; o: what the block
@@ -185,7 +185,7 @@ def kept(trace: BlockTrace, place: int = 0) -> Counter[str]:
 
 def moments(
     trace: BlockTrace, backward: bool, weights: bool, first: bool = False, place: int = 0
-) -> Iterator[Moment]:
+) -> Iterator[PeakPoint]:
     """Yield moments of a part's forward or backward at which bytes stop growing.
 
     Tensors that the parts in front save aren't counted, nor gradients of weights of those behind.
@@ -207,7 +207,7 @@ def moments(
         if made_by < place and trace.roles[n] not in skipped + "b"
     )
     fresh: dict[int, int] = {}  # gradients that aren't in a sum yet
-    grew: Moment | None = None
+    grew: PeakPoint | None = None
     for index, (event, running) in enumerate(_placed(trace)):
         number, sign = abs(event) - 1, 1 if event > 0 else -1
         role, size = trace.roles[number], sign * trace.bytes[number]
@@ -230,7 +230,7 @@ def moments(
             grew = None
         if inside and sign > 0:
             name = trace.names[number].partition(": ")[2]
-            grew = Moment(name, tensors, gradients, fresh=sum(fresh.values()))
+            grew = PeakPoint(name, tensors, gradients, fresh=sum(fresh.values()))
     if grew is not None:
         yield grew
 

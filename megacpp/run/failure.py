@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
-from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import PEER_LOST, note, write_status
 from megacpp.run.oom import forensics_of, out_of_memory, show_once
+from megacpp.run.rank_store import RankStore
 from megacpp.state.published import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import Config
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Place, held, kinds_of
 from megacpp.memory.forms.traced import TracedPart, request_of
 from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
@@ -51,7 +51,7 @@ def step_work(
     """
     config = as_scheduled(config)
     mesh, micro = config.mesh, config.train.grad_accum
-    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
+    own, place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
     sent = traffic(config, size)
     make = _Maker(config, size, generation, sent).block
     per_rank = [kinds_of(config, size, r * (size // mesh.pp)) for r in range(mesh.pp)]
@@ -135,7 +135,7 @@ class _Maker:
 
     def __init__(self, config: Config, size: int, generation: str, sent: Traffic) -> None:
         self.config, self.generation = config, generation
-        self.own, self.place = Share.of(config, size, 0), Place.of(config, size, 0)
+        self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
         self.compiled = config.train.compile != "off"
         self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
         self.sent = self._sent(size, sent)

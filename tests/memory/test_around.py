@@ -11,7 +11,7 @@ from megacpp.blocks.top.config import TOPConfig
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from tests.memory.test_activations import FULL, Dtype, agree, config_of, size_of
 from tests.memory.working_cases import most_bytes, named_parts
 from tests.memory.working_sets import working_sets
@@ -48,7 +48,7 @@ def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
     one_step = "--train.grad-accum 1 --train.tokens-per-step 0"
     words = f"dense_110m --model.depth 1 --model.vocab-size 16384 {around} {one_step} {flags}"
     config = parse_run(words.split(), size).config
-    own, parts = Share.of(config, size, 0), named_parts(config)
+    own, parts = LocalShapes.on_rank(config, size, 0), named_parts(config)
     for (phase, part), found in working_sets(trace_step(config, size), parts=parts).items():
         if part not in PARTS:
             continue

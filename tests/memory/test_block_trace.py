@@ -29,7 +29,7 @@ from megacpp.memory.block_trace import (
 )
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms import traced
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, request_of
 from megacpp.model.regions import BLOCK
 from parallel.simulate.fake import fake_world
@@ -50,7 +50,7 @@ def config_of(kind: str, size: int, flags: str = "") -> Config:
 def request(kind: str, size: int, flags: str, rows: int, device: str = "cpu") -> BlockRequest:
     config = config_of(kind, size, f"{flags} --train.device_batch_size {rows}")
     config = as_run(config, device, narrow=device == "cuda")
-    return request_of(Share.of(config, size, 0), TracedPart((kind,)))
+    return request_of(LocalShapes.on_rank(config, size, 0), TracedPart((kind,)))
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -210,7 +210,9 @@ def test_a_warm_estimate_imports_no_torch(tmp_path: Path) -> None:
 
 def test_a_launch_on_a_gpu_is_another_request() -> None:
     config = config_of("R", 1)
-    own = [Share.of(as_run(config, device, narrow=True), 1, 0) for device in ("cpu", "cuda")]
+    own = [
+        LocalShapes.on_rank(as_run(config, device, narrow=True), 1, 0) for device in ("cpu", "cuda")
+    ]
     assert len({request_of(one, TracedPart(("R",))).key() for one in own}) == 2
 
 

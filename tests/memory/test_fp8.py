@@ -11,8 +11,8 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import KEEP, Config, MeshConfig
 from megacpp.memory.estimate import estimate
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
 from tests.memory.test_activations import config_of, metered, same, size_of
 from tests.memory.working_cases import most_bytes, named_parts
 from tests.memory.working_sets import working_sets
@@ -60,7 +60,7 @@ def test_peaks_are_those_of_a_trace(dtype: str, pattern: str) -> None:
     """Of each block, in either phase, and of the step."""
     flags = [*TINY.split(), f"--precision.dtype={dtype}", f"--model.pattern={pattern}"]
     config = parse_run(flags, 1).config
-    own, trace = Share.of(config, 1, 0), trace_step(config, 1)
+    own, trace = LocalShapes.on_rank(config, 1, 0), trace_step(config, 1)
     parts = named_parts(config)
     for (phase, part), found in working_sets(trace).items():
         if part.startswith("blocks."):

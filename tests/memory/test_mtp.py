@@ -14,7 +14,7 @@ from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
@@ -93,7 +93,7 @@ def test_the_fullest_moments(name: str) -> None:
     flags = f"{WIDE} --model.pattern AF --model.mtp.depths 2 {flags}"
     config = parse_run(flags.split(), size).config
     stream = trace_step(config, size)
-    own, parts = Share.of(config, size, 0), named_parts(config)
+    own, parts = LocalShapes.on_rank(config, size, 0), named_parts(config)
     traced = working_sets(stream, parts=parts)
     for phase in PHASES:
         for part in ("norm", "mtp", "head"):

@@ -12,9 +12,9 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, TrainConfig
 from megacpp.memory.estimate import estimate
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.memory.forms.batch import ids_bytes, mask_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
 from tests.memory.test_activations import FULL, NONE, SELECTIVE, agree, config_of, same
 from tests.memory.working_cases import WIDE, most_bytes, named_parts
 from tests.memory.working_sets import working_sets
@@ -77,7 +77,7 @@ def run_of(case: str) -> tuple[Config, int]:
 @pytest.mark.parametrize("case", WORKING)
 def test_working_sets(case: str) -> None:
     config, size = run_of(case)
-    own = Share.of(config, size, 0)
+    own = LocalShapes.on_rank(config, size, 0)
     parts, letters = named_parts(config), set(config.model.pattern)
     first = f"blocks.{config.model.pattern.find('A')}"
     stream = trace_step(config, size)

@@ -7,8 +7,8 @@ import pytest
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.memory.block_trace import moments
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import ids_bytes, mask_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, request_of, trace_of
 from megacpp.model.pattern import block_letters
 from tests.memory.working_cases import misses, most_bytes, named_parts
@@ -32,7 +32,7 @@ CASES = (
 @pytest.mark.parametrize(("size", "flags"), CASES, ids=[f"{n} {flags}" for n, flags in CASES])
 def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
     config = parse_run([*flags.split(), *ONE_STEP.split()], size).config
-    own = Share.of(config, size, 0)
+    own = LocalShapes.on_rank(config, size, 0)
     letters = block_letters(config.model.pattern, config.model.depth)
     parts = named_parts(config)
     makes_mask = f"blocks.{letters.index('A')}"
@@ -52,7 +52,7 @@ def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
 
 def test_gradients_are_part_of_a_moment() -> None:
     config = parse_run([*f"{NAM56R} AEF".split(), *ONE_STEP.split()], 8).config
-    own = Share.of(config, 8, 0)
+    own = LocalShapes.on_rank(config, 8, 0)
     dim, hidden = config.model.dim, config.model.mlp.hidden_dim
     trace = trace_of(request_of(own, TracedPart(("F",))))
     made = max(m.gradients for m in moments(trace, backward=True, weights=True))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megacpp.config.schema import KernelsConfig
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, traced_kept
 from tests.memory.working_cases import PHASES, WIDE, misses, most_bytes, parse_run
 
@@ -44,7 +44,7 @@ def test_kernels_have_moments_of_their_own(name: str, kernel: str) -> None:
     """
     flags, size = CASES[name]
     config = parse_run([*f"{WIDE} --model.pattern MM {flags}".split()], size).config
-    own = Share.of(config, size, size - 1)
+    own = LocalShapes.on_rank(config, size, size - 1)
     by_kernel = replace(own, config=replace(config, kernels=KernelsConfig(mamba3=kernel)))  # type: ignore[arg-type]
     for part in (TracedPart(("M",)), TracedPart(("M",), last=True)):
         kept = traced_kept(by_kernel, part)

@@ -6,7 +6,7 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config
 from megacpp.memory.budget import as_run
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_moments
 from tests.memory.working_sets import working_sets
 
@@ -26,7 +26,7 @@ def named_parts(config: Config) -> dict[str, TracedPart]:
     return layers | outer_parts(config.model)
 
 
-def most_bytes(own: Share, part: TracedPart, phase: str, first: bool = False) -> int:
+def most_bytes(own: LocalShapes, part: TracedPart, phase: str, first: bool = False) -> int:
     """Bytes at the fullest moment of a part."""
     return max(m.bytes for m in traced_moments(own, part, PHASES[phase], first))
 
@@ -42,7 +42,7 @@ def misses(
     config = parse_run([*f"{WIDE} --model.pattern {pattern} {flags}".split()], size).config
     config = as_run(config, "cuda", narrow=True) if gpu else config
     traced = working_sets(trace_step(config, size, rank))
-    own, found = Share.of(config, size, rank), {}
+    own, found = LocalShapes.on_rank(config, size, rank), {}
     for layer, part in enumerate(layer_parts(config)):
         for phase in PHASES:
             most = most_bytes(own, part, phase)

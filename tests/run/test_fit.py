@@ -15,7 +15,6 @@ from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
-from megacpp.launch.rank_store import RankStore
 from megacpp.launch.resolve import _Orders
 from megacpp.launch.trial import (
     SETTINGS,
@@ -25,6 +24,7 @@ from megacpp.launch.trial import (
     trial_command,
 )
 from megacpp.memory.estimate import MemoryEstimate
+from megacpp.run.rank_store import RankStore
 
 OOM, OK = Outcome("oom"), Outcome("ok", step_s=(9.0, 1.0, 2.0, 3.0))
 BASE = parse_run(["tiny", "--train.tokens-per-step", "32768"], 8).config

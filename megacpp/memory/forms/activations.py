@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp.config.schema import Config
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_kept
 from megacpp.model.pattern import entrance, exit_parts
 from megacpp.model.stages import stage_parts
@@ -98,7 +98,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     `megacpp activations`: a GPU pads the slots of experts less, and keeps keys and values for every
     query head where rows are packed (megacpp/kernels/attention/reference.py).
     """
-    own, most = (Share.of(config, size, rank, most) for most in (False, True))
+    own, most = (LocalShapes.on_rank(config, size, rank, most) for most in (False, True))
     alike: dict[str, Counter[TracedPart]] = {}  # a kind's layers, by their places in groups
     for part in _parts(own):
         alike.setdefault(part.shown, Counter())[part] += 1
@@ -111,7 +111,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     return ActivationBytes(tuple(parts), _in_flight(config, own), not_counted(config))
 
 
-def _together(own: Share, parts: Counter[TracedPart]) -> dict[str, int]:
+def _together(own: LocalShapes, parts: Counter[TracedPart]) -> dict[str, int]:
     """Return bytes by group, over the given number of each part."""
     groups: Counter[str] = Counter()
     for part, layers in parts.items():
@@ -120,7 +120,7 @@ def _together(own: Share, parts: Counter[TracedPart]) -> dict[str, int]:
     return dict(+groups)
 
 
-def _saved(own: Share, part: TracedPart) -> dict[str, int]:
+def _saved(own: LocalShapes, part: TracedPart) -> dict[str, int]:
     if part.kind != RECEIVED:
         return traced_kept(own, part)
     model = own.config.model
@@ -138,7 +138,7 @@ def not_counted(config: Config) -> tuple[str, ...]:
     return tuple(name for name, is_set in found.items() if is_set)
 
 
-def _parts(own: Share) -> list[TracedPart]:
+def _parts(own: LocalShapes) -> list[TracedPart]:
     """Return the parts of this rank in order, with what each stage receives."""
     model, mesh = own.config.model, own.config.mesh
     layers, outer = layer_parts(own.config), outer_parts(model)
@@ -154,7 +154,7 @@ def _parts(own: Share) -> list[TracedPart]:
     return found
 
 
-def _in_flight(config: Config, own: Share) -> int | None:
+def _in_flight(config: Config, own: LocalShapes) -> int | None:
     mesh, total = config.mesh, config.train.grad_accum
     if mesh.pp == 1:
         return 1

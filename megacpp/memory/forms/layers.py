@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parts import NO_FORM, OUTER, forms_of
+from megacpp.memory.forms.simulation import Layer
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import PartUnits, Unit
-from megacpp.memory.forms.walk import Layer
 from megacpp.model.regions import layer_regions
 from megacpp.model.stages import stage_parts
 
@@ -18,7 +18,7 @@ NO_UNITS = PartUnits(NO_UNIT, NO_UNIT, NO_UNIT)
 
 
 def layers_of(
-    own: Share,
+    own: LocalShapes,
     stages: Sequence[Sequence[str]],
     units: Mapping[str, PartUnits],
     sharded: bool,
@@ -89,7 +89,7 @@ def layers_of(
     return found
 
 
-def stream_bytes(own: Share) -> int:
+def stream_bytes(own: LocalShapes) -> int:
     """Return bytes of all streams of this rank, between two layers."""
     model = own.config.model
     return own.stream * model.mhc.streams * model.dim * own.residual
@@ -100,7 +100,7 @@ def masked(kind: str) -> bool:
     return kind.partition("+")[0] == "A"
 
 
-def stage_layers(own: Share) -> list[int]:
+def stage_layers(own: LocalShapes) -> list[int]:
     """Return the numbers of this rank's layers."""
     config = own.config
     if config.mesh.pp == 1:

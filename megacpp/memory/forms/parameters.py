@@ -54,7 +54,7 @@ class Place:
         return self.expert_shards * self.ep if self.apart else self.shards
 
     @staticmethod
-    def of(config: Config, size: int, rank: int) -> Place:
+    def on_rank(config: Config, size: int, rank: int) -> Place:
         """Return the place of `rank`; the axes are those of parallel/mesh.py."""
         m = config.mesh
         folded = m.dp_shard * m.cp * m.tp
@@ -186,7 +186,7 @@ def rank_bytes(config: Config, size: int, rank: int) -> RankBytes:
         for kind, layers in parameters_of(config, size, rank).items()
         for w in weights(config.model, kind, config.recompute.compress)
     ]
-    place, storage = Place.of(config, size, rank), Storage.of(config)
+    place, storage = Place.on_rank(config, size, rank), Storage.in_run(config)
     counts = parameters_of(config, size, rank)
     buffers = buffer_bytes(config.model, counts, storage.store)
     return sums_of(found, place, storage, config.optim, buffers)
@@ -238,7 +238,7 @@ class Storage:
     momentum: int
 
     @staticmethod
-    def of(config: Config) -> Storage:
+    def in_run(config: Config) -> Storage:
         """Return the bytes of stored elements of a configuration."""
         wide, width = config.precision.dtype == "fp64", config.optim.muon_momentum_dtype
         if wide and width == "auto":

@@ -21,8 +21,8 @@ from megacpp.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.traced import TracedPart, traced_kept, traced_moments
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE, EXIT
@@ -38,12 +38,12 @@ class Form:
 
     Attributes:
         forward, backward: fullest moments.
-        kept: bytes saved for the backward, by walk.KEPT.
+        kept: bytes saved for the backward, by simulation.KEPT.
         copies: bytes of copies of weights, for one product.
     """
 
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...]
+    forward: tuple[PeakPoint, ...]
+    backward: tuple[PeakPoint, ...]
     kept: tuple[int, int, int]
     copies: int
 
@@ -52,7 +52,7 @@ NO_FORM = Form((), (), (0, 0, 0), 0)  # of an embedding that another part calls
 
 
 def forms_of(
-    own: Share, parts: tuple[tuple[TracedPart, bool], ...]
+    own: LocalShapes, parts: tuple[tuple[TracedPart, bool], ...]
 ) -> Mapping[tuple[TracedPart, bool], Form]:
     """Return the forms of parts of a rank.
 
@@ -75,7 +75,7 @@ def _forms(
     kernels: KernelsConfig,
     train: TrainConfig,
     precision: PrecisionConfig,
-    sizes: Share,
+    sizes: LocalShapes,
     parts: tuple[tuple[TracedPart, bool], ...],
 ) -> Mapping[tuple[TracedPart, bool], Form]:
     config = Config(
@@ -88,7 +88,7 @@ def _forms(
 SHAPELESS = Config()  # stands for a configuration of which nothing is asked
 
 
-def _form(own: Share, part: TracedPart, first: bool) -> Form:
+def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
     groups = traced_kept(own, part)
     copies = groups.pop("weights", 0)
     kept = 0, 0, sum(groups.values())

@@ -36,8 +36,8 @@ from megacpp.memory.block_trace import (
     kept,
     moments,
 )
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
 from megacpp.model.regions import NOTHING, regions_of
 
@@ -95,12 +95,12 @@ def outer_parts(model: ModelConfig) -> dict[str, TracedPart]:
     return {name: TracedPart(chain, i) for chain in chains for i, name in enumerate(chain)}
 
 
-def request_of(own: Share, part: TracedPart) -> BlockRequest:
+def request_of(own: LocalShapes, part: TracedPart) -> BlockRequest:
     """Return the request that determines the trace of a part of this rank."""
     return _layers_request(own, part) if part.is_layer else _outer_request(own, part.chain)
 
 
-def _layers_request(own: Share, part: TracedPart) -> BlockRequest:
+def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
     if part.last:
         own = own.uncompressed
     config, blocks = own.config, [KINDS[kind[0]] for kind in part.chain]
@@ -154,7 +154,7 @@ def _layers_request(own: Share, part: TracedPart) -> BlockRequest:
     )
 
 
-def _outer_request(own: Share, chain: tuple[str, ...]) -> BlockRequest:
+def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
     """Return the request of the modules in front of the layers, or behind them.
 
     The head's loss processes some tokens at a time, so that bytes aren't affine in rows.
@@ -177,7 +177,7 @@ def _outer_request(own: Share, chain: tuple[str, ...]) -> BlockRequest:
 
 
 def _config(
-    own: Share,
+    own: LocalShapes,
     model: ModelConfig,
     mesh: dict[str, Any],
     policy: dict[str, Any],
@@ -236,7 +236,7 @@ def _exact(request: BlockRequest) -> BlockTrace:
     return found
 
 
-def traced_kept(own: Share, part: TracedPart) -> dict[str, int]:
+def traced_kept(own: LocalShapes, part: TracedPart) -> dict[str, int]:
     """Return bytes that a part saves for its backward, by module.
 
     The residual stream behind a part belongs to it, unless the model's last norm reads only a mean.
@@ -250,8 +250,8 @@ def traced_kept(own: Share, part: TracedPart) -> dict[str, int]:
 
 
 def traced_moments(
-    own: Share, part: TracedPart, backward: bool, first: bool = False
-) -> tuple[Moment, ...]:
+    own: LocalShapes, part: TracedPart, backward: bool, first: bool = False
+) -> tuple[PeakPoint, ...]:
     """Return the fullest moments of a part's forward or backward.
 
     Of a backward, the second is the fullest if earlier microbatches of one process have left
@@ -267,7 +267,7 @@ def traced_moments(
     model = own.config.model
     if backward and part.kind == "embed" and model.tie_embeddings:  # a sum with the head's
         table = model.vocab_size // own.tp * model.dim * (own.compute if own.parallel else own.wide)
-        found += (Moment("tied gradients", table, table),)
+        found += (PeakPoint("tied gradients", table, table),)
     return found
 
 
@@ -277,7 +277,9 @@ def _kept(request: BlockRequest, place: int) -> dict[str, int]:
 
 
 @lru_cache(maxsize=2048)
-def _moments(request: BlockRequest, backward: bool, first: bool, place: int) -> tuple[Moment, ...]:
+def _moments(
+    request: BlockRequest, backward: bool, first: bool, place: int
+) -> tuple[PeakPoint, ...]:
     found = list(moments(trace_of(request), backward, request.sharded, first, place))
     if not found:
         return ()

@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megacpp.errors import MegacppError
-from megacpp.launch.lock import RunLock
 from megacpp.outcome import started_ticks, this_node
+from megacpp.run.lock import RunLock
 
 POLL_S = 0.1
 TIMEOUT = timedelta(minutes=10)  # wait for the slowest rank

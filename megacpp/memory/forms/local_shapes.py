@@ -12,7 +12,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalShapes:
     """Sizes of one rank.
 
     Attributes:
@@ -42,7 +42,7 @@ class Share:
     fp8: frozenset[str]
 
     @staticmethod
-    def of(config: Config, size: int, rank: int, most: bool = False) -> Share:
+    def on_rank(config: Config, size: int, rank: int, most: bool = False) -> LocalShapes:
         """Return the sizes of one rank.
 
         Args:
@@ -55,7 +55,7 @@ class Share:
         if dtype == "auto":
             dtype = "fp32" if config.train.device == "cpu" else "bf16"
         stage_size = size // mesh.pp
-        return Share(
+        return LocalShapes(
             config=config,
             rows=config.train.device_batch_size,
             row=config.data.seq_len,
@@ -82,7 +82,7 @@ class Share:
         return 2 * self.cp * self.chunks * self.rows * past * channels * self.compute
 
     @property
-    def uncompressed(self) -> Share:
+    def uncompressed(self) -> LocalShapes:
         """Return the sizes without random projections, which the last layer leaves alone."""
         if not self.config.recompute.compress:
             return self

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakPoint:
     """Bytes that are alive at once.
 
     Attributes:
@@ -32,7 +32,7 @@ class Moment:
         """Bytes, if earlier microbatches of one process have left gradients."""
         return self.tensors + (self.gradients if self.fresh is None else self.fresh)
 
-    def more(self, tensors: int, gradients: int = 0) -> Moment:
+    def more(self, tensors: int, gradients: int = 0) -> PeakPoint:
         """Return the moment with more bytes alive."""
         new = self.tensors + tensors, self.gradients + gradients
         return replace(self, tensors=new[0], gradients=new[1])
