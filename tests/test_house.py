@@ -93,7 +93,6 @@ NO_TORCH = (
     "memory/forms/peak_point.py",
     "memory/forms/muon.py",
     "memory/forms/offload.py",
-    "memory/forms/compress.py",
     "memory/compose.py",
     "memory/caching.py",
     "memory/allocator.py",

@@ -13,8 +13,7 @@ from megacpp.blocks.engram.sizes import engram_shapes
 from megacpp.blocks.kinds import KINDS
 from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
-from megacpp.memory.forms.compress import projected_width
-from megacpp.model.sizes import ngram_rows, ngram_width
+from megacpp.model.sizes import ngram_rows, ngram_width, projected_width
 
 Shape = tuple[int, ...]
 COPY = "copy"  # of the embedding, in a last stage that looks tokens up
