@@ -92,7 +92,6 @@ NO_TORCH = (
     "memory/trace_cache.py",
     "memory/forms/peak_point.py",
     "memory/forms/muon.py",
-    "memory/forms/offload.py",
     "memory/compose.py",
     "memory/caching.py",
     "memory/allocator.py",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import Allocation, Meter, _replaced, local_part
 from megacpp.memory.block_trace import BlockTrace, Role
 from megacpp.model.documents import Documents
@@ -32,10 +33,15 @@ class BlockMeter(Meter):
     Args:
         model: whose parts run.
         parts: names of the parts, in the order in which they run.
+        ledger: counts tensors that wait on the host; None: offload is off.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
-        super().__init__(model, flops=False)
+    def __init__(
+        self, model: nn.Module, parts: Sequence[str], ledger: HostLedger | None = None
+    ) -> None:
+        super().__init__(model, tuple if ledger is None else ledger.buffers, flops=False)
+        self._ledger = ledger
+        self._input: Allocation | None = None  # the input's copy on the host
         self._places = {name: place for place, name in enumerate(parts)}
         self._events_of_forward = 0
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
@@ -74,6 +80,8 @@ class BlockMeter(Meter):
             end = _End.apply(out)
             self._start = id(self.allocations[-1])
         self._end_forward()
+        if self._ledger is not None and (copy := self._ledger.buffer_of(x_BTD)) is not None:
+            self._input = self._alive.get(id(copy.untyped_storage()))
         self._events_of_forward = len(self._events)
         del out  # the next block's, as far as this one doesn't keep it
         end.backward()  # type: ignore[union-attr]
@@ -112,6 +120,8 @@ class BlockMeter(Meter):
             return "g"
         if alloc is self._result:
             return "o"
+        if alloc.host:
+            return "i" if alloc is self._input else "h"
         if alloc.batch or id(alloc) in self._shared:
             return "b"
         return "w" if alloc.weight else "t"
@@ -180,7 +190,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
-        return x_BTD.view_as(x_BTD)
+        return x_BTD.detach()  # no view of a leaf, which offload would take for a parameter
 
     @staticmethod
     @once_differentiable

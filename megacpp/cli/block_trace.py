@@ -20,6 +20,7 @@ from torch import Tensor
 
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.block import BlockMeter, as_unit
+from checkpointing.tracing.host_ledger import HostLedger
 from megacpp.blocks.engram.module import look_ahead
 from megacpp.blocks.hyper_connections.groups import InGroup
 from megacpp.data.batches import Batch
@@ -71,6 +72,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
     # SDPA on the meta device is another one, of plain products.
     faked = casts or _runs_sdpa(request) or config.precision.fp8 != "off"
+    device, gpu = CPU if faked else META, config.train.device == "cuda"
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
     if world.parallel:
@@ -78,8 +80,10 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
 
         parallelize_blocks(model, config, world, balanced=mesh.ep > 1)
     set_kernels(model, traced_kernels(config))
-    _recompute(request)(model)
-    device, gpu = CPU if faked else META, config.train.device == "cuda"
+    ac = _recompute(request, device)
+    HostLedger.instead(ac)
+    ac(model)
+    ledger = ac.offloader if isinstance(ac.offloader, HostLedger) else None
     values = meta_tensors(gpu)
     if faked:
         values = fake_tensors(memory=True, every_chunk=False, gpu=gpu)
@@ -101,17 +105,17 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         for name in names if request.sharded else ():
             if name.partition(".")[0] in UNITS:
                 as_unit(model.get_submodule(name))
-        with BlockMeter(model, names) as meter:
+        with BlockMeter(model, names, ledger) as meter:
             meter.run(forward, x_BTD, cast)
         return meter.trace()
 
 
-def _recompute(request: BlockRequest) -> ActivationCheckpointing:
+def _recompute(request: BlockRequest, device: torch.device) -> ActivationCheckpointing:
     """Return the policy of the request: regions by layer, and layers that are one group."""
     number, first = len(request.pieces), _first(request)
     behind = request.config.model.depth - first - number
     regions = [*[NOTHING] * first, *request.pieces, *[NOTHING] * behind]
-    ac = ActivationCheckpointing(request.config, regions=regions)
+    ac = ActivationCheckpointing(request.config, device, regions)
     if request.config.recompute.mhc_group_size > 0:
         group = [InGroup(place, place + 1 == number) for place in range(number)]
         ac.groups = [*[None] * first, *group, *[None] * behind]

@@ -25,8 +25,11 @@ from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.model.regions import Region
 
 # t: a tensor of tokens; g: the gradient of a weight; w: made of weights alone; o: what the block
-# returns, which the next one keeps; b: made once for all layers of the batch (masks, angles).
-Role = Literal["t", "g", "w", "o", "b"]
+# returns, which the next one keeps; b: made once for all layers of the batch (masks, angles);
+# h: waits on the host; i: does so, and is the block's input.
+Role = Literal["t", "g", "w", "o", "b", "h", "i"]
+HOST, INPUT = "on the host", "input on the host"  # groups of `kept` that aren't on the device
+GROUPS = {"w": "weights", "o": "residual", "h": HOST, "i": INPUT}
 DOCUMENT = 1024  # tokens of one, where only data could say
 
 
@@ -172,14 +175,14 @@ def kept(trace: BlockTrace, place: int = 0) -> Counter[str]:
     """Return bytes of a part that are alive when the forward has ended, by module path.
 
     Tensors made of weights alone are under `weights`, the result of the last part, which the next
-    block saves, is under `residual`.
+    block saves, is under `residual`, and what has left the device under `HOST` and `INPUT`.
     """
     found: Counter[str] = Counter()
     for number, owner in _alive(trace).items():
         role = trace.roles[number]
         path = trace.names[number].partition(":")[0]
         if role != "b" and owner == place and path:  # else of no part: a sum of losses
-            found[{"w": "weights", "o": "residual"}.get(role, path)] += trace.bytes[number]
+            found[GROUPS.get(role, path)] += trace.bytes[number]
     return found
 
 
@@ -198,7 +201,7 @@ def moments(
             stay belong to the batch and aren't counted.
         place: of the part.
     """
-    skipped = ("" if weights else "w") + ("" if first else "b")
+    skipped = ("hi" if weights else "hiw") + ("" if first else "b")
     gradients, owner = 0, dict[int, int]()
     tensors = -sum(trace.bytes[n] for n in _stays(trace)) if first else 0
     tensors -= sum(

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacpp.config.schema import Config
+from megacpp.memory.block_trace import HOST, INPUT
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_kept
 from megacpp.model.pattern import entrance, exit_parts
 from megacpp.model.stages import stage_parts
 
+Saved = tuple[TracedPart, bool]  # and whether its output waits on the host
 RECEIVED = "received"  # the residual stream that another stage sent
 
 
@@ -99,9 +101,11 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     query head where rows are packed (megacpp/kernels/attention/reference.py).
     """
     own, most = (LocalShapes.on_rank(config, size, rank, most) for most in (False, True))
-    alike: dict[str, Counter[TracedPart]] = {}  # a kind's layers, by their places in groups
-    for part in _parts(own):
-        alike.setdefault(part.shown, Counter())[part] += 1
+    alike: dict[str, Counter[Saved]] = {}  # a kind's layers, by their places in groups
+    found = _parts(own)
+    for part, behind in zip(found, [*found[1:], None], strict=True):
+        taken = behind is not None and INPUT in _saved(own, behind)
+        alike.setdefault(part.shown, Counter())[part, taken] += 1
     parts = []
     for shown, layers in alike.items():
         groups, at_most = (_together(share, layers) for share in (own, most))
@@ -111,12 +115,13 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     return ActivationBytes(tuple(parts), _in_flight(config, own), not_counted(config))
 
 
-def _together(own: LocalShapes, parts: Counter[TracedPart]) -> dict[str, int]:
+def _together(own: LocalShapes, parts: Counter[Saved]) -> dict[str, int]:
     """Return bytes by group, over the given number of each part."""
     groups: Counter[str] = Counter()
-    for part, layers in parts.items():
+    for (part, taken), layers in parts.items():
         for group, each in _saved(own, part).items():
-            groups[group] += layers * each
+            if group not in (HOST, INPUT) and not (taken and group == "residual"):
+                groups[group] += layers * each
     return dict(+groups)
 
 
@@ -124,15 +129,13 @@ def _saved(own: LocalShapes, part: TracedPart) -> dict[str, int]:
     if part.kind != RECEIVED:
         return traced_kept(own, part)
     model = own.config.model
-    return {"residual": own.stream * model.mhc.streams * model.dim * own.compute}
+    return {RECEIVED: own.stream * model.mhc.streams * model.dim * own.compute}
 
 
 def not_counted(config: Config) -> tuple[str, ...]:
     """Return settings in use that are ignored; `bytes` is as without them."""
-    policy = config.recompute
     found = {
         "train.compile": config.train.compile != "off",
-        "recompute.offload": policy.offload != "none",
         "model.attention.sparse.stage": config.model.attention.sparse.stage == "dense",
     }
     return tuple(name for name, is_set in found.items() if is_set)

@@ -70,6 +70,8 @@ def layers_of(
                 waits = mine.block.moved * own.compute
             if kind == "mtp" and looks_up:
                 waits = table
+            if form.takes and layers:
+                layers[-1] = _without_output(layers[-1], form.takes)
             layers.append(
                 Layer(
                     kind if number < 0 else f"layer {number} ({kind})",
@@ -83,10 +85,33 @@ def layers_of(
                     stream * (model.mhc.streams > 1 and part is not None and part.last),
                     waits,
                     kind == "embed" and model.tie_embeddings and "head" in ends,
+                    form.away + form.takes,
                 )
             )
         found.append(layers)
-    return found
+    return _within(found, int(config.recompute.offload_host_gib * 2**30))
+
+
+def _without_output(layer: Layer, taken: int) -> Layer:
+    """Return a layer whose output the next one moves to the host: it is passed on, not saved."""
+    a, b, c = layer.kept
+    kept = (a, b, c - taken) if layer.kind in OUTER else (a - taken, b, c)
+    return replace(layer, kept=kept, passes=taken)
+
+
+def _within(stages: list[list[Layer]], room: int) -> list[list[Layer]]:
+    """Return the layers with what has no room on the host back on the device, in order.
+
+    Buffers are of pinned memory, which are powers of two: up to twice as large.
+    """
+    for layers in stages:
+        for at, layer in enumerate(layers):
+            leaves = layer.away if 2 * layer.away <= room else 0
+            room -= 2 * leaves
+            a, b, c = layer.kept
+            kept = a + layer.away - leaves, b, c
+            layers[at] = replace(layer, away=leaves, kept=kept)
+    return stages
 
 
 def stream_bytes(own: LocalShapes) -> int:

@@ -21,6 +21,7 @@ from megacpp.config.schema import (
     PrecisionConfig,
     TrainConfig,
 )
+from megacpp.memory.block_trace import HOST, INPUT
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.traced import TracedPart, traced_kept, traced_moments
@@ -40,12 +41,16 @@ class Form:
         forward, backward: fullest moments.
         kept: bytes saved for the backward, by simulation.KEPT.
         copies: bytes of copies of weights, for one product.
+        away: bytes that wait on the host.
+        takes: bytes of the residual stream in front, if they wait on the host too.
     """
 
     forward: tuple[PeakPoint, ...]
     backward: tuple[PeakPoint, ...]
     kept: tuple[int, int, int]
     copies: int
+    away: int = 0
+    takes: int = 0
 
 
 NO_FORM = Form((), (), (0, 0, 0), 0)  # of an embedding that another part calls
@@ -90,7 +95,7 @@ SHAPELESS = Config()  # stands for a configuration of which nothing is asked
 
 def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
     groups = traced_kept(own, part)
-    copies = groups.pop("weights", 0)
+    copies, away, takes = (groups.pop(name, 0) for name in ("weights", HOST, INPUT))
     kept = 0, 0, sum(groups.values())
     if part.is_layer:
         routing = sum(size for group, size in groups.items() if group.startswith(ROUTING))
@@ -98,4 +103,4 @@ def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
     forward = traced_moments(own, part, backward=False)
     if first:
         forward += traced_moments(own, part, backward=False, first=True)
-    return Form(forward, traced_moments(own, part, backward=True), kept, copies)
+    return Form(forward, traced_moments(own, part, backward=True), kept, copies, away, takes)

@@ -20,6 +20,7 @@ from typing import Any
 from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.units import PartUnits, Unit
 
+WINDOW_BYTES = 256 << 20  # on their way to the host, or back (checkpointing/offload.py)
 FUSED = ("top", "head")  # parts whose gradients are made in the forward
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 
@@ -40,6 +41,7 @@ class Layer:
         waits: bytes of a tied head's gradient, until the embedding has its own; of n-gram tables,
             until the end of the backward.
         tied: an embedding whose unit is the head's too, and whole until the loss.
+        away: bytes that wait on the host.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Layer:
     passes: int = 0
     waits: int = 0
     tied: bool = False
+    away: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class StepSimulation:
         shards: bytes of reduced gradients.
         passed: bytes of the running part's input, if it isn't saved.
         kept: saved bytes, by KEPT.
+        away: saved bytes that wait on the host, but for some on their way.
         moments: most bytes of each name.
         moment: name of the fullest moment.
         most: bytes at the fullest moment.
@@ -101,6 +105,7 @@ class StepSimulation:
     shards: int = 0
     passed: int = 0
     kept: tuple[int, int, int] = (0, 0, 0)
+    away: int = 0
     moments: dict[str, int] = field(default_factory=dict)
     moment: str = ""
     most: int = -1
@@ -142,19 +147,21 @@ class StepSimulation:
         """
         moved = self.gathered + self.flat + self.scatter + communication
         gradients += self.whole + self.shards
-        total = self.resting + sum(self.kept) + moved + gradients + tensors
+        kept = self.kept[0] + min(self.away, WINDOW_BYTES), *self.kept[1:]
+        total = self.resting + sum(kept) + moved + gradients + tensors
         if total > self.moments.get(name, -1):
             self.moments[name] = total
         if total > self.most:
             self.most, self.moment = total, name
             self.elsewhere = self.flat + self.shards
-            self.fullest = self.base, self.kept, gradients, moved, tensors, other
+            self.fullest = self.base, kept, gradients, moved, tensors, other
 
     def keep(self, layer: Layer, times: int = 1) -> None:
         """Count a layer's saved tensors `times` more; -1: they are freed."""
         (a, b, c), (x, y, z) = self.kept, layer.kept
         self.kept = a + times * x, b + times * y, c + times * z
         self.gathered += times * layer.copies
+        self.away += times * layer.away
 
     def left(self, layers: Sequence[Layer], root: Unit, sync: str) -> None:
         """Start with the gradients of earlier microbatches: whole ones, or shards and a buffer."""

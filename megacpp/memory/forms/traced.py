@@ -131,6 +131,9 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
         **_fields(whole, sections),
     )
     policy = _fields(config.recompute, {"compress", *(n for need in needs for n in need.policy)})
+    offloads = config.recompute.offload != "none" and not part.last
+    if offloads:
+        policy |= _fields(config.recompute, {"offload", "offload_min_mib"})
     policy["mhc_group_size"] = len(part.chain) if part.grouped else NO_GROUP
     few = _config(sizes, model, {**mesh, "cp": cp}, policy, {need.kernel for need in needs} - {""})
     if own.fp8 & {kind[0] for kind in part.chain}:
@@ -139,7 +142,7 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
     shortest = max(need.document(config) for need in needs) if own.most else 0
     counts = {name: n for need in needs for name, n in need.counts(own).items()}
     same = tuple(n for need in needs for n in need.same(own))
-    if model.mhc.streams > 1:  # kernels process some tokens at a time
+    if model.mhc.streams > 1 or offloads:  # kernels process some tokens at a time; small ones stay
         same += (own.tokens,)
     return BlockRequest(
         few,
@@ -240,6 +243,8 @@ def traced_kept(own: LocalShapes, part: TracedPart) -> dict[str, int]:
     """Return bytes that a part saves for its backward, by module.
 
     The residual stream behind a part belongs to it, unless the model's last norm reads only a mean.
+    `HOST` and `INPUT` (megacpp/memory/block_trace.py) are bytes that left the device: the second
+    ones are part of the residual stream behind the part in front.
     """
     found = dict(_kept(request_of(own, part), part.place))
     if not own.parallel:
