@@ -31,7 +31,7 @@ from megacpp.memory.budget import as_run
 from megacpp.memory.forms import traced
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.traced import TracedPart, request_of
-from megacpp.model.regions import BLOCK
+from megacpp.model.regions import NOTHING
 from parallel.simulate.fake import fake_world
 from tests.memory.working_cases import misses
 
@@ -162,7 +162,7 @@ def test_a_trace_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trace_cache, "sources_hash", lambda: "edited")
     assert _anew(asked) == found[0] and len(runs) == 3
     assert len([*tmp_path.rglob("*.json")]) == 2
-    other = dataclasses.replace(asked, pieces=(BLOCK,))
+    other = dataclasses.replace(asked, pieces=(NOTHING | {"norm"},))
     assert other.key() != asked.key()
 
 
