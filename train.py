@@ -26,7 +26,6 @@ from megacpp.config.batch_schedule import batch_schedule
 from megacpp.data.loader import Loader
 from megacpp.errors import PreemptedError
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.rank_store import RankStore
 from megacpp.launch.start import announce, prepare
 from megacpp.run.evaluate import HeldOut
 from megacpp.run.failure import guarded
@@ -36,6 +35,7 @@ from megacpp.run.hang import group_timeout
 from megacpp.run.health import Health
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.preemption import StopRequest
+from megacpp.run.rank_store import RankStore
 from megacpp.run.records import open_records
 from megacpp.run.rewind import Rewinds
 from megacpp.state.digests import Digests

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ from megacpp.cli.dry_run import readable
 from megacpp.config.checks.every import resolve
 from megacpp.config.presets import PER_BLOCK, PRESETS
 from megacpp.config.schema import KEEP, Config
-from megacpp.memory.forms.offload import offload_bytes
+from megacpp.memory.forms.simulation import WINDOW_BYTES
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.pattern import block_letters
 from parallel.simulate.fake import (
@@ -160,9 +160,15 @@ class Measured:
 
     def relative_to(self, plain: Activations) -> TradeOff:
         """Compare with saving everything. The forward counts too: it computes projections."""
-        found, gone = self.activations, offload_bytes(self.parked, 0, sys.maxsize).back
+        found, gone = self.activations, gone_bytes(self.parked)
         flops = found.repeated(plain) + found.flops("forward") - plain.flops("forward")
         return TradeOff(found.bytes - gone, flops, gone)
+
+
+def gone_bytes(storages: Sequence[int]) -> int:
+    """Return the bytes that have left a GPU when the backward begins: all but the last window."""
+    behind = accumulate(reversed(storages))
+    return sum(storages) - max((size for size in behind if size <= WINDOW_BYTES), default=0)
 
 
 def measured(choice: RecomputeSetup, config: Config, size: int) -> Measured:

@@ -33,9 +33,9 @@ from megacpp.dtensor import is_dtensor
 from megacpp.errors import config_error
 from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.wanted import needs_input_grad_now
-from megacpp.memory.forms.compress import projected_width
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Constant, Rule, tensor_key, uniform
+from megacpp.model.sizes import projected_width
 
 
 def compress_linears(model: HybridLM, ratio: float, seed: int) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacpp.config.schema import Config
 from megacpp.kernels.backend import set_kernels
-from megacpp.launch.kernels import chosen_kernels
+from megacpp.kernels.chosen import chosen_kernels
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import Slice, initialise, whole
 from megacpp.model.precision import compute_dtype, storage_dtype

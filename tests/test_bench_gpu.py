@@ -28,8 +28,8 @@ from bench.gpu.steps import (
 from megacpp.blocks.mtp.config import MTPConfig
 from megacpp.config.checks.every import check
 from megacpp.config.schema import KEEP, PrecisionConfig
+from megacpp.kernels.chosen import host_of
 from megacpp.kernels.selection import OPERATIONS
-from megacpp.launch.kernels import host_of
 from megacpp.model.flops import train_flops_per_token
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -10,9 +10,9 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig, MeshConfig, PrecisionConfig, TrainConfig
 from megacpp.errors import ConfigError
 from megacpp.kernels.backend import PLAIN_KERNELS, Kernels, set_kernels
+from megacpp.kernels.chosen import choices, chosen_kernels, kernel_lines, kernel_record
 from megacpp.kernels.host import Host
 from megacpp.kernels.selection import OPERATIONS, Backend, Operation, choose, kernel_rules
-from megacpp.launch.kernels import choices, chosen_kernels, kernel_lines, kernel_record
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
 from parallel.build import build_model

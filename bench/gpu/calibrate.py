@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megacpp.launch.record import device_name
-from megacpp.launch.speed import machine_file
+from megacpp.run.predicted import machine_file
 from megacpp.speed.hardware import GpuSpec, known
 
 GPU_SIZES = (1024, 2048, 4096, 8192)

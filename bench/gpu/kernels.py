@@ -22,8 +22,8 @@ from bench.gpu.shapes import hybrid, ready
 from bench.gpu.steps import packed_documents
 from megacpp.config.schema import Config
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.kernels.chosen import host_of
 from megacpp.kernels.selection import OPERATIONS, Backend
-from megacpp.launch.kernels import host_of
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead

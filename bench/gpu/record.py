@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from megacpp.kernels.host import installed
-from megacpp.launch.record import device_name, driver_version, git_commit, write_json
+from megacpp.launch.record import device_name, driver_version, git_commit
 from megacpp.run.metrics import duration
+from megacpp.state.files import write_json
 
 Row = dict[str, Any]
 # Columns of each section: key of a row, heading, format.

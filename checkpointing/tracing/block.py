@@ -1,7 +1,7 @@
-"""Record of one block's forward and backward, for megacpp/memory/block_trace.py.
+"""Record of a forward and backward of a few parts, for megacpp/memory/block_trace.py.
 
-    with BlockMeter(model) as meter:
-        meter.run(block, x_BTD, docs)
+    with BlockMeter(model, ["blocks.0"]) as meter:
+        meter.run(lambda x_BTD: model.blocks["0"](x_BTD, docs), x_BTD, nullcontext())
     meter.trace()
 
 (Activation memory.) The gradient of the output is allocated when the backward begins, and the
@@ -11,7 +11,7 @@ gradient of the input is freed at once: in a step, the neighbouring blocks alloc
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
@@ -19,22 +19,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
+from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import Allocation, Meter, Run, _replaced, local_part
 from megacpp.memory.block_trace import BlockTrace, Role
 from megacpp.model.documents import Documents
+from megacpp.model.head import LossSum
 
 
 class BlockMeter(Meter):
-    """Meter of one block of a model, from its input's arrival to its input's gradient.
+    """Meter of parts of a model, from their input's arrival to their input's gradient.
 
     Args:
-        model: model of the block.
+        model: whose parts run.
+        parts: names of the parts, in the order in which they run.
+        ledger: counts tensors that wait on the host; None: offload is off.
         run: see `Meter`.
     """
 
-    def __init__(self, model: nn.Module, run: Run | None = None) -> None:
-        super().__init__(model, flops=False, run=run)
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[str],
+        ledger: HostLedger | None = None,
+        run: Run | None = None,
+    ) -> None:
+        super().__init__(model, tuple if ledger is None else ledger.buffers, flops=False, run=run)
+        self._ledger = ledger
+        self._input: Allocation | None = None  # the input's copy on the host
+        self._places = {name: place for place, name in enumerate(parts)}
         self._events_of_forward = 0
         self._added: dict[int, int] = {}  # event by which a gradient is its parameter's
         self._gradients: set[int] = set()
@@ -52,28 +66,31 @@ class BlockMeter(Meter):
 
     def run(
         self,
-        block: nn.Module,
+        parts: Callable[[Tensor], Tensor | LossSum],
         x_BTD: Tensor,
-        docs: Documents,
         autocast: AbstractContextManager[object],
     ) -> None:
-        """Run forward and backward of a block.
+        """Run forward and backward.
 
         Args:
-            block: of the model.
-            x_BTD: `[B, T, D]`, a leaf that requires a gradient.
-            docs: of the rows.
+            parts: runs the forward of all parts.
+            x_BTD: input `[B, T, D]`, a leaf that requires a gradient.
             autocast: under which the forward runs.
         """
         with autocast:
-            out_BTD = block(_Begin.apply(x_BTD), docs)
-        self._result = self._alive.get(id(out_BTD.untyped_storage()))
-        end = _End.apply(out_BTD)
-        self._start = id(self.allocations[-1])
+            out = parts(_Begin.apply(x_BTD))  # type: ignore[arg-type]
+        if isinstance(out, LossSum):
+            end = out.loss_sum
+        else:
+            self._result = self._alive.get(id(out.untyped_storage()))
+            end = _End.apply(out)
+            self._start = id(self.allocations[-1])
         self._end_forward()
+        if self._ledger is not None and (copy := self._ledger.buffer_of(x_BTD)) is not None:
+            self._input = self._alive.get(id(copy.untyped_storage()))
         self._events_of_forward = len(self._events)
-        del out_BTD  # the next block's, as far as this one doesn't keep it
-        end.backward()
+        del out  # the next block's, as far as this one doesn't keep it
+        end.backward()  # type: ignore[union-attr]
 
     def trace(self) -> BlockTrace:
         """Return the allocations and frees so far."""
@@ -81,7 +98,11 @@ class BlockMeter(Meter):
         allocations: list[Allocation] = []
         events: list[int] = []
         places = [0]
-        for _, change, alloc, _ in self._events:
+        marks, running = list[tuple[int, int]](), 0
+        for _, change, alloc, part in self._events:
+            if self._places.get(part, running) != running:  # else of no part, as sums of losses are
+                running = self._places[part]
+                marks.append((len(events), running))
             if id(alloc) != self._start:
                 if change > 0:
                     numbers[id(alloc)] = len(allocations)
@@ -92,11 +113,14 @@ class BlockMeter(Meter):
         forward = places[self._events_of_forward]
         return BlockTrace(
             tuple(alloc.bytes for alloc in allocations),
-            tuple(sys.intern(f"{a.path or 'block'}: {a.operator}") for a in allocations),
+            tuple(
+                sys.intern(f"{x.path or (x.part and 'block')}: {x.operator}") for x in allocations
+            ),
             "".join(map(self._role, allocations)),
             (*_in_order(events[:forward]), *_in_order(events[forward:])),
             forward,
             {numbers[key]: places[at] for key, at in self._added.items() if key in numbers},
+            tuple(dict(marks).items()),
         )
 
     def _role(self, alloc: Allocation) -> Role:
@@ -104,6 +128,8 @@ class BlockMeter(Meter):
             return "g"
         if alloc is self._result:
             return "o"
+        if alloc.host:
+            return "i" if alloc is self._input else "h"
         if alloc.batch or id(alloc) in self._shared:
             return "b"
         return "w" if alloc.weight else "t"
@@ -131,12 +157,48 @@ def _in_order(events: list[int]) -> Iterator[int]:
         yield from sorted(found) if frees else found
 
 
+def as_unit(module: nn.Module) -> None:
+    """Put FSDP2's node of autograd in front of a module, which decides where gradients are summed.
+
+    The node holds no gradient, so those of two readers may be added in place. It makes zeros of
+    gradients that don't come. When it runs, the module's weights have theirs, which are reduced.
+    """
+
+    def through(_: nn.Module, args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(args)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        if not places:
+            return args
+        passed = _Unit.apply(module, *(leaves[i] for i in places))
+        for i, x in zip(places, passed, strict=True):  # type: ignore[arg-type]
+            leaves[i] = x
+        return pytree.tree_unflatten(leaves, spec)
+
+    module.register_forward_pre_hook(through, prepend=True)  # as FSDP2: before layouts of tp
+
+
+class _Unit(torch.autograd.Function):
+    """Stand-in for `RegisterPostBackwardFunction` of FSDP2."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.module = module
+        return inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for p in ctx.module.parameters():
+            p.grad = None
+        return None, *grads
+
+
 class _Begin(torch.autograd.Function):
     """Stand-in for the block in front: it takes the gradient, which is then free."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
-        return x_BTD.view_as(x_BTD)
+        return x_BTD.detach()  # no view of a leaf, which offload would take for a parameter
 
     @staticmethod
     @once_differentiable

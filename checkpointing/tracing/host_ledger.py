@@ -1,7 +1,7 @@
 """Offloads counted without moving anything: for tensors that have no values.
 
-    ac.offloader = ledger = HostLedger.like(ac.offloader)
-    with Meter(model, ledger.buffers) as meter: ...
+    buffers = HostLedger.instead(ac)
+    with Meter(model, buffers) as meter: ...
 
 The same tensors leave as with the Offloader, but at once: the last ones, which the Offloader keeps
 on the device while they are on their way (`window_bytes`), are on the host here. (Activation
@@ -11,11 +11,13 @@ memory.)
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from checkpointing.apply import ActivationCheckpointing
 from checkpointing.offload import Offloader
 
 
@@ -34,6 +36,14 @@ class HostLedger(Offloader):
         self._all: weakref.WeakSet[_Twin] = weakref.WeakSet()
 
     @staticmethod
+    def instead(ac: ActivationCheckpointing) -> Callable[[], Sequence[Tensor]]:
+        """Put a ledger in the place of an offloader, if there is one; return its `buffers`."""
+        if ac.offloader is None:
+            return tuple
+        ac.offloader = ledger = HostLedger.like(ac.offloader)
+        return ledger.buffers
+
+    @staticmethod
     def like(other: Offloader) -> HostLedger:
         """Return a ledger with the limits and the device of an offloader."""
         return HostLedger(other.min_bytes, other.memory.host_bytes, other.device)
@@ -41,6 +51,12 @@ class HostLedger(Offloader):
     def buffers(self) -> list[Tensor]:
         """Host memory as it is now, one tensor for each storage."""
         return [twin.host for twin in self._all]
+
+    def buffer_of(self, t: Tensor) -> Tensor | None:
+        """Return the host memory of a tensor's storage, of any shape; None: it isn't there."""
+        known = self._twins.get(t.untyped_storage())
+        twin = known() if known else None
+        return None if twin is None else twin.host
 
     def put(self, t: Tensor, owned: list[dict[str, Any]] | None = None) -> Any:
         """Return the handle that counts `t` as the host's; None if it stays (see `Offloader.put`).

@@ -16,7 +16,7 @@ parameters the unit has, whichever part runs meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,8 +46,8 @@ class Recorder(Meter):
         first_alone: blocks of the stream that the first layer of a kind makes for all others.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, host: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        super().__init__(model, host)
         self.components: dict[int, str] = {}
         self._modules = set(self._names.values())
         self._kept: set[int] = set()
@@ -142,7 +142,7 @@ class Recorder(Meter):
         ahead = len(found.events)
         places = [0]
         for _, change, alloc, _ in self._events[self._first :]:
-            if change > 0:
+            if change > 0 and not alloc.host:
                 number = numbers[id(alloc)] = found.allocate(self._block(alloc, change))
                 if id(alloc) in self._first_alone:
                     self.first_alone.add(number)

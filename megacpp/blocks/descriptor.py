@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
     from megacpp.errors import ConfigError
-    from megacpp.memory.forms.activation_share import Share
+    from megacpp.memory.forms.local_shapes import LocalShapes
     from megacpp.model.regions import Region
 
 Group = Literal["muon", "adamw", "vector"]
@@ -122,7 +122,7 @@ class ContextExchange:
     setting: str
     heads: Callable[[ModelConfig], tuple[str, int]]
     otherwise: str
-    traffic: Callable[[Share], Iterator[tuple[str, int]]]
+    traffic: Callable[[LocalShapes], Iterator[tuple[str, int]]]
     taps: Callable[[ModelConfig], int] = lambda model: 0
     once: Callable[[ModelConfig, MeshConfig], tuple[str, str] | None] = lambda model, mesh: None
 
@@ -149,8 +149,8 @@ class AllocationSettings:
     kernel: str = ""
     mesh: tuple[str, ...] = ()
     policy: tuple[str, ...] = ()
-    counts: Callable[[Share], Mapping[str, int]] = lambda own: {}
-    same: Callable[[Share], tuple[int, ...]] = lambda own: ()
+    counts: Callable[[LocalShapes], Mapping[str, int]] = lambda own: {}
+    same: Callable[[LocalShapes], tuple[int, ...]] = lambda own: ()
     document: Callable[[Config], int] = lambda config: 0
 
 

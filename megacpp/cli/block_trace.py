@@ -10,20 +10,25 @@ of a CPU, since the meta device has no autocast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from checkpointing.apply import ActivationCheckpointing
-from checkpointing.tracing.block import BlockMeter
+from checkpointing.tracing.block import BlockMeter, as_unit
+from checkpointing.tracing.host_ledger import HostLedger
+from megacpp.blocks.engram.module import look_ahead
+from megacpp.blocks.hyper_connections.groups import InGroup
+from megacpp.data.batches import Batch
 from megacpp.kernels.backend import set_kernels
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
-from megacpp.model.documents import Documents
-from megacpp.model.hybrid import HybridLM
-from megacpp.model.pattern import layer_kinds
+from megacpp.model.head import LossSum
+from megacpp.model.hybrid import HybridLM, begin, finish
+from megacpp.model.pattern import ENTRANCE
 from megacpp.model.precision import compute_dtype
 from megacpp.model.regions import NOTHING
 from parallel.context.layout import ContextLayout
@@ -39,6 +44,13 @@ from parallel.simulate.fake import (
 from parallel.simulate.gpu_stand_ins import traced_kernels
 from parallel.simulate.stand_ins import given_batch
 
+UNITS = (
+    "ngram",
+    "blocks",
+    "mtp",
+    "top",
+    "head",
+)  # parts that FSDP2 gathers; as in parallel/fsdp.py
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -66,7 +78,8 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     dtype = compute_dtype(config.precision, CPU)
     casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
     # SDPA on the meta device is another one, of plain products.
-    faked = casts or _runs_sdpa(request)
+    faked = casts or _runs_sdpa(request) or config.precision.fp8 != "off"
+    device, gpu = CPU if faked else META, config.train.device == "cuda"
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
     if world.parallel:
@@ -74,10 +87,10 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
 
         parallelize_blocks(model, config, world, balanced=mesh.ep > 1)
     set_kernels(model, traced_kernels(config))
-    layer = layer_kinds(config.model).index(request.kind)
-    again = [request.pieces if i == layer else NOTHING for i in range(config.model.depth)]
-    ActivationCheckpointing(config, regions=again)(model)
-    device, gpu = CPU if faked else META, config.train.device == "cuda"
+    ac = _recompute(request, device)
+    HostLedger.instead(ac)
+    ac(model)
+    ledger = ac.offloader if isinstance(ac.offloader, HostLedger) else None
     values = meta_tensors(gpu)
     if faked:
         values = fake_tensors(memory=True, every_chunk=False, gpu=gpu)
@@ -85,34 +98,100 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         if faked:
             model.to_empty(device=device)
         with device:
-            docs = _documents(request, world)
-        B, T = docs.ids_BT.shape
-        stream = torch.float32 if casts else dtype
+            batch = _batch(request, world)
+        B, T = batch.ids_BT.shape
+        streams = (config.model.mhc.streams,) if _streams_come(request) else ()
         x_BTD = torch.empty(
-            (B, T // mesh.tp, config.model.dim), dtype=stream, device=device, requires_grad=True
+            (B, T // mesh.tp, *streams, config.model.dim),
+            dtype=torch.float32 if casts else dtype,
+            device=device,
+            requires_grad=True,
         )
         cast = torch.autocast("cpu", dtype) if casts else nullcontext()
-        with torch.no_grad(), cast:
-            for i in range(layer):  # whose choice of keys the block shares
-                model.blocks[str(i)](x_BTD, docs)
+        names, forward = _parts(request, model.train(), batch, x_BTD, cast)
+        for name in names if request.sharded else ():
+            if name.partition(".")[0] in UNITS:
+                as_unit(model.get_submodule(name))
         own = nullcontext() if faked else meta_mode_left()
-        with own, BlockMeter(model.train(), None if faked else run_on_meta) as meter:
-            meter.run(model.blocks[str(layer)], x_BTD, docs, cast)
+        with own, BlockMeter(model, names, ledger, None if faked else run_on_meta) as meter:
+            meter.run(forward, x_BTD, cast)
         return meter.trace()
 
 
+def _recompute(request: BlockRequest, device: torch.device) -> ActivationCheckpointing:
+    """Return the policy of the request: regions by layer, and layers that are one group."""
+    number, first = len(request.pieces), _first(request)
+    behind = request.config.model.depth - first - number
+    regions = [*[NOTHING] * first, *request.pieces, *[NOTHING] * behind]
+    ac = ActivationCheckpointing(request.config, device, regions)
+    if request.config.recompute.mhc_group_size > 0:
+        group = [InGroup(place, place + 1 == number) for place in range(number)]
+        ac.groups = [*[None] * first, *group, *[None] * behind]
+    return ac
+
+
+def _first(request: BlockRequest) -> int:
+    """Return the number of the first traced layer; the last layer of the model isn't traced."""
+    return request.config.model.depth - 1 - len(request.pieces)
+
+
+def _streams_come(request: BlockRequest) -> bool:
+    return request.config.model.mhc.streams > 1 and request.kinds[0] != ENTRANCE[0]
+
+
+def _parts(
+    request: BlockRequest,
+    model: HybridLM,
+    batch: Batch,
+    x_BTD: Tensor,
+    autocast: AbstractContextManager[object],
+) -> tuple[list[str], Callable[[Tensor], Tensor | LossSum]]:
+    """Return the names of the traced parts, and their forward.
+
+    Args:
+        request: names the parts.
+        model: whose parts run.
+        batch: of the rank.
+        x_BTD: input of layers in front, whose choice of keys the traced ones share.
+        autocast: under which they run.
+    """
+    docs = model._documents(batch.ids_BT, batch.labels_BT, batch.docs)
+    if request.kinds[0] == ENTRANCE[0]:
+        return [*request.kinds], lambda _: begin(model, batch.ids_BT, docs)
+    if not request.pieces:
+        return [*request.kinds], lambda x_BTD: finish(model, x_BTD, batch.labels_BT, docs)
+    look_ahead(model.blocks.values(), docs)
+    first = _first(request)
+    with torch.no_grad(), autocast:
+        for i in range(first):
+            model.blocks[str(i)](x_BTD, docs)
+    numbers = [str(first + place) for place in range(len(request.pieces))]
+
+    def forward(x_BTD: Tensor) -> Tensor:
+        for number in numbers:
+            x_BTD = model.blocks[number](x_BTD, docs)
+        return x_BTD
+
+    return [f"blocks.{number}" for number in numbers], forward
+
+
 def _runs_sdpa(request: BlockRequest) -> bool:
-    """Return whether the block attends to all keys by torch's own function."""
-    if request.kind[0] != "A" or request.config.kernels.attention != "torch":
+    """Return whether a part attends to all keys by torch's own function."""
+    if request.config.kernels.attention != "torch":
         return False
-    return "." not in request.kind or request.config.model.attention.sparse.stage == "dense"
+    dense = request.config.model.attention.sparse.stage == "dense"
+    return any(
+        kind == "mtp" or (kind[0] == "A" and ("." not in kind or dense)) for kind in request.kinds
+    )
 
 
-def _documents(request: BlockRequest, world: World) -> Documents:
-    """Return the documents of a rank's tokens: rows are packed."""
+def _batch(request: BlockRequest, world: World) -> Batch:
+    """Return a rank's tokens; rows are packed."""
     config, mesh = request.config, request.config.mesh
     batch = fake_batch(config)
+    if config.model.needs_full_row:
+        batch = batch.with_tokens()
     if mesh.cp == 1:
-        return batch.docs
+        return batch
     layout = ContextLayout.for_rank(mesh.cp_order, world.coordinate("cp"), mesh.cp)
-    return batch.take(layout.index(config.data.seq_len), layout.per_rank).docs
+    return batch.take(layout.index(config.data.seq_len), layout.per_rank)

@@ -202,9 +202,9 @@ def _fp8() -> Finding:
 def _kernels() -> list[Finding]:
     """Report the backend that `auto` selects for each operation, with the reason."""
     from megacpp.config.presets import tiny
+    from megacpp.kernels.chosen import host_of
     from megacpp.kernels.mamba3.library import siso_tuners
     from megacpp.kernels.selection import OPERATIONS, choose
-    from megacpp.launch.kernels import host_of
     from parallel.mesh import pick_device
 
     host = host_of(tiny(), pick_device("auto"))

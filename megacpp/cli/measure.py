@@ -70,8 +70,7 @@ def measure(config: Config, size: int, rank: int, full: bool = False) -> Activat
         ac = ActivationCheckpointing(few)
         if full:  # groups depend on stages, which this model lacks
             ac.groups = places_in_groups(config)
-        if ac.offloader is not None:
-            ac.offloader = HostLedger.like(ac.offloader)
+        HostLedger.instead(ac)
         model = planned_model(few, world, ac)
         with fake_tensors(memory=True):
             found = activations(run(few, world, model, ac), standing)

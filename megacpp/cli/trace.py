@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import ActivationCheckpointing
+from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
 from megacpp.cli.measure import short
@@ -191,9 +192,11 @@ def _composes(config: Config) -> bool:
 
 def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Stream, Recorder]:
     """Return the stream of a traced step and its recorder, with all layers of `config`."""
-    model = planned_model(config, world, prepared(config))
+    ac = ActivationCheckpointing(config)
+    buffers = HostLedger.instead(ac)
+    model = planned_model(config, world, prepared(config, ac))
     fake = fake_tensors(memory=True, every_chunk=False, gpu=_gpu(config))
-    with fake, Recorder(model) as recorder:
+    with fake, Recorder(model, buffers) as recorder:
         model.to_empty(device=world.device)
         model.train()
         trainee = Trainee.build(model, world, config, FakeBoundary)
@@ -206,9 +209,16 @@ def _traced(config: Config, world: World, optimizes: bool = True) -> tuple[Strea
         return recorder.stream(), recorder  # while the optimizer and its state are alive
 
 
-def prepared(config: Config) -> Callable[[HybridLM], None]:
-    """Return the function that prepares the blocks of a traced model before they are sharded."""
-    kernels, ac = traced_kernels(config), ActivationCheckpointing(config)
+def prepared(
+    config: Config, ac: ActivationCheckpointing | None = None
+) -> Callable[[HybridLM], None]:
+    """Return the function that prepares the blocks of a traced model before they are sharded.
+
+    Args:
+        config: configuration of the run.
+        ac: applies the recompute policy; by default that of `config`.
+    """
+    kernels, ac = traced_kernels(config), ac or ActivationCheckpointing(config)
 
     def prepare(model: HybridLM) -> None:
         set_kernels(model, kernels)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megacpp.kernels.autocast import autocast_dtype
 from megacpp.kernels.linear_cross_entropy.chunked import (
     ShardStatistics,
     VocabularyShard,
@@ -116,8 +117,7 @@ def token_order_loss(
         backend: as in `linear_cross_entropy`.
     """
     device = x_ND.device.type
-    autocast = torch.is_autocast_enabled(device)
-    x_ND = x_ND.to(torch.get_autocast_dtype(device)) if autocast else x_ND
+    x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
     rows = chunk or chunk_rows(x_ND, weight_VD)
     go_over = list_function(backend)
     grad = torch.is_grad_enabled()  # inside the function it is always off

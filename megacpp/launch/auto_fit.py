@@ -16,9 +16,9 @@ from megacpp.errors import MegacppError, config_error
 from megacpp.launch import fit
 from megacpp.launch.fit import Ladder, Outcome, climb, difference
 from megacpp.launch.gate import Admission, Estimator
-from megacpp.launch.rank_store import RankStore
 from megacpp.launch.trial import TrialCommand, arguments_of, port_conflict, run_trial, trial_command
 from megacpp.memory.planner import Candidate, Plan, plan
+from megacpp.run.rank_store import RankStore
 
 PORTS = 3  # attempts to find a free port
 SHOWN = 10  # candidates in the launch record

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
-from megacpp.launch.lock import FILE, LEASE_S, take
-from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import write_status
+from megacpp.run.lock import FILE, LEASE_S, take
+from megacpp.run.rank_store import RankStore
 
 PATIENCE_S = 5.0  # wait for a network file system to show another node's file
 

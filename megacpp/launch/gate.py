@@ -15,7 +15,7 @@ import torch
 
 from megacpp.config.arguments import Resolved
 from megacpp.config.schema import Config
-from megacpp.launch.kernels import as_chosen
+from megacpp.kernels.chosen import as_chosen
 from megacpp.launch.record import all_versions, device_name
 from megacpp.memory.budget import (
     BRIEF,

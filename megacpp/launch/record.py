@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 import subprocess
@@ -19,6 +18,7 @@ from megacpp.config.schema import Config
 from megacpp.launch.schema import PACKAGES, SCHEMA, installed
 from megacpp.memory.calibration import fingerprint
 from megacpp.model.count import ParameterCount
+from megacpp.state.files import write_json
 from megacpp.terminal.screen import columns, wrapped
 
 CORE = ("megacpp", "torch", "numpy", "safetensors", "tokenizers", "tensorboard", "rich")
@@ -63,14 +63,6 @@ def write_launch(
     }
     first = more.get("first_step", 0)
     write_json(folder / (f"launch-{first:06d}.json" if first else "launch.json"), content)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically (temporary name, then rename)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
 
 
 def device_name(device: torch.device) -> str:

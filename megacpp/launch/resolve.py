@@ -6,7 +6,7 @@ import torch
 
 from megacpp.config.arguments import Resolved
 from megacpp.launch.gate import Admission, check_memory
-from megacpp.launch.rank_store import RankStore
+from megacpp.run.rank_store import RankStore
 
 
 def resolve_launch(

@@ -16,16 +16,14 @@ from megacpp.config.checks.every import tokens_formula
 from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
+from megacpp.kernels.chosen import as_chosen, choices, kernel_lines, kernel_record
 from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
 from megacpp.launch.gate import Admission, set_allocator
-from megacpp.launch.kernels import as_chosen, choices, kernel_lines, kernel_record
-from megacpp.launch.rank_store import RankStore
 from megacpp.launch.recompute_table import layer_rows, selective_offer
 from megacpp.launch.recompute_table import table_lines as recompute_lines
 from megacpp.launch.record import device_name, print_header, write_config, write_launch
 from megacpp.launch.resolve import resolve_launch
-from megacpp.launch.speed import Prediction, check_mfu, foresee
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.model.count import count_parameters, table_lines
@@ -35,6 +33,8 @@ from megacpp.model.stages import as_scheduled
 from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
+from megacpp.run.predicted import Prediction, check_mfu, foresee
+from megacpp.run.rank_store import RankStore
 from megacpp.run.sinks import check_sinks
 from megacpp.terminal.screen import check_folder
 

@@ -30,9 +30,9 @@ from megacpp.config.presets import preset
 from megacpp.config.schema import Config
 from megacpp.config.values import flag_text
 from megacpp.launch.fit import STEPS, Outcome, outcome_of
-from megacpp.launch.rank_store import POLL_S, RankStore
 from megacpp.run.failure import PEER_LOST
 from megacpp.run.oom import NO_MEMORY
+from megacpp.run.rank_store import POLL_S, RankStore
 
 LINE = 400  # characters of a message
 GRACE_S = 10.0  # time for children to detect a lost peer

@@ -1,11 +1,13 @@
-"""Allocations of one block's forward and backward, in order, as a tracer records them.
+"""Allocations of a forward and a backward of one block or of a few parts, as a tracer records them.
 
     (trace,) = trace_blocks([request])         # megacpp/cli/block_trace.py
     max(m.bytes for m in moments(trace, True)) # bytes alive at the fullest moment of its backward
 
-A tracer runs a block of a rank's own sizes without values (megacpp/cli/block_trace.py). The bytes
-of each allocation are affine in the rows of a microbatch and in the numbers of rows that experts
-get, so a few traces determine all others (`combined`). Pure data; no torch import here.
+A tracer runs parts of a model of a rank's own sizes without values (megacpp/cli/block_trace.py).
+What stands in front of the first block is traced together, and so is what stands behind the last:
+they hand each other tensors that none of them saves. The bytes of each allocation are affine in the
+rows of a microbatch and in the numbers of rows that experts get, so a few traces determine all
+others (`combined`). Pure data; no torch import here.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Literal
 
 from megacpp.config.schema import Config, DataConfig
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.model.regions import Region
 
 # t: a tensor of tokens; g: the gradient of a weight; w: made of weights alone; o: what the block
-# returns, which the next one keeps; b: made once for all layers of the batch (masks, angles).
-Role = Literal["t", "g", "w", "o", "b"]
+# returns, which the next one keeps; b: made once for all layers of the batch (masks, angles);
+# h: waits on the host; i: does so, and is the block's input.
+Role = Literal["t", "g", "w", "o", "b", "h", "i"]
+HOST, INPUT = "on the host", "input on the host"  # groups of `kept` that aren't on the device
+GROUPS = {"w": "weights", "o": "residual", "h": HOST, "i": INPUT}
 DOCUMENT = 1024  # tokens of one, where only data could say
 
 
@@ -33,9 +39,10 @@ class BlockRequest:
     """Inputs that determine a block's allocations: equal requests have equal traces.
 
     Attributes:
-        config: one layer of the kind; settings that don't concern it have their defaults.
-        kind: a name from `layer_kinds`.
-        pieces: regions that the block recomputes.
+        config: layers of these kinds; settings that don't concern them have their defaults.
+        kinds: parts that run one after the other: layers (names from `layer_kinds`), or the
+            modules in front of the first block, or those behind the last.
+        pieces: regions that each layer recomputes.
         context: coordinate on the axis cp.
         sharded: FSDP2 casts weights; else one process computes under autocast.
         counts: numbers that values of the batch decide (`AllocationSettings.counts`), in order.
@@ -45,8 +52,8 @@ class BlockRequest:
     """
 
     config: Config
-    kind: str
-    pieces: frozenset[Region]
+    kinds: tuple[str, ...]
+    pieces: tuple[frozenset[Region], ...]
     context: int
     sharded: bool
     counts: tuple[tuple[str, int], ...] = ()
@@ -56,7 +63,7 @@ class BlockRequest:
 
     def key(self) -> str:
         """Canonical text of the request."""
-        content = asdict(self) | {"pieces": sorted(self.pieces)}
+        content = asdict(self) | {"pieces": [sorted(pieces) for pieces in self.pieces]}
         return json.dumps(content, sort_keys=True, default=str)
 
     @property
@@ -84,7 +91,7 @@ class BlockRequest:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """Allocations and frees of a block.
+    """Allocations and frees of a block, or of parts that run one after the other.
 
     Attributes:
         bytes: size of each allocation, as its tensor requests.
@@ -94,6 +101,7 @@ class BlockTrace:
         forward: number of events of the forward.
         added: by allocation, the event by which a weight's gradient is in the sum of all
             microbatches.
+        marks: (event, place of the part that runs from there on); place 0 before the first.
     """
 
     bytes: tuple[int, ...]
@@ -102,6 +110,7 @@ class BlockTrace:
     events: tuple[int, ...]
     forward: int
     added: dict[int, int]
+    marks: tuple[tuple[int, int], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, for JSON."""
@@ -113,7 +122,9 @@ class BlockTrace:
         lists = {name: tuple(content[name]) for name in ("bytes", "events")}
         lists["names"] = tuple(map(sys.intern, content["names"]))  # few, each in many traces
         added = {int(number): at for number, at in content["added"].items()}
-        return BlockTrace(**lists, roles=content["roles"], forward=content["forward"], added=added)
+        marks = tuple((event, place) for event, place in content["marks"])
+        words = content["roles"], content["forward"]
+        return BlockTrace(**lists, roles=words[0], forward=words[1], added=added, marks=marks)
 
     def like(self, other: BlockTrace) -> bool:
         """Whether both have the same events, whatever their bytes."""
@@ -162,76 +173,93 @@ def affine_weights(
     return tuple(row[-1] for row in table[: len(points)])
 
 
-def kept(trace: BlockTrace) -> Counter[str]:
-    """Return bytes alive when the forward has ended, by module path.
+def kept(trace: BlockTrace, place: int = 0) -> Counter[str]:
+    """Return bytes of a part that are alive when the forward has ended, by module path.
 
-    Tensors made of weights alone are under `weights`. The block's result isn't counted: the next
-    block keeps it.
+    Tensors made of weights alone are under `weights`, the result of the last part, which the next
+    block saves, is under `residual`, and what has left the device under `HOST` and `INPUT`.
     """
-    alive: set[int] = set()
-    for event in trace.events[: trace.forward]:
-        (alive.add if event > 0 else alive.discard)(abs(event) - 1)
     found: Counter[str] = Counter()
-    for number in alive:
+    for number, owner in _alive(trace).items():
         role = trace.roles[number]
-        if role not in "ob":
-            path = trace.names[number].partition(":")[0]
-            found["weights" if role == "w" else path] += trace.bytes[number]
+        path = trace.names[number].partition(":")[0]
+        if role != "b" and owner == place and path:  # else of no part: a sum of losses
+            found[GROUPS.get(role, path)] += trace.bytes[number]
     return found
 
 
 def moments(
-    trace: BlockTrace, backward: bool, weights: bool, first: bool = False
-) -> Iterator[Moment]:
-    """Yield moments of the forward or of the backward at which bytes stop growing.
+    trace: BlockTrace, backward: bool, weights: bool, first: bool = False, place: int = 0
+) -> Iterator[PeakPoint]:
+    """Yield moments of a part's forward or backward at which bytes stop growing.
 
-    The forward's last one is called `sum`, those of the norm's backward `norm`.
+    Tensors that the parts in front save aren't counted, nor gradients of weights of those behind.
 
     Args:
-        trace: the block's.
+        trace: of the part.
         backward: moments of the backward; else of the forward.
         weights: count tensors made of weights alone, other than their casts by autocast.
         first: for the layer that makes the tensors that all layers of a batch share; those that
             stay belong to the batch and aren't counted.
+        place: of the part.
     """
-    skipped = ("" if weights else "w") + ("" if first else "b")
-    norm, gradients = _norm_begins(trace), 0
+    skipped = ("hi" if weights else "hiw") + ("" if first else "b")
+    gradients, owner = 0, dict[int, int]()
     tensors = -sum(trace.bytes[n] for n in _stays(trace)) if first else 0
+    tensors -= sum(
+        trace.bytes[n]
+        for n, made_by in _alive(trace).items()
+        if made_by < place and trace.roles[n] not in skipped + "b"
+    )
     fresh: dict[int, int] = {}  # gradients that aren't in a sum yet
-    grew: Moment | None = None
-    for index, event in enumerate(trace.events):
+    grew: PeakPoint | None = None
+    for index, (event, running) in enumerate(_placed(trace)):
         number, sign = abs(event) - 1, 1 if event > 0 else -1
         role, size = trace.roles[number], sign * trace.bytes[number]
-        if role in skipped:
+        if sign > 0:
+            owner[number] = running
+        own = role == "g" and owner[number] == place
+        if role in skipped or (role == "g" and owner[number] > place):
             continue
-        if role == "g":
+        if own:
             gradients += size
         else:
             tensors += size
         if fresh:
             fresh = {n: b for n, b in fresh.items() if trace.added[n] > index and n != number}
-        if role == "g" and sign > 0:
+        if own and sign > 0:
             fresh[number] = size
-        inside = (index >= trace.forward) == backward
+        inside = (index >= trace.forward) == backward and running == place
         if grew is not None and (sign < 0 or not inside):
             yield grew
-        if inside and sign > 0:
-            name = "sum" if role == "o" else trace.names[number].partition(": ")[2]
-            name = "norm" if backward and index > norm else name
-            grew = Moment(name, tensors, gradients, fresh=sum(fresh.values()))
-        else:
             grew = None
+        if inside and sign > 0:
+            name = trace.names[number].partition(": ")[2]
+            grew = PeakPoint(name, tensors, gradients, fresh=sum(fresh.values()))
     if grew is not None:
         yield grew
 
 
-def _norm_begins(trace: BlockTrace) -> int:
-    """Return the event behind which only the norm's weight gets a gradient: the block's last."""
-    made = [i for i, n in enumerate(trace.events) if n > 0 and trace.roles[n - 1] == "g"]
-    return made[-2] if len(made) > 1 else -1
+def _placed(trace: BlockTrace) -> Iterator[tuple[int, int]]:
+    """Yield each event and the place of the part that runs."""
+    marks, running = dict(trace.marks), 0
+    for index, event in enumerate(trace.events):
+        running = marks.get(index, running)
+        yield event, running
+
+
+def _alive(trace: BlockTrace) -> dict[int, int]:
+    """Return the allocations alive when the forward has ended, with the place of their maker."""
+    found: dict[int, int] = {}
+    for event, running in islice(_placed(trace), trace.forward):
+        if event > 0:
+            found[event - 1] = running
+        else:
+            del found[-event - 1]
+    return found
 
 
 def _stays(trace: BlockTrace) -> set[int]:
-    """Return the allocations for the batch that the block doesn't free."""
+    """Return the allocations for the batch that no part frees."""
     made = {n for n, role in enumerate(trace.roles) if role == "b"}
     return made - {-event - 1 for event in trace.events if event < 0}

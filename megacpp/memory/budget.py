@@ -43,7 +43,7 @@ def as_run(config: Config, device: str, narrow: bool) -> Config:
     """Return the configuration with `auto` resolved as a run on that device resolves it.
 
     Kernels are those planned for a host that hasn't been examined. A caller that has examined it
-    names them before (`as_chosen`, megacpp/launch/kernels.py).
+    names them before (`as_chosen`, megacpp/kernels/chosen.py).
 
     Args:
         config: may have `auto` in it.

@@ -5,9 +5,9 @@
     found.components                    # bytes by component, which sum to the point
     found.upper                         # bytes at most, for any choice of the routers
 
-It takes milliseconds of pure Python: megacpp/memory/forms/step.py composes a step of blocks that
-were traced once (megacpp/memory/forms/traced.py) and of closed forms for the parts around them. A
-block is traced at its first use, which needs torch and a tenth of a second. bench/estimate.py
+It takes milliseconds of pure Python: megacpp/memory/forms/step.py composes a step of parts that
+were traced once (megacpp/memory/forms/traced.py). A part is traced at its first use, which needs
+torch and a tenth of a second. bench/estimate.py
 compares estimates with traces of the trainer's own model; `estimate_memory` takes plain numbers
 instead of a configuration.
 """
@@ -150,7 +150,7 @@ def cut_by_documents(config: Config) -> bool:
 
 
 def margin(config: Config, tensors: int) -> int:
-    """Return the error bound of closed forms: 0.5 % (3 % in a pipeline) and 1 MiB, in bytes."""
+    """Return the error bound of estimates: 0.5 % (3 % in a pipeline) and 1 MiB, in bytes."""
     return tensors * (6 if config.mesh.pp > 1 else 1) // 200 + (1 << 20)
 
 
@@ -175,7 +175,7 @@ def assumptions(config: Config) -> tuple[str, ...]:
     if config.mesh.pp > 1 and config.mesh.pp_schedule in (*SPLIT_BACKWARD, "interleaved"):
         found.append(f"{config.mesh.pp_schedule}: microbatches in flight as many as there can be")
     if config.precision.fp8 != "off":
-        found.append("FP8: what layers round before a product, in fp32 and scaled: an upper bound")
+        found.append("FP8: as without its hardware, where rounded operands are widened once more")
     found += [f"{name} isn't counted: as without it" for name in not_counted(config)]
     return tuple(found)
 

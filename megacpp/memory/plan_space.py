@@ -13,7 +13,7 @@ from megacpp.config.checks.recompute import recompute_rules
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig
 from megacpp.errors import ConfigError, config_error
 from megacpp.memory.device import on_gpu
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import kinds_of
 from megacpp.memory.replayed import replayed_flops_per_token
 from megacpp.model.primes import divisors
@@ -199,7 +199,9 @@ def padded_dispatch(config: Config, world: int, fixed: Collection[str] = ()) -> 
         or not on_gpu(config)
     ):
         return None
-    rows, all_rows = (expert_rows(Share.of(c, world, 0)).leaving for c in (config, other))
+    rows, all_rows = (
+        expert_rows(LocalShapes.on_rank(c, world, 0)).leaving for c in (config, other)
+    )
     return other if all_rows <= MORE_ROWS * rows else None
 
 

@@ -22,7 +22,7 @@ from megacpp.blocks.kinds import KINDS
 from megacpp.config.checks.fp8 import fp8_weights
 from megacpp.config.schema import Config
 from megacpp.memory.forms.accumulation import travelling
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, NOTHING, Region, regions_of
@@ -70,7 +70,7 @@ def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
     config = as_scheduled(config)
     parts: Counter[tuple[str, str]] = Counter()
     if size > 1:
-        own, place = Share.of(config, size, rank), Place.of(config, size, rank)
+        own, place = LocalShapes.on_rank(config, size, rank), Place.on_rank(config, size, rank)
         stages = kinds_of(config, size, rank)
         kinds = [kind for stage in stages for kind in stage]
         recomputed = _recomputed(own, kinds)
@@ -95,7 +95,7 @@ def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
         config: resolved; its schedule's stages are known.
         size: number of ranks.
     """
-    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
+    own, place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
     kinds = [kind for stage in kinds_of(config, size, 0) for kind in stage]
     recomputed = _recomputed(own, kinds)
     again = [regions >= BLOCK for regions in recomputed]
@@ -121,7 +121,7 @@ def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str
 
 
 def _data_axes(
-    own: Share, place: Place, stages: Stages, in_fp8: Sequence[frozenset[str]]
+    own: LocalShapes, place: Place, stages: Stages, in_fp8: Sequence[frozenset[str]]
 ) -> Iterator[Sent]:
     """Yield parameters that FSDP2 gathers, and gradients that it reduces."""
     layers = iter(in_fp8)
@@ -167,7 +167,7 @@ def _gathers(config: Config, kind: str, again: bool, weight: Weight) -> int:
     return travelling(sync, micro, twice, compute_bytes=1).gathered
 
 
-def gathers_again(own: Share, place: Place, stages: Stages) -> bool:
+def gathers_again(own: LocalShapes, place: Place, stages: Stages) -> bool:
     """Return whether weights are resharded between a forward and its backward."""
     config = own.config
     wanted = config.mesh.reshard
@@ -187,7 +187,7 @@ def gathers_again(own: Share, place: Place, stages: Stages) -> bool:
     return numbers * own.compute > RESHARD_ABOVE_BYTES
 
 
-def _recomputed(own: Share, kinds: Sequence[str]) -> list[frozenset[Region]]:
+def _recomputed(own: LocalShapes, kinds: Sequence[str]) -> list[frozenset[Region]]:
     """Return the recomputed regions of each part.
 
     The last layer of the model is never recomputed. It is the layer in front of the last norm, or
@@ -204,7 +204,7 @@ def _recomputed(own: Share, kinds: Sequence[str]) -> list[frozenset[Region]]:
 
 
 def _tensor_axis(
-    own: Share, place: Place, kinds: Sequence[str], recomputed: Sequence[frozenset[Region]]
+    own: LocalShapes, place: Place, kinds: Sequence[str], recomputed: Sequence[frozenset[Region]]
 ) -> Iterator[Sent]:
     """Yield activations of mixers: gathered and summed in the forward, reversed in the backward.
 
@@ -246,7 +246,9 @@ def _tensor_axis(
     yield "tp", "gradients", partial * own.wide
 
 
-def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
+def _expert_axis(
+    own: LocalShapes, kinds: Sequence[str], run_again: Sequence[bool]
+) -> Iterator[Sent]:
     """Yield rows to the experts and back, in both directions, and choices for a document's load."""
     config, moe = own.config, own.config.model.moe
     layers, micro = sum(kind[0] == "E" for kind in kinds), config.train.grad_accum
@@ -266,7 +268,9 @@ def _expert_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) ->
         yield "row", "choices", micro * (layers + again) * choices * 2 + micro * own.row * 8
 
 
-def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -> Iterator[Sent]:
+def _context_axis(
+    own: LocalShapes, kinds: Sequence[str], run_again: Sequence[bool]
+) -> Iterator[Sent]:
     """Yield keys and values, states, ends of chunks, or heads for tokens."""
     if own.cp == 1:
         return
@@ -291,7 +295,7 @@ def _context_axis(own: Share, kinds: Sequence[str], run_again: Sequence[bool]) -
             yield "cp", "ends of chunks", micro * halo * walks // 2
 
 
-def engram_moves(own: Share, again: bool) -> int:
+def engram_moves(own: LocalShapes, again: bool) -> int:
     """Return bytes of table rows summed over tp, and of tokens exchanged for channels and back."""
     model, walks = own.config.model, 3 if again else 2
     rows = own.tokens * memory_width(model)
@@ -299,7 +303,7 @@ def engram_moves(own: Share, again: bool) -> int:
     return walks * (rows + turned) * own.compute
 
 
-def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
+def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     """Yield the residual stream between stages, its gradient, and that of a tied weight.
 
     A shared choice of keys goes forward only, for the tokens that a rank holds between blocks; a
@@ -325,7 +329,7 @@ def _stages(own: Share, place: Place, stages: Stages) -> Iterator[Sent]:
         yield "pp", "gradients", 2 * held(weight, place).own * own.wide
 
 
-def _optimizer(own: Share, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:
+def _optimizer(own: LocalShapes, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:
     """Yield cells of matrices that no rank holds whole: to their owners and back."""
     config = own.config
     if config.optim.name != "muon_adamw":

@@ -89,3 +89,8 @@ def idle_parameters(config: ModelConfig) -> int:
     e, layers = config.moe, sum(kind[0] == "E" for kind in layer_kinds(config))
     each = (3 if e.activation == "swiglu" else 2) * config.dim * e.hidden_dim
     return layers * (e.num_experts - e.top_k) * each
+
+
+def projected_width(width: int, ratio: float) -> int:
+    """Return the dims that `recompute.compress` keeps of an input of `width` dims."""
+    return max(1, round(width * ratio))

@@ -16,7 +16,6 @@ from megacpp.config.arguments import replace_keys
 from megacpp.config.checks.every import resolve
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, MegacppError
-from megacpp.launch.speed import FIRST, TEN, verdict
 from megacpp.memory.budget import as_run
 from megacpp.memory.components import COMPONENTS
 from megacpp.memory.estimate import NO_TENSOR
@@ -33,6 +32,7 @@ from megacpp.report.files import (
     run_folder,
 )
 from megacpp.run.goodput import FILE, account, read_starts
+from megacpp.run.predicted import FIRST, TEN, verdict
 
 NORM_RATIO, SIGMAS = 10.0, 6.0  # as megacpp/run/health.py warns
 EVENTS = 200  # most skipped steps and warnings that are listed

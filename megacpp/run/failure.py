@@ -16,9 +16,9 @@ from pathlib import Path
 from megacpp.config.arguments import Resolved, exit_on_error
 from megacpp.config.checks.every import hang_limits
 from megacpp.errors import DataError, MegacppError, PreemptedError, path_error
-from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import PEER_LOST, note, write_status
 from megacpp.run.hang import HangWatch
+from megacpp.run.rank_store import RankStore
 from megacpp.state.published import latest_checkpoint
 from megacpp.terminal.screen import INTERRUPTED, NOBODY_READS, nobody_reads
 

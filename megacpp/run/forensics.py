@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from megacpp.config.schema import Config
-from megacpp.launch.record import write_json
 from megacpp.memory.budget import resident_bytes, words
 from megacpp.memory.components import RESTING
 from megacpp.memory.snapshot import (
@@ -52,7 +51,7 @@ from megacpp.memory.snapshot import (
 from megacpp.memory.stream import Stream
 from megacpp.model.pattern import block_letters
 from megacpp.run.metrics import peak_resident_bytes
-from megacpp.state.files import write_text
+from megacpp.state.files import write_json, write_text
 
 KEPT = 2  # newest snapshots of ranks other than the first, beside the oldest one
 CAUSE_NAMES = (STEADY.name, *(cause.name for cause in CAUSES))

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from megacpp.config.checks.every import hang_limits
-from megacpp.launch.rank_store import RankStore
 from megacpp.outcome import PEER_LOST, note
 from megacpp.run import flight
 from megacpp.run.blame import blame
+from megacpp.run.rank_store import RankStore
 from megacpp.run.straggler import Straggler
 
 # Phase, and the limit that applies to it, by class of goodput.py.

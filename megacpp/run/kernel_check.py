@@ -21,8 +21,8 @@ from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, ModelConfig
 from megacpp.errors import config_error
 from megacpp.kernels.backend import PLAIN_KERNELS, set_kernels
+from megacpp.kernels.chosen import host_of
 from megacpp.kernels.selection import OPERATIONS, Backend, BackendSelection
-from megacpp.launch.kernels import host_of
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
 from megacpp.model.head import LanguageModelHead

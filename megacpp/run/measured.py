@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megacpp.launch.gate import Admission
-from megacpp.launch.record import write_json
 from megacpp.memory.calibration import OF_A_STEP, Record, compared, write_record
 from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.snapshot import Snapshot
 from megacpp.run.metrics import peak_resident_bytes
+from megacpp.state.files import write_json
+
+if TYPE_CHECKING:
+    from megacpp.launch.gate import Admission
 
 OUTSIDE = ("runtime_reserved", "allocator_overhead")  # not in tensors
 IN_TENSORS = tuple(name for name in COMPONENTS if name not in OUTSIDE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megacpp.launch.kernels import as_chosen
+from megacpp.kernels.chosen import as_chosen
 from megacpp.memory.budget import as_run, fullest, resident_bytes, words
 from megacpp.memory.components import COMPONENTS, RESTING
 from megacpp.memory.fixes import cheapest_fixes

@@ -16,18 +16,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megacpp.launch.speed import TEN, Prediction, verdict
-from megacpp.launch.start import PreparedLaunch
 from megacpp.run.expert_load import LoadWatch, load_figures
 from megacpp.run.forensics import Forensics, Watch
 from megacpp.run.health import Health
 from megacpp.run.measured import Calibrator
 from megacpp.run.metrics import MetricsLog, StepRecord, bits_per_byte, peak_memory_bytes
+from megacpp.run.predicted import TEN, Prediction, verdict
 from megacpp.run.profiling import StepProfile
 from megacpp.run.step_status import StepStatus
+
+if TYPE_CHECKING:
+    from megacpp.launch.start import PreparedLaunch
 
 
 @dataclass

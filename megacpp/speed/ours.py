@@ -21,13 +21,13 @@ from typing import NamedTuple
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import CheckpointingPolicy, Config
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Place, held, kinds_of
-from megacpp.memory.forms.traced import request_of
-from megacpp.memory.forms.weights import Weight, weights
+from megacpp.memory.forms.traced import TracedPart, request_of
+from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
 from megacpp.memory.traffic import carried, gathers_again, traffic
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
-from megacpp.model.regions import BLOCK, Region, layer_regions
+from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
 from megacpp.model.stages import as_scheduled, stage_parts
 from megacpp.speed.collectives import AxisSpread, spread
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
@@ -67,7 +67,7 @@ class MeshWork(NamedTuple):
 def _mesh_work(config: Config, size: int, per_node: int) -> MeshWork:
     """Return the work of a mesh; rows, microbatches and recompute of `config` are immaterial."""
     mesh, model = config.mesh, config.model
-    own, place = Share.of(config, size, 0), Place.of(config, size, 0)
+    own, place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
     stages: list[tuple[int, tuple[str, ...], int]] = []
     for rank in range(mesh.pp):
         kinds = kinds_of(config, size, rank * (size // mesh.pp))
@@ -108,7 +108,7 @@ def step_work(
     """
     config = as_scheduled(config)
     mesh, train = config.mesh, config.train
-    own = Share.of(config, size, 0)
+    own = LocalShapes.on_rank(config, size, 0)
     plain = replace(train, device_batch_size=1, grad_accum=1, tokens_per_step=0)
     kept = CheckpointingPolicy(compress=config.recompute.compress)
     found = _mesh_work(replace(config, train=plain, recompute=kept), size, per_node)
@@ -210,7 +210,7 @@ class _Maker:
         least: bool,
     ) -> None:
         self.config, self.generation, self.least = config, generation, least
-        self.own, self.place = Share.of(config, size, 0), Place.of(config, size, 0)
+        self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
         self.compiled = config.train.compile != "off"
         self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
         self.sent = self._sent(size)
@@ -317,11 +317,13 @@ class _Maker:
         self, kind: str, pieces: frozenset[Region]
     ) -> tuple[tuple[Passes, Passes], tuple[int, int]]:
         """Return the memory-bound work of a block, and operators that the host issues."""
+        usual = regions_of(self.config.recompute, self.config.model, kind[0])
+        part = TracedPart((kind.removesuffix(LEFT_ALONE),), last=pieces != usual)
         if not self.least:
-            return moved_by(request_of(self.own, kind, pieces), self.compiled)
+            return moved_by(request_of(self.own, part), self.compiled)
         mesh = replace(self.config.mesh, tp=1, cp=1, ep=1)
-        alone = Share.of(replace(self.config, mesh=mesh), self.config.mesh.dp_shard, 0)
-        moved, _ = moved_by(request_of(alone, kind, pieces), self.compiled)
+        alone = LocalShapes.on_rank(replace(self.config, mesh=mesh), self.config.mesh.dp_shard, 0)
+        moved, _ = moved_by(request_of(alone, part), self.compiled)
         among = self.own.tp * self.own.cp
         return (
             moved[0]._replace(bytes=moved[0].bytes / among),

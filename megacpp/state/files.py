@@ -6,12 +6,22 @@ A folder is written as `NAME.tmp` and renamed. A folder that it replaces is firs
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 PENDING, ASIDE = ".tmp", ".old"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically (temporary name, then rename)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 def pending_folder(final: Path) -> Path:

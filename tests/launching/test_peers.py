@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megacpp.config.arguments import parse_run, replace_keys
 from megacpp.errors import DataError, MegacppError
 from megacpp.launch.folder import open_folder, start_point
-from megacpp.launch.rank_store import Process, RankStore, _handshake, this_process
+from megacpp.run.rank_store import Process, RankStore, _handshake, this_process
 
 HERE = this_process()
 

@@ -33,8 +33,8 @@ from megacpp.config.schema import (
     TrainConfig,
 )
 from megacpp.launch.start import kept_by_a_microbatch
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import ActivationBytes, activation_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.model.hybrid import HybridLM
 from parallel.expert.even_routing import EvenRouting
 from parallel.mesh import World
@@ -386,7 +386,7 @@ def test_even_choices_are_those_of_runs_without_values(experts: int) -> None:
         mesh = MeshConfig(dp_shard=4, ep=4)
         moe = {"num_experts": experts, "top_k": 3}
         config = config_of("EE", mesh=mesh, rows=1, tokens=tokens, moe=moe)
-        trip = expert_rows(Share.of(config, 4, rank))
+        trip = expert_rows(LocalShapes.on_rank(config, 4, rank))
         to_Wn, from_Wn = even.rows(tokens, 4, rank)
         assert trip.leaving == sum(n for n, *_ in to_Wn)
         assert trip.arriving == sum(n for n, *_ in from_Wn)
@@ -403,7 +403,7 @@ def test_no_choice_needs_more_than_the_bound(
     mesh = MeshConfig(dp_shard=4, ep=4, ep_dispatch=dispatch)
     moe = {"num_experts": experts, "top_k": top_k}
     config = config_of("EE", mesh=mesh, rows=1, tokens=tokens, moe=moe)
-    most = expert_rows(Share.of(config, 4, 0, most=True))
+    most = expert_rows(LocalShapes.on_rank(config, 4, 0, most=True))
     chosen = []
     for _ in range(4 * tokens):
         score = [draw.random() - skew * expert for expert in range(experts)]

@@ -1,22 +1,19 @@
-"""Closed forms of hashed n-grams and of token order prediction, against the meter and a trace."""
+"""Estimates of hashed n-grams and of token order prediction, against the meter and a trace."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-import torch
 
 from megacpp.blocks.ngram.config import NgramConfig
 from megacpp.blocks.top.config import TOPConfig
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import MeshConfig
-from megacpp.kernels.token_order import TokensAhead
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.working import backward, forward
-from megacpp.memory.forms.working_around import FARTHEST
+from megacpp.memory.forms.local_shapes import LocalShapes
 from tests.memory.test_activations import FULL, Dtype, agree, config_of, size_of
+from tests.memory.working_cases import most_bytes, named_parts
 from tests.memory.working_sets import working_sets
 
 PARTS = ("ngram", "norm", "top", "head")
@@ -51,17 +48,9 @@ def test_moments_are_those_of_a_trace(size: int, flags: str) -> None:
     one_step = "--train.grad-accum 1 --train.tokens-per-step 0"
     words = f"dense_110m --model.depth 1 --model.vocab-size 16384 {around} {one_step} {flags}"
     config = parse_run(words.split(), size).config
-    own = Share.of(config, size, 0)
-    for (phase, part), found in working_sets(trace_step(config, size)).items():
+    own, parts = LocalShapes.on_rank(config, size, 0), named_parts(config)
+    for (phase, part), found in working_sets(trace_step(config, size), parts=parts).items():
         if part not in PARTS:
             continue
-        form = forward if phase == "forward" else backward
-        most = max(moment.bytes for moment in form(own, part))
+        most = most_bytes(own, parts[part], phase)
         assert 0.998 <= most / found.bytes <= 1.002, (phase, part, most, found.bytes)
-
-
-def test_words_reach_as_far_as_the_kernel_says() -> None:
-    ends_BT = torch.zeros(1, 4096, dtype=torch.bool)
-    ahead = TokensAhead.from_rows(torch.zeros(1, 4096, dtype=torch.int64), ends_BT, 4096)
-    for dtype, bytes_of_it in ((torch.float32, 4), (torch.float64, 8)):
-        assert ahead.reach(dtype) == FARTHEST[bytes_of_it]

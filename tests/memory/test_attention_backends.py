@@ -7,10 +7,9 @@ import pytest
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
-from megacpp.memory.forms.traced import traced_kept
-from megacpp.model.regions import NOTHING
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.traced import TracedPart, traced_kept
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=64)
 MLA = AttentionConfig(
@@ -19,7 +18,7 @@ MLA = AttentionConfig(
 GENERATOR = 16  # bytes: torch's kernel for packed rows keeps the state of a generator
 
 
-def share(config: AttentionConfig, backend: str, device: str = "cuda") -> Share:
+def share(config: AttentionConfig, backend: str, device: str = "cuda") -> LocalShapes:
     base: Config = tiny()
     named = KernelsConfig(attention=backend)  # type: ignore[arg-type]
     run = replace(
@@ -30,11 +29,11 @@ def share(config: AttentionConfig, backend: str, device: str = "cuda") -> Share:
         data=replace(base.data, seq_len=4096),
         precision=replace(base.precision, dtype="bf16"),
     )
-    return Share.of(run, 1, 0)
+    return LocalShapes.on_rank(run, 1, 0)
 
 
-def kept(own: Share) -> int:
-    return sum(numbers * size for _, numbers, size in traced_kept(own, "A", NOTHING))
+def kept(own: LocalShapes) -> int:
+    return sum(traced_kept(own, TracedPart(("A",), last=True)).values())
 
 
 def test_only_torch_has_a_mask() -> None:

@@ -29,9 +29,9 @@ from megacpp.memory.block_trace import (
 )
 from megacpp.memory.budget import as_run
 from megacpp.memory.forms import traced
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.traced import request_of
-from megacpp.model.regions import NOTHING, regions_of
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.traced import TracedPart, request_of
+from megacpp.model.regions import NOTHING
 from parallel.simulate.fake import fake_world
 from tests.memory.working_cases import misses
 
@@ -50,8 +50,7 @@ def config_of(kind: str, size: int, flags: str = "") -> Config:
 def request(kind: str, size: int, flags: str, rows: int, device: str = "cpu") -> BlockRequest:
     config = config_of(kind, size, f"{flags} --train.device_batch_size {rows}")
     config = as_run(config, device, narrow=device == "cuda")
-    pieces = regions_of(config.recompute, config.model, kind)
-    return request_of(Share.of(config, size, 0), kind, pieces)
+    return request_of(LocalShapes.on_rank(config, size, 0), TracedPart((kind,)))
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -87,7 +86,7 @@ def test_all_that_is_allocated_is_freed_but_gradients(kind: str) -> None:
     assert {trace.roles[n] for n in trace.added} == {"g"}
     assert trace.roles.count("o") == 1
     if whole and kind != "E":  # whose choices are kept
-        assert kept(trace).total() == 0  # it runs again as a whole
+        assert [*kept(trace)] == ["residual"]  # it runs again as a whole
 
 
 def test_weights_of_points() -> None:
@@ -163,7 +162,7 @@ def test_a_trace_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trace_cache, "sources_hash", lambda: "edited")
     assert _anew(asked) == found[0] and len(runs) == 3
     assert len([*tmp_path.rglob("*.json")]) == 2
-    other = dataclasses.replace(asked, pieces=NOTHING | {"norm"})
+    other = dataclasses.replace(asked, pieces=(NOTHING | {"norm"},))
     assert other.key() != asked.key()
 
 
@@ -211,8 +210,10 @@ def test_a_warm_estimate_imports_no_torch(tmp_path: Path) -> None:
 
 def test_a_launch_on_a_gpu_is_another_request() -> None:
     config = config_of("R", 1)
-    own = [Share.of(as_run(config, device, narrow=True), 1, 0) for device in ("cpu", "cuda")]
-    assert len({request_of(one, "R", NOTHING).key() for one in own}) == 2
+    own = [
+        LocalShapes.on_rank(as_run(config, device, narrow=True), 1, 0) for device in ("cpu", "cuda")
+    ]
+    assert len({request_of(one, TracedPart(("R",))).key() for one in own}) == 2
 
 
 def test_a_rank_of_a_run_traces_elsewhere() -> None:

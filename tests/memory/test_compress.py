@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.presets import PER_BLOCK
 from megacpp.config.schema import KEEP, CheckpointingPolicy, Config, MeshConfig, ModelConfig
-from megacpp.memory.forms.compress import CompressedInput
 from megacpp.memory.forms.step import step_bytes
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.init import initialise
+from megacpp.model.sizes import projected_width
 from optim.build import build_optimizer
 from parallel.simulate.fake import as_trained
 from tests.memory.test_activations import agree
@@ -27,6 +28,60 @@ from tests.memory.test_activations import config_of as small_config
 from tests.memory.working_cases import WIDE
 from tests.model.small import variants
 from tests.synthetic import ragged_batch
+
+
+@dataclass(frozen=True)
+class CompressedInput:
+    """Input tensor and the layers that read it.
+
+    Attributes:
+        width: D.
+        outputs: O of each layer, as this rank has it.
+        ratio: Z / D.
+    """
+
+    width: int
+    outputs: tuple[int, ...]
+    ratio: float
+
+    @property
+    def projected(self) -> int:
+        """Dims Z of the projection."""
+        return projected_width(self.width, self.ratio)
+
+    def kept_bytes(self, tokens: int, itemsize: int = 2) -> int:
+        """Return bytes saved from forward to backward, in the dtype of compute."""
+        return tokens * self.projected * itemsize
+
+    def saved_bytes(self, tokens: int, itemsize: int = 2) -> int:
+        """Return bytes of activations that the forward no longer keeps."""
+        return tokens * (self.width - self.projected) * itemsize
+
+    def state_bytes(self, parameter_itemsize: int = 4) -> int:
+        """Return bytes of latents, their gradients and AdamW's two moments of them."""
+        return sum(self.outputs) * self.projected * 4 * parameter_itemsize
+
+    def state_saved_bytes(self, moment_bytes: int = 2, parameter_itemsize: int = 4) -> int:
+        """Return bytes of replaced weights' gradients and moments, less `state_bytes`.
+
+        The result may be negative.
+
+        Args:
+            moment_bytes: per weight; Muon's momentum in bf16 takes 2, AdamW's moments 8.
+            parameter_itemsize: bytes of an element of parameters and gradients.
+        """
+        whole = sum(self.outputs) * self.width * (parameter_itemsize + moment_bytes)
+        return whole - self.state_bytes(parameter_itemsize)
+
+    def passing_bytes(self, itemsize: int = 4) -> int:
+        """Return bytes of P: in a forward, and in fp32 when latents are added to weights."""
+        return self.width * self.projected * itemsize
+
+    def flops_added(self, tokens: int) -> int:
+        """Return FLOPs of x P in the forward, less those that the smaller backward saves."""
+        smaller = 2 * tokens * sum(self.outputs) * (self.width - self.projected)
+        return 2 * tokens * self.width * self.projected - smaller
+
 
 ROWS, T, RATIO = range(3), 16, 5 / 16  # 5 dims of 16: no other tensor is as wide
 TOKENS = len(ROWS) * T

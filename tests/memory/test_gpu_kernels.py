@@ -19,8 +19,9 @@ from megacpp.kernels.experts import grouped_mm
 from megacpp.kernels.experts import triton as experts_triton
 from megacpp.memory.budget import as_run
 from megacpp.memory.estimate import estimate
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.parts import forms_of, working_sets
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.parts import forms_of
+from megacpp.memory.forms.traced import TracedPart, traced_moments
 from parallel.simulate.gpu_stand_ins import on_gpu, traced_kernels
 from tests.memory.working_cases import misses
 
@@ -107,9 +108,10 @@ def test_an_estimate_is_of_the_chosen_kernels() -> None:
     plain = replace(config, kernels=replace(config.kernels, experts="torch"))
     found = []
     for chosen in (config, plain):
-        own = Share.of(chosen, 1, 0)
-        form = forms_of(own, ("E",))["E"]
-        assert (form.forward, form.backward) == working_sets(own, "E")
+        own = LocalShapes.on_rank(chosen, 1, 0)
+        part = TracedPart(("E",))
+        form = forms_of(own, ((part, False),))[part, False]
+        assert form.backward == traced_moments(own, part, backward=True)
         found.append(form.backward[0].bytes)
     assert found[0] < found[1]
 

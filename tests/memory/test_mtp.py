@@ -1,4 +1,4 @@
-"""Multi-token prediction in closed form: what is stored, kept, needed, sent and run again.
+"""Estimates of multi-token prediction: what is stored, kept, needed, sent and run again.
 
 Held to the trainer's own model on fake ranks: bytes exactly, the fullest moments within 2 %.
 """
@@ -14,14 +14,13 @@ from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import Config, MeshConfig
-from megacpp.memory.forms import working
-from megacpp.memory.forms.activation_share import Share
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import rank_bytes
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.replayed import replayed_flops_per_token
 from parallel.simulate.fake import as_trained
 from tests.memory import test_activations, test_parameters, test_replayed, test_traffic
-from tests.memory.working_cases import WIDE
+from tests.memory.working_cases import PHASES, WIDE, most_bytes, named_parts
 from tests.memory.working_sets import working_sets
 
 MLA = "--model.attention.kind mla --model.attention.no-qk-norm --model.attention.q-lora-rank 64"
@@ -94,10 +93,11 @@ def test_the_fullest_moments(name: str) -> None:
     flags = f"{WIDE} --model.pattern AF --model.mtp.depths 2 {flags}"
     config = parse_run(flags.split(), size).config
     stream = trace_step(config, size)
-    traced, own = working_sets(stream), Share.of(config, size, 0)
-    for phase, form in (("forward", working.forward), ("backward", working.backward)):
+    own, parts = LocalShapes.on_rank(config, size, 0), named_parts(config)
+    traced = working_sets(stream, parts=parts)
+    for phase in PHASES:
         for part in ("norm", "mtp", "head"):
-            most = max(moment.bytes for moment in form(own, part))
+            most = most_bytes(own, parts[part], phase)
             found = traced[phase, part].bytes
             if (phase, part) == ("backward", "norm") and not config.model.mtp.detach_trunk:
                 # The step has the embedding's first gradient by then (`Layer.waits`).

@@ -30,7 +30,7 @@ def with_moe(**changes: float) -> ModelConfig:
     return replace(MODEL, moe=replace(MODEL.moe, **changes))  # type: ignore[arg-type]
 
 
-def of(model: ModelConfig = MODEL, ep: int = 1, tokens: int = 4096) -> MemoryEstimate:
+def estimate_of(model: ModelConfig = MODEL, ep: int = 1, tokens: int = 4096) -> MemoryEstimate:
     return estimate_memory(model, 8, ep_degree=ep, seq_len=tokens, grad_checkpoint=False)
 
 
@@ -42,7 +42,7 @@ def test_activations_of_a_dense_model_of_that_size() -> None:
     assert published / GB == pytest.approx(11.1, abs=0.05)
     with_scan = hybrid_activations(1, 4096, 1536, 52, mamba_layers=13)
     assert with_scan == 1.25 * published
-    found, layer = of().detail, published / 52
+    found, layer = estimate_of().detail, published / 52
     kept = found["activations"]
     ours = sum(kept.values()) + found["moe_routing"]["kept"]
     assert 1.4 * layer < kept["M"] / 13 < 2 * layer
@@ -57,7 +57,7 @@ def test_dispatch_of_an_expert_layer() -> None:
     assert 22 * dispatch_bytes(4096, 1536, 6, 64, 1.25) / GB == pytest.approx(4.15, abs=0.01)
     assert 22 * dispatch_bytes(4096, 1536, 6, 64, 1.25, ep=4) / GB == pytest.approx(1.04, abs=0.01)
     for ep in (1, 4):
-        routing = of(ep=ep).detail["moe_routing"]
+        routing = estimate_of(ep=ep).detail["moe_routing"]
         ours = routing["gathered inputs"] + routing["expert outputs"]
         assert ours == dispatch_bytes(4096, 1536, 6, 64, 1.25)
 
@@ -66,7 +66,7 @@ def test_optimizer_state_of_four_billion_parameters() -> None:
     """32 against 8 GB; a model's embedding and head stay with AdamW, so Muon saves less."""
     assert optimizer_state(4_000_000_000) == 32 * 10**9
     assert optimizer_state(4_000_000_000, muon_share=1.0) == 8 * 10**9
-    muon = of().detail["optimizer_state"]
+    muon = estimate_of().detail["optimizer_state"]
     adamw = estimate_memory(MODEL, 8, optimizer="adamw").detail["optimizer_state"]
     moved = sum(n for name, n in muon.items() if name.startswith("muon")) // 2
     rest = sum(n for name, n in muon.items() if name.startswith("adamw")) // 8
@@ -81,13 +81,13 @@ def test_capacity_factor_is_paid_in_routing_memory() -> None:
     """A quarter more from 1.0 to 1.25, by the formula; in rows that are kept, here too."""
     one, more = (dispatch_bytes(4096, 1536, 6, 64, factor) for factor in (1.0, 1.25))
     assert more == 1.25 * one
-    rows = [of(with_moe(capacity_factor=f)).detail["moe_routing"] for f in (1.0, 1.25)]
+    rows = [estimate_of(with_moe(capacity_factor=f)).detail["moe_routing"] for f in (1.0, 1.25)]
     assert rows[1]["gathered inputs"] == 1.25 * rows[0]["gathered inputs"]
 
 
 def test_more_experts_are_parameters_not_dispatch() -> None:
     """64 to 128: weights double, rows don't move, router logits double."""
-    few, many = of(), of(with_moe(num_experts=128))
+    few, many = estimate_of(), estimate_of(with_moe(num_experts=128))
     assert dispatch_bytes(4096, 1536, 6, 128, 1.25) == dispatch_bytes(4096, 1536, 6, 64, 1.25)
     assert expert_capacity(4096, 6, 128, 1.25) == expert_capacity(4096, 6, 64, 1.25) / 2
     experts = [found.detail["parameters"]["muon experts"] for found in (few, many)]
@@ -103,7 +103,7 @@ def test_four_times_the_tokens() -> None:
     assert transformer_activations(1, 16384, 1536, 52) == 4 * transformer_activations(
         1, 4096, 1536, 52
     )
-    short, long = of(), of(tokens=16384)
+    short, long = estimate_of(), estimate_of(tokens=16384)
     for part in ("activations", "moe_routing"):
         before, after = (sum(found.detail[part].values()) for found in (short, long))
         assert after == pytest.approx(4 * before, rel=2e-3)

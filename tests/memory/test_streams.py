@@ -1,4 +1,4 @@
-"""Several residual streams in closed form: bytes kept to the byte, working sets within 2 %."""
+"""Estimates of several residual streams: bytes kept to the byte, working sets within 2 %."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from megacpp.cli.measure import measure
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
 from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, TrainConfig
-from megacpp.kernels.hyper_connections import reference as hyper_connections
 from megacpp.memory.estimate import estimate
-from megacpp.memory.forms import streams, working
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
 from megacpp.memory.forms.batch import ids_bytes, mask_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
 from tests.memory.test_activations import FULL, NONE, SELECTIVE, agree, config_of, same
-from tests.memory.working_cases import WIDE
+from tests.memory.working_cases import WIDE, most_bytes, named_parts
 from tests.memory.working_sets import working_sets
 
 MHC = {"streams": 3, "iterations": 2}
@@ -79,18 +77,19 @@ def run_of(case: str) -> tuple[Config, int]:
 @pytest.mark.parametrize("case", WORKING)
 def test_working_sets(case: str) -> None:
     config, size = run_of(case)
-    own = Share.of(config, size, 0)
-    names = {f"blocks.{i}": name for i, name in enumerate(streams.layer_names(config))}
+    own = LocalShapes.on_rank(config, size, 0)
+    parts, letters = named_parts(config), set(config.model.pattern)
     first = f"blocks.{config.model.pattern.find('A')}"
-    stream, letters = trace_step(config, size), {name[0] for name in names.values()}
-    with_batch, batch = working_sets(stream, batch=True), ids_bytes(own) + mask_bytes(own, letters)
-    for (phase, part), found in working_sets(stream).items():
-        form = working.forward if phase == "forward" else working.backward
-        moments = form(own, names.get(part, part))
+    stream = trace_step(config, size)
+    with_batch, batch = (
+        working_sets(stream, batch=True, parts=parts),
+        ids_bytes(own) + mask_bytes(own, letters),
+    )
+    for (phase, part), found in working_sets(stream, parts=parts).items():
+        most = most_bytes(own, parts[part], phase)
         if (phase, part) == ("forward", first):
             found = with_batch[phase, part]
-            moments = [m.more(batch) for m in working.first_attention(own, names[part])]
-        most = max(moment.bytes for moment in moments)
+            most = batch + most_bytes(own, parts[part], phase, first=True)
         assert 0.98 <= most / found.bytes <= 1.02, (phase, part, most, found.bytes)
 
 
@@ -105,7 +104,3 @@ def test_the_whole_step() -> None:
         assert 0.995 * traced <= found <= 1.02 * traced, size
         peaks.append(found)
     assert peaks[1] < 0.98 * peaks[0], peaks
-
-
-def test_chunks_are_those_of_the_kernel() -> None:
-    assert streams.CHUNK == hyper_connections.CHUNK

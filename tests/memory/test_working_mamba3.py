@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megacpp.config.schema import KernelsConfig
-from megacpp.memory.forms import working
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.streams import Layered
-from megacpp.memory.forms.working_frame import kept_of_block
-from tests.memory.working_cases import WIDE, misses, parse_run
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.traced import TracedPart, traced_kept
+from tests.memory.working_cases import PHASES, WIDE, misses, most_bytes, parse_run
 
 # Per cent: what is added up for a whole step must not be below it, and need not be exact.
 LEAST, MOST = -0.5, 2.0
@@ -46,11 +44,11 @@ def test_kernels_have_moments_of_their_own(name: str, kernel: str) -> None:
     """
     flags, size = CASES[name]
     config = parse_run([*f"{WIDE} --model.pattern MM {flags}".split()], size).config
-    own = Share.of(config, size, size - 1)
+    own = LocalShapes.on_rank(config, size, size - 1)
     by_kernel = replace(own, config=replace(config, kernels=KernelsConfig(mamba3=kernel)))  # type: ignore[arg-type]
-    for kind in ("M", "M last"):
-        kept = {o: kept_of_block(o, "M", Layered.of(kind).sizes(o)[1]) for o in (own, by_kernel)}
-        for form in (working.forward, working.backward):
-            most, torch_most = (max(m.bytes for m in form(o, kind)) for o in (by_kernel, own))
-            assert kept[by_kernel] <= most
-            assert 0.3 < most / torch_most < 1.6, (kind, form.__name__, most, torch_most)
+    for part in (TracedPart(("M",)), TracedPart(("M",), last=True)):
+        kept = traced_kept(by_kernel, part)
+        for phase in PHASES:
+            most, torch_most = (most_bytes(o, part, phase) for o in (by_kernel, own))
+            assert sum(kept.values()) - kept["residual"] <= most
+            assert 0.3 < most / torch_most < 1.6, (part, phase, most, torch_most)

@@ -1,13 +1,13 @@
-"""Closed forms of working sets against traced steps of a few wide layers."""
+"""Traced parts against traced steps of a few wide layers."""
 
 from __future__ import annotations
 
 from megacpp.cli.trace import trace_step
 from megacpp.config.arguments import parse_run
+from megacpp.config.schema import Config
 from megacpp.memory.budget import as_run
-from megacpp.memory.forms import working
-from megacpp.memory.forms.activation_share import Share
-from megacpp.model.pattern import layer_kinds
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_moments
 from tests.memory.working_sets import working_sets
 
 # Widths of a preset, for what is small beside them to be so here; short rows, one microbatch.
@@ -15,6 +15,20 @@ WIDE = (
     "nam52_deep_base --model.depth 2 --model.vocab_size 256 --optim.qk_clip 0 --data.seq_len 256"
     " --train.device_batch_size 8 --train.grad_accum 1 --train.tokens_per_step 0"
 )
+
+
+PHASES = {"forward": False, "backward": True}
+
+
+def named_parts(config: Config) -> dict[str, TracedPart]:
+    """Parts of a model by the names that a traced step gives them."""
+    layers = {f"blocks.{i}": part for i, part in enumerate(layer_parts(config))}
+    return layers | outer_parts(config.model)
+
+
+def most_bytes(own: LocalShapes, part: TracedPart, phase: str, first: bool = False) -> int:
+    """Bytes at the fullest moment of a part."""
+    return max(m.bytes for m in traced_moments(own, part, PHASES[phase], first))
 
 
 def misses(
@@ -28,10 +42,10 @@ def misses(
     config = parse_run([*f"{WIDE} --model.pattern {pattern} {flags}".split()], size).config
     config = as_run(config, "cuda", narrow=True) if gpu else config
     traced = working_sets(trace_step(config, size, rank))
-    own, found = Share.of(config, size, rank), {}
-    for layer, kind in enumerate(layer_kinds(config.model)):
-        name = kind + (" last" if layer + 1 == len(pattern) else "")
-        for phase, form in (("forward", working.forward), ("backward", working.backward)):
-            most = max(moment.bytes for moment in form(own, name))
-            found[f"{phase} {name}"] = (most / traced[phase, f"blocks.{layer}"].bytes - 1) * 100
+    own, found = LocalShapes.on_rank(config, size, rank), {}
+    for layer, part in enumerate(layer_parts(config)):
+        for phase in PHASES:
+            most = most_bytes(own, part, phase)
+            miss = most / traced[phase, f"blocks.{layer}"].bytes - 1
+            found[f"{phase} {part.shown}"] = miss * 100
     return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megacpp.memory.forms.traced import TracedPart
 from megacpp.memory.stream import Stream, StreamBlock
 
 ELSEWHERE = ("parameters", "optimizer_state", "batch", "communication", "muon_transient")
@@ -26,14 +27,18 @@ class WorkingSet:
     blocks: tuple[StreamBlock, ...]
 
 
-def working_sets(stream: Stream, batch: bool = False) -> dict[tuple[str, str], WorkingSet]:
+def working_sets(
+    stream: Stream, batch: bool = False, parts: Mapping[str, TracedPart] | None = None
+) -> dict[tuple[str, str], WorkingSet]:
     """By (`forward` or `backward`, part); of the last microbatch.
 
     Args:
+        parts: those that are traced together count what they hand each other.
         batch: count the batch as well, with what all layers share.
     """
     order = [name.split()[1] for _, name in stream.marks if name.startswith("forward ")]
     place = {part: i for i, part in enumerate(order)}
+    found_in = {part: _same_chain(parts or {}, place, part) for part in order}
     segments = {i: name for i, name in stream.marks}  # the last mark of a place wins
     alive: set[int] = set()
     now = ""
@@ -47,7 +52,7 @@ def working_sets(stream: Stream, batch: bool = False) -> dict[tuple[str, str], W
             continue
         if index in segments:
             most[now] = 0
-        blocks = list(_counted(stream, alive, part, place, batch))
+        blocks = list(_counted(stream, alive, part, place, batch, found_in[part]))
         size = sum(b.bytes for b in blocks)
         if size > most.get(now, -1):
             most[now] = size
@@ -56,8 +61,22 @@ def working_sets(stream: Stream, batch: bool = False) -> dict[tuple[str, str], W
     return found
 
 
+def _same_chain(
+    parts: Mapping[str, TracedPart], place: Mapping[str, int], part: str
+) -> frozenset[str]:
+    if part not in parts:
+        return frozenset()
+    first, size = place[part] - parts[part].place, len(parts[part].chain)
+    return frozenset(name for name, at in place.items() if first <= at < first + size)
+
+
 def _counted(
-    stream: Stream, alive: set[int], part: str, place: dict[str, int], batch: bool
+    stream: Stream,
+    alive: set[int],
+    part: str,
+    place: dict[str, int],
+    batch: bool,
+    chain: frozenset[str],
 ) -> Iterator[StreamBlock]:
     for number in alive:
         block = stream.blocks[number]
@@ -70,6 +89,8 @@ def _counted(
         ):
             continue  # of others, or shards
         if place.get(block.part, len(place)) < place[part]:
+            if block.part in chain and block.component == "workspace":
+                yield block
             continue
         # The head makes the gradient of its input in its forward.
         fused = part in ("norm", "top", "mtp") and block.name.startswith("mm ")

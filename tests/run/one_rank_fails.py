@@ -11,8 +11,8 @@ RESOLVED = parse_or_exit("one_rank_fails.py")
 
 import torch
 
-from megacpp.launch.rank_store import RankStore
 from megacpp.run.failure import guarded
+from megacpp.run.rank_store import RankStore
 from parallel.mesh import pick_device, start
 
 

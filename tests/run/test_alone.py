@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from megacpp.errors import ConfigError
-from megacpp.launch import lock as locks
-from megacpp.launch.lock import FILE, take
 from megacpp.outcome import started_ticks
+from megacpp.run import lock as locks
+from megacpp.run.lock import FILE, take
 from megacpp.state.published import latest_checkpoint
 from tests.launch import ROOT, background, forked, until
 from tests.run.test_preemption import FLAGS, children
 from tests.test_run import records
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from megacpp.launch.lock import take;"
+    "import sys, time; from pathlib import Path; from megacpp.run.lock import take;"
     "lock = take(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 )
 

@@ -16,7 +16,6 @@ from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
 from megacpp.launch.auto_fit import _Orders
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
-from megacpp.launch.rank_store import RankStore
 from megacpp.launch.trial import (
     SETTINGS,
     TrialCommand,
@@ -25,6 +24,7 @@ from megacpp.launch.trial import (
     trial_command,
 )
 from megacpp.memory.estimate import MemoryEstimate
+from megacpp.run.rank_store import RankStore
 
 OOM, OK = Outcome("oom"), Outcome("ok", step_s=(9.0, 1.0, 2.0, 3.0))
 BASE = parse_run(["tiny", "--train.tokens-per-step", "32768"], 8).config

@@ -12,7 +12,7 @@ import pytest
 from megacpp.cli.main import main
 from megacpp.cli.speed import work_of
 from megacpp.config.arguments import parse_run
-from megacpp.launch.speed import TEN, Prediction, check_mfu, verdict
+from megacpp.run.predicted import TEN, Prediction, check_mfu, verdict
 from megacpp.speed.against import compare, profiled
 from megacpp.speed.hardware import Rates, gpu, known
 from megacpp.speed.step import StepTime, predict

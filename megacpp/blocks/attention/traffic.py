@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megacpp.memory.forms.activation_share import Share
+    from megacpp.memory.forms.local_shapes import LocalShapes
 
 
-def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
+def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     """Exchanges of one layer over `cp` in a forward and a backward, with their bytes."""
     a, kind = own.config.model.attention, own.config.mesh.cp_attention
     grouped, everyone = a.kind == "gqa", own.rows * own.row

@@ -16,7 +16,7 @@ from megacpp.blocks.experts.choices import circle, columns, visited_ranks
 from megacpp.kernels.experts.sizes import CPU_ROWS, GPU_ROWS, block_rows, most_slots
 
 if TYPE_CHECKING:
-    from megacpp.memory.forms.activation_share import Share
+    from megacpp.memory.forms.local_shapes import LocalShapes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ExpertRows:
     whole: tuple[bool, bool] = (True, True)
 
 
-def expert_rows(own: Share) -> ExpertRows:
+def expert_rows(own: LocalShapes) -> ExpertRows:
     """Return rows of an E block: dropless, with even choices, or the most that there can be.
 
     Args:
@@ -83,7 +83,7 @@ def expert_rows(own: Share) -> ExpertRows:
     )
 
 
-def counts(own: Share) -> dict[str, int]:
+def counts(own: LocalShapes) -> dict[str, int]:
     """Return the numbers that bytes are affine in, by name."""
     found = asdict(expert_rows(own))
     whole = found.pop("whole")
@@ -92,7 +92,7 @@ def counts(own: Share) -> dict[str, int]:
     return found | {"block": _block(own) if own.by("experts") == "torch" else 0}
 
 
-def operators(own: Share) -> tuple[int, ...]:
+def operators(own: LocalShapes) -> tuple[int, ...]:
     """Return what decides about operators: masks that are made, and blocks of hidden units."""
     rows = expert_rows(own)
     each = _block(own)
@@ -100,7 +100,7 @@ def operators(own: Share) -> tuple[int, ...]:
     return *map(int, rows.whole), blocks
 
 
-def _block(own: Share) -> int:
+def _block(own: LocalShapes) -> int:
     return block_rows(expert_rows(own).slots, own.config.model.moe.hidden_dim)
 
 

@@ -21,7 +21,7 @@ from megacpp.model.primes import nearest_divisor
 if TYPE_CHECKING:
     from megacpp.blocks.m2rnn.module import M2RNN
     from megacpp.config.schema import CheckpointingPolicy, Config, MeshConfig, ModelConfig
-    from megacpp.memory.forms.activation_share import Share
+    from megacpp.memory.forms.local_shapes import LocalShapes
     from megacpp.model.regions import Region
 
 
@@ -161,7 +161,7 @@ def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
     return "the number of M2RNN heads", num_heads(model)
 
 
-def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
+def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     """Exchanges of one layer over `cp`, with their bytes (megacpp/blocks/m2rnn/traffic.py)."""
     from megacpp.blocks.m2rnn.traffic import context_traffic as bytes_of
 

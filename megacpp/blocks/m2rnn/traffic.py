@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from megacpp.blocks.m2rnn.descriptor import num_heads
 
 if TYPE_CHECKING:
-    from megacpp.memory.forms.activation_share import Share
+    from megacpp.memory.forms.local_shapes import LocalShapes
 
 
-def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
+def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     """Exchanges of one layer over `cp` in a forward and a backward, with their bytes."""
     r, wanted = own.config.model.m2rnn, own.config.mesh.cp_m2rnn
     heads = num_heads(own.config.model) // own.tp

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megacpp.memory.forms.activation_share import Share
+    from megacpp.memory.forms.local_shapes import LocalShapes
 
 
-def context_traffic(own: Share) -> Iterator[tuple[str, int]]:
+def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     """Exchanges of one layer over `cp` in a forward and a backward, with their bytes."""
     m, dim = own.config.model.mamba3, own.config.model.dim
     heads, rank = m.expand * dim // m.headdim // own.tp, m.mimo_rank

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megacpp.kernels.autocast import autocast_dtype
+
 IGNORED = -100
 FEWEST_ROWS = 128  # below, the products of a chunk are too thin to run at full speed
 PRODUCT_BYTES = 2**26  # of the weight's gradient, of which a GPU makes so much at a time
@@ -81,8 +83,7 @@ def linear_cross_entropy(
         assert shard is None
         return linear_cross_entropy_plain(x_ND, weight_VD, target_N, softcap, z_loss, weight_N)
     device = x_ND.device.type
-    autocast = torch.is_autocast_enabled(device)
-    x_ND = x_ND.to(torch.get_autocast_dtype(device)) if autocast else x_ND
+    x_ND = x_ND.to(autocast_dtype(x_ND) or x_ND.dtype)
     rows = chunk or chunk_rows(x_ND, weight_VD)
     terms = Terms(softcap, z_loss, shard)
     go_over = chunk_function(backend)

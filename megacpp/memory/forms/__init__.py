@@ -1,4 +1,4 @@
 """Bytes of a step: stored, saved for the backward, needed while a part runs, and moved.
 
-Blocks are traced (traced.py); the parts around them are in closed form.
+Parts of the model are traced (traced.py); what is stored, gathered and updated is in closed form.
 """

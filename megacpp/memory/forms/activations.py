@@ -9,21 +9,18 @@ share (ids, masks and places of documents) belong to none. (Activation memory.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megacpp.config.schema import Config
-from megacpp.memory.forms import activation_engram
-from megacpp.memory.forms.activation_around import ngram, top
-from megacpp.memory.forms.activation_share import Kept, Share, residual
-from megacpp.memory.forms.fp8 import kept_product
-from megacpp.memory.forms.mtp import handed_back, mtp
-from megacpp.memory.forms.streams import Layered, kept_by_connection, layer_names
-from megacpp.memory.forms.traced import traced_kept
-from megacpp.memory.forms.weights import COPY
+from megacpp.memory.block_trace import HOST, INPUT
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts, traced_kept
 from megacpp.model.pattern import entrance, exit_parts
 from megacpp.model.stages import stage_parts
+
+Saved = tuple[TracedPart, bool]  # and whether its output waits on the host
+RECEIVED = "received"  # the residual stream that another stage sent
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class ActivationBytes:
     Attributes:
         parts: in the order in which a token first meets them.
         in_flight: microbatches that are kept at once, at most (None: not worked out).
-        not_counted: settings that change saved activations and that the closed forms ignore.
+        not_counted: settings that change saved activations and that are ignored.
     """
 
     parts: tuple[PartBytes, ...]
@@ -103,147 +100,64 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     `megacpp activations`: a GPU pads the slots of experts less, and keeps keys and values for every
     query head where rows are packed (megacpp/kernels/attention/reference.py).
     """
-    own, most = (Share.of(config, size, rank, most) for most in (False, True))
-    alike: dict[str, Counter[str]] = {}  # a kind's layers, by their places in groups
-    for name in _names(own):
-        alike.setdefault(Layered.of(name).shown, Counter())[name] += 1
+    own, most = (LocalShapes.on_rank(config, size, rank, most) for most in (False, True))
+    alike: dict[str, Counter[Saved]] = {}  # a kind's layers, by their places in groups
+    found = _parts(own)
+    for part, behind in zip(found, [*found[1:], None], strict=True):
+        taken = behind is not None and INPUT in _saved(own, behind)
+        alike.setdefault(part.shown, Counter())[part, taken] += 1
     parts = []
-    for shown, names in alike.items():
-        groups, at_most = (_together(share, names) for share in (own, most))
+    for shown, layers in alike.items():
+        groups, at_most = (_together(share, layers) for share in (own, most))
         weights = groups.pop("weights", 0)
         upper = sum(at_most.values()) - weights
-        parts.append(PartBytes(shown, names.total(), groups, upper, weights))
+        parts.append(PartBytes(shown, layers.total(), groups, upper, weights))
     return ActivationBytes(tuple(parts), _in_flight(config, own), not_counted(config))
 
 
-def _together(own: Share, names: Counter[str]) -> dict[str, int]:
-    """Return bytes by group, over the given number of layers of each name."""
+def _together(own: LocalShapes, parts: Counter[Saved]) -> dict[str, int]:
+    """Return bytes by group, over the given number of each part."""
     groups: Counter[str] = Counter()
-    for name, layers in names.items():
-        for group, each in layer_groups(own, name).items():
-            groups[group] += layers * each
-    return dict(groups)
+    for (part, taken), layers in parts.items():
+        for group, each in _saved(own, part).items():
+            if group not in (HOST, INPUT) and not (taken and group == "residual"):
+                groups[group] += layers * each
+    return dict(+groups)
+
+
+def _saved(own: LocalShapes, part: TracedPart) -> dict[str, int]:
+    if part.kind != RECEIVED:
+        return traced_kept(own, part)
+    model = own.config.model
+    return {RECEIVED: own.stream * model.mhc.streams * model.dim * own.compute}
 
 
 def not_counted(config: Config) -> tuple[str, ...]:
-    """Return settings in use that the closed forms ignore; `bytes` is as without them."""
-    policy = config.recompute
+    """Return settings in use that are ignored; `bytes` is as without them."""
     found = {
         "train.compile": config.train.compile != "off",
-        "recompute.offload": policy.offload != "none",
         "model.attention.sparse.stage": config.model.attention.sparse.stage == "dense",
     }
     return tuple(name for name, is_set in found.items() if is_set)
 
 
-def _names(own: Share) -> list[str]:
-    """Return names of parts in order, one for every layer of this rank."""
+def _parts(own: LocalShapes) -> list[TracedPart]:
+    """Return the parts of this rank in order, with what each stage receives."""
     model, mesh = own.config.model, own.config.mesh
-    blocks = layer_names(own.config)
+    layers, outer = layer_parts(own.config), outer_parts(model)
+    first, last = ([outer[name] for name in of(model)] for of in (entrance, exit_parts))
     if mesh.pp == 1:
-        return [*entrance(model), *blocks, *exit_parts(model)]
+        return [*first, *layers, *last]
     stages = stage_parts(model, mesh, own.stage)
-    found = ["received" for stage in stages if not stage.first]
+    found = [TracedPart((RECEIVED,)) for stage in stages if not stage.first]
     for stage in stages:
-        found += entrance(model) if stage.first else []
-        found += [blocks[layer] for layer in stage.layers]
-        found += exit_parts(model) if stage.last else []
+        found += first if stage.first else []
+        found += [layers[layer] for layer in stage.layers]
+        found += last if stage.last else []
     return found
 
 
-def layer_groups(own: Share, name: str) -> dict[str, int]:
-    """Return bytes of one layer of a part, by group; empty groups are left out."""
-    groups: Counter[str] = Counter()
-    for group, numbers, each in _form(own, name):
-        groups[group] += numbers * each
-    return dict(+groups)
-
-
-def _form(own: Share, name: str) -> list[Kept]:
-    """Return the tensors that one layer of a part saves."""
-    layer = Layered.of(name)
-    kind, model = layer.kind, own.config.model
-    if kind in ENDS:
-        return list(ENDS[kind](own))
-    letter, mixer = kind[0], kind.partition("+")[0]
-    own, pieces = layer.sizes(own)
-    kept = [residual(own)]
-    if model.mhc.streams > 1:
-        if layer.last or (layer.group is not None and not layer.group.closes):
-            kept = []  # they run again, or only their mean is read
-        kept += kept_by_connection(own, layer, pieces)
-    if "+engram" in kind:
-        kept += activation_engram.kept(own, pieces)
-    kept.append(("hidden units", kept_product(own, letter, pieces), 1))
-    return [*kept, *traced_kept(own, mixer, pieces)]
-
-
-def embed(own: Share) -> Iterable[Kept]:
-    """Yield the first residual stream; with a cut vocabulary, also the mask of this rank's ids."""
-    model = own.config.model
-    if not model.ngram.heads and model.mhc.streams == 1:  # which make others
-        yield residual(own)
-    if own.tp > 1:
-        yield "words", own.tokens, 8 + 1
-
-
-def received(own: Share) -> Iterable[Kept]:
-    """Yield the residual stream that another stage sent."""
-    model = own.config.model
-    yield "residual", own.stream * model.mhc.streams * model.dim, own.compute
-
-
-def spread(own: Share) -> Iterable[Kept]:
-    """Yield copies of the first residual stream."""
-    yield residual(own)
-
-
-def collapse(own: Share) -> Iterable[Kept]:
-    """Yield the collapsed stream, which the last norm reads."""
-    yield "residual", own.stream * own.config.model.dim, own.residual
-
-
-def last_norm(own: Share) -> Iterable[Kept]:
-    """Yield 1 / rms, and the output if multi-token prediction reads it.
-
-    The head makes its gradients in the forward and reads nothing later.
-    """
-    yield "normed", own.stream, own.wide
-    yield "normed", handed_back(own), 1
-
-
-def head(own: Share) -> Iterable[Kept]:
-    """Yield gradients of the head's input and weight, and sums: loss, valid tokens, its report."""
-    model = own.config.model
-    weight = own.compute if own.parallel else own.wide
-    yield "head", own.tokens * model.dim, own.compute
-    yield "head", model.vocab_size // own.tp * model.dim, weight
-    yield "head", 1, 8 + own.wide * (1 if model.mtp.depths else 2)
-    if depths := model.mtp.depths:  # all in one call
-        yield "head", depths * own.tokens * model.dim, own.compute
-        yield "head", model.vocab_size // own.tp * model.dim * (not model.mtp.detach_head), weight
-
-
-def copy(own: Share) -> Iterable[Kept]:
-    """Return no tensors: a last stage's embedding saves none by itself."""
-    return ()
-
-
-ENDS = {
-    "embed": embed,
-    "ngram": ngram,
-    "spread": spread,
-    "collapse": collapse,
-    "norm": last_norm,
-    "top": top,
-    "mtp": mtp,
-    "head": head,
-    "received": received,
-    COPY: copy,
-}
-
-
-def _in_flight(config: Config, own: Share) -> int | None:
+def _in_flight(config: Config, own: LocalShapes) -> int | None:
     mesh, total = config.mesh, config.train.grad_accum
     if mesh.pp == 1:
         return 1

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megacpp.memory.forms.activation_engram import rows_bytes
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.layers import stage_layers
+from megacpp.memory.forms.local_shapes import INDEX, LocalShapes
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.stages import stage_parts
 
 
-def ids_bytes(own: Share) -> int:
+def ids_bytes(own: LocalShapes) -> int:
     """Return bytes of ids, labels, document numbers and positions, over a step's microbatches."""
     return max(1, own.config.train.grad_accum) * own.rows * own.row * 4 * 8
 
 
-def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
+def mask_bytes(own: LocalShapes, kinds: Collection[str], saved: bool = False) -> int:
     """Return bytes that all layers share of one microbatch: masks, angles, document starts.
 
     Args:
@@ -57,11 +56,25 @@ def mask_bytes(own: Share, kinds: Collection[str], saved: bool = False) -> int:
     if "R" in letters:
         found += rows * row * 9
     if any("+engram" in kind for kind in kinds):
-        found += rows_bytes(own, stage_layers(own))
+        found += _memory_bytes(own)
     return found
 
 
-def _choices(own: Share, kinds: Collection[str]) -> int:
+def _memory_bytes(own: LocalShapes) -> int:
+    """Return bytes of the row ids that tokens look up in n-gram memories, and of masks of taps.
+
+    Masks of the convolution's taps, which end at documents, are made once for all layers.
+    """
+    kinds, e = layer_kinds(own.config.model), own.config.model.engram
+    count = sum("+engram" in kinds[i] for i in stage_layers(own))
+    long = own.here // own.chunks
+    if own.cp > 1:  # with earlier tokens
+        long += (e.conv_kernel - 1) * e.max_order
+    masks = own.rows * own.chunks * sum(long - j * e.max_order for j in range(e.conv_kernel))
+    return count * own.tokens * e.heads * (e.max_order - 1) * INDEX + masks
+
+
+def _choices(own: LocalShapes, kinds: Collection[str]) -> int:
     """Return the number of key choices kept with the documents: of layers here, and received."""
     config = own.config
     if not any(kind.startswith("A.") for kind in kinds):

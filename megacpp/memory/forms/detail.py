@@ -8,8 +8,8 @@ from typing import Any
 
 from megacpp.blocks.experts.rows import expert_rows
 from megacpp.config.schema import CheckpointingPolicy, Config
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.activations import activation_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import RankBytes
 from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.units import stored_of
@@ -60,7 +60,7 @@ def routing_of(config: Config, size: int, rank: int) -> dict[str, int]:
     """Return bytes of one E layer's logits, and of rows before and behind the experts."""
     if "E" not in config.model.pattern.upper():
         return {}
-    own, most = (Share.of(config, size, rank, worst) for worst in (False, True))
+    own, most = (LocalShapes.on_rank(config, size, rank, worst) for worst in (False, True))
     moe, row = config.model.moe, config.model.dim * own.compute
     trip, worst = expert_rows(own), expert_rows(most)
     name = "capacity" if moe.capacity_factor is not None else "dropless at most"

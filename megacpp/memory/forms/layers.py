@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megacpp.config.schema import ModelConfig
-from megacpp.memory.forms.activation_share import INDEX, Share
-from megacpp.memory.forms.parts import OUTER, forms_of
-from megacpp.memory.forms.streams import Layered, layer_names, stream_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.parts import NO_FORM, OUTER, forms_of
+from megacpp.memory.forms.simulation import Layer
+from megacpp.memory.forms.traced import TracedPart, layer_parts, outer_parts
 from megacpp.memory.forms.units import PartUnits, Unit
-from megacpp.memory.forms.walk import Layer
-from megacpp.memory.forms.working import first_attention
 from megacpp.model.regions import layer_regions
 from megacpp.model.stages import stage_parts
 
@@ -20,7 +18,7 @@ NO_UNITS = PartUnits(NO_UNIT, NO_UNIT, NO_UNIT)
 
 
 def layers_of(
-    own: Share,
+    own: LocalShapes,
     stages: Sequence[Sequence[str]],
     units: Mapping[str, PartUnits],
     sharded: bool,
@@ -35,24 +33,34 @@ def layers_of(
     """
     config = own.config
     model = config.model
+    traced, layers_of_model = outer_parts(model), layer_parts(config)
     number = iter(stage_layers(own))
-    named = [[(kind, -1 if kind in OUTER else next(number)) for kind in part] for part in stages]
-    names = layer_names(config)
-    called = {part: name_of(*part, names) for parts in named for part in parts}
-    forms = forms_of(own, tuple(sorted(set(called.values()))))
+    named: list[list[tuple[str, int, TracedPart | None, bool]]] = []
+    for part in stages:
+        to_make, stage = True, list[tuple[str, int, TracedPart | None, bool]]()
+        for kind in part:
+            at = -1 if kind in OUTER else next(number)
+            makes = to_make and (masked(kind) or kind == "mtp")
+            to_make = to_make and not makes
+            stage.append((kind, at, traced.get(kind) if at < 0 else layers_of_model[at], makes))
+        named.append(stage)
+    asked = {(part, makes): 0 for stage in named for _, _, part, makes in stage if part is not None}
+    forms = forms_of(own, tuple(asked))
     stream = stream_bytes(own)
     again = layer_regions(config.recompute, model)
+    # Then the embedding gets a gradient, to which a tied head's is added, before its own backward.
+    looks_up = model.mtp.depths > 0 and not model.mtp.detach_trunk
     found = []
-    for part in named:
-        ends = {kind for kind, _ in part}
+    for stage in named:
+        ends = {kind for kind, *_ in stage}
         layers: list[Layer] = []
-        to_make = True
-        for kind, number in part:
-            name = called[kind, number]
-            form = forms[name]
+        for kind, number, part, makes in stage:
+            form = NO_FORM if part is None else forms[part, makes]
             mine, waits = units.get(kind, NO_UNITS), 0
+            table = units["embed"].block.moved if "embed" in ends else 0
+            table *= own.compute if sharded else own.wide
             if kind == "head" and model.tie_embeddings and "embed" in ends:
-                waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
+                waits = table * (not looks_up)
                 block = replace(units["embed"].block, moved=0, cast=units["embed"].block.whole)
                 mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
             if number >= 0 and not again[number] & {"expert_gemm", "block"}:
@@ -60,55 +68,56 @@ def layers_of(
                 mine = replace(mine, block=replace(mine.block, cast=cast))
             if kind == "ngram" and sharded:
                 waits = mine.block.moved * own.compute
-            if kind == "mtp" and "embed" in ends and looks_up_more(model):
-                waits = units["embed"].block.moved * (own.compute if sharded else own.wide)
-            makes = to_make and (masked(kind) or kind == "mtp")
-            to_make = to_make and not makes
+            if kind == "mtp" and looks_up:
+                waits = table
+            if form.takes and layers:
+                layers[-1] = _without_output(layers[-1], form.takes)
             layers.append(
                 Layer(
                     kind if number < 0 else f"layer {number} ({kind})",
                     kind,
                     mine,
-                    form.forward + (first_attention(own, name) if makes else ()),
+                    form.forward,
                     form.backward,
                     form.kept,
                     form.copies,
                     stream,
-                    passed_on(own, name),
+                    stream * (model.mhc.streams > 1 and part is not None and part.last),
                     waits,
                     kind == "embed" and model.tie_embeddings and "head" in ends,
+                    form.away + form.takes,
                 )
             )
         found.append(layers)
-    return found
+    return _within(found, int(config.recompute.offload_host_gib * 2**30))
 
 
-def looks_up_more(model: ModelConfig) -> bool:
-    """Return whether the embedding gets a gradient before its own backward; False if it is tied.
+def _without_output(layer: Layer, taken: int) -> Layer:
+    """Return a layer whose output the next one moves to the host: it is passed on, not saved."""
+    a, b, c = layer.kept
+    kept = (a, b, c - taken) if layer.kind in OUTER else (a - taken, b, c)
+    return replace(layer, kept=kept, passes=taken)
 
-    Multi-token prediction looks up tokens a second time; a tied head's gradient is counted with it.
+
+def _within(stages: list[list[Layer]], room: int) -> list[list[Layer]]:
+    """Return the layers with what has no room on the host back on the device, in order.
+
+    Buffers are of pinned memory, which are powers of two: up to twice as large.
     """
-    return not model.tie_embeddings and model.mtp.depths > 0 and not model.mtp.detach_trunk
+    for layers in stages:
+        for at, layer in enumerate(layers):
+            leaves = layer.away if 2 * layer.away <= room else 0
+            room -= 2 * leaves
+            a, b, c = layer.kept
+            kept = a + layer.away - leaves, b, c
+            layers[at] = replace(layer, away=leaves, kept=kept)
+    return stages
 
 
-def passed_on(own: Share, name: str) -> int:
-    """Return bytes that a part hands to the next one and doesn't save itself.
-
-    For multi-token prediction these include the labels of all depths and their weights.
-    """
-    model, layer = own.config.model, Layered.of(name)
-    normed = own.stream * model.dim * own.compute
-    if name in ("norm", "top"):
-        return normed
-    if name == "mtp":
-        depths = model.mtp.depths
-        return (1 + depths) * normed + depths * own.tokens * (INDEX + own.wide)
-    several = model.mhc.streams > 1
-    if name in ("embed", "ngram"):
-        reads_anew = several or (name == "embed" and model.ngram.heads > 0)
-        return own.stream * model.dim * own.residual * reads_anew
-    inside = layer.group is not None and not layer.group.closes
-    return stream_bytes(own) if several and (inside or layer.last) else 0
+def stream_bytes(own: LocalShapes) -> int:
+    """Return bytes of all streams of this rank, between two layers."""
+    model = own.config.model
+    return own.stream * model.mhc.streams * model.dim * own.residual
 
 
 def masked(kind: str) -> bool:
@@ -116,12 +125,7 @@ def masked(kind: str) -> bool:
     return kind.partition("+")[0] == "A"
 
 
-def name_of(kind: str, number: int, names: Sequence[str]) -> str:
-    """Return the name of a part; a layer's name includes its place."""
-    return kind if number < 0 else names[number]
-
-
-def stage_layers(own: Share) -> list[int]:
+def stage_layers(own: LocalShapes) -> list[int]:
     """Return the numbers of this rank's layers."""
     config = own.config
     if config.mesh.pp == 1:

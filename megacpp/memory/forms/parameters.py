@@ -16,7 +16,6 @@ from typing import Literal
 from megacpp.blocks.experts.choices import null_copies
 from megacpp.config.checks.optimizer import adamw_layers, layer_of
 from megacpp.config.schema import Config, MeshConfig, ModelConfig, OptimConfig
-from megacpp.memory.forms.mtp import mtp_buffers
 from megacpp.memory.forms.weights import COPY, LEFT_ALONE, Weight, weights
 from megacpp.model.pattern import entrance, exit_parts, layer_kinds
 from megacpp.model.sizes import copied_parameters
@@ -55,7 +54,7 @@ class Place:
         return self.expert_shards * self.ep if self.apart else self.shards
 
     @staticmethod
-    def of(config: Config, size: int, rank: int) -> Place:
+    def on_rank(config: Config, size: int, rank: int) -> Place:
         """Return the place of `rank`; the axes are those of parallel/mesh.py."""
         m = config.mesh
         folded = m.dp_shard * m.cp * m.tp
@@ -188,7 +187,7 @@ def rank_bytes(config: Config, size: int, rank: int) -> RankBytes:
         for kind, layers in parameters_of(config, size, rank).items()
         for w in weights(config.model, kind, config.recompute.compress)
     ]
-    place, storage = Place.of(config, size, rank), Storage.of(config)
+    place, storage = Place.on_rank(config, size, rank), Storage.in_run(config)
     counts = parameters_of(config, size, rank)
     buffers = buffer_bytes(config.model, counts, storage.store)
     return sums_of(found, place, storage, config.optim, buffers)
@@ -240,7 +239,7 @@ class Storage:
     momentum: int
 
     @staticmethod
-    def of(config: Config) -> Storage:
+    def in_run(config: Config) -> Storage:
         """Return the bytes of stored elements of a configuration."""
         wide, width = config.precision.dtype == "fp64", config.optim.muon_momentum_dtype
         if wide and width == "auto":
@@ -272,7 +271,8 @@ def state_bytes(storage: Storage, optim: OptimConfig, by: Mover, numel: int) -> 
 
 
 PACKED_MIN = 4096  # entries of moments in 8 or 4 bits at least (optim/low_bit.py)
-LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
+TERMS = 6  # of auxiliary losses, each with a sum for the record (megacpp/model/auxiliary.py)
+LOSS_BUFFERS = 1 + TERMS  # the scale of losses, and these sums
 
 
 def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) -> int:
@@ -286,11 +286,11 @@ def buffer_bytes(model: ModelConfig, counts: Mapping[str, int], store: int = 4) 
     owners = [layers for kind, layers in counts.items() if "A.index" in kind or kind in LOSSES]
     routers = sum(layers for kind, layers in counts.items() if kind[0] == "E")
     found = routers * router_buffers(model, store) + sum(owners) * LOSS_BUFFERS * store
-    return found + counts.get("mtp", 0) * mtp_buffers(model, store)
+    of_depths = 1 + TERMS + model.mtp.depths  # scale, sums for the record, a weight per depth
+    return found + counts.get("mtp", 0) * of_depths * store
 
 
 LOSSES = ("top",)  # parts that have some and nothing else to remember
-LOSS_BUFFERS = 1 + 6  # the scale of losses, and their sums for the record
 
 
 def router_buffers(model: ModelConfig, store: int = 4) -> int:

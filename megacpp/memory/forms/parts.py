@@ -7,7 +7,6 @@ of ranks that share its weights. No torch import here.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,12 +18,13 @@ from megacpp.config.schema import (
     KernelsConfig,
     MeshConfig,
     ModelConfig,
+    PrecisionConfig,
     TrainConfig,
 )
-from megacpp.memory.forms import working
-from megacpp.memory.forms.activation_share import Share
-from megacpp.memory.forms.activations import layer_groups
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.block_trace import HOST, INPUT
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.peak_point import PeakPoint
+from megacpp.memory.forms.traced import TracedPart, traced_kept, traced_moments
 from megacpp.memory.forms.weights import COPY
 from megacpp.model.pattern import ENTRANCE, EXIT
 
@@ -35,27 +35,41 @@ ROUTING = ("mixer.router", "mixer.dispatch", "mixer.combine")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Bytes of one part: a letter, a letter with ` last`, `embed`, `norm`, `head`, or `received`.
+    """Bytes of one part.
 
     Attributes:
         forward, backward: fullest moments.
-        kept: bytes saved for the backward, by walk.KEPT.
+        kept: bytes saved for the backward, by simulation.KEPT.
         copies: bytes of copies of weights, for one product.
+        away: bytes that wait on the host.
+        takes: bytes of the residual stream in front, if they wait on the host too.
     """
 
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...]
+    forward: tuple[PeakPoint, ...]
+    backward: tuple[PeakPoint, ...]
     kept: tuple[int, int, int]
     copies: int
+    away: int = 0
+    takes: int = 0
 
 
-def forms_of(own: Share, names: tuple[str, ...]) -> Mapping[str, Form]:
-    """Return the forms of parts of a rank, by name."""
+NO_FORM = Form((), (), (0, 0, 0), 0)  # of an embedding that another part calls
+
+
+def forms_of(
+    own: LocalShapes, parts: tuple[tuple[TracedPart, bool], ...]
+) -> Mapping[tuple[TracedPart, bool], Form]:
+    """Return the forms of parts of a rank.
+
+    Args:
+        own: sizes of the rank.
+        parts: each with whether it makes the tensors that all layers of a batch share.
+    """
     config, mesh = own.config, own.config.mesh
     alike = replace(mesh, pp=1, dp_replicate=1, dp_shard=1, reshard="auto", pp_schedule="1f1b")
-    by = config.kernels, TrainConfig(device=config.train.device)
+    by = config.kernels, TrainConfig(device=config.train.device), config.precision
     sizes = replace(own, config=SHAPELESS, stage=0)
-    return _forms(config.model, alike, config.recompute, *by, sizes, names)
+    return _forms(config.model, alike, config.recompute, *by, sizes, parts)
 
 
 @lru_cache(maxsize=4096)
@@ -65,42 +79,28 @@ def _forms(
     policy: CheckpointingPolicy,
     kernels: KernelsConfig,
     train: TrainConfig,
-    sizes: Share,
-    names: tuple[str, ...],
-) -> Mapping[str, Form]:
-    config = Config(model=model, mesh=mesh, recompute=policy, kernels=kernels, train=train)
+    precision: PrecisionConfig,
+    sizes: LocalShapes,
+    parts: tuple[tuple[TracedPart, bool], ...],
+) -> Mapping[tuple[TracedPart, bool], Form]:
+    config = Config(
+        model=model, mesh=mesh, recompute=policy, kernels=kernels, train=train, precision=precision
+    )
     own = replace(sizes, config=config)
-    return MappingProxyType({name: _form(own, name) for name in names})
+    return MappingProxyType({(part, first): _form(own, part, first) for part, first in parts})
 
 
 SHAPELESS = Config()  # stands for a configuration of which nothing is asked
 
 
-def _form(own: Share, name: str) -> Form:
-    groups = Counter(layer_groups(own, name))
-    copies = groups.pop("weights", 0)
-    if name in OUTER:
-        kept = 0, 0, sum(groups.values())
-    else:
+def _form(own: LocalShapes, part: TracedPart, first: bool) -> Form:
+    groups = traced_kept(own, part)
+    copies, away, takes = (groups.pop(name, 0) for name in ("weights", HOST, INPUT))
+    kept = 0, 0, sum(groups.values())
+    if part.is_layer:
         routing = sum(size for group, size in groups.items() if group.startswith(ROUTING))
-        kept = sum(groups.values()) - routing, routing, 0
-    forward, backward = working_sets(own, name)
-    return Form(forward, backward, kept, copies)
-
-
-def working_sets(own: Share, name: str) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
-    """Return the fullest moment of a part in the forward and in the backward.
-
-    One process gets two of the backward: if its gradients are added to others at once, another
-    moment may be the fullest.
-    """
-    forward, backward = working.forward(own, name), working.backward(own, name)
-    most = fullest(backward)
-    if not own.parallel and backward:
-        most += (max(backward, key=lambda m: m.added),)
-    return fullest(forward), tuple(dict.fromkeys(most))
-
-
-def fullest(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """Return the moment with most bytes, in a tuple; empty if there are no moments."""
-    return (max(moments, key=lambda m: m.bytes),) if moments else ()
+        kept = kept[2] - routing, routing, 0
+    forward = traced_moments(own, part, backward=False)
+    if first:
+        forward += traced_moments(own, part, backward=False, first=True)
+    return Form(forward, traced_moments(own, part, backward=True), kept, copies, away, takes)

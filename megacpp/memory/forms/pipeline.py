@@ -11,94 +11,102 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megacpp.config.schema import KEEP
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import mask_bytes
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.simulation import Layer, StepSimulation
 from megacpp.memory.forms.units import Unit
-from megacpp.memory.forms.walk import Layer, Walk
 from megacpp.model.stages import V_SHAPED, stage_parts, stages_per_rank
 
 
-def pipeline_step(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, own: Share) -> None:
+def pipeline_step(
+    step: StepSimulation, stages: Sequence[Sequence[Layer]], root: Unit, own: LocalShapes
+) -> None:
     """Simulate the forwards in flight and one backward, then the reductions.
 
     Args:
-        walk: simulation that records the moments.
+        step: simulation that records the moments.
         stages: parts of each stage of the rank, in order.
         root: unit of the parameters that stay in fp32.
         own: sizes of the rank.
     """
     total = microbatches(own)
     flight = in_flight(own)
-    walk.habits = replace(walk.habits, again=False)
-    if walk.habits.sharded:
-        walk.gathered += root.gathered * walk.habits.store
+    step.policy = replace(step.policy, again=False)
+    if step.policy.sharded:
+        step.gathered += root.gathered * step.policy.store
     for stage in stages:
         for layer in stage:
-            walk.gather(layer.units.block)
-            walk.gather(layer.units.experts)
-    walk.flat = 0
+            step.gather(layer.units.block)
+            step.gather(layer.units.experts)
+    step.flat = 0
     moved = sum(x.units.experts.moved + x.units.block.moved for stage in stages for x in stage)
-    summed = (root.whole + moved) * walk.habits.store
+    summed = (root.whole + moved) * step.policy.store
     kinds = {layer.kind for stage in stages for layer in stage}
     mask = mask_bytes(own, kinds, saved=True)
     if own.config.recompute != KEEP:
         # A graph that would run pieces again still holds the documents of the microbatch before.
-        walk.rest({**walk.base, "batch": walk.base["batch"] + mask_bytes(own, kinds)})
+        step.rest({**step.base, "batch": step.base["batch"] + mask_bytes(own, kinds)})
     for carried in (False, True) if total > 1 else (False,):
         alive = [min(n, total - 1) if carried else n for n in flight]
-        walk.whole = summed if carried else 0
-        _round(walk, stages, alive, mask, carried)
-    walk.whole = summed
-    _reductions(walk, stages, root, total > 1)
+        step.whole = summed if carried else 0
+        _round(step, stages, alive, mask, carried)
+    step.whole = summed
+    _reductions(step, stages, root, total > 1)
 
 
 def _round(
-    walk: Walk, stages: Sequence[Sequence[Layer]], alive: Sequence[int], mask: int, carried: bool
+    step: StepSimulation,
+    stages: Sequence[Sequence[Layer]],
+    alive: Sequence[int],
+    mask: int,
+    carried: bool,
 ) -> None:
     """Simulate the last forward before a backward, and that backward; `alive`: per stage."""
-    base = walk.base
-    walk.rest({**base, "batch": base["batch"] + mask * (max(1, sum(alive)) - 1)})
+    base = step.base
+    step.rest({**base, "batch": base["batch"] + mask * (max(1, sum(alive)) - 1)})
     for stage, number in zip(stages, alive, strict=True):
         for layer in stage:
-            walk.keep(layer, number)
-            walk.gathered -= (number - 1) * layer.copies if number else 0
+            step.keep(layer, number)
+            step.gathered -= (number - 1) * layer.copies if number else 0
     last = stages[-1]
     for layer in last:
-        walk.keep(layer, -1)
+        step.keep(layer, -1)
     for layer in last:
-        walk.forward(layer, gathers=False)
+        step.forward(layer, gathers=False)
     for layer in reversed(last):
-        walk.backward(layer, False, 0, carried, False, True)
+        step.backward(layer, False, 0, carried, False, True)
     for layer in last:
-        walk.keep(layer)
+        step.keep(layer)
     for stage, number in zip(stages, alive, strict=True):
         for layer in stage:
-            walk.keep(layer, -number)
-            walk.gathered += (number - 1) * layer.copies if number else 0
-    walk.rest(base)
+            step.keep(layer, -number)
+            step.gathered += (number - 1) * layer.copies if number else 0
+    step.rest(base)
 
 
-def _reductions(walk: Walk, stages: Sequence[Sequence[Layer]], root: Unit, carried: bool) -> None:
+def _reductions(
+    step: StepSimulation, stages: Sequence[Sequence[Layer]], root: Unit, carried: bool
+) -> None:
     """Simulate the reductions of all gradients at the end of the step."""
     name = "reductions"
     for stage in stages:
         for layer in stage:
             for unit in (layer.units.experts, layer.units.block):
                 if unit.whole:
-                    walk.finish(name, unit, 0, True, True, True)
-    walk.scatter = root.gathered * walk.habits.store
-    walk.see(name)
-    walk.whole = 0
-    walk.shards += root.own * walk.habits.store
-    walk.scatter = walk.gathered = walk.flat = 0
+                    step.finish(name, unit, 0, True, True, True)
+    step.scatter = root.gathered * step.policy.store
+    step.see(name)
+    step.whole = 0
+    step.shards += root.own * step.policy.store
+    step.scatter = step.gathered = step.flat = 0
 
 
-def microbatches(own: Share) -> int:
+def microbatches(own: LocalShapes) -> int:
     """Return the number of microbatches of a step."""
     return max(1, own.config.train.grad_accum)
 
 
-def in_flight(own: Share) -> list[int]:
+def in_flight(own: LocalShapes) -> list[int]:
     """Return, for each stage of a rank, the most microbatches whose forward it keeps at once."""
     mesh, total = own.config.mesh, microbatches(own)
     if mesh.pp_schedule == "gpipe":
@@ -115,7 +123,7 @@ def in_flight(own: Share) -> list[int]:
     return [min(total, n) for n in found]
 
 
-def buffer_bytes(own: Share) -> int:
+def buffer_bytes(own: LocalShapes) -> int:
     """Return bytes that a rank's stages receive: inputs from the left, gradients from the right."""
     if own.config.mesh.pp == 1:
         return 0

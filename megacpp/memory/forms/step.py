@@ -15,14 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacpp.config.schema import Config
-from megacpp.memory.forms.activation_share import Share
 from megacpp.memory.forms.batch import ids_bytes, mask_bytes
 from megacpp.memory.forms.layers import layers_of, root_unit
+from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.parameters import Storage, kinds_of
 from megacpp.memory.forms.parts import OUTER
 from megacpp.memory.forms.pipeline import buffer_bytes, pipeline_step
+from megacpp.memory.forms.simulation import FsdpPolicy, Layer, StepSimulation
 from megacpp.memory.forms.units import Unit, stored_of
-from megacpp.memory.forms.walk import Habits, Layer, Walk
 from megacpp.model.pattern import ENTRANCE
 
 NEVER_AGAIN = (*ENTRANCE, "top")  # parts whose weights no backward gathers
@@ -64,7 +64,7 @@ def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> Step
         rank: whose step is simulated.
         most: dropless routers send as many rows to this rank as they can.
     """
-    own, stored = Share.of(config, size, rank, most), stored_of(config, size, rank)
+    own, stored = LocalShapes.on_rank(config, size, rank, most), stored_of(config, size, rank)
     stages = layers_of(own, kinds_of(config, size, rank), stored.units, size > 1)
     base = {
         "parameters": stored.parameters,
@@ -72,24 +72,24 @@ def step_bytes(config: Config, size: int, rank: int, most: bool = False) -> Step
         "batch": ids_bytes(own),
         "communication": buffer_bytes(own),
     }
-    walk = Walk(base, habits_of(config, own, stages, size > 1))
-    walk.see("between steps")
-    resting = walk.most
+    step = StepSimulation(base, policy_of(config, own, stages, size > 1))
+    step.see("between steps")
+    resting = step.most
     kinds = {layer.kind for layers in stages for layer in layers}
-    walk.rest({**base, "batch": base["batch"] + mask_bytes(own, kinds)})
+    step.rest({**base, "batch": base["batch"] + mask_bytes(own, kinds)})
     root = root_unit(stages)
     if config.mesh.pp > 1:
-        pipeline_step(walk, stages, root, own)
+        pipeline_step(step, stages, root, own)
     else:
-        microbatches(walk, stages[0], root, config)
-    walk.gathered = walk.flat = walk.scatter = 0
-    walk.rest(base)
-    walk.see("gradients of tp", communication=stored.partial)
-    walk.see("clip")
-    walk.see("optimizer step", stored.transient[0], other="muon_transient")
-    optimizer = walk.moments["clip"]
-    beside = beside_bytes(stages, walk) if size > 1 else 0
-    found = walk.components, walk.moment, walk.moments, walk.most, resting
+        microbatches(step, stages[0], root, config)
+    step.gathered = step.flat = step.scatter = 0
+    step.rest(base)
+    step.see("gradients of tp", communication=stored.partial)
+    step.see("clip")
+    step.see("optimizer step", stored.transient[0], other="muon_transient")
+    optimizer = step.moments["clip"]
+    beside = beside_bytes(stages, step) if size > 1 else 0
+    found = step.components, step.moment, step.moments, step.most, resting
     one_layer = max(fullest_bytes(layer) for layers in stages for layer in layers)
     return StepBytes(*found, beside, optimizer, one_layer)
 
@@ -102,7 +102,7 @@ def fullest_bytes(layer: Layer) -> int:
     return max((moment.tensors for moment in (*layer.forward, *layer.backward)), default=0)
 
 
-def beside_bytes(stages: list[list[Layer]], walk: Walk) -> int:
+def beside_bytes(stages: list[list[Layer]], step: StepSimulation) -> int:
     """Return bytes of gradient shards and arriving units, less those counted at the peak.
 
     Arriving units are two of the largest, and one of a block.
@@ -111,35 +111,35 @@ def beside_bytes(stages: list[list[Layer]], walk: Walk) -> int:
     ends = [layer for layers in stages for layer in layers if layer.kind in OUTER]
     block = max((max(x.units.block.flat, x.units.experts.flat) for x in blocks), default=0)
     largest = max([block, *(x.units.block.flat for x in ends)])
-    arriving = (2 * largest + block) * walk.habits.compute
-    return max(0, walk.shards + arriving - walk.elsewhere)
+    arriving = (2 * largest + block) * step.policy.compute
+    return max(0, step.shards + arriving - step.elsewhere)
 
 
-def microbatches(walk: Walk, layers: list[Layer], root: Unit, config: Config) -> None:
+def microbatches(step: StepSimulation, layers: list[Layer], root: Unit, config: Config) -> None:
     """Simulate the microbatches that can be the fullest: a middle one, if any, and the last.
 
     Args:
-        walk: simulation that records the moments.
+        step: simulation that records the moments.
         layers: parts of the rank, in order.
         root: unit of the parameters that stay in fp32.
         config: resolved.
     """
     total, sync = max(1, config.train.grad_accum), config.train.gradient_sync
-    if walk.habits.sharded:
-        walk.gathered += root.gathered * walk.habits.store
+    if step.policy.sharded:
+        step.gathered += root.gathered * step.policy.store
     if total > 1:
-        walk.left(layers, root, sync)
+        step.left(layers, root, sync)
     for number in sorted({min(1, total - 1), total - 1}):  # a middle one, and the last
-        microbatch(walk, layers, root, number, total, sync)
+        microbatch(step, layers, root, number, total, sync)
 
 
 def microbatch(
-    walk: Walk, layers: list[Layer], root: Unit, number: int, total: int, sync: str
+    step: StepSimulation, layers: list[Layer], root: Unit, number: int, total: int, sync: str
 ) -> None:
     """Simulate forward and backward of one microbatch, without a pipeline.
 
     Args:
-        walk: simulation that records the moments.
+        step: simulation that records the moments.
         layers: parts of the rank, in order.
         root: unit of the parameters that stay in fp32.
         number: of the microbatch, from 0.
@@ -150,11 +150,11 @@ def microbatch(
     carried, reduces = not first and sync != "each", last or sync == "each"
     stays, renewed = sync == "resident" and not last, sync == "each" and not first
     gathers = first or sync != "resident"
-    narrow, again = walk.habits.compute, walk.habits.again
-    sharded = walk.habits.sharded
+    narrow, again = step.policy.compute, step.policy.again
+    sharded = step.policy.sharded
     for layer in layers:
-        walk.forward(layer, gathers, looks=last or sync == "each")
-    walk.flat = 0
+        step.forward(layer, gathers, looks=last or sync == "each")
+    step.flat = 0
     for place in reversed(range(len(layers))):
         layer = layers[place]
         left = next((x for x in reversed(layers[:place]) if x.units.block.whole), None)
@@ -162,19 +162,19 @@ def microbatch(
         if again and left is not None and left.kind not in NEVER_AGAIN:
             ahead = left.units.block.flat * narrow
         gathered_anew = again and sharded and (layer.kind not in OUTER or layer.kind == "mtp")
-        walk.backward(layer, gathered_anew, ahead, carried, reduces, stays, renewed)
+        step.backward(layer, gathered_anew, ahead, carried, reduces, stays, renewed)
     if not sharded:
-        walk.whole -= waiting(layers)
-        walk.finish("end of backward", layers[0].units.block, 0, carried, reduces, leaves=False)
+        step.whole -= waiting(layers)
+        step.finish("end of backward", layers[0].units.block, 0, carried, reduces, leaves=False)
         return
-    end_of_backward(walk, layers, root, carried, reduces, stays, renewed)
+    end_of_backward(step, layers, root, carried, reduces, stays, renewed)
     if last:
-        walk.scatter = 0
-        walk.gathered -= root.gathered * walk.habits.store
+        step.scatter = 0
+        step.gathered -= root.gathered * step.policy.store
 
 
 def end_of_backward(
-    walk: Walk,
+    step: StepSimulation,
     layers: list[Layer],
     root: Unit,
     carried: bool,
@@ -187,7 +187,7 @@ def end_of_backward(
     Their inputs have no gradient that would tell FSDP2 earlier that their backward is done.
 
     Args:
-        walk: simulation that records the moments.
+        step: simulation that records the moments.
         layers: parts of the rank, in order.
         root: unit of the parameters that stay in fp32.
         carried: earlier microbatches left whole gradients.
@@ -195,19 +195,19 @@ def end_of_backward(
         stays: parameters stay whole for the next microbatch.
         renewed: gradients have been reduced before.
     """
-    name, store = "end of backward", walk.habits.store
+    name, store = "end of backward", step.policy.store
     if reduces and root.whole:
-        walk.scatter = root.gathered * store
+        step.scatter = root.gathered * store
         wide = 0 if renewed else root.whole * store
-        walk.see(name)
-        walk.whole -= wide
-        walk.see(name, 0, root.own * store)
-        walk.shards += 0 if renewed else root.own * store
+        step.see(name)
+        step.whole -= wide
+        step.see(name, 0, root.own * store)
+        step.shards += 0 if renewed else root.own * store
     before = waiting(layers)
-    for layer in (x for x in layers if walk.finishes_late(x) and x.units.block.whole):
-        there = not walk.habits.again or (layer.kind == "embed" and layers[-1].waits > 0)
-        walk.whole -= before if layer.kind == "embed" else layer.waits
-        walk.finish(name, layer.units.block, 0, carried, reduces, stays, there, renewed)
+    for layer in (x for x in layers if step.finishes_late(x) and x.units.block.whole):
+        there = not step.policy.again or (layer.kind == "embed" and layers[-1].waits > 0)
+        step.whole -= before if layer.kind == "embed" else layer.waits
+        step.finish(name, layer.units.block, 0, carried, reduces, stays, there, renewed)
 
 
 def waiting(layers: list[Layer]) -> int:
@@ -215,7 +215,9 @@ def waiting(layers: list[Layer]) -> int:
     return sum(layer.waits for layer in layers if layer.kind in ("mtp", "head"))
 
 
-def habits_of(config: Config, own: Share, stages: list[list[Layer]], sharded: bool) -> Habits:
+def policy_of(
+    config: Config, own: LocalShapes, stages: list[list[Layer]], sharded: bool
+) -> FsdpPolicy:
     """Return how FSDP2 is used in a step; units are gathered twice if one stage is large.
 
     Args:
@@ -231,4 +233,4 @@ def habits_of(config: Config, own: Share, stages: list[list[Layer]], sharded: bo
     )
     large = whole * own.compute > RESHARD_ABOVE_BYTES
     again = reshard == "always" or (reshard == "auto" and large)
-    return Habits(sharded, sharded and again, own.compute, Storage.of(config).store)
+    return FsdpPolicy(sharded, sharded and again, own.compute, Storage.in_run(config).store)

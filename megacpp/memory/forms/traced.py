@@ -1,4 +1,4 @@
-"""Traced blocks: saved activations and moments of a kind, from its trace.
+"""Traced parts: saved activations and moments of a part of the model, from its trace.
 
 A kind's descriptor names the settings that its block depends on (`AllocationSettings`); others have
 their defaults in the request, so that presets and meshes share traces. A microbatch whose sizes lie
@@ -9,11 +9,12 @@ megacpp/cli/block_trace.py, which imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 from typing import Any
 
+from megacpp.blocks.hyper_connections.groups import stream_groups
 from megacpp.blocks.kinds import KINDS
 from megacpp.config.schema import (
     CheckpointingPolicy,
@@ -35,66 +36,177 @@ from megacpp.memory.block_trace import (
     kept,
     moments,
 )
-from megacpp.memory.forms.activation_share import Kept, Pieces, Share
-from megacpp.memory.forms.moment import Moment
-from megacpp.model.pattern import with_kinds
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.peak_point import PeakPoint
+from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
+from megacpp.model.regions import NOTHING, regions_of
 
 DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
+NO_GROUP = -1  # value of `recompute.mhc_group_size` for layers whose streams are all saved
 
 
-def request_of(own: Share, kind: str, pieces: Pieces) -> BlockRequest:
-    """Return the request that determines the trace of a block of this rank.
+@dataclass(frozen=True, slots=True)
+class TracedPart:
+    """Part of a model, with those that are traced together with it.
 
-    Args:
-        own: sizes of the rank.
-        kind: a name from `layer_kinds`.
-        pieces: regions that the block recomputes.
+    Attributes:
+        chain: parts that run one after the other: all modules in front of the first block, all
+            behind the last, layers whose streams are recomputed together, or one layer.
+        place: of the part in the chain.
+        last: it is the model's last layer, which recomputes nothing.
+        grouped: the streams of the chain are recomputed together.
     """
-    config, block = own.config, KINDS[kind[0]]
-    needs = block.allocations
-    cp, rows, row, apart = own.cp, own.rows, own.row, block.context is None
+
+    chain: tuple[str, ...]
+    place: int = 0
+    last: bool = False
+    grouped: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Name from `layer_kinds`, or of a module around the layers."""
+        return self.chain[self.place]
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the part is a layer."""
+        return self.chain[0][0] in KINDS
+
+    @property
+    def shown(self) -> str:
+        """Name for people; the last layer has its own."""
+        return f"{self.kind} last" if self.last else self.kind
+
+
+def layer_parts(config: Config) -> list[TracedPart]:
+    """Return all layers of a model, in order."""
+    kinds = layer_kinds(config.model)
+    found = [TracedPart((kind,), last=n + 1 == len(kinds)) for n, kind in enumerate(kinds)]
+    for group in stream_groups(config):
+        chain = tuple(kinds[group.start : group.stop])
+        for place, layer in enumerate(group):
+            found[layer] = TracedPart(chain, place, grouped=True)
+    return found
+
+
+def outer_parts(model: ModelConfig) -> dict[str, TracedPart]:
+    """Return the modules around the layers of a model, by name."""
+    chains = entrance(model), exit_parts(model)
+    return {name: TracedPart(chain, i) for chain in chains for i, name in enumerate(chain)}
+
+
+def request_of(own: LocalShapes, part: TracedPart) -> BlockRequest:
+    """Return the request that determines the trace of a part of this rank."""
+    return _layers_request(own, part) if part.is_layer else _outer_request(own, part.chain)
+
+
+def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
+    if part.last:
+        own = own.uncompressed
+    config, blocks = own.config, [KINDS[kind[0]] for kind in part.chain]
+    needs = [block.allocations for block in blocks]
+    sizes, apart = own, all(block.context is None for block in blocks)
     if apart:  # tokens of other ranks don't matter, nor in which row a token is
-        cp, row = 1, own.here
-        if rows > 1 and own.tokens % 2 == 0:
-            rows, row = 2, own.tokens // 2
-    mesh = {"tp": own.tp, "cp": cp, "dp_shard": 1, **_fields(config.mesh, needs.mesh)}
-    if cp > 1 and block.context is not None:
-        mesh["cp_order"] = config.mesh.cp_order
-        setting = block.context.setting
-        mesh[setting] = getattr(config.mesh, setting)
-    dense, experts = own.tp * cp, mesh.get("ep", 1)
-    mesh["dp_shard"] = experts // gcd(experts, dense)
-    shortest = needs.document(config) if own.most else 0
-    by = {needs.kernel: own.by(needs.kernel)} if needs.kernel else {}
+        rows = 2 if own.rows > 1 and own.tokens % 2 == 0 else own.rows
+        row = own.tokens // 2 if rows == 2 else own.here
+        sizes = replace(own, rows=rows, row=row, here=row)
+    mesh = {name: getattr(config.mesh, name) for need in needs for name in need.mesh}
+    cp = 1 if apart else own.cp
+    for block in blocks if cp > 1 else ():
+        if block.context is not None:
+            mesh["cp_order"] = config.mesh.cp_order
+            mesh[block.context.setting] = getattr(config.mesh, block.context.setting)
+    pieces = [
+        NOTHING if part.last else regions_of(config.recompute, config.model, kind[0])
+        for kind in part.chain
+    ]
+    chain = (*blocks[0].before(part.chain[0]), *part.chain, "F")
+    whole, memory = with_kinds(config.model, chain), any("+engram" in kind for kind in part.chain)
+    sections = {need.model for need in needs} | {"mhc"} | ({"engram"} if memory else set())
     model = ModelConfig(
-        dim=config.model.dim, vocab_size=256, **_fields(config.model, (needs.model,))
+        dim=whole.dim,
+        vocab_size=256,
+        depth=whole.depth,
+        pattern=whole.pattern,
+        **_fields(whole, sections),
     )
-    few = Config(
-        model=with_kinds(model, (*block.before(kind), kind, kind)),
-        mesh=MeshConfig(**mesh),
-        data=DataConfig(seq_len=row),
-        train=TrainConfig(
-            device_batch_size=rows, device="cuda" if own.on_gpu else "cpu", compile="off"
-        ),
-        precision=PrecisionConfig(dtype=DTYPES[own.compute]),  # type: ignore[arg-type]
-        recompute=CheckpointingPolicy(**_fields(config.recompute, ("compress", *needs.policy))),
-        kernels=KernelsConfig(**by),  # type: ignore[arg-type]
-    )
+    policy = _fields(config.recompute, {"compress", *(n for need in needs for n in need.policy)})
+    offloads = config.recompute.offload != "none" and not part.last
+    if offloads:
+        policy |= _fields(config.recompute, {"offload", "offload_min_mib"})
+    policy["mhc_group_size"] = len(part.chain) if part.grouped else NO_GROUP
+    few = _config(sizes, model, {**mesh, "cp": cp}, policy, {need.kernel for need in needs} - {""})
+    if own.fp8 & {kind[0] for kind in part.chain}:
+        fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
+        few = replace(few, precision=replace(fp8, fp8_layers="".join(sorted(own.fp8))))
+    shortest = max(need.document(config) for need in needs) if own.most else 0
+    counts = {name: n for need in needs for name, n in need.counts(own).items()}
+    same = tuple(n for need in needs for n in need.same(own))
+    if model.mhc.streams > 1 or offloads:  # kernels process some tokens at a time; small ones stay
+        same += (own.tokens,)
     return BlockRequest(
         few,
-        kind,
-        pieces,
+        part.chain,
+        tuple(pieces),
         own.context if cp > 1 else 0,
         own.parallel,
-        tuple(needs.counts(own).items()),
-        needs.same(own),
+        tuple(counts.items()),
+        same,
         shortest or DOCUMENT,
         apart,
     )
 
 
-def _fields(of: object, names: tuple[str, ...]) -> dict[str, Any]:
+def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
+    """Return the request of the modules in front of the layers, or behind them.
+
+    The head's loss processes some tokens at a time, so that bytes aren't affine in rows.
+    """
+    config, ahead = own.config, "mtp" in chain
+    sections = {"mhc", *({"ngram"} if "embed" in chain else {"top", "mtp", "tie_embeddings"})}
+    sections |= {"attention", "mlp"} if ahead else set()
+    sections |= {"logit_softcap", "z_loss"} if "head" in chain else set()
+    given = replace(config.model, attention=replace(config.model.attention, sparse=NO_SPARSE))
+    words = config.model.vocab_size
+    model = ModelConfig(
+        dim=given.dim, vocab_size=words, pattern="F", depth=1, **_fields(given, sections)
+    )
+    mesh = {"cp": own.cp, "cp_order": config.mesh.cp_order}
+    if ahead:
+        mesh["cp_attention"] = config.mesh.cp_attention
+    kernels = {"attention", "cross_entropy"} if ahead else {"cross_entropy"}
+    few = _config(own, model, mesh, _fields(config.recompute, {"mtp"}), kernels)
+    return BlockRequest(few, chain, (), own.context, own.parallel, same=(own.tokens,))
+
+
+def _config(
+    own: LocalShapes,
+    model: ModelConfig,
+    mesh: dict[str, Any],
+    policy: dict[str, Any],
+    kernels: set[str],
+) -> Config:
+    """Return a configuration of which all but the given settings have their defaults."""
+    mesh = {**mesh, "tp": own.tp}
+    experts = mesh.get("ep", 1)
+    mesh["dp_shard"] = experts // gcd(experts, own.tp * mesh["cp"])
+    device = "cuda" if own.on_gpu else "cpu"
+    return Config(
+        model=model,
+        mesh=MeshConfig(**mesh),
+        data=DataConfig(seq_len=own.row),
+        train=TrainConfig(device_batch_size=own.rows, device=device, compile="off"),
+        precision=PrecisionConfig(dtype=DTYPES[own.compute]),  # type: ignore[arg-type]
+        recompute=CheckpointingPolicy(**policy),
+        kernels=KernelsConfig(**{name: own.by(name) for name in sorted(kernels)}),  # type: ignore[arg-type]
+    )
+
+
+def _fields(of: object, names: set[str]) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
+
+
+NO_SPARSE = ModelConfig().attention.sparse
 
 
 @lru_cache(maxsize=4096)
@@ -127,39 +239,56 @@ def _exact(request: BlockRequest) -> BlockTrace:
     return found
 
 
-def traced_kept(own: Share, kind: str, pieces: Pieces) -> Iterator[Kept]:
-    """Yield tensors that a block saves for its backward, by module, without its result."""
-    for group, size in _kept(request_of(own, kind, pieces)).items():
-        if group != "weights" or own.parallel:
-            yield group, size, 1
+def traced_kept(own: LocalShapes, part: TracedPart) -> dict[str, int]:
+    """Return bytes that a part saves for its backward, by module.
+
+    The residual stream behind a part belongs to it, unless the model's last norm reads only a mean.
+    `HOST` and `INPUT` (megacpp/memory/block_trace.py) are bytes that left the device: the second
+    ones are part of the residual stream behind the part in front.
+    """
+    found = dict(_kept(request_of(own, part), part.place))
+    if not own.parallel:
+        found.pop("weights", None)
+    if part.last and own.config.model.mhc.streams > 1:
+        found.pop("residual")
+    return found
 
 
 def traced_moments(
-    own: Share, kind: str, pieces: Pieces, backward: bool, first: bool = False
-) -> tuple[Moment, ...]:
-    """Return the fullest moments of a block's forward or backward, and its last one.
+    own: LocalShapes, part: TracedPart, backward: bool, first: bool = False
+) -> tuple[PeakPoint, ...]:
+    """Return the fullest moments of a part's forward or backward.
 
-    Weights that autocast casts aren't in them.
+    Of a backward, the second is the fullest if earlier microbatches of one process have left
+    gradients. Weights that autocast casts aren't counted.
 
     Args:
         own: sizes of the rank.
-        kind: a name from `layer_kinds`.
-        pieces: regions that the block recomputes.
+        part: of the model.
         backward: return moments of the backward; else of the forward.
-        first: the layer makes the tensors that all layers of a batch share.
+        first: the part makes the tensors that all layers of a batch share.
     """
-    return _moments(request_of(own, kind, pieces), backward, first)
+    found = _moments(request_of(own, part), backward, first, part.place)
+    model = own.config.model
+    if backward and part.kind == "embed" and model.tie_embeddings:  # a sum with the head's
+        table = model.vocab_size // own.tp * model.dim * (own.compute if own.parallel else own.wide)
+        found += (PeakPoint("tied gradients", table, table),)
+    return found
 
 
 @lru_cache(maxsize=1024)
-def _kept(request: BlockRequest) -> dict[str, int]:
-    return dict(sorted(kept(trace_of(request)).items()))
+def _kept(request: BlockRequest, place: int) -> dict[str, int]:
+    return dict(sorted(kept(trace_of(request), place).items()))
 
 
-@lru_cache(maxsize=1024)
-def _moments(request: BlockRequest, backward: bool, first: bool) -> tuple[Moment, ...]:
-    found = list(moments(trace_of(request), backward, request.sharded, first))
-    most = [max(found, key=lambda m: m.bytes), max(found, key=lambda m: m.added), found[-1]]
-    of_norm = [m for m in found if m.name == "norm"]
-    most += [max(of_norm, key=lambda m: m.bytes)] if of_norm else []
+@lru_cache(maxsize=2048)
+def _moments(
+    request: BlockRequest, backward: bool, first: bool, place: int
+) -> tuple[PeakPoint, ...]:
+    found = list(moments(trace_of(request), backward, request.sharded, first, place))
+    if not found:
+        return ()
+    most = [max(found, key=lambda m: m.bytes)]
+    if backward and not request.sharded:
+        most.append(max(found, key=lambda m: m.added))
     return tuple(dict.fromkeys(most))

@@ -117,8 +117,8 @@ def stored_of(config: Config, size: int, rank: int) -> Stored:
         config.model,
         config.recompute.compress,
         config.optim,
-        Storage.of(config),
-        Place.of(config, size, rank),
+        Storage.in_run(config),
+        Place.on_rank(config, size, rank),
         tuple(counts.items()),
         config.train.device == "cpu",
     )

@@ -6,15 +6,14 @@ Mixers come from the descriptors of megacpp/blocks, the rest of the model is her
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megacpp.blocks.engram.sizes import engram_shapes
 from megacpp.blocks.kinds import KINDS
+from megacpp.blocks.mtp.plan import block_model, num_blocks
 from megacpp.config.schema import ModelConfig
-from megacpp.memory.forms.compress import projected_width
-from megacpp.memory.forms.mtp import mtp_weights
-from megacpp.model.sizes import ngram_rows, ngram_width
+from megacpp.model.sizes import ngram_rows, ngram_width, projected_width
 
 Shape = tuple[int, ...]
 COPY = "copy"  # of the embedding, in a last stage that looks tokens up
@@ -68,7 +67,7 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
     if kind == "norm":
         return (norm,)
     if kind == "mtp":
-        return tuple(mtp_weights(model, weights))
+        return tuple(_depths(model))
     memory = engram_shapes(model) if "+engram" in kind else ()
     found = [norm, *(Weight(*shape) for shape in memory)]
     for w, compressible in _mixer(model, kind):
@@ -81,6 +80,17 @@ def weights(model: ModelConfig, kind: str, compress: float = 0.0) -> tuple[Weigh
         else:
             found.append(w)
     return (*found, *_connection(model))
+
+
+def _depths(model: ModelConfig) -> Iterator[Weight]:
+    """Yield parameters of all blocks of multi-token prediction."""
+    plain, d = block_model(model), model.dim
+    (norm,) = weights(model, "norm")
+    for _ in range(num_blocks(model.mtp)):
+        yield replace(norm, name="embed_norm")
+        yield replace(norm, name="hidden_norm")
+        yield replace(norm, name="projection", shape=(d, 2 * d), wide=False, muon=True)
+        yield from (*weights(plain, "A"), *weights(plain, "F"), norm)
 
 
 def _mixer(model: ModelConfig, kind: str) -> Iterator[tuple[Weight, bool]]:

@@ -1,4 +1,4 @@
-"""Bytes of activations that are offloaded to the host, and of those that stay, in closed form.
+"""Bytes of activations that are offloaded to the host, and of those that stay, by its rules.
 
 Sizes in, bytes out: nothing here uses tensors. The rules are those of checkpointing/offload.py, for
 storages in the order in which a forward saves them:
@@ -72,8 +72,3 @@ def offload_bytes(
         window += size
     left = out - window
     return OffloadBytes(out, left, held, stays, window, stays + window + min(left, window_bytes))
-
-
-def transfer_s(num_bytes: int, gigabytes_per_s: float = 64.0) -> float:
-    """Return the seconds of a copy in one direction; 64 GB/s: PCIe 5 with 16 lanes."""
-    return num_bytes / (gigabytes_per_s * 1e9)

@@ -1,7 +1,8 @@
 """Simulate a step moment by moment: bytes alive on one rank at each of them.
 
-`Walk` holds the bytes that change between moments (gathered units, whole gradients and shards,
-saved activations) and records the fullest moment. It follows FSDP2 of torch 2.13, unit by unit:
+`StepSimulation` holds the bytes that change between moments (gathered units, whole gradients and
+shards, saved activations) and records the fullest moment. It follows FSDP2 of torch 2.13, unit by
+unit:
 
     forward   a unit arrives flat and is copied out; the flat copy lives until the next one is
               copied out; the experts of a block are gathered when the block begins
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacpp.memory.forms.moment import Moment
+from megacpp.memory.forms.peak_point import PeakPoint
 from megacpp.memory.forms.units import PartUnits, Unit
 
+WINDOW_BYTES = 256 << 20  # on their way to the host, or back (checkpointing/offload.py)
 FUSED = ("top", "head")  # parts whose gradients are made in the forward
 KEPT = ("activations", "moe_routing", "head_loss")  # components of what forwards keep
 
@@ -39,23 +41,25 @@ class Layer:
         waits: bytes of a tied head's gradient, until the embedding has its own; of n-gram tables,
             until the end of the backward.
         tied: an embedding whose unit is the head's too, and whole until the loss.
+        away: bytes that wait on the host.
     """
 
     name: str
     kind: str
     units: PartUnits
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...]
+    forward: tuple[PeakPoint, ...]
+    backward: tuple[PeakPoint, ...]
     kept: tuple[int, int, int]
     copies: int
     stream: int
     passes: int = 0
     waits: int = 0
     tied: bool = False
+    away: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class FsdpPolicy:
     """Use of FSDP2 in a step.
 
     Attributes:
@@ -71,12 +75,12 @@ class Habits:
 
 
 @dataclass
-class Walk:
+class StepSimulation:
     """Bytes alive now, and the fullest moment so far.
 
     Attributes:
         base: resting bytes by component: parameters, state, batch.
-        habits: use of FSDP2.
+        policy: use of FSDP2.
         gathered: bytes of gathered parameters, and of copies of weights.
         flat: bytes of units as they arrived.
         scatter: bytes of the last reduce-scatter's input.
@@ -84,6 +88,7 @@ class Walk:
         shards: bytes of reduced gradients.
         passed: bytes of the running part's input, if it isn't saved.
         kept: saved bytes, by KEPT.
+        away: saved bytes that wait on the host, but for some on their way.
         moments: most bytes of each name.
         moment: name of the fullest moment.
         most: bytes at the fullest moment.
@@ -92,7 +97,7 @@ class Walk:
     """
 
     base: dict[str, int]
-    habits: Habits
+    policy: FsdpPolicy
     gathered: int = 0
     flat: int = 0
     scatter: int = 0
@@ -100,6 +105,7 @@ class Walk:
     shards: int = 0
     passed: int = 0
     kept: tuple[int, int, int] = (0, 0, 0)
+    away: int = 0
     moments: dict[str, int] = field(default_factory=dict)
     moment: str = ""
     most: int = -1
@@ -141,40 +147,42 @@ class Walk:
         """
         moved = self.gathered + self.flat + self.scatter + communication
         gradients += self.whole + self.shards
-        total = self.resting + sum(self.kept) + moved + gradients + tensors
+        kept = self.kept[0] + min(self.away, WINDOW_BYTES), *self.kept[1:]
+        total = self.resting + sum(kept) + moved + gradients + tensors
         if total > self.moments.get(name, -1):
             self.moments[name] = total
         if total > self.most:
             self.most, self.moment = total, name
             self.elsewhere = self.flat + self.shards
-            self.fullest = self.base, self.kept, gradients, moved, tensors, other
+            self.fullest = self.base, kept, gradients, moved, tensors, other
 
     def keep(self, layer: Layer, times: int = 1) -> None:
         """Count a layer's saved tensors `times` more; -1: they are freed."""
         (a, b, c), (x, y, z) = self.kept, layer.kept
         self.kept = a + times * x, b + times * y, c + times * z
         self.gathered += times * layer.copies
+        self.away += times * layer.away
 
     def left(self, layers: Sequence[Layer], root: Unit, sync: str) -> None:
         """Start with the gradients of earlier microbatches: whole ones, or shards and a buffer."""
-        size, store = self.habits.compute, self.habits.store
+        size, store = self.policy.compute, self.policy.store
         units = [u for x in layers for u in (x.units.block, x.units.experts)]
-        if sync == "each" and self.habits.sharded:
+        if sync == "each" and self.policy.sharded:
             self.shards = (root.own + sum(u.own for u in units)) * store
             last = [x for x in layers if self.finishes_late(x)][-1]
             self.scatter = last.units.block.gathered * store
         else:
             self.whole = (root.whole + sum(u.moved for u in units)) * store
-        if sync == "resident" and self.habits.sharded:
+        if sync == "resident" and self.policy.sharded:
             self.gathered += sum(u.gathered for u in units) * size
 
     # ---- forward ------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> int:
         """Gather a unit and return its bytes; one process casts its own parameters instead."""
-        size = self.habits.compute
-        if not self.habits.sharded:
-            cast = unit.cast * size if size < self.habits.store else 0
+        size = self.policy.compute
+        if not self.policy.sharded:
+            cast = unit.cast * size if size < self.policy.store else 0
             self.gathered += cast
             return cast
         self.flat = unit.flat * size
@@ -189,11 +197,11 @@ class Walk:
             gathers: its parameters are shards before.
             looks: its moments count; else they equal another microbatch's.
         """
-        name, size = f"forward of {layer.name}", self.habits.compute
+        name, size = f"forward of {layer.name}", self.policy.compute
         block, experts = layer.units.block, layer.units.experts
         had = 0
-        if gathers and block.whole and (self.habits.sharded or layer.kind != "embed"):
-            if looks and self.habits.sharded:  # the one before is still there, as it arrived
+        if gathers and block.whole and (self.policy.sharded or layer.kind != "embed"):
+            if looks and self.policy.sharded:  # the one before is still there, as it arrived
                 self.see(name, self.passed, communication=(block.flat + block.gathered) * size)
             had = self.gather(block)
         if gathers and experts.whole:
@@ -206,9 +214,9 @@ class Walk:
             self.see(name, m.tensors + self.passed, m.gradients)
         self.passed = layer.passes
         self.keep(layer)
-        if layer.kind in FUSED and not self.habits.sharded:
+        if layer.kind in FUSED and not self.policy.sharded:
             self.gathered -= had  # cast for this alone; behind the head autocast ends
-        elif self.habits.again and layer.kind != "head" and not layer.tied:
+        elif self.policy.again and layer.kind != "head" and not layer.tied:
             self.gathered -= had
 
     # ---- backward -----------------------------------------------------------------------------
@@ -234,7 +242,7 @@ class Walk:
             stays: its parameters stay whole for the next microbatch.
             again: its gradients have been reduced before.
         """
-        name, size = f"backward of {layer.name}", self.habits.compute
+        name, size = f"backward of {layer.name}", self.policy.compute
         units = layer.units
         if gathers and units.experts.across:  # rows of experts are put together once more
             arriving = units.experts.flat + units.experts.gathered + units.experts.across
@@ -246,22 +254,22 @@ class Walk:
             self.gathered += units.experts.gathered * size
         self.flat = ahead
         for m in layer.backward:
-            new = m.added - m.tensors if carried and not self.habits.sharded else m.gradients
+            new = m.added - m.tensors if carried and not self.policy.sharded else m.gradients
             self.see(name, m.tensors, new)
         for unit in (units.experts, units.block):
             if unit.whole and not self.finishes_late(layer):
                 there = layer.kind not in FUSED
-                if self.habits.sharded:
-                    there = layer.kind != "top" or not self.habits.again
+                if self.policy.sharded:
+                    there = layer.kind != "top" or not self.policy.again
                 self.finish(name, unit, layer.stream, carried, reduces, stays, there, again)
         self.whole += layer.waits
         self.flat = ahead
         if not carried and not again:
-            self.whole += units.wide.whole * self.habits.store
+            self.whole += units.wide.whole * self.policy.store
 
     def finishes_late(self, layer: Layer) -> bool:
         """Return whether gradients are reduced only at the end: the input has no gradient."""
-        return layer.kind == "embed" or (layer.kind == "ngram" and self.habits.sharded)
+        return layer.kind == "embed" or (layer.kind == "ngram" and self.policy.sharded)
 
     def finish(
         self,
@@ -286,9 +294,9 @@ class Walk:
             leaves: parameters are gathered now.
             again: shards of earlier microbatches exist, to which the new ones are added.
         """
-        narrow, store = self.habits.compute, self.habits.store
+        narrow, store = self.policy.compute, self.policy.store
         new, summed = unit.moved * narrow, unit.moved * store
-        if not self.habits.sharded:
+        if not self.policy.sharded:
             if leaves and narrow < store:
                 self.gathered -= unit.cast * narrow
             if not carried:

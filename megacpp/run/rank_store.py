@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megacpp.errors import MegacppError
-from megacpp.launch.lock import RunLock
 from megacpp.outcome import started_ticks, this_node
+from megacpp.run.lock import RunLock
 
 if TYPE_CHECKING:
     from megacpp.run.goodput import Goodput

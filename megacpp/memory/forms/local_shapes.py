@@ -1,4 +1,4 @@
-"""Sizes of one rank's part of a microbatch, which the closed forms of activations multiply."""
+"""Sizes of one rank's part of a microbatch, which that estimates and traces depend on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from dataclasses import dataclass, replace
 
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
-from megacpp.model.regions import Region
-
-Kept = tuple[str, int, int]  # group of tensors, numbers, bytes of each
-Pieces = frozenset[Region]
 
 INDEX = 8  # bytes of an int64
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalShapes:
     """Sizes of one rank.
 
     Attributes:
@@ -46,7 +42,7 @@ class Share:
     fp8: frozenset[str]
 
     @staticmethod
-    def of(config: Config, size: int, rank: int, most: bool = False) -> Share:
+    def on_rank(config: Config, size: int, rank: int, most: bool = False) -> LocalShapes:
         """Return the sizes of one rank.
 
         Args:
@@ -59,7 +55,7 @@ class Share:
         if dtype == "auto":
             dtype = "fp32" if config.train.device == "cpu" else "bf16"
         stage_size = size // mesh.pp
-        return Share(
+        return LocalShapes(
             config=config,
             rows=config.train.device_batch_size,
             row=config.data.seq_len,
@@ -86,7 +82,7 @@ class Share:
         return 2 * self.cp * self.chunks * self.rows * past * channels * self.compute
 
     @property
-    def uncompressed(self) -> Share:
+    def uncompressed(self) -> LocalShapes:
         """Return the sizes without random projections, which the last layer leaves alone."""
         if not self.config.recompute.compress:
             return self
@@ -142,9 +138,3 @@ class Share:
     def chunks(self) -> int:
         """Chunks of a row that a rank of the context axis holds."""
         return 2 if self.cp > 1 and self.config.mesh.cp_order == "head_tail" else 1
-
-
-def residual(own: Share) -> Kept:
-    """Return the residual stream behind a block, which is the next block's input."""
-    model = own.config.model
-    return "residual", own.stream * model.mhc.streams * model.dim, own.residual

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakPoint:
     """Bytes that are alive at once.
 
     Attributes:
         name: of the moment, for people: `after gate and up`, ...
         tensors: bytes of saved activations, of gradients from later layers, and of temporaries.
         gradients: bytes of the layer's own whole weight gradients, made by this microbatch.
-        reads: in a mixer's backward: the input of its projections has been requested by now.
         fresh: the part of `gradients` that one process hasn't yet added to those of earlier
             microbatches: it adds each as soon as it is made (None: all of them).
     """
@@ -22,7 +20,6 @@ class Moment:
     name: str
     tensors: int
     gradients: int = 0
-    reads: bool = True
     fresh: int | None = None
 
     @property
@@ -35,13 +32,7 @@ class Moment:
         """Bytes, if earlier microbatches of one process have left gradients."""
         return self.tensors + (self.gradients if self.fresh is None else self.fresh)
 
-    def more(self, tensors: int, gradients: int = 0) -> Moment:
+    def more(self, tensors: int, gradients: int = 0) -> PeakPoint:
         """Return the moment with more bytes alive."""
         new = self.tensors + tensors, self.gradients + gradients
         return replace(self, tensors=new[0], gradients=new[1])
-
-
-def one_at_a_time(moments: Iterable[Moment], most: int) -> Iterator[Moment]:
-    """Yield moments; where `fresh` is None, at most one gradient of `most` bytes is fresh."""
-    for m in moments:
-        yield replace(m, fresh=min(m.gradients, most)) if m.fresh is None else m
