@@ -59,7 +59,9 @@ PAINT = dict(
 class PlanArgs:
     """Cluster, and level of detail."""
 
-    world: int = setting(0, "Devices of the cluster.", "devices", at_least=1, at_most=MOST_RANKS)
+    world: int | None = setting(
+        None, "Devices of the cluster.", "devices", at_least=1, at_most=MOST_RANKS
+    )
     memory: str = setting("", "Memory of a device: 141GiB, 80GB (a bare number: GiB).")
     tokens_per_step: int = setting(
         0, "Tokens of a step over all ranks (0: the preset's).", "tokens", at_least=0
@@ -93,7 +95,7 @@ def command(args: PlanArgs, words: list[str]) -> int:
     recompute adds to forward and backward.
     """
     asked, machine = _asked(args, words), gpu(args.gpu) if args.gpu else None
-    cost = Cost(args.tokens, args.price, args.world)
+    cost = Cost(args.tokens, args.price, args.world or 0)
     if machine is None and (args.price or args.tokens or args.sweep):
         rule = "price, tokens and sweep need the predicted speed of a GPU"
         raise config_error("gpu", args.gpu, rule, "add --gpu H100")
@@ -132,7 +134,7 @@ def _watched(meshes: Sequence[MeshConfig]) -> Iterable[MeshConfig]:
 
 def _asked(args: PlanArgs, words: list[str]) -> Asked:
     """Read the command line; every mistake is one line."""
-    if not args.world and not args.sweep:
+    if args.world is None and not args.sweep:
         raise config_error("world", "", "is needed", "write --world VALUE")
     written = read_run([*words, *(["--data.seq-len", str(args.seq)] if args.seq else [])])
     config = written.config
@@ -145,7 +147,9 @@ def _asked(args: PlanArgs, words: list[str]) -> Asked:
         raise config_error(
             "tokens_per_step", tokens, "the preset has none", "write --tokens-per-step 1048576"
         )
-    return Asked(written.base, config, written.given, args.world, memory, tokens, args.per_node)
+    return Asked(
+        written.base, config, written.given, args.world or 0, memory, tokens, args.per_node
+    )
 
 
 def _alone(config: Config) -> Config:

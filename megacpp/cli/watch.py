@@ -24,7 +24,7 @@ class WatchArgs:
 
     run: tuple[str, ...] = setting(words="Folders of runs.", positional=True)
     every: float = setting(2.0, "Time between two looks.", "seconds", at_least=0.1, at_most=3600)
-    once: bool = setting(False, "Look once.")
+    once: bool = setting(False, "Print the runs as they are now and leave.")
     json: bool = setting(False, "Look once, print one JSON object a run.")
 
 
