@@ -11,11 +11,11 @@ import torch
 from megacpp.config.presets import tiny
 from megacpp.config.schema import Config, KernelsConfig, MeshConfig, TrainConfig
 from megacpp.errors import ConfigError
+from megacpp.kernels import chosen as kernels
 from megacpp.kernels.chosen import choices, chosen_kernels, kernel_lines
 from megacpp.kernels.host import Host
 from megacpp.kernels.selection import choose, kernel_rules, plain_loss
 from megacpp.kernels.support import version
-from megacpp.launch import kernels
 
 WITH_TRITON = {"torch": "2.13.0", "triton": "3.7.1"}
 CPU = Host("cpu", "fp32", name="cpu", packages=WITH_TRITON)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megacpp.cli import doctor
+from megacpp.kernels import chosen as run_kernels
 from megacpp.kernels.host import Host
 from megacpp.kernels.mamba3 import library
 from megacpp.kernels.mamba3.carried import final_state
@@ -36,7 +37,6 @@ from megacpp.kernels.mamba3.library import (
 )
 from megacpp.kernels.mamba3.reference import mamba3_chunked, mamba3_sequential
 from megacpp.kernels.mamba3.segments import fold, summarize
-from megacpp.launch import kernels as run_kernels
 from megacpp.model.documents import Documents
 from tests.model import mamba3_upstream
 from tests.model.mamba3_cases import VARIANTS, packed, random_layer, random_scan, scan_leaves

@@ -16,8 +16,8 @@ from megacpp.cli.main import main
 from megacpp.cli.watch import lines_of, sparkline
 from megacpp.config.arguments import parse_run
 from megacpp.errors import ConfigError
-from megacpp.launch.lock import take
 from megacpp.outcome import write_status
+from megacpp.run.lock import take
 from megacpp.run.monitor import TOKEN, serve
 from megacpp.run.vitals import prometheus, vitals
 
