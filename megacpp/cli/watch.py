@@ -44,9 +44,10 @@ def watch(args: WatchArgs) -> int:
             for one in found:
                 print(json.dumps(one))
             return 0
-        lines = [line[: columns()] for one in found for line in lines_of(one)]
-        if live and drawn:
-            sys.stdout.write(f"\x1b[{drawn}A\x1b[J")  # over the lines before
+        lines = [line for one in found for line in lines_of(one)]
+        if live:
+            lines = [line[: columns()] for line in lines]  # a wrapped line would take two rows
+            sys.stdout.write(f"\x1b[{drawn}A\x1b[J" if drawn else "")  # over the lines before
         print("\n".join(lines), flush=True)
         drawn = len(lines)
         if args.once or all(one["state"] in ("ended", "killed") for one in found):
