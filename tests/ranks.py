@@ -253,7 +253,9 @@ def share_a_device() -> None:
         rank: int,
         size: int,
         timeout: datetime.timedelta,
+        enable_reconfigure: bool = False,  # passed from torch 2.15 on, False unless asked for
     ) -> None:
+        assert not enable_reconfigure
         options = gloo._Options()
         options._devices, options._timeout, options._threads = [device], timeout, 1
         plain(self, store, rank, size, options)

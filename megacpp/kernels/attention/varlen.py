@@ -3,12 +3,16 @@
 `torch.nn.attention.varlen.varlen_attn` takes tokens of all rows end to end and the boundaries of
 their documents: no mask, no expanded key/value heads, and work for what a document sees alone.
 
-What it takes (torch 2.11 to 2.13; mha_varlen_fwd of torch's flash_attn/flash_api.cpp): bf16 or
+What it takes (torch 2.11 to 2.15; mha_varlen_fwd of torch's flash_attn/flash_api.cpp): bf16 or
 fp16, compute capability 8.0 or later, one head dim for queries, keys and values, a multiple of 8
 and at most 256, query heads a multiple of key/value heads, any scale, no soft cap.
 
 For backward it keeps q, k, v, the output and one fp32 number per query and head. The order in which
 its backward adds up the gradient of q is not fixed unless `torch.use_deterministic_algorithms`.
+
+Later versions of torch would choose cuDNN's kernels by the GPU that is there (2.15: SM90 and SM100,
+cuDNN 9.18 or later). Flash is asked for by name, so that a run and its estimate, which may be made
+on another machine, agree on the kernel.
 
 Legend: B rows, T tokens, N query heads, K key/value heads, H query/key head dim, V value head dim,
 P tokens of all rows (B * T), X the larger of H and V.
@@ -46,7 +50,8 @@ def varlen_attention(
         docs: documents.
         scale: factor of q . k.
     """
-    from torch.nn.attention import varlen  # imports Dynamo, which takes two seconds
+    # Imports Dynamo, which takes two seconds.
+    from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
     assert docs.row is None, "flash kernels take whole rows"
     B, T, value_dim = *q_BTNH.shape[:2], v_BTKV.shape[-1]
@@ -58,18 +63,19 @@ def varlen_attention(
     extra: dict[str, Any] = {}
     if HAS_GQA_ARGUMENT:
         extra["enable_gqa"] = q_PNX.shape[1] != k_PKX.shape[1]
-    o_PNX = varlen.varlen_attn(
-        q_PNX,
-        k_PKX,
-        v_PKX,
-        ends,
-        ends,
-        T,
-        T,
-        scale=scale,
-        window_size=(-1, 0),
-        **extra,
-    )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        o_PNX = varlen.varlen_attn(
+            q_PNX,
+            k_PKX,
+            v_PKX,
+            ends,
+            ends,
+            T,
+            T,
+            scale=scale,
+            window_size=(-1, 0),
+            **extra,
+        )
     assert isinstance(o_PNX, Tensor)
     return o_PNX.unflatten(0, (B, T))[..., :value_dim]
 
