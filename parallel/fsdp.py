@@ -107,9 +107,8 @@ def units_of(root: nn.Module, apart: bool) -> list[FsdpUnit]:
     Args:
         apart: the ranks that share an expert's storage are others than those of its block.
     """
-    embed, head, ngram, mtp, top = (
-        getattr(root, name, None) for name in ("embed", "head", "ngram", "mtp", "top")
-    )
+    own = dict(root.named_children())  # not what a stage borrows of another one
+    embed, head, ngram, mtp, top = map(own.get, ("embed", "head", "ngram", "mtp", "top"))
     found: list[FsdpUnit] = []
     if embed is not None and head is not None and _weight(embed) is _weight(head):
         # One parameter in two modules is one unit, whole from the embedding to the loss.

@@ -33,7 +33,7 @@ from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.precision import compute_dtype
-from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank
+from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank, walks_once
 from parallel.context.layout import ContextLayout, share
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
@@ -110,6 +110,12 @@ class Pipeline:
             self._built = shape, self._schedule(*shape)
         ids_Bt = self._bring(microbatches)
         args = (ids_Bt,) if self.stages[0].part.first else ()
+        for stage in self.stages:
+            if stage.lender is not None and isinstance(unit := stage.lender, FSDPModule):
+                # The borrower's backwards come first, and the schedule sets its own flags alone.
+                unit.set_is_last_backward(False)
+                unit.set_requires_gradient_sync(False)
+                unit.set_reshard_after_backward(False)
         with _errors_of_stages():
             self._built[1].step(*args, target=divisors, return_outputs=False)
         return self._sums()
@@ -135,7 +141,6 @@ class Pipeline:
 
     def _schedule(self, microbatches: int, rows: int, tokens: int) -> Any:
         """Return the schedule for that many microbatches of `rows` x `tokens` tokens."""
-        split = self.mesh.pp_schedule in SPLIT_BACKWARD
         built = [
             _Stage(
                 stage,
@@ -144,7 +149,7 @@ class Pipeline:
                 input_args=self._example(stage.part.first, False, rows, tokens),
                 output_args=self._example(False, stage.part.last, rows, tokens),
                 group=self.world.group("pp"),
-                dw_builder=_nothing_left if split and (stage.part.last or not APART) else None,
+                dw_builder=_nothing_left if self._walks_once(stage) else None,
                 buffer=partial(self.choices.buffer, rows, tokens),
                 greets=not self.dry,
             )
@@ -160,6 +165,11 @@ class Pipeline:
         if self.dry and hasattr(schedule, "_warmup_p2p"):
             schedule._warmup_p2p = _shapes_are_known
         return schedule
+
+    def _walks_once(self, stage: Stage) -> bool:
+        """Whether a split backward makes the gradients of weights with those of inputs."""
+        split = self.mesh.pp_schedule in SPLIT_BACKWARD
+        return split and (not APART or walks_once(self.model, self.mesh, stage.part))
 
     def _example(self, ids: bool, loss: bool, rows: int, tokens: int) -> Tensor:
         """Return an input or output of a stage, on the meta device."""
@@ -302,7 +312,9 @@ def _nothing_left() -> Callable[[], None]:
     """Return no deferred weight gradients: this stage computes all of them together.
 
     Of the last one always: the fused loss makes its gradients in the forward and scales them in
-    place, so that its graph can be walked only once.
+    place, so that its graph can be walked only once. So can that of an exchange over `cp` whose
+    sends and receives are steps of the graph: ranks of `cp` run the same actions in the same order,
+    and within one walk autograd reverses the order of the forward on each.
     """
     return lambda: None
 

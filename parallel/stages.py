@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megacpp.blocks.engram.module import look_ahead
 from megacpp.data.batches import Batch
@@ -28,7 +29,9 @@ from parallel.handoff import ChoiceHandoff
 class Stage(nn.Module):
     """Modules of one stage: `embed` if it is first, `blocks`, `norm` and `head` if it is last.
 
-    A last stage that predicts further tokens has `embed` too, to look up those before them.
+    A last stage that predicts further tokens has `embed` too, to look up those before them. On a
+    rank that has the first and the last stage there is one `embed`: it belongs to the first, whose
+    FSDP2 root gathers it, and the last one borrows it (`lender`).
 
     Attributes:
         part: which layers it has, and whether it is the first or the last stage.
@@ -38,6 +41,7 @@ class Stage(nn.Module):
         hands_on: shape and dtype of the hidden states for the next stage, once they are known.
         choices: packs and unpacks a choice of keys from or for another stage.
         taken, handed: choices of microbatches that wait for their forward, or to be sent.
+        lender: the first stage, of whose weights a last stage on its rank uses some.
         sums: of a last stage, loss sum and cross entropy sum of each forward; the caller clears it.
     """
 
@@ -45,14 +49,20 @@ class Stage(nn.Module):
         super().__init__()
         self.part, self.remembers = part, bool(model.config.engram.layers)
         modules = dict(model.named_children())
+        tied = ("head",) if model.config.tie_embeddings else ()
+        borrowed = ("embed", *tied) if model.begins and not part.first else ()
         for name in (*ENTRANCE, *EXIT):
             looked_up = name == "embed" and part.last and "mtp" in modules
             if name in modules and (part.first if name in ENTRANCE else part.last) | looked_up:
-                self.add_module(name, modules[name])
+                if name in borrowed:
+                    vars(self)[name] = modules[name]  # not a submodule: a unit has one root
+                else:
+                    self.add_module(name, modules[name])
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in part.layers})
         self.coming: deque[Batch] = deque()
         self.hands_on: tuple[torch.Size, torch.dtype] | None = None
         self.choices: ChoiceHandoff | None = None
+        self.lender: Stage | None = None
         self.taken: deque[Tensor] = deque()
         self.handed: deque[Tensor] = deque()
         self.sums: list[Tensor] = []
@@ -87,6 +97,8 @@ class Stage(nn.Module):
             return x
         out = finish(self, x, batch.labels_BT, docs)
         self.sums.append(torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double())
+        if self.lender is not None and out.loss_sum.requires_grad:
+            out.loss_sum.register_hook(self._end_with_lender)
         return out.loss_sum
 
     def arriving(self, buffer: Callable[[], Tensor]) -> list[Tensor]:
@@ -99,6 +111,15 @@ class Stage(nn.Module):
     def leaving(self) -> list[Tensor]:
         """Return tensors for the next stage beside the hidden states of the oldest microbatch."""
         return [] if self.part.hands is None else [self.handed.popleft()]
+
+    def _end_with_lender(self, _: Tensor) -> None:
+        """Have the lender's FSDP2 units add up their gradients at the end of this backward, too.
+
+        Each root does so behind its own backwards only; until then gradients would pile up in the
+        narrow dtype of the computation.
+        """
+        if isinstance(self.lender, FSDPModule):
+            self.lender._get_fsdp_state()._register_root_post_backward_final_callback()
 
     def _take(self, docs: Documents) -> Tensor | None:
         """Unpack the choice that came with a microbatch into `docs`; return it if it goes on."""
@@ -131,7 +152,14 @@ def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
     Call it after blocks are replaced (tensor parallelism, recomputation) and before FSDP2
     shards each stage; afterwards call `model.tie()`, which gives a tied weight its name again.
     """
-    return [Stage(model, part) for part in parts]
+    stages = [Stage(model, part) for part in parts]
+    both = model.begins and hasattr(model, "head")
+    if stages and both and has_embedding_copy(model.config):
+        (first,), (last,) = [s for s in stages if s.part.first], [s for s in stages if s.part.last]
+        vars(last)["lender"] = first  # not a submodule
+        if model.config.tie_embeddings:  # the head sees whatever FSDP2 puts in the embedding
+            vars(model.head)["_parameters"] = model.embed._parameters
+    return stages
 
 
 def tied_copies(model: HybridLM) -> list[nn.Parameter]:

@@ -128,20 +128,6 @@ CASES = [
         {"train.grad_accum": 3},
         "dualpipev needs 2 * mesh.pp",
     ),
-    (
-        "nam52_deep_base",
-        4,
-        {"pp": 2, "cp": 2, "cp_m2rnn": "serial", "pp_schedule": "zbv"},
-        {"train.grad_accum": 4},
-        "M2RNN states travel over cp in series",
-    ),
-    (
-        "tiny",
-        4,
-        {"pp": 2, "cp": 2, "cp_m2rnn": "serial", "pp_schedule": "dualpipev"},
-        {"train.grad_accum": 4},
-        "or --mesh.cp-m2rnn heads",
-    ),
     ("tiny", 6, {"pp": 3, "tp": 2, "cp": 2}, {}, "Fix: use --mesh.tp 1, or start 12 ranks."),
 ]
 

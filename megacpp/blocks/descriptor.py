@@ -115,8 +115,8 @@ class ContextExchange:
         otherwise: value of the setting that works for any number of heads.
         traffic: exchanges of one layer in a forward and a backward, with their bytes.
         taps: taps of its short convolution, which looks `taps - 1` tokens back (0: none).
-        once: why a backward that walks the graph twice can't make the exchange, and what to
-            set instead (empty: the number of heads doesn't allow another); None: it can.
+        once: whether a backward that walks the graph twice would make the exchange twice, so that
+            a stage of a pipeline with such a layer makes both gradients in one walk.
     """
 
     setting: str
@@ -124,7 +124,7 @@ class ContextExchange:
     otherwise: str
     traffic: Callable[[LocalShapes], Iterator[tuple[str, int]]]
     taps: Callable[[ModelConfig], int] = lambda model: 0
-    once: Callable[[ModelConfig, MeshConfig], tuple[str, str] | None] = lambda model, mesh: None
+    once: Callable[[ModelConfig, MeshConfig], bool] = lambda model, mesh: False
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,19 @@ def _stage_parts(model: ModelConfig, schedule: str, pp: int, rank: int) -> tuple
     return tuple(parts)
 
 
+def walks_once(model: ModelConfig, mesh: MeshConfig, part: StagePart) -> bool:
+    """Whether a stage makes both gradients in one walk, though its schedule splits the backward.
+
+    The last one, whose loss makes its gradients in the forward, and one with an exchange over `cp`
+    that two walks over a graph would make twice.
+    """
+    kinds = layer_kinds(model)
+    exchanges = [KINDS[letter].context for letter in {kinds[layer][0] for layer in part.layers}]
+    return part.last or (
+        mesh.cp > 1 and any(x is not None and x.once(model, mesh) for x in exchanges)
+    )
+
+
 def key_bytes(row: int) -> int:
     """Bytes of the number of a key, or of -1, in which it travels between stages."""
     return 2 if row <= 2**15 else 4
@@ -157,23 +170,6 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
         return
     yield from _layer_rules(config)
     yield from _microbatch_rules(mesh, microbatches, config.train.num_chunks)
-    if config.model.tie_embeddings and mesh.pp_schedule in V_SHAPED:
-        yield config_error(
-            "mesh.pp_schedule",
-            mesh.pp_schedule,
-            "its first and last stage share a rank, which can't shard one tied weight for both",
-            "use 1f1b, gpipe or interleaved, or model.tie_embeddings=False",
-        )
-    if config.model.mtp.depths and mesh.pp_schedule in V_SHAPED:
-        yield config_error(
-            "mesh.pp_schedule",
-            mesh.pp_schedule,
-            "its first and last stage share a rank, which can't shard one embedding for both "
-            f"(model.mtp.depths={config.model.mtp.depths} looks tokens up in the last)",
-            "use 1f1b, gpipe or interleaved, or model.mtp.depths=0",
-        )
-    if mesh.cp > 1 and mesh.pp_schedule in SPLIT_BACKWARD:
-        yield from _split_context_rules(config)
     if mesh.reshard == "always" and mesh.pp_schedule in SPLIT_BACKWARD:
         yield config_error(
             "mesh.reshard",
@@ -248,20 +244,6 @@ def _layer_rules(config: Config) -> Iterator[ConfigError]:
             f"each needs a layer (model.depth={model.depth})",
             f"use mesh.pp={max(1, model.depth // per_rank)}",
         )
-
-
-def _split_context_rules(config: Config) -> Iterator[ConfigError]:
-    """Yield errors of `cp` exchanges that a split backward would have to make twice."""
-    mesh, model = config.mesh, config.model
-    letters = {letter for stage in expand_pattern(model.pattern, model.depth) for letter in stage}
-    why, fix = "walks a graph twice", "use mesh.pp_schedule=interleaved or 1f1b"
-    for exchange in (kind.context for letter, kind in KINDS.items() if letter in letters):
-        found = exchange.once(model, mesh) if exchange else None
-        if found is not None:
-            other = f", or {found[1]}" if found[1] else ""
-            yield config_error(
-                "mesh.pp_schedule", mesh.pp_schedule, f"{why}, but {found[0]}", f"{fix}{other}"
-            )
 
 
 def _microbatch_rules(mesh: MeshConfig, accum: int, chunks: int) -> Iterator[ConfigError]:

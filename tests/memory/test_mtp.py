@@ -32,6 +32,8 @@ STORED = {  # ranks, rank, flags
     "latents": (2, 1, f"--mesh.cp 2 {MLA}"),
     "last stage": (4, 3, "--mesh.pp 2"),
     "first stage": (4, 0, "--mesh.pp 2"),
+    "both ends of a V": (4, 1, "--mesh.pp 2 --mesh.pp-schedule zbv"),
+    "both ends, tied": (4, 0, "--mesh.pp 2 --mesh.pp-schedule dualpipev --model.tie-embeddings"),
     "last stage, tied": (4, 3, "--mesh.pp 2 --model.tie-embeddings"),
 }
 
@@ -122,6 +124,11 @@ SENT = {  # ranks, rank, flags
     "tp kept": (2, 0, "--mesh.tp 2 --recompute.mtp false --model.mtp.detach-trunk"),
     "cp": (4, 0, "--mesh.cp 2 --model.tie-embeddings"),
     "last stage": (4, 2, "--mesh.pp 2 --mesh.reshard always"),
+    "both ends of a V": (4, 0, "--mesh.pp 2 --mesh.pp-schedule zbv --model.depth 4"),
+    "both ends, tied": (
+        *(4, 1),
+        "--mesh.pp 2 --mesh.pp-schedule zbv --model.depth 4 --model.tie-embeddings",
+    ),
 }
 
 

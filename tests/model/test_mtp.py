@@ -364,10 +364,6 @@ def test_its_attention_is_clipped_too() -> None:
     [
         ("--model.mtp.hidden-dim 7 --mesh.tp 2", "mesh.tp=2: must divide model.mtp.hidden_dim (7)"),
         ("--mesh.tp 2 --model.pattern F --model.attention.num-kv-heads 1", "num_kv_heads (1)"),
-        (
-            "--mesh.pp 2 --mesh.pp-schedule zbv --train.grad-accum 4",
-            "mesh.pp_schedule=zbv: its first and last stage share a rank",
-        ),
     ],
 )
 def test_meshes_that_it_is_refused_on(flags: str, words: str) -> None:

@@ -206,14 +206,6 @@ def test_a_legal_pipeline_breaks_no_rule(schedule: str) -> None:
             "Fix: use --train.grad-accum 8 or --mesh.pp 3.",
         ),
         (
-            MeshConfig(pp=2, pp_schedule="zbv"),
-            4,
-            {"tie_embeddings": True},
-            "mesh.pp_schedule=zbv: its first and last stage share a rank, which can't shard one "
-            "tied weight for both. Fix: use 1f1b, gpipe or interleaved, or "
-            "--model.tie-embeddings False.",
-        ),
-        (
             MeshConfig(pp=2, pp_schedule="dualpipev", reshard="always"),
             4,
             {},

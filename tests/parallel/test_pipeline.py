@@ -106,7 +106,7 @@ CASES = [
     Case(4, "interleaved", 4, tied=True),
     *(Case(2, s, 4, shards=2) for s in SCHEDULES),
     *(Case(2, s, 4, shards=2, reshard="always") for s in ("1f1b", "interleaved")),
-    *(Case(2, s, 4, shards=2, tied=True) for s in ("1f1b", "interleaved")),
+    *(Case(2, s, 4, shards=2, tied=True) for s in ("1f1b", "interleaved", "zbv", "dualpipev")),
     *(Case(2, s, 4, silent=True) for s in ("1f1b", "zbv", "dualpipev")),
     # Blocks that look at one token at a time need no context parallelism of their own.
     *(Case(2, s, 4, cp=2, cuts="FEFEEFEF") for s in ("1f1b", "zbv")),

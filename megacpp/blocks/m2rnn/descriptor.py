@@ -168,12 +168,10 @@ def context_traffic(own: LocalShapes) -> Iterator[tuple[str, int]]:
     return bytes_of(own)
 
 
-def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
-    """Return why a serial exchange, with sends and receives in one order, can't be made twice."""
+def once(model: ModelConfig, mesh: MeshConfig) -> bool:
+    """Whether states travel over `cp` in series: sends and receives in one order."""
     uneven = num_heads(model) % (mesh.tp * mesh.cp) > 0
-    if mesh.cp_m2rnn != "serial" and not (mesh.cp_m2rnn == "auto" and uneven):
-        return None
-    return "M2RNN states travel over cp in series, once", "" if uneven else "mesh.cp_m2rnn=heads"
+    return mesh.cp_m2rnn == "serial" or (mesh.cp_m2rnn == "auto" and uneven)
 
 
 M2RNN_KIND = BlockKind(

@@ -155,11 +155,9 @@ def heads_exchanged(model: ModelConfig) -> tuple[str, int]:
     return "the number of Mamba-3 heads", num_heads(model)
 
 
-def once(model: ModelConfig, mesh: MeshConfig) -> tuple[str, str] | None:
-    """Return why the states of MIMO can't be folded twice; None: they can, or aren't folded."""
-    if not mimo(model) or mesh.cp_mamba3 != "state":
-        return None
-    return "MIMO Mamba-3 states are handed over cp once", "mesh.cp_mamba3=heads"
+def once(model: ModelConfig, mesh: MeshConfig) -> bool:
+    """Whether states are folded over `cp` with parameters of MIMO."""
+    return mimo(model) and mesh.cp_mamba3 == "state"
 
 
 MAMBA3 = BlockKind(

@@ -145,10 +145,12 @@ def _kinds(
     if pp == 1:
         return ((*entrance(model), *kinds, *exit_parts(model)),)
     found = []
-    for part in stage_parts(model, MeshConfig(pp=pp, pp_schedule=schedule), stage):  # type: ignore[arg-type]
+    own = stage_parts(model, MeshConfig(pp=pp, pp_schedule=schedule), stage)  # type: ignore[arg-type]
+    copies = copied_parameters(model) > 0 and not any(part.first for part in own)
+    for part in own:
         parts = [*entrance(model)] if part.first else []
         parts += [kinds[i] for i in part.layers]
-        parts += [COPY] * (part.last and copied_parameters(model) > 0)
+        parts += [COPY] * (part.last and copies)
         parts += exit_parts(model) if part.last else []
         found.append(tuple(parts))
     return tuple(found)
