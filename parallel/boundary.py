@@ -29,6 +29,7 @@ from megacpp.errors import NonFiniteError
 from megacpp.model.auxiliary import TERMS, AuxiliarySource
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM
+from megacpp.model.stages import BOTH_WAYS
 from megacpp.model.transfer import to_device
 from megacpp.run.step_status import StepStatus
 from megacpp.trace_region import region
@@ -81,9 +82,9 @@ class AccumulationBoundary:
         self.copies: list[nn.Parameter] = []
         if stages := stages_of(model):
             from parallel.pipeline import Pipeline
-            from parallel.stages import tied_copies
+            from parallel.stages import second_copies
 
-            self.pipeline, self.copies = Pipeline(stages, world, config), tied_copies(model)
+            self.pipeline, self.copies = Pipeline(stages, world, config), second_copies(model)
         self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
@@ -94,7 +95,8 @@ class AccumulationBoundary:
         self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
         self.ahead = [m for m in self.sources if isinstance(m, MultiTokenPrediction)]
         self.routers = [m for m in self.sources if isinstance(m, Router)]
-        self.loads = LoadTable(model, config.model, world.degree("stage"))
+        alike = 2 if config.mesh.pp_schedule in BOTH_WAYS and stages else 1
+        self.loads = LoadTable(model, config.model, alike * world.degree("stage"))
         self.clips = [m.clip for m in model.modules() if isinstance(m, M2RNNScan) and m.clip]
 
     @region("accumulate")
@@ -134,7 +136,7 @@ class AccumulationBoundary:
         self.guard.clean_unreduced()
         self._complete_gradients()
         if self.pipeline is not None:
-            self.pipeline.sync_tied_gradients()
+            self.pipeline.sync_copies()
         self.world.sum(sums, "loss")
         return StepSums(sums[0], sums[1], totals, self._numbers_along(sums))
 
@@ -202,6 +204,8 @@ class AccumulationBoundary:
             return
         counts = torch.stack([router.tokens_per_expert for router in self.routers])
         self.world.sum(counts, "stage")
+        if self.pipeline is not None:
+            self.pipeline.sum_counts(counts)
         for router, count in zip(self.routers, counts, strict=True):
             router.tokens_per_expert.copy_(count)
             router.update_bias()

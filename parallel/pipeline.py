@@ -33,8 +33,16 @@ from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import has_embedding_copy
 from megacpp.model.precision import compute_dtype
-from megacpp.model.stages import SPLIT_BACKWARD, owners, stages_per_rank, walks_once
+from megacpp.model.stages import (
+    BOTH_WAYS,
+    SPLIT_BACKWARD,
+    microbatches_through,
+    owners,
+    stages_per_rank,
+    walks_once,
+)
 from parallel.context.layout import ContextLayout, share
+from parallel.dualpipe import ROOM, ScheduleDualPipe, number_of
 from parallel.handoff import ChoiceHandoff
 from parallel.mesh import World
 from parallel.stages import Stage
@@ -43,8 +51,11 @@ SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "interleaved": schedules.ScheduleInterleaved1F1B,
+    "interleaved_zb": schedules.ScheduleInterleavedZeroBubble,
+    "looped_bfs": schedules.ScheduleLoopedBFS,
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
+    "dualpipe": ScheduleDualPipe,
 }
 # Before torch 2.13 a walk for weights alone refuses autograd functions and counts gradients twice.
 APART = torch.__version__ >= "2.13"  # pytorch#166577
@@ -67,6 +78,7 @@ class Pipeline:
         self.stages, self.world, self.mesh, self.dry = list(stages), world, config.mesh, dry
         self.rank = world.coordinate("pp")
         self.owners = owners(config.mesh.pp_schedule, world.degree("pp"))
+        self.both_ways = config.mesh.pp_schedule in BOTH_WAYS
         self.tied = has_embedding_copy(config.model) and self.owners[0] != self.owners[-1]
         self.model, self.dtype = config.model, compute_dtype(config.precision, world.device)
         self.needs_full_row = config.model.needs_full_row
@@ -77,7 +89,8 @@ class Pipeline:
         for stage in self.stages:
             stage.choices = self.choices
         for before, after in pairwise(self.stages):
-            if after.part.index == before.part.index + 1:  # the bottom of a V: nothing is sent
+            # the bottom of a V: nothing is sent
+            if after.part.index == before.part.index + 1 and not after.part.back:
                 after.taken = before.handed
         self._built: tuple[tuple[int, ...], Any] | None = None
         if self.mesh.pp_schedule in SPLIT_BACKWARD:
@@ -94,7 +107,7 @@ class Pipeline:
     def accumulate(self, microbatches: Sequence[Batch], divisors: Tensor) -> tuple[Tensor, Tensor]:
         """Run forward and backward over all microbatches; `.grad` then holds reduced gradients.
 
-        A tied weight still has those of this rank's end alone: `sync_tied_gradients`.
+        What another rank has a copy of still has those of this rank alone: `sync_copies`.
         Auxiliary losses are scaled by the routers' `aux_scale`, in every stage.
 
         Args:
@@ -108,8 +121,14 @@ class Pipeline:
         shape = (len(microbatches), *microbatches[0].ids_BT.shape)
         if self._built is None or self._built[0] != shape:
             self._built = shape, self._schedule(*shape)
-        ids_Bt = self._bring(microbatches)
-        args = (ids_Bt,) if self.stages[0].part.first else ()
+        half = microbatches_through(self.mesh.pp_schedule, len(microbatches))
+        args = ()
+        for stage in self.stages:
+            part = slice(half, None) if stage.part.back else slice(half)
+            ids_Bt = self._bring(microbatches[part], [stage])
+            args = (ids_Bt,) if stage.part.first else args
+            if stage.part.last or stage is self.stages[0]:  # nobody asks a rank without a last one
+                target = divisors[part]
         for stage in self.stages:
             if stage.lender is not None and isinstance(unit := stage.lender, FSDPModule):
                 # The borrower's backwards come first, and the schedule sets its own flags alone.
@@ -117,7 +136,7 @@ class Pipeline:
                 unit.set_requires_gradient_sync(False)
                 unit.set_reshard_after_backward(False)
         with _errors_of_stages():
-            self._built[1].step(*args, target=divisors, return_outputs=False)
+            self._built[1].step(*args, target=target, return_outputs=False)
         return self._sums()
 
     @torch.no_grad()
@@ -128,6 +147,10 @@ class Pipeline:
         batch's second visit before it takes the next, so that sends and receives of two ranks
         are always in the same order.
         """
+        for stage in self.stages:
+            for unit in (stage.lender, getattr(stage.lender, "embed", None)):  # the root first
+                if isinstance(unit, FSDPModule):  # both ways, no forward of the lender comes first
+                    unit.unshard()
         for batch in batches:
             self._forward(batch)
         for unit in self.units():  # no backward follows that would
@@ -141,10 +164,12 @@ class Pipeline:
 
     def _schedule(self, microbatches: int, rows: int, tokens: int) -> Any:
         """Return the schedule for that many microbatches of `rows` x `tokens` tokens."""
+        pp = self.world.degree("pp")
         built = [
             _Stage(
                 stage,
-                len(self.owners),
+                number_of(stage.part.index, pp, stage.part.back),
+                ROOM * pp if self.both_ways else len(self.owners),
                 self.world.device,
                 input_args=self._example(stage.part.first, False, rows, tokens),
                 output_args=self._example(False, stage.part.last, rows, tokens),
@@ -168,6 +193,8 @@ class Pipeline:
 
     def _walks_once(self, stage: Stage) -> bool:
         """Whether a split backward makes the gradients of weights with those of inputs."""
+        if stage.part.back and stage.part.first:
+            return True  # torch defers it for stage 0 alone
         split = self.mesh.pp_schedule in SPLIT_BACKWARD
         return split and (not APART or walks_once(self.model, self.mesh, stage.part))
 
@@ -191,22 +218,23 @@ class Pipeline:
         )
         return (rows, t, streams, self.model.dim) if streams > 1 else (rows, t, self.model.dim)
 
-    def _bring(self, batches: Sequence[Batch]) -> Tensor:
-        """Give the stages this rank's part of the batches; return their ids, stacked."""
+    def _bring(self, batches: Sequence[Batch], stages: Sequence[Stage]) -> Tensor:
+        """Give stages this rank's part of the batches; return their ids, stacked."""
         shape = batches[0].ids_BT.shape
         assert all(batch.ids_BT.shape == shape for batch in batches), "microbatches of two shapes"
         assert all(batch.docs.row is None for batch in batches), "batches of whole rows"
         mine = [share(b, self.layout, self.needs_full_row, self.world.device) for b in batches]
-        for stage in self.stages:
+        for stage in stages:
             stage.expect(mine)
             stage.hands_on = torch.Size(self._hidden_shape(*shape)), self.dtype
         return torch.cat([batch.ids_BT for batch in mine])
 
     def _forward(self, batch: Batch) -> None:
-        """Run one batch through this rank's stages."""
-        x = self._bring([batch])
+        """Run one batch through this rank's stages; both ways: from the first rank to the last."""
+        stages = [stage for stage in self.stages if not stage.part.back]
+        x = self._bring([batch], stages)
         group, shape = self.world.group("pp"), batch.ids_BT.shape
-        for stage in self.stages:
+        for stage in stages:
             part = stage.part
             if not part.first and (source := self.owners[part.index - 1]) != self.rank:
                 hidden = self._hidden_shape(*shape)
@@ -221,29 +249,42 @@ class Pipeline:
     def _sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums of the last stage since the last call, on every rank of `pp`."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        collected = self.stages[-1].sums  # of any other stage it is empty
-        for of_batch in collected:
-            sums += of_batch
-        collected.clear()
+        for stage in self.stages:
+            for of_batch in stage.sums:
+                sums += of_batch
+            stage.sums.clear()
         self.world.sum(sums, "pp")
         return sums[0], sums[1]
 
     @torch.no_grad()
-    def sync_tied_gradients(self) -> None:
-        """Sum the gradients of a tied weight over the ranks of the first and the last stage.
+    def sync_copies(self) -> None:
+        """Sum gradients of weights that another rank of `pp` has a copy of, with those of its copy.
 
-        Both then hold the same gradient, so equal weights stay equal (`tied_copies` of
-        parallel/stages.py names the one that must not count in a norm).
+        Both then hold the same gradient, so equal weights stay equal (`second_copies` of
+        parallel/stages.py names those that must not count in a norm).
         """
+        shared = []
+        if self.both_ways:
+            in_order = sorted(self.stages, key=lambda stage: stage.part.index)
+            shared = [p for stage in in_order for p in stage.parameters()]
+        elif self.tied and self.rank in (self.owners[0], self.owners[-1]):
+            shared = [_tied_weight(self.stages)]
+        for p in shared:
+            if not p.requires_grad:
+                continue
+            if p.grad is None:  # multi-token prediction that the trunk learns nothing from
+                p.grad = torch.zeros_like(p)
+            self._add_peers(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
+
+    def sum_counts(self, counts: Tensor) -> None:
+        """Add counts of routers, in place, to those of a rank that has the same, if one has."""
+        if self.both_ways:
+            self._add_peers(counts)
+
+    def _add_peers(self, own: Tensor) -> None:
+        """Add the tensor of the rank with copies to this rank's, in place, and the other way."""
         ends = self.owners[0], self.owners[-1]
-        if not self.tied or self.rank not in ends:
-            return
-        peer = ends[1] if self.rank == ends[0] else ends[0]
-        weight = _tied_weight(self.stages)
-        if weight.grad is None:  # multi-token prediction that the trunk learns nothing from
-            weight.grad = torch.zeros_like(weight)
-        grad = weight.grad
-        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        peer = ends[0] + ends[1] - self.rank  # both ways each of two ranks has the other's stages
         other, group = torch.empty_like(own), self.world.group("pp")
         exchange = [
             dist.P2POp(dist.isend, own, group=group, group_peer=peer),
@@ -263,6 +304,7 @@ class _Stage(PipelineStage):
 
     Args:
         stage: ours.
+        number: in the schedule.
         buffer: returns memory for a choice that arrives.
         greets: neighbours exist.
     """
@@ -270,10 +312,26 @@ class _Stage(PipelineStage):
     submod: Stage
 
     def __init__(
-        self, stage: Stage, *args: Any, buffer: Callable[[], Tensor], greets: bool, **kwargs: Any
+        self,
+        stage: Stage,
+        number: int,
+        *args: Any,
+        buffer: Callable[[], Tensor],
+        greets: bool,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(stage, stage.part.index, *args, **kwargs)
+        super().__init__(stage, number, *args, **kwargs)
         self.buffer, self.greets = buffer, greets
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with ids: both ways two stages do."""
+        return self.submod.part.first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the loss."""
+        return self.submod.part.last
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)

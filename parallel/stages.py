@@ -162,8 +162,16 @@ def make_stages(model: HybridLM, parts: Sequence[StagePart]) -> list[Stage]:
     return stages
 
 
-def tied_copies(model: HybridLM) -> list[nn.Parameter]:
-    """Return parameters of which this rank holds the second copy; a norm must not count them."""
+def second_copies(model: HybridLM) -> list[nn.Parameter]:
+    """Return parameters of which this rank holds the second copy; a norm must not count them.
+
+    Those of a tied weight, or all of a rank whose stages go both ways and that is not the first of
+    the two that have them.
+    """
+    stages: list[Stage] = vars(model).get("stages", [])
+    if any(stage.part.back for stage in stages):
+        there, back = (stage.part.index for stage in stages)
+        return [*model.parameters()] if there > back else []
     copy = has_embedding_copy(model.config) and not model.begins and hasattr(model, "head")
     weight = model.embed._parameters["weight"] if copy else None
     return [] if weight is None else [weight]

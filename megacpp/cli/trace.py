@@ -24,7 +24,7 @@ from megacpp.memory.stream import Stream
 from megacpp.model.fp32 import contract_parameters
 from megacpp.model.hybrid import HybridLM
 from megacpp.model.precision import compute_dtype
-from megacpp.model.stages import as_scheduled, stages_per_rank
+from megacpp.model.stages import as_scheduled, num_stages
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
 from optim.qk_clip import QKClip
@@ -255,7 +255,7 @@ def gather_once(model: HybridLM) -> None:
 def microbatches(config: Config) -> int:
     """Return the fewest microbatches that show the peak; each stage needs a backward."""
     config = as_scheduled(config)
-    stages = config.mesh.pp * stages_per_rank(config.mesh.pp_schedule)
+    stages = num_stages(config.mesh.pp_schedule, config.mesh.pp)
     most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages
     return (
         config.train.grad_accum

@@ -175,9 +175,16 @@ class MeshConfig:
     ep_dispatch: Literal["per_rank", "per_expert", "padded"] = setting(
         "per_rank", "Copies of a token sent: one to each rank or expert chosen, or to every rank."
     )
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"] = setting(
-        "1f1b", "Order of forwards and backwards in a pipeline."
-    )
+    pp_schedule: Literal[
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "interleaved_zb",
+        "looped_bfs",
+        "zbv",
+        "dualpipev",
+        "dualpipe",
+    ] = setting("1f1b", "Order of forwards and backwards in a pipeline.")
 
 
 @dataclass(frozen=True)

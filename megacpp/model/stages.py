@@ -3,9 +3,15 @@
 A schedule gives every rank of the `pp` axis one stage or two. Stages are numbered in the order in
 which a token meets them:
 
-    1f1b, gpipe      rank r owns stage r
-    interleaved      rank r owns stages r and r + pp              (arXiv 2104.04473)
-    zbv, dualpipev   rank r owns stages r and 2 pp - 1 - r: a V   (arXiv 2401.10241, 2412.19437)
+    1f1b, gpipe        rank r owns stage r
+    interleaved        rank r owns stages r and r + pp              (arXiv 2104.04473)
+    interleaved_zb     the same, gradients of weights later         (arXiv 2401.10241)
+    looped_bfs         the same, one stage after the other          (arXiv 2211.05953)
+    zbv, dualpipev     rank r owns stages r and 2 pp - 1 - r: a V   (arXiv 2401.10241, 2412.19437)
+    dualpipe           rank r owns stages r and pp - 1 - r          (arXiv 2412.19437)
+
+In `dualpipe` two ranks own each stage. Half of the microbatches goes through the ranks from the
+first to the last, half from the last to the first, and the two copies add up their gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +35,10 @@ from megacpp.model.sizes import (
     layer_parameters,
 )
 
-LOOPED = ("interleaved", "zbv", "dualpipev")  # two stages a rank
 V_SHAPED = ("zbv", "dualpipev")  # the first rank also owns the last stage
-SPLIT_BACKWARD = V_SHAPED  # gradients of inputs and of weights are made apart
+LOOPED = ("interleaved", "interleaved_zb", "looped_bfs", *V_SHAPED)  # two stages a rank
+BOTH_WAYS = ("dualpipe",)  # two stages a rank, each of which another rank has, too
+SPLIT_BACKWARD = (*V_SHAPED, "interleaved_zb", *BOTH_WAYS)  # of inputs and of weights, apart
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class StagePart:
         takes: layer of an earlier stage whose choice of keys it receives from the stage before.
         reads: layers of its own attend to that choice; else it only passes it on.
         hands: layer, of this stage or an earlier one, whose choice it sends to the next.
+        back: it runs the microbatches that go from the last rank to the first.
     """
 
     index: int
@@ -55,22 +63,37 @@ class StagePart:
     takes: int | None = None
     reads: bool = False
     hands: int | None = None
+    back: bool = False
 
 
 def stages_per_rank(schedule: str) -> int:
     """Stages that a schedule gives to each rank."""
-    return 2 if schedule in LOOPED else 1
+    return 2 if schedule in (*LOOPED, *BOTH_WAYS) else 1
+
+
+def num_stages(schedule: str, pp: int) -> int:
+    """Stages of the model on `pp` ranks."""
+    return pp * (2 if schedule in LOOPED else 1)
+
+
+def microbatches_through(schedule: str, microbatches: int) -> int:
+    """Microbatches of a step that each stage of a rank runs."""
+    return microbatches // 2 if schedule in BOTH_WAYS else microbatches
 
 
 def stage_ids(schedule: str, pp: int, rank: int) -> tuple[int, ...]:
-    """Stages of a rank, in the order in which a token meets them."""
+    """Stages of a rank, in the order in which a token meets them; both ways: that of either way."""
     if schedule in V_SHAPED:
         return rank, 2 * pp - 1 - rank
-    return tuple(range(rank, pp * stages_per_rank(schedule), pp))
+    if schedule in BOTH_WAYS:
+        return rank, pp - 1 - rank
+    return tuple(range(rank, num_stages(schedule, pp), pp))
 
 
 def owners(schedule: str, pp: int) -> list[int]:
-    """Return the rank of every stage."""
+    """Return the rank of every stage; both ways: of the microbatches from the first to the last."""
+    if schedule in BOTH_WAYS:
+        return list(range(pp))
     of_stage = {stage: rank for rank in range(pp) for stage in stage_ids(schedule, pp, rank)}
     return [of_stage[stage] for stage in sorted(of_stage)]
 
@@ -86,14 +109,15 @@ def stage_parts(model: ModelConfig, mesh: MeshConfig, rank: int) -> list[StagePa
 
 @lru_cache(maxsize=1024)
 def _stage_parts(model: ModelConfig, schedule: str, pp: int, rank: int) -> tuple[StagePart, ...]:
-    ranges = split_layers(model, pp * stages_per_rank(schedule))
+    ranges = split_layers(model, num_stages(schedule, pp))
     last = len(ranges) - 1
     kinds, parts = layer_kinds(model), []
     for i in stage_ids(schedule, pp, rank):
+        back = schedule in BOTH_WAYS and len(parts) == 1
         takes, hands = (choice_across(model, at) for at in (ranges[i].start, ranges[i].stop))
         sparse = any(kinds[layer].startswith("A.") for layer in ranges[i])
         reads = takes is not None and sparse
-        parts.append(StagePart(i, ranges[i], i == 0, i == last, takes, reads, hands))
+        parts.append(StagePart(i, ranges[i], i == 0, i == last, takes, reads, hands, back))
     return tuple(parts)
 
 
@@ -168,6 +192,14 @@ def pipeline_rules(config: Config, microbatches: int) -> Iterator[ConfigError]:
         yield config_error("mesh.pp", mesh.pp, "must be at least 1", "use mesh.pp=1")
     if mesh.pp <= 1:
         return
+    if mesh.pp_schedule in BOTH_WAYS and mesh.pp % 2:
+        yield config_error(
+            "mesh.pp",
+            mesh.pp,
+            f"{mesh.pp_schedule} needs an even number: two ranks hold the same two stages",
+            f"use mesh.pp={mesh.pp + 1} or mesh.pp_schedule=dualpipev",
+        )
+        return
     yield from _layer_rules(config)
     yield from _microbatch_rules(mesh, microbatches, config.train.num_chunks)
     if mesh.reshard == "always" and mesh.pp_schedule in SPLIT_BACKWARD:
@@ -214,14 +246,16 @@ def enough_microbatches(schedule: str, pp: int, microbatches: int) -> bool:
         return microbatches >= pp
     if schedule == "dualpipev":
         return microbatches >= 2 * pp
-    if schedule == "interleaved":  # equal rounds of about pp microbatches
+    if schedule == "dualpipe":
+        return pp % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * pp
+    if schedule in ("interleaved", "interleaved_zb"):  # equal rounds of about pp microbatches
         return microbatches >= 1 and microbatches % max(1, microbatches // pp) == 0
     return microbatches >= 1
 
 
 def _layer_rules(config: Config) -> Iterator[ConfigError]:
     mesh, model = config.mesh, config.model
-    per_rank = stages_per_rank(mesh.pp_schedule)
+    per_rank = num_stages(mesh.pp_schedule, 1)
     try:
         written = len(expand_pattern(model.pattern, model.depth))
     except ConfigError:
@@ -254,7 +288,9 @@ def _microbatch_rules(mesh: MeshConfig, accum: int, chunks: int) -> Iterator[Con
     needs = {
         "1f1b": f"needs mesh.pp ({pp}) or more",
         "dualpipev": f"needs 2 * mesh.pp ({2 * pp}) or more",
+        "dualpipe": f"needs 2 * mesh.pp ({2 * pp}) or more, and an even number",
         "interleaved": f"runs them in {max(1, microbatches // pp)} equal rounds",
+        "interleaved_zb": f"runs them in {max(1, microbatches // pp)} equal rounds",
     }.get(schedule, "needs one")
     around = (n for i in range(2 * pp + 1) for n in (accum - i, accum + i) if n > 0)
     number = next(n for n in around if enough_microbatches(schedule, pp, n * chunks))

@@ -33,7 +33,7 @@ from parallel.simulate.fake import (
     planned_model,
     whole_model,
 )
-from parallel.stages import tied_copies
+from parallel.stages import second_copies
 
 Bytes = dict[str, int]  # by class
 
@@ -176,7 +176,7 @@ def count_all(config: Config, size: int) -> ShardBytes:
 
 
 def _shard_bytes(model: HybridLM) -> ShardBytes:
-    return shard_bytes(model.parameters(), tied_copies(model))
+    return shard_bytes(model.parameters(), second_copies(model))
 
 
 def class_of(model: HybridLM, name: str, parameter: Tensor) -> str:

@@ -33,7 +33,7 @@ from parallel.build import build_model
 from parallel.fsdp import shard_model, shard_slice
 from parallel.mesh import World, join
 from parallel.pipeline import Pipeline
-from parallel.stages import Stage, keep_parts, make_stages, tied_copies
+from parallel.stages import Stage, keep_parts, make_stages, second_copies
 from tests.differences import largest, relative
 from tests.model.small import small
 from tests.ranks import LONG_S, run_ranks
@@ -210,7 +210,7 @@ def piped(rank: int, case: Case) -> Trace:
         for router in routers:
             router.aux_scale.fill_(1 / tokens)
         loss, _ = pipeline.accumulate(batches, torch.full((len(batches),), max(1, valid)).double())
-        pipeline.sync_tied_gradients()
+        pipeline.sync_copies()
         trace.losses.append(world.sum(loss, "loss").item() / max(1, valid))
         trace.gradients.append(slices({n: p.grad for n, p in model.named_parameters()}))
         trace.norms.append(norm(model, world))
@@ -227,7 +227,7 @@ def piped(rank: int, case: Case) -> Trace:
 
 def norm(model: HybridLM, world: World) -> float:
     """Of all gradients, each counted once."""
-    copies = {id(p) for p in tied_copies(model)}
+    copies = {id(p) for p in second_copies(model)}
     own = [local(p.grad) for p in model.parameters() if p.grad is not None and id(p) not in copies]
     square = torch.stack([g.square().sum() for g in own]).sum()
     return world.sum(square, "world").sqrt().item()

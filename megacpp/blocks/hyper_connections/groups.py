@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from megacpp.config.schema import Config
-from megacpp.model.stages import split_layers, stages_per_rank
+from megacpp.model.stages import num_stages, split_layers
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def stream_groups(config: Config) -> list[range]:
     if model.mhc.streams == 1 or size < 0 or decided:
         return []
     mesh, found = config.mesh, []
-    stages = mesh.pp * stages_per_rank(mesh.pp_schedule) if mesh.pp > 1 else 1
+    stages = num_stages(mesh.pp_schedule, mesh.pp) if mesh.pp > 1 else 1
     for stage in split_layers(model, stages):
         layers = range(stage.start, min(stage.stop, model.depth - 1))
         step = size or group_size(model.mhc.streams, len(layers))

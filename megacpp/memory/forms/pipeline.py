@@ -15,7 +15,13 @@ from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.simulation import Layer, StepSimulation
 from megacpp.memory.forms.units import Unit
-from megacpp.model.stages import V_SHAPED, stage_parts, stages_per_rank
+from megacpp.model.stages import (
+    BOTH_WAYS,
+    V_SHAPED,
+    microbatches_through,
+    stage_parts,
+    stages_per_rank,
+)
 
 
 def pipeline_step(
@@ -102,17 +108,22 @@ def _reductions(
 
 
 def microbatches(own: LocalShapes) -> int:
-    """Return the number of microbatches of a step."""
-    return max(1, own.config.train.grad_accum)
+    """Return the number of microbatches of a step that each stage of a rank runs."""
+    mesh, total = own.config.mesh, own.config.train.grad_accum
+    return max(1, microbatches_through(mesh.pp_schedule, total))
 
 
 def in_flight(own: LocalShapes) -> list[int]:
     """Return, for each stage of a rank, the most microbatches whose forward it keeps at once."""
     mesh, total = own.config.mesh, microbatches(own)
-    if mesh.pp_schedule == "gpipe":
-        return [total]
+    if mesh.pp_schedule in ("gpipe", "looped_bfs"):
+        return [total] * stages_per_rank(mesh.pp_schedule)
     if mesh.pp_schedule == "1f1b":
         return [min(total, mesh.pp - own.stage)]
+    if mesh.pp_schedule in BOTH_WAYS:  # a V on half as many ranks
+        half, end = mesh.pp // 2, min(own.stage, mesh.pp - 1 - own.stage)
+        found = [min(total, 2 * half - end), min(total, half + end)]
+        return found if own.stage < half else found[::-1]
     if mesh.pp_schedule in V_SHAPED:
         return [min(total, 2 * mesh.pp - own.stage), min(total, mesh.pp + own.stage)]
     chunks = stages_per_rank(mesh.pp_schedule)
