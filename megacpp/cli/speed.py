@@ -12,11 +12,11 @@ from megacpp.config.environment import MOST_RANKS
 from megacpp.config.schema import Config
 from megacpp.config.settings import setting
 from megacpp.errors import config_error
-from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled
+from megacpp.model.stages import BOTH_WAYS, as_scheduled, stage_parts, walks_once
 from megacpp.speed.against import MeasuredRun, compare
 from megacpp.speed.cost import Cost
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, gpus
-from megacpp.speed.pipeline import from_torch
+from megacpp.speed.pipeline import KNOWN, from_torch
 from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, StepWork
 from megacpp.terminal.screen import labelled, table, wrapped
 
@@ -129,11 +129,17 @@ def work_of(config: Config, size: int, machine: GpuSpec, per_node: int = 8) -> S
 
     actions = ()
     scheduled = as_scheduled(config)
-    if scheduled.mesh.pp_schedule in SPLIT_BACKWARD and scheduled.mesh.pp > 1:
+    mesh, micro = scheduled.mesh, scheduled.train.grad_accum
+    if mesh.pp_schedule not in KNOWN and mesh.pp > 1:
         from parallel.simulate.schedule import torch_order
 
-        mesh, micro = scheduled.mesh, scheduled.train.grad_accum
-        actions = from_torch(torch_order(mesh.pp_schedule, mesh.pp, micro))
+        parts = [part for rank in range(mesh.pp) for part in stage_parts(config.model, mesh, rank)]
+        whole = {part.index for part in parts if walks_once(config.model, mesh, part)}
+        if mesh.pp_schedule in BOTH_WAYS:  # its two halves do the same at the same time
+            order = torch_order("dualpipev", mesh.pp // 2, micro // 2)
+        else:
+            order = torch_order(mesh.pp_schedule, mesh.pp, micro)
+        actions = from_torch(order, whole)
     return step_work(config, size, machine.generation, per_node, actions)
 
 

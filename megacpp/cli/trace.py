@@ -259,7 +259,7 @@ def microbatches(config: Config) -> int:
     most = MICROBATCHES if config.mesh.pp == 1 else 2 * stages
     return (
         config.train.grad_accum
-        if config.mesh.pp_schedule == "gpipe" and stages > 1
+        if config.mesh.pp_schedule in ("gpipe", "looped_bfs") and stages > 1
         else min(most, config.train.grad_accum)
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacpp.blocks.engram.sizes import memory_width
 from megacpp.blocks.experts.choices import columns
@@ -27,7 +27,14 @@ from megacpp.memory.forms.parameters import Held, Place, held, kinds_of, mover
 from megacpp.memory.forms.weights import COPY, Weight, weights
 from megacpp.model.regions import BLOCK, NOTHING, Region, regions_of
 from megacpp.model.sizes import ngram_width
-from megacpp.model.stages import SPLIT_BACKWARD, as_scheduled, choice_bytes, stage_parts
+from megacpp.model.stages import (
+    BOTH_WAYS,
+    SPLIT_BACKWARD,
+    as_scheduled,
+    choice_bytes,
+    microbatches_through,
+    stage_parts,
+)
 
 RESHARD_ABOVE_BYTES = 1 << 30  # as parallel/fsdp.py has it
 Sent = tuple[str, str, int]  # axis, what, bytes
@@ -67,7 +74,7 @@ class Traffic:
 
 def traffic(config: Config, size: int, rank: int = 0) -> Traffic:
     """Return bytes that rank `rank` of `size` moves in an optimizer step of a resolved `config`."""
-    config = as_scheduled(config)
+    config = _of_each_stage(as_scheduled(config))
     parts: Counter[tuple[str, str]] = Counter()
     if size > 1:
         own, place = LocalShapes.on_rank(config, size, rank), Place.on_rank(config, size, rank)
@@ -95,6 +102,7 @@ def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
         config: resolved; its schedule's stages are known.
         size: number of ranks.
     """
+    config = _of_each_stage(config)
     own, place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
     kinds = [kind for stage in kinds_of(config, size, 0) for kind in stage]
     recomputed = _recomputed(own, kinds)
@@ -108,6 +116,12 @@ def carried(config: Config, size: int) -> Counter[tuple[str, str]]:
         for axis, what, count in found:
             parts[axis, what] += count
     return parts
+
+
+def _of_each_stage(config: Config) -> Config:
+    """Return the configuration with as many microbatches as each stage runs."""
+    through = microbatches_through(config.mesh.pp_schedule, config.train.grad_accum)
+    return replace(config, train=replace(config.train, grad_accum=through))
 
 
 def _gathered_in_fp8(config: Config, size: int, rank: int) -> list[frozenset[str]]:
@@ -313,7 +327,9 @@ def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     if mesh.pp == 1:
         return
     parts = stage_parts(config.model, mesh, own.stage)
-    here = {part.index for part in parts}  # the two at the bottom of a V send each other nothing
+    both = mesh.pp_schedule in BOTH_WAYS
+    # The two at the bottom of a V send each other nothing.
+    here = set() if both else {part.index for part in parts}
     left = [part for part in parts if part.index - 1 not in here and not part.first]
     right = [part for part in parts if part.index + 1 not in here and not part.last]
     stream = own.stream * config.model.mhc.streams * config.model.dim * own.compute
@@ -327,6 +343,13 @@ def _stages(own: LocalShapes, place: Place, stages: Stages) -> Iterator[Sent]:
     if ends == 1 and (config.model.tie_embeddings or config.model.mtp.depths):
         (weight,) = weights(config.model, "embed")  # two copies, whose gradients are summed
         yield "pp", "gradients", 2 * held(weight, place).own * own.wide
+    if both:
+        stored = [kind for stage in stages for kind in stage]
+        if config.model.tie_embeddings and "embed" in stored:
+            stored.remove("head")
+        for kind in stored:
+            for weight in weights(config.model, kind, config.recompute.compress):
+                yield "pp", "gradients", 2 * held(weight, place).own * own.wide
 
 
 def _optimizer(own: LocalShapes, place: Place, kinds: Sequence[str]) -> Iterator[Sent]:

@@ -16,9 +16,9 @@ from typing import Any
 from megacpp.config.schema import Config
 from megacpp.errors import config_error
 from megacpp.memory.trace_cache import cache_folder
-from megacpp.model.stages import SPLIT_BACKWARD
 from megacpp.speed.hardware import GpuSpec, Rates, gpu, known
 from megacpp.speed.ours import step_work
+from megacpp.speed.pipeline import KNOWN
 from megacpp.speed.step import MEASURED, NOT_MODELLED, StepTime, predict
 
 FIRST, TEN = 3, 10  # steps that aren't typical, and steps after which a run is compared
@@ -71,7 +71,7 @@ def foresee(config: Config, ranks: int, device: str, name: str) -> Prediction | 
         name: of the device.
     """
     machine = machine_of(device, name)
-    if machine is None or (config.mesh.pp > 1 and config.mesh.pp_schedule in SPLIT_BACKWARD):
+    if machine is None or (config.mesh.pp > 1 and config.mesh.pp_schedule not in KNOWN):
         return None
     per_node = min(ranks, machine.per_node)
     work = step_work(config, ranks, machine.generation, per_node)

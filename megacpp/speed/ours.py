@@ -28,7 +28,7 @@ from megacpp.memory.forms.weights import LEFT_ALONE, Weight, weights
 from megacpp.memory.traffic import carried, gathers_again, traffic
 from megacpp.model.flops import ahead_flops, block_flops, train_flops_per_token
 from megacpp.model.regions import BLOCK, Region, layer_regions, regions_of
-from megacpp.model.stages import as_scheduled, stage_parts
+from megacpp.model.stages import as_scheduled, microbatches_through, stage_parts
 from megacpp.speed.collectives import AxisSpread, spread
 from megacpp.speed.operators import Attend, Operator, Passes, Product, SerialWork
 from megacpp.speed.pipeline import Actions
@@ -69,20 +69,23 @@ def _mesh_work(config: Config, size: int, per_node: int) -> MeshWork:
     mesh, model = config.mesh, config.model
     own, place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
     stages: list[tuple[int, tuple[str, ...], int]] = []
+    stored: list[str] = []
     for rank in range(mesh.pp):
         kinds = kinds_of(config, size, rank * (size // mesh.pp))
+        stored += [kind for stage in kinds for kind in stage]
         if mesh.pp == 1:
             stages.append((0, kinds[0], 0))
             continue
         parts = stage_parts(model, mesh, rank)
-        stages += [(p.index, k, p.layers.start) for p, k in zip(parts, kinds, strict=True)]
+        both = zip(parts, kinds, strict=True)
+        stages += [(p.index, k, p.layers.start) for p, k in both if not p.back]
     stages.sort()
     return MeshWork(
         tuple(kinds for _, kinds, _ in stages),
         tuple(layer for _, _, layer in stages),
         axes(config, size, per_node),
         mesh.pp == 1 and gathers_again(own, place, [stages[0][1]]),
-        tuple(_optimizer(config, place, [kind for _, kinds, _ in stages for kind in kinds])),
+        tuple(_optimizer(config, place, stored)),
         _between(config, size),
         train_flops_per_token(model, own.row),
     )
@@ -128,7 +131,7 @@ def step_work(
     return StepWork(
         blocks,
         found.axes,
-        train.grad_accum,
+        microbatches_through(mesh.pp_schedule, train.grad_accum),
         "fsdp" if size > mesh.pp * mesh.tp else "none",
         gather_bytes=own.compute,
         reduce_bytes=own.wide,

@@ -9,12 +9,13 @@ gradient of the weights. `from_torch` reads those that a schedule of torch emits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 Actions = tuple[tuple["StageAction", ...], ...]  # of each rank, in order
 LOOPED = "interleaved"
+KNOWN = ("gpipe", "1f1b", LOOPED)  # schedules that `schedule` knows
 
 
 class StageAction(NamedTuple):
@@ -100,8 +101,13 @@ def _interleaved(
     return tuple(found)
 
 
-def from_torch(order: Mapping[int, Sequence[Any]]) -> Actions:
-    """Return the actions of a torch schedule's `pipeline_order`, by rank."""
+def from_torch(order: Mapping[int, Sequence[Any]], whole: Collection[int] = ()) -> Actions:
+    """Return the actions of a torch schedule's `pipeline_order`, by rank.
+
+    Args:
+        order: actions of each rank.
+        whole: stages that make both gradients where the schedule wants those of inputs.
+    """
     kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     found: list[tuple[StageAction, ...]] = []
     for rank in sorted(order):
@@ -109,6 +115,8 @@ def from_torch(order: Mapping[int, Sequence[Any]]) -> Actions:
         for action in order[rank]:
             for one in _parts(action):
                 kind = kinds.get(one.computation_type.name)
+                if one.stage_index in whole:
+                    kind = {"I": "B", "W": None}.get(kind or "", kind)
                 if kind:
                     own.append(StageAction(one.stage_index, kind, one.microbatch_index))
         found.append(tuple(own))

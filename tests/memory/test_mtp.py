@@ -34,6 +34,7 @@ STORED = {  # ranks, rank, flags
     "first stage": (4, 0, "--mesh.pp 2"),
     "both ends of a V": (4, 1, "--mesh.pp 2 --mesh.pp-schedule zbv"),
     "both ends, tied": (4, 0, "--mesh.pp 2 --mesh.pp-schedule dualpipev --model.tie-embeddings"),
+    "both ways": (4, 2, "--mesh.pp 2 --mesh.pp-schedule dualpipe"),
     "last stage, tied": (4, 3, "--mesh.pp 2 --model.tie-embeddings"),
 }
 

@@ -54,6 +54,11 @@ CASES = {
         *(8, 0),
         "--mesh.pp 2 --mesh.pp-schedule zbv --mesh.tp 2 --mesh.dp-replicate 2",
     ),
+    "pp both ways": (
+        *(8, 4),
+        "--mesh.pp 2 --mesh.pp-schedule dualpipe --mesh.tp 2 --train.grad-accum 4 "
+        "--model.tie-embeddings true",
+    ),
     "streams, pp tp": (8, 4, f"--mesh.pp 2 --mesh.tp 2 --model.mhc.streams 3 {AGAIN}"),
     "streams of layers, all again": (
         *(4, 0),

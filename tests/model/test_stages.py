@@ -17,6 +17,7 @@ from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.sizes import embedding_parameters, head_parameters, layer_parameters
 from megacpp.model.stages import (
     enough_microbatches,
+    num_stages,
     owners,
     pipeline_rules,
     split_layers,
@@ -28,7 +29,8 @@ from tests.model.small import small, variants
 
 MODELS = {**variants(), **{name: make().model for name, make in PRESETS.items()}}
 ENDS = ENTRANCE, EXIT
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zbv", "dualpipev")
+IN_TURN = ("1f1b", "gpipe", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev")
+SCHEDULES = (*IN_TURN, "dualpipe")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -66,11 +68,12 @@ def test_no_torch_is_needed() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", IN_TURN)
 def test_every_stage_has_one_owner(schedule: str, pp: int) -> None:
     ids = [stage_ids(schedule, pp, rank) for rank in range(pp)]
     assert all(list(of_rank) == sorted(of_rank) for of_rank in ids)
-    assert sorted(itertools.chain(*ids)) == list(range(pp * stages_per_rank(schedule)))
+    assert sorted(itertools.chain(*ids)) == list(range(num_stages(schedule, pp)))
+    assert {len(of_rank) for of_rank in ids} == {stages_per_rank(schedule)}
     assert all(owners(schedule, pp)[i] == rank for rank in range(pp) for i in ids[rank])
 
 
@@ -78,6 +81,14 @@ def test_owners_by_hand() -> None:
     assert owners("1f1b", 3) == [0, 1, 2]
     assert owners("interleaved", 3) == [0, 1, 2, 0, 1, 2]
     assert owners("zbv", 3) == owners("dualpipev", 3) == [0, 1, 2, 2, 1, 0]
+
+
+def test_both_ways_two_ranks_own_a_stage() -> None:
+    model, mesh = small("AMERFEMR"), MeshConfig(pp=4, pp_schedule="dualpipe")
+    found = [stage_parts(model, mesh, rank) for rank in range(4)]
+    assert [[part.index for part in parts] for parts in found] == [[0, 3], [1, 2], [2, 1], [3, 0]]
+    assert [[part.back for part in parts] for parts in found] == [[False, True]] * 4
+    assert owners("dualpipe", 4) == [0, 1, 2, 3] and num_stages("dualpipe", 4) == 4
 
 
 def test_parts_of_a_rank() -> None:
@@ -199,6 +210,20 @@ def test_a_legal_pipeline_breaks_no_rule(schedule: str) -> None:
             "Fix: use --train.grad-accum 8 or --mesh.pp 2.",
         ),
         (
+            MeshConfig(pp=4, pp_schedule="dualpipe"),
+            9,
+            {},
+            "train.grad_accum=9: microbatches a step: dualpipe needs 2 * mesh.pp (8) or more, and "
+            "an even number. Fix: use --train.grad-accum 8 or --mesh.pp 1.",
+        ),
+        (
+            MeshConfig(pp=3, pp_schedule="dualpipe"),
+            8,
+            {},
+            "mesh.pp=3: dualpipe needs an even number: two ranks hold the same two stages. "
+            "Fix: use --mesh.pp 4 or --mesh.pp-schedule dualpipev.",
+        ),
+        (
             MeshConfig(pp=4, pp_schedule="interleaved"),
             9,
             {},
@@ -230,7 +255,8 @@ def test_a_broken_pattern_is_left_to_its_own_rule() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_fix_is_legal(schedule: str) -> None:
     """The number of microbatches and the degree that a message names break no rule."""
-    for pp, microbatches in itertools.product(range(2, 6), range(1, 20)):
+    degrees = (2, 4) if schedule == "dualpipe" else range(2, 6)
+    for pp, microbatches in itertools.product(degrees, range(1, 20)):
         mesh = MeshConfig(pp=pp, pp_schedule=schedule)  # type: ignore[arg-type]
         model = small("AMERFEMRAMER")
         for line in lines(mesh, microbatches, model):

@@ -131,6 +131,8 @@ def models() -> dict[str, ModelConfig]:
         moe=replace(full.moe, num_experts=8),
         mhc=replace(full.mhc, iterations=5, init="published"),
     )
+    nam = shrunk("nam56r")
+    found["nam56r"] = replace(nam, vocab_size=48, m2rnn=replace(nam.m2rnn, num_heads=4))
     # One stream: with several, gradients of `scale` are sums that cancel to 1e-4 of their terms.
     found["one_stream"] = replace(found["everything"], mhc=HyperConnectionConfig())
     for name, model in list(found.items()):

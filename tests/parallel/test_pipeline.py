@@ -42,8 +42,13 @@ from tests.synthetic import ragged_batch
 CPU = torch.device("cpu")
 T, STEPS = 8, 3  # tokens of a row, optimizer steps
 PATTERN = "AMERFEMR"
-Schedule = Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+Schedule = Literal[
+    "1f1b", "gpipe", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev", "dualpipe"
+]
+# dualpipe, which holds every stage twice: test_dualpipe.py
+SCHEDULES: tuple[Schedule, ...] = (
+    *("gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zbv", "dualpipev"),
+)
 HELD_OUT = range(1000, 1003)
 TOLERANCE = 1e-12
 

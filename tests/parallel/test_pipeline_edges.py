@@ -109,7 +109,7 @@ def test_rules_refuse_what_torch_refuses(pp: int) -> None:
     """Numbers of microbatches, by making the schedules of rank 0."""
 
     def accepts(schedule: Schedule, microbatches: int) -> bool:
-        num_stages = pp * stages_per_rank(schedule)
+        num_stages = 2 * pp if stages_per_rank(schedule) > 1 else pp
         stages = [
             PipelineStage(nn.Identity(), i, num_stages, CPU) for i in stage_ids(schedule, pp, 0)
         ]
@@ -120,7 +120,7 @@ def test_rules_refuse_what_torch_refuses(pp: int) -> None:
         return True
 
     def body(rank: int, _world: int) -> list[tuple[str, int]]:
-        numbers = itertools.product(SCHEDULES, range(1, 4 * pp))
+        numbers = itertools.product((*SCHEDULES, "dualpipe"), range(1, 4 * pp))
         wrong = [(str(s), n) for s, n in numbers if accepts(s, n) != enough_microbatches(s, pp, n)]
         return wrong if rank == 0 else []
 

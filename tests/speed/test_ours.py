@@ -19,6 +19,7 @@ from megacpp.speed.operators import Attend, Product
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import least_seconds, predict
 from megacpp.speed.traced import launches, memory_bound
+from parallel.pipeline import SCHEDULES
 
 
 def config_of(*words: str, size: int = 1):
@@ -101,11 +102,10 @@ def test_every_mesh_has_a_step(words: tuple[str, ...], size: int) -> None:
     assert {"A", "E", "M", "R"} <= kinds
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_a_step(schedule: str) -> None:
     words = ["--model.depth", "8", "--mesh.pp", "2", "--mesh.pp-schedule", schedule]
     words += ["--train.tokens-per-step", "0", "--train.grad-accum", "8"]
-    words += ["--model.tie-embeddings", "False"]
     found = predicted(config_of("dense_110m", *words, size=2), 2, gpu("H100"))
     assert 0 < found.parts["bubble"] < found.step_s / 3
 

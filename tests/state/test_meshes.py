@@ -73,6 +73,7 @@ LAYOUTS = {
     "pp2 tp2, tokens ahead": Layout(MeshConfig(pp=2, dp_shard=1, tp=2), ahead=2),
     "tied pp2 dualpipev": Layout(MeshConfig(pp=2, dp_shard=2, pp_schedule="dualpipev"), tied=True),
     "pp2 zbv, tokens ahead": Layout(MeshConfig(pp=2, dp_shard=2, pp_schedule="zbv"), ahead=2),
+    "tied pp2 dualpipe": Layout(MeshConfig(pp=2, dp_shard=2, pp_schedule="dualpipe"), tied=True),
     "pp2 zbv": Layout(MeshConfig(pp=2, dp_shard=2, pp_schedule="zbv")),
 }
 MOVES = [  # beyond those to and from one process; never to fewer ranks
@@ -86,7 +87,8 @@ MOVES = [  # beyond those to and from one process; never to fewer ranks
     ("pp2 tp2 ep2", "pp2 fsdp2 interleaved"),
     ("replicas2 ep2", "pp2 zbv"),
     ("tied interleaved", "tied pp2 tp2"),
-    ("tied pp2 tp2", "tied pp2 dualpipev"),
+    ("tied pp2 tp2", "tied pp2 dualpipe"),
+    ("tied pp2 dualpipe", "tied pp2 dualpipev"),
     ("pp2 zbv, tokens ahead", "pp2 tp2, tokens ahead"),
     ("fsdp2 tp2", "fsdp2 tp2"),
     ("efsdp2 ep2, an expert on two ranks", "efsdp2 ep2, an expert on two ranks"),

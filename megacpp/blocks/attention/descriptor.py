@@ -25,7 +25,7 @@ from megacpp.blocks.descriptor import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from megacpp.config.schema import CheckpointingPolicy, ModelConfig
+    from megacpp.config.schema import CheckpointingPolicy, MeshConfig, ModelConfig
     from megacpp.model.regions import Region
 
 
@@ -225,6 +225,15 @@ def region_multiply_adds(region: Region, model: ModelConfig, seq_len: int) -> fl
     return 0.0
 
 
+def once(model: ModelConfig, mesh: MeshConfig) -> bool:
+    """Whether keys are gathered together with those of an indexer.
+
+    The gather then belongs to the path of the inputs and to the loss of the indexer, which scales
+    its gradients in place.
+    """
+    return bool(model.attention.sparse.layers)
+
+
 ATTENTION = BlockKind(
     letter="A",
     name="attention",
@@ -241,6 +250,8 @@ ATTENTION = BlockKind(
     whole="ablock",
     last_product=last_product,
     before=lambda kind: ("A.index",) if kind.startswith("A.share") else (),
-    context=ContextExchange("cp_attention", heads_exchanged, "all_gather", context_traffic),
+    context=ContextExchange(
+        "cp_attention", heads_exchanged, "all_gather", context_traffic, once=once
+    ),
     hf=HF,
 )
