@@ -37,6 +37,9 @@ class ScheduleDualPipe(schedules._PipelineScheduleRuntime):
         stages: of this rank: the one of the way there, then that of the way back.
         n_microbatches: of both ways together.
         given: see torch's schedules.
+
+    Raises:
+        ValueError: an odd number of ranks or microbatches, or too few of these.
     """
 
     def __init__(self, stages: Sequence[Any], n_microbatches: int, **given: Any) -> None:
@@ -63,6 +66,10 @@ class ScheduleDualPipe(schedules._PipelineScheduleRuntime):
             self.stage_index_to_group_rank,
             ranks,
         )
+        if hasattr(schedules, "_add_wait_send"):  # torch 2.15 waits for sends by actions
+            self.pipeline_order_with_comms = schedules._add_wait_send(
+                self.pipeline_order_with_comms
+            )
 
 
 def _actions(rank: int, ranks: int, microbatches: int) -> list[_Action]:

@@ -107,7 +107,9 @@ def test_every_schedule_has_a_step(schedule: str) -> None:
     words = ["--model.depth", "8", "--mesh.pp", "2", "--mesh.pp-schedule", schedule]
     words += ["--train.tokens-per-step", "0", "--train.grad-accum", "8"]
     found = predicted(config_of("dense_110m", *words, size=2), 2, gpu("H100"))
-    assert 0 < found.parts["bubble"] < found.step_s / 3
+    bubble = found.parts.get("bubble", 0.0)
+    assert bubble < found.step_s / 3
+    assert (bubble == 0) == (schedule == "dualpipe"), "two ranks that do the same never wait"
 
 
 def test_a_faster_gpu_is_faster() -> None:
