@@ -61,15 +61,9 @@ class ScheduleDualPipe(schedules._PipelineScheduleRuntime):
             )
             for rank, actions in order.items()
         }
-        self.pipeline_order_with_comms = _with_sends(
-            with_reductions,  # type: ignore[arg-type]
-            self.stage_index_to_group_rank,
-            ranks,
-        )
-        if hasattr(schedules, "_add_wait_send"):  # torch 2.15 waits for sends by actions
-            self.pipeline_order_with_comms = schedules._add_wait_send(
-                self.pipeline_order_with_comms
-            )
+        lowered = _with_sends(with_reductions, self.stage_index_to_group_rank, ranks)  # type: ignore[arg-type]
+        waits = getattr(schedules, "_add_wait_send", None)  # of torch 2.15, where sends need them
+        self.pipeline_order_with_comms = waits(lowered) if waits else lowered
 
 
 def _actions(rank: int, ranks: int, microbatches: int) -> list[_Action]:
