@@ -47,9 +47,9 @@ class ScheduleDualPipe(schedules._PipelineScheduleRuntime):
         if ranks % 2 or n_microbatches % 2 or n_microbatches < 2 * ranks:
             raise ValueError(f"DualPipe: {n_microbatches} microbatches on {ranks} ranks")
         super().__init__(stages, n_microbatches // 2, **given)
-        there = {number_of(i, ranks, False): i for i in range(ranks)}
-        back = {number_of(i, ranks, True): ranks - 1 - i for i in range(ranks)}
-        self.stage_index_to_group_rank = there | back
+        there = [*range(ranks)]
+        between = [ranks - 1] * ranks  # numbers of no stage, which torch 2.15 wants to have a rank
+        self.stage_index_to_group_rank = dict(enumerate([*there, *between, *reversed(there)]))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         order = {rank: _actions(rank, ranks, n_microbatches // 2) for rank in range(ranks)}

@@ -277,7 +277,11 @@ class Pipeline:
             self._add_peers(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
 
     def sum_counts(self, counts: Tensor) -> None:
-        """Add counts of routers, in place, to those of a rank that has the same, if one has."""
+        """Add the counts of routers of a rank that has the same ones, in place, if one has.
+
+        Args:
+            counts: of any shape.
+        """
         if self.both_ways:
             self._add_peers(counts)
 
