@@ -122,13 +122,14 @@ class Pipeline:
         if self._built is None or self._built[0] != shape:
             self._built = shape, self._schedule(*shape)
         half = microbatches_through(self.mesh.pp_schedule, len(microbatches))
-        args = ()
-        for stage in self.stages:
-            part = slice(half, None) if stage.part.back else slice(half)
-            ids_Bt = self._bring(microbatches[part], [stage])
-            args = (ids_Bt,) if stage.part.first else args
-            if stage.part.last or stage is self.stages[0]:  # nobody asks a rank without a last one
-                target = divisors[part]
+        args, target = (), divisors[:half]
+        for back in sorted({stage.part.back for stage in self.stages}):
+            share_of, mine = slice(half * back, half * (back + 1)), self._going(back)
+            ids_Bt = self._bring(microbatches[share_of], mine)
+            if any(stage.part.first for stage in mine):
+                args = (ids_Bt,)
+            if any(stage.part.last for stage in mine):
+                target = divisors[share_of]
         for stage in self.stages:
             if stage.lender is not None and isinstance(unit := stage.lender, FSDPModule):
                 # The borrower's backwards come first, and the schedule sets its own flags alone.
@@ -161,6 +162,10 @@ class Pipeline:
         """Return every FSDP unit of this rank's stages, roots included."""
         found = (module for stage in self.stages for module in stage.modules())
         return [module for module in found if isinstance(module, FSDPModule)]
+
+    def _going(self, back: bool) -> list[Stage]:
+        """Return this rank's stages of microbatches that go `back`, to the first rank, or not."""
+        return [stage for stage in self.stages if stage.part.back == back]
 
     def _schedule(self, microbatches: int, rows: int, tokens: int) -> Any:
         """Return the schedule for that many microbatches of `rows` x `tokens` tokens."""
@@ -231,7 +236,7 @@ class Pipeline:
 
     def _forward(self, batch: Batch) -> None:
         """Run one batch through this rank's stages; both ways: from the first rank to the last."""
-        stages = [stage for stage in self.stages if not stage.part.back]
+        stages = self._going(back=False)
         x = self._bring([batch], stages)
         group, shape = self.world.group("pp"), batch.ids_BT.shape
         for stage in stages:
@@ -270,11 +275,10 @@ class Pipeline:
         elif self.tied and self.rank in (self.owners[0], self.owners[-1]):
             shared = [_tied_weight(self.stages)]
         for p in shared:
-            if not p.requires_grad:
-                continue
-            if p.grad is None:  # multi-token prediction that the trunk learns nothing from
-                p.grad = torch.zeros_like(p)
-            self._add_peers(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
+            if p.requires_grad:
+                if p.grad is None:  # multi-token prediction that the trunk learns nothing from
+                    p.grad = torch.zeros_like(p)
+                self._add_peers(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
 
     def sum_counts(self, counts: Tensor) -> None:
         """Add the counts of routers of a rank that has the same ones, in place, if one has.
@@ -287,6 +291,8 @@ class Pipeline:
 
     def _add_peers(self, own: Tensor) -> None:
         """Add the tensor of the rank with copies to this rank's, in place, and the other way."""
+        if not own.numel():  # nor has the peer, which holds the same shard
+            return
         ends = self.owners[0], self.owners[-1]
         peer = ends[0] + ends[1] - self.rank  # both ways each of two ranks has the other's stages
         other, group = torch.empty_like(own), self.world.group("pp")

@@ -149,7 +149,7 @@ def split_layers(config: ModelConfig, num_stages: int) -> list[range]:
 
     Balanced means: the heaviest stage is as light as it can be, then the sum of squares is
     smallest. The embedding weighs on the first stage, the head on the last, and multi-token
-    prediction adds a copy of the embedding to the last.
+    prediction adds a copy of the embedding to the last, which counts where ranks share one, too.
 
     Raises:
         ConfigError: fewer layers than stages, or a pattern with cuts into another number of them.
