@@ -188,8 +188,10 @@ def build_meshes(
     meshes["stage"] = dense["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage")
     replicas = meshes["dp_replicate"]
     if dist.get_backend() != "fake":
-        for mesh in meshes.values():  # their groups don't take over the timeout of the default one
-            dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group())
+        # Their groups don't take over the timeout of the default one. Public from torch 2.15 on.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for mesh in meshes.values():
+            set_timeout(timeout, mesh.get_group())
     meshes["shard"] = _with_replicas(replicas, meshes["fsdp"])
     meshes["expert_shard"] = _with_replicas(sparse["dp_replicate"], meshes["efsdp"])
     return meshes

@@ -78,14 +78,16 @@ def test_own_text_to_a_sample_in_three_commands(
     said = capfd.readouterr().out
     assert "(80 .txt files)" in said and "skipped 1 .png: not text" in said
     assert "text kind: prose (" in said and "xz -9" in said
-    assert "few held-out documents: 8 of 80 with " in said
+    few = re.search(r"few held-out documents: ([5-9]) of 80 with ", said)  # by their hashes
+    assert few is not None, said
     assert train[:4] == ["torchrun", "--standalone", "--nproc-per-node=2", "train.py"]
     folder = str(tmp_path)  # ranks of the test start in the repository
     here = [f"{folder}/{w}" if w.startswith(("data/", "runs/")) else w for w in train[4:]]
     done = forked(*here, *SMALL, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "ids, the model 5,000: " in done.stdout and "rows unused" in done.stdout
-    assert "no verdict: 8 held-out documents are too few, 64 are needed" in done.stdout
+    held_out = f"{few[1]} held-out documents"
+    assert f"no verdict: {held_out} are too few, 64 are needed" in done.stdout
     assert "below gzip" not in done.stdout
     prompt = json.loads((tmp_path / "data/texts/index.json").read_text())["sample_prompt"]
     assert f"---- sample ----\n{prompt}" in done.stdout

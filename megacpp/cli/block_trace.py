@@ -17,6 +17,7 @@ from multiprocessing import get_context
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.block import BlockMeter, as_unit
@@ -26,6 +27,7 @@ from megacpp.blocks.hyper_connections.groups import InGroup
 from megacpp.data.batches import Batch
 from megacpp.kernels.backend import set_kernels
 from megacpp.memory.block_trace import BlockRequest, BlockTrace
+from megacpp.memory.forms.units import UPCASTS
 from megacpp.model.head import LossSum
 from megacpp.model.hybrid import HybridLM, begin, finish
 from megacpp.model.pattern import ENTRANCE
@@ -112,6 +114,8 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         for name in names if request.sharded else ():
             if name.partition(".")[0] in UNITS:
                 as_unit(model.get_submodule(name))
+        if request.sharded and UPCASTS:
+            _upcast_replicated(model)
         own = nullcontext() if faked else meta_mode_left()
         with own, BlockMeter(model, names, ledger, None if faked else run_on_meta) as meter:
             meter.run(forward, x_BTD, cast)
@@ -133,6 +137,13 @@ def _recompute(request: BlockRequest, device: torch.device) -> ActivationCheckpo
 def _first(request: BlockRequest) -> int:
     """Return the number of the first traced layer; the last layer of the model isn't traced."""
     return request.config.model.depth - 1 - len(request.pieces)
+
+
+def _upcast_replicated(model: HybridLM) -> None:
+    """Take gradients of parameters that tp replicates in fp32, as FSDP2 does since torch 2.15."""
+    for p in model.parameters():
+        if isinstance(p, DTensor) and any(x.is_replicate() for x in p.placements):
+            p.grad_dtype = torch.promote_types(p.dtype, torch.float32)
 
 
 def _streams_come(request: BlockRequest) -> bool:

@@ -16,6 +16,8 @@ def needs_input_grad_now(ctx: Any) -> tuple[bool, ...]:
     first inputs.
     """
     needed = ctx.needs_input_grad
+    if torch.compiler.is_compiling():  # the compiler takes out what no output needs
+        return needed
     tensors = [node is not None and _reached(node) for node, _ in ctx.next_functions]
     return tuple(n and t for n, t in zip(needed, tensors, strict=False)) + needed[len(tensors) :]
 

@@ -36,7 +36,7 @@ def test_reserved_bytes_are_the_published_ones(ranks: int) -> None:
     assert expandable.reserved_bytes / GIB == pytest.approx(PUBLISHED[ranks], rel=0.05)
     # Without streams of their own, gathered weights and gradients would fit into the gaps.
     shared = replay(recorded(ranks), pools=lambda block: 0)
-    assert found.reserved_bytes - shared.reserved_bytes > 2 * GIB
+    assert found.reserved_bytes - shared.reserved_bytes >= 2 * GIB
 
 
 @pytest.mark.parametrize("ranks", PUBLISHED)

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacpp.config.arguments import parse_run
 from megacpp.config.schema import ModelConfig
 from megacpp.kernels.backend import Kernels, set_kernels
 from megacpp.kernels.mamba3.library import PackedLayout
 from megacpp.model import transfer
 from megacpp.model.documents import Documents
 from megacpp.model.hybrid import HybridLM
+from parallel.apply import parallelize_blocks
 from parallel.context.layout import ContextLayout
 from parallel.context.segments import segment_documents
+from parallel.simulate.fake import fake_world
 from tests.model.attention_cases import packed
 from tests.model.small import small, variants
 
@@ -105,6 +108,30 @@ def test_no_model_waits(name: str, capacity: float | None, meta_as_gpu: list[str
     config = variants()[name]
     moe = replace(config.moe, capacity_factor=capacity, **LOSSES)  # type: ignore[arg-type]
     assert step(replace(config, moe=moe), "meta") == []
+    assert meta_as_gpu == []
+
+
+def expert_parallel(dispatch: str) -> list[str]:
+    """What the host waited for in a model whose experts are spread over two fake ranks."""
+    flags = f"tiny --model.pattern AEE --model.depth 3 --mesh.ep 2 --mesh.ep-dispatch {dispatch}"
+    config = parse_run(flags.split(), 2).config
+    with fake_world(config, 2, 0) as world:
+        with torch.device("meta"):
+            model = HybridLM(config.model).to(torch.bfloat16)
+        parallelize_blocks(model, config, world)
+        set_kernels(model, Kernels())
+        docs = packed().to("meta")
+        ids = torch.zeros(2, 23, dtype=torch.int64, device="meta")
+        with Waits() as waits:
+            model(ids, ids, docs.with_tokens(ids, ids)).loss_sum.backward()
+    return waits.found
+
+
+def test_experts_without_a_wait_and_without_a_drop(meta_as_gpu: list[str]) -> None:
+    """Rows padded to the most that there can be; rows as they were chosen are counted first."""
+    assert expert_parallel("padded") == []
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        expert_parallel("per_rank")
     assert meta_as_gpu == []
 
 

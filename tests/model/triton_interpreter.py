@@ -2,10 +2,10 @@
 
     mend()      before the first launch, and before kernels are imported that tune themselves
 
-The interpreter of Triton 3.6 does every operation of a kernel in numpy, which has no bf16. It holds
-such numbers as uint16 and computes with their bits: sums, products, comparisons, negations and
-`tl.dot` are wrong without an error, a cast from fp32 cuts off where a GPU rounds, `tl.full` fails.
-Upstream doesn't support it (triton #4972; #10945 and #11585 were declined).
+The interpreter of Triton 3.6 to 3.9 does every operation of a kernel in numpy, which has no bf16.
+It holds such numbers as uint16 and computes with their bits: sums, products, comparisons, negations
+and `tl.dot` are wrong without an error, a cast from fp32 cuts off where a GPU rounds, `tl.full`
+fails. Upstream doesn't support it (triton #4972; #10945 and #11585 were declined).
 
 Here a bf16 number is an fp32 number that bf16 can hold, and whatever makes one rounds it once, to
 the nearest, of two to the even one. So does a GPU: its bf16 instructions round once, and rounding a
@@ -103,6 +103,11 @@ def rounded(handle: TensorHandle) -> None:
         handle.data = nearest(handle.data)
 
 
+def truth(mask: TensorHandle) -> TensorHandle:
+    """Booleans of a mask: Triton 3.9 takes nothing else, and makes bytes of a splat of one."""
+    return TensorHandle(mask.data.astype(bool), tl.int1)
+
+
 def no_bf16(self: Any, given: Any) -> None:
     check_tensor(self, given)
     if any(narrow(x.dtype) for x in given):
@@ -122,6 +127,7 @@ class Builder(InterpreterBuilder):
     def create_masked_load(
         self, ptrs: Any, mask: Any, other: Any, *how: Any, **more: Any
     ) -> TensorHandle:
+        mask = truth(mask)
         if ptrs.get_element_ty() != BF16:
             return super().create_masked_load(ptrs, mask, other, *how, **more)
         bits = np.zeros(ptrs.data.shape, np.uint16) if other is None else to_bits(other.data)
@@ -132,7 +138,7 @@ class Builder(InterpreterBuilder):
         kind = ptrs.get_element_ty()
         assert value.dtype.scalar == kind, f"{value.dtype} into memory of {kind}"
         bits = to_bits(value.data) if kind == BF16 else value.data
-        return interpreter._interpreter.store(ptrs.data, bits, mask.data)
+        return interpreter._interpreter.store(ptrs.data, bits, truth(mask).data)
 
     def cast_impl(self, src: Any, dst_type: Any) -> TensorHandle:
         return TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)

@@ -163,7 +163,7 @@ def dry_step(schedule: Schedule, rank: int) -> tuple[Schedule, bool, set[int]]:
         model.to_empty(device=CPU)
         divisors = torch.full((len(batches),), 10.0, dtype=torch.float64)
         Pipeline(stages, world, config, dry=True).accumulate(batches, divisors)
-        if torch.__version__ >= "2.12":
+        if "2.12" <= torch.__version__ < "2.15":
             with pytest.raises(Exception, match="local_scalar_dense"):  # ranks vote without it
                 Pipeline(stages, world, config).accumulate(batches, divisors)
     graded = all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())

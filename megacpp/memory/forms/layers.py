@@ -67,7 +67,8 @@ def layers_of(
                 cast = mine.block.cast + mine.block.cast_once
                 mine = replace(mine, block=replace(mine.block, cast=cast))
             if kind == "ngram" and sharded:
-                waits = mine.block.moved * own.compute
+                ngram = mine.block
+                waits = ngram.moved * own.compute + ngram.upcast * (own.wide - own.compute)
             if kind == "mtp" and looks_up:
                 waits = table
             if form.takes and layers:

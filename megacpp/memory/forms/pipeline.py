@@ -1,8 +1,8 @@
 """Simulate a step through the stages of a pipeline, on one of its ranks; no torch import here.
 
 Gathered parameters stay from the first forward to the end of the step, gradients stay whole until
-then, every microbatch has its own masks, and torch keeps a buffer for each microbatch of all that a
-stage receives from its neighbours.
+then, every microbatch has its own masks, and torch up to 2.14 keeps a buffer for each microbatch of
+all that a stage receives from its neighbours.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from megacpp.model.stages import (
     stage_parts,
     stages_per_rank,
 )
+from megacpp.versions import installed_torch
+
+# torch 2.15 and later allocates a buffer when it starts to receive into it, and frees it after use.
+BUFFERS_ON_RECEIPT = installed_torch() >= (2, 15)
 
 
 def pipeline_step(
@@ -143,6 +147,11 @@ def buffer_bytes(own: LocalShapes) -> int:
     config, mesh = own.config, own.config.mesh
     one = own.stream * config.model.mhc.streams * config.model.dim * own.compute
     parts = stage_parts(config.model, mesh, own.stage)
-    sides = sum((not part.first) + (not part.last) for part in parts)
-    sent = sum(not part.first for part in parts)  # gradients of the input before, on their way
-    return (microbatches(own) * sides + sent) * one
+    inputs = gradients = microbatches(own)
+    if BUFFERS_ON_RECEIPT and mesh.pp_schedule in ("gpipe", "1f1b"):
+        gradients = 1
+    found = 0
+    for part in parts:
+        # And the gradient of the input before, on its way.
+        found += (not part.first) * (inputs + 1) + (not part.last) * gradients
+    return found * one

@@ -295,7 +295,7 @@ class StepSimulation:
             again: shards of earlier microbatches exist, to which the new ones are added.
         """
         narrow, store = self.policy.compute, self.policy.store
-        new, summed = unit.moved * narrow, unit.moved * store
+        new, summed = unit.moved * narrow + unit.upcast * (store - narrow), unit.moved * store
         if not self.policy.sharded:
             if leaves and narrow < store:
                 self.gathered -= unit.cast * narrow

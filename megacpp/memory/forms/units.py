@@ -25,6 +25,7 @@ from megacpp.memory.forms.parameters import (
     sums_of,
 )
 from megacpp.memory.forms.weights import Weight, weights
+from megacpp.versions import installed_torch
 
 # What autocast casts and remembers: weights of linear layers (some read in one product), and of
 # the experts what their last product reads. What makes their hidden units is remembered only where
@@ -38,6 +39,10 @@ REMEMBERED = frozenset(
     "engram.wk engram.wk.bias engram.wv engram.wv.bias".split()
 )
 
+# FSDP2 of torch 2.15 and later takes gradients of parameters that tp replicates in the dtype of
+# their reduction (`may_reduce_grad_outside_dp`); of earlier ones, all are narrow until then.
+UPCASTS = installed_torch() >= (2, 15)
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -50,6 +55,7 @@ class Unit:
         moved: gathered, of parameters with gradients only.
         last: in the last parameter, whose gradient lives until its reduction returns.
         across: cut inside of their rows, so copied once more when they are gathered.
+        upcast: gathered, of parameters whose gradients are at once as wide as their reduction.
         cast: in weights that autocast makes narrow copies of, and keeps for the backward.
         cast_once: in weights that it keeps unless the product that reads them is recomputed.
     """
@@ -60,6 +66,7 @@ class Unit:
     moved: int
     last: int
     across: int
+    upcast: int = 0
     cast: int = 0
     cast_once: int = 0
 
@@ -142,7 +149,7 @@ def _stored(
         n * (units[kind].block.own + units[kind].experts.own + units[kind].wide.own)
         for kind, n in counts
     )
-    whole = [(w, n) for w, n in found if place.tp > 1 and w.tp is None and not w.experts]
+    whole = [(w, n) for w, n in found if replicated(w, place)]
     return Stored(
         sums,
         MappingProxyType(units),
@@ -171,19 +178,24 @@ def part_units(found: Sequence[Weight], place: Place) -> PartUnits:
 def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
     """Return the unit of all these parameters together."""
     sizes = [held(w, place) for w in found]
-    across = sum(
-        x.padded * shards for w, x in zip(found, sizes, strict=True) if w.experts and x.across
-    )
+    pairs = list(zip(found, sizes, strict=True))
+    across = sum(x.padded * shards for w, x in pairs if w.experts and x.across)
     return Unit(
         shards,
         sum(x.padded for x in sizes),
         sum(x.whole for x in sizes),
-        sum(x.whole for w, x in zip(found, sizes, strict=True) if not w.folded),
+        sum(x.whole for w, x in pairs if not w.folded),
         sizes[-1].whole if sizes else 0,
         across,
-        sum(x.whole for w, x in zip(found, sizes, strict=True) if _remembered(w)),
-        sum(x.whole for w, x in zip(found, sizes, strict=True) if w.experts and w.name != "w2"),
+        sum(x.whole for w, x in pairs if UPCASTS and replicated(w, place) and not w.folded),
+        sum(x.whole for w, x in pairs if _remembered(w)),
+        sum(x.whole for w, x in pairs if w.experts and w.name != "w2"),
     )
+
+
+def replicated(weight: Weight, place: Place) -> bool:
+    """Return whether each rank of tp has the whole weight."""
+    return place.tp > 1 and weight.tp is None and not weight.experts
 
 
 def _remembered(weight: Weight) -> bool:
