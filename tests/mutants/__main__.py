@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import time
 from collections import Counter
@@ -22,12 +23,13 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.utils.tensorboard  # noqa: F401 - so that no forked process has to import these
 
-from tests.mutants.choose import WIRING, FileChoice
+from tests.mutants.choose import FileChoice
 from tests.mutants.faults import Fault, listed
 from tests.mutants.generate import generated
 from tests.mutants.judge import PlantedTree, Verdict
 
 ROOT = Path(__file__).parents[2]
+FOUND_BY = Path(__file__).with_name("found_by.json")
 
 
 class Court:
@@ -48,23 +50,7 @@ class Court:
         self.verdicts: dict[str, dict[str, Any]] = kept.get("verdicts", {})
         self.costs: dict[str, float] = kept.get("costs", {})
         self.sound: dict[str, bool] = kept.get("sound", {})
-        self.prepared: str = kept.get("prepared", "")
         self.choice = FileChoice(root, self.costs)
-
-    def prepare(self) -> None:
-        """Run the tests that come first without a fault: they must pass, and they fill a cache.
-
-        Raises:
-            RuntimeError: a test fails without a fault.
-        """
-        if self.prepared == self.tree.digest:
-            return
-        alone = self.tree.judge([WIRING], 10 * self.time_s)
-        if alone.outcome != "survived":
-            raise RuntimeError(f"{alone.by} fails without a fault: see {self.tree.folder}")
-        self.costs.update(alone.costs)
-        self.prepared = self.tree.digest
-        self._keep()
 
     def text(self, fault: Fault) -> str:
         """Return the sound text of a fault's file."""
@@ -78,11 +64,12 @@ class Court:
         """Return the verdict on a fault, and keep it."""
         unsound = {test.split("::")[0] for test, passes in self.sound.items() if not passes}
         files = [f for f in self.choice.files(fault.file) if f not in unsound]
-        began, verdict = time.monotonic(), None
-        for tests in (files[:1], files[1:]):  # most faults are found before the others are imported
-            left_s = self.time_s - (time.monotonic() - began)
-            if tests and left_s > 0:
-                verdict = self._judge(fault, tests, left_s)
+        began, verdict, spent_s = time.monotonic(), None, 0.0
+        once = [found_before()[name] for name in [named(fault)] if name in found_before()]
+        for tests in (once, files[:1], files[1:]):  # the others aren't even imported for most
+            if tests and spent_s < self.time_s:
+                verdict = self._judge(fault, tests, self.time_s - spent_s)
+                spent_s += verdict.cpu_s
                 if verdict.outcome != "survived":
                     break
         assert verdict is not None, f"no test imports {fault.file}"
@@ -112,7 +99,7 @@ class Court:
                 return replace(verdict, outcome="survived", by="")
 
     def _keep(self) -> None:
-        names = ("verdicts", "costs", "sound", "prepared")
+        names = ("verdicts", "costs", "sound")
         self.memory.write_text(json.dumps({name: getattr(self, name) for name in names}, indent=1))
 
     def _passes(self, verdict: Verdict) -> bool:
@@ -125,6 +112,17 @@ class Court:
             if not self.sound[verdict.by]:
                 print(f"      {verdict.by} fails without a fault: left out", flush=True)
         return self.sound[verdict.by]
+
+
+def named(fault: Fault) -> str:
+    """Return the name of a listed fault in `FOUND_BY`."""
+    return f"{fault.file}: {fault.name}"
+
+
+@functools.cache
+def found_before() -> dict[str, str]:
+    """Return the test that found a listed fault in the last complete run, by the fault's name."""
+    return json.loads(FOUND_BY.read_text())
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -159,9 +157,10 @@ def main() -> int:
     say("--only", nargs="+", default=["*"], metavar="PATTERN", help="faults: FILE:LINE NAME fits")
     say("--seed", type=int, default=None, help="of the generated faults (a new one each day)")
     say("--generated", type=int, default=None, metavar="N", help="faults by seed (half the list)")
-    say("--time", type=float, default=90.0, metavar="S", help="seconds of tests for a fault (90)")
+    say("--time", type=float, default=90.0, metavar="S", help="CPU seconds for a fault (90)")
     say("--again", action="store_true", help="judge those again that weren't killed")
     say("--fresh", action="store_true", help="forget earlier verdicts")
+    say("--record", action="store_true", help=f"write {FOUND_BY.name}: what to run first")
     say("--list", action="store_true", help="print the faults and the tests chosen; run nothing")
     say("--out", type=Path, default=ROOT / "build/mutants", help="folder of verdicts and table")
     given = parser.parse_args()
@@ -184,21 +183,23 @@ def main() -> int:
         return 0
     rows = judged(court, pairs, given.again)
     (given.out / "table.md").write_text(table(rows) + "\n")
+    if given.record:
+        new = {named(f): r["by"] for f in faults[: len(faults) - number] if (r := court.known(f))}
+        new = {name: by for name, by in (found_before() | new).items() if "::" in by}
+        FOUND_BY.write_text(json.dumps(dict(sorted(new.items())), indent=1) + "\n")
     print(*(line for line in table(rows).splitlines() if not line.startswith("| killed")), sep="\n")
     return int(any(r["outcome"] != "killed" and not r["accepted"] for r in rows))
 
 
 def fits(word: str, pattern: str) -> bool:
-    """Whether a pattern of the shell, or a part of the text, fits."""
-    return fnmatch.fnmatch(word, pattern) or pattern in word
+    """Whether a pattern of the shell fits a part of the text."""
+    return fnmatch.fnmatch(word, f"*{pattern}*")
 
 
 def judged(court: Court, pairs: list[tuple[str, Fault]], again: bool) -> list[dict[str, Any]]:
     """Return the verdicts on faults, with a line for each that is judged now."""
     rows = {word: court.known(fault) for word, fault in pairs}
     left = [p for p in pairs if not (k := rows[p[0]]) or (again and k["outcome"] != "killed")]
-    if left:
-        court.prepare()
     began = time.monotonic()
     for done, (word, fault) in enumerate(left, 1):
         rows[word] = verdict = court.judge(fault)

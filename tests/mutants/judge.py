@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,8 +22,10 @@ from tests.mutants.faults import Fault
 
 OURS = ("tests", "megacpp", "parallel", "optim", "checkpointing", "bench", "train")
 MARK = "MEGACPP_MUTANT"  # variable of all programs that a run of tests starts
-STUCK_S = 120.0  # for one test; waiting ranks are found in seconds (tests/ranks.py)
-NO_TEST = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+STUCK_S = 60  # CPU seconds of one process more than the tests have together: it goes in circles
+WAITS_S = 600.0  # without a test that ends; ranks that wait are found in seconds (tests/ranks.py)
+CRASH = 70
+NO_VERDICT = (3, 4, 5, CRASH)  # pytest's internal error, no such test, none collected; ours
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,14 @@ class Verdict:
 
     Attributes:
         outcome: `killed`, `survived` or `timed out`.
-        seconds: of the run.
+        seconds, cpu_s: of the run, by the clock and of CPU time.
         by: test that failed.
         costs: seconds of test files that ran to their end.
     """
 
     outcome: str
     seconds: float
+    cpu_s: float
     by: str
     costs: dict[str, float]
 
@@ -49,9 +52,6 @@ class PlantedTree:
     Args:
         root: the checkout, which stays as it is.
         folder: the copy and the files of a run come here.
-
-    Attributes:
-        digest: of all files but this program's.
     """
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -66,9 +66,6 @@ class PlantedTree:
         _git(self.top, "add", "-A")
         who = ["-c", "user.name=mutants", "-c", "user.email=mutants@localhost"]
         _git(self.top, *who, "commit", "-q", "-m", "all")
-        files = _git(self.top, "ls-tree", "-r", "HEAD").splitlines()
-        files = [line for line in files if "\ttests/mutants/" not in line]
-        self.digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
 
     @contextmanager
     def planted(self, fault: Fault | None) -> Iterator[None]:
@@ -95,34 +92,35 @@ class PlantedTree:
 
         Args:
             tests: files or ids of tests, in this order.
-            time_s: seconds after which no further test begins; one that then runs on is ended.
+            time_s: CPU seconds after which no further test begins; one that then runs on is ended.
             fault: None runs the sound copy.
 
         Raises:
             RuntimeError: the tests couldn't be run.
         """
         log, began = self.folder / "reports.jsonl", time.monotonic()
+        before_s = _children_s()
         log.write_text("")
         scratch = self.folder / "scratch"
         with self.planted(fault):
             pid = os.fork()
             if pid == 0:
-                reporter = _Reporter(log, began + time_s, self.folder / "cache")
+                reporter = _Reporter(log, time_s, self.folder / "cache")
                 _run_tests(self.top, scratch, reporter, tests)
-            code = _wait(pid, began + time_s + STUCK_S)
+            code = _wait(pid, log)
         if fault is None and (scratch / "cache").exists():
             shutil.copytree(scratch / "cache", self.folder / "cache", dirs_exist_ok=True)
         shutil.rmtree(scratch, ignore_errors=True)
         reports = [json.loads(line) for line in log.read_text().splitlines()]
         bad = [one["test"] for one in reports if one["failed"]]
-        seconds = time.monotonic() - began
-        if code is None:
+        seconds, cpu_s = time.monotonic() - began, _children_s() - before_s
+        if code in (None, -signal.SIGXCPU):
             begun = [one["test"] for one in reports]
-            return Verdict("timed out", seconds, begun[-1] if begun else "", {})
-        if code == NO_TEST or (code == 4 and fault is None):
+            return Verdict("timed out", seconds, cpu_s, begun[-1] if begun else "", {})
+        if code in NO_VERDICT and not bad:
             raise RuntimeError(f"no test ran: {tests}; see {self.folder / 'output.txt'}")
         outcome = "survived" if code == 0 or (code == 2 and not bad) else "killed"
-        return Verdict(outcome, seconds, bad[0] if bad else "", _costs(reports, bad))
+        return Verdict(outcome, seconds, cpu_s, bad[0] if bad else "", _costs(reports, bad))
 
 
 def _costs(reports: Sequence[dict[str, Any]], bad: Sequence[str]) -> dict[str, float]:
@@ -136,9 +134,11 @@ def _costs(reports: Sequence[dict[str, Any]], bad: Sequence[str]) -> dict[str, f
 
 def _run_tests(top: Path, scratch: Path, reporter: _Reporter, tests: Sequence[str]) -> NoReturn:
     """Body of a forked process: torch is imported already, nothing of the checkout stays."""
-    code = 70
+    code = CRASH
     try:
         os.setsid()
+        most_s = int(reporter.time_s) + STUCK_S
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 60))
         out = os.open(top.with_name("output.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -164,8 +164,8 @@ def _is_checkout(path: Path) -> bool:
 class _Reporter:
     """Plugin of pytest that writes each test's outcome as it comes, and begins none too late."""
 
-    def __init__(self, log: Path, deadline: float, cache: Path) -> None:
-        self.log, self.deadline, self.cache = log, deadline, cache
+    def __init__(self, log: Path, time_s: float, cache: Path) -> None:
+        self.log, self.time_s, self.cache = log, time_s, cache
 
     def _write(self, test: str, failed: bool, seconds: float) -> None:
         with self.log.open("a") as file:
@@ -175,7 +175,7 @@ class _Reporter:
         self._write(report.nodeid, report.failed, report.duration)
 
     def pytest_runtest_logfinish(self) -> None:
-        if time.monotonic() > self.deadline:
+        if sum(os.times()[:4]) > self.time_s:  # of this process, and of ranks that have ended
             self.session.shouldstop = "the time is up"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -190,12 +190,14 @@ class _Reporter:
             self._write(report.nodeid, True, 0.0)
 
 
-def _wait(pid: int, deadline: float) -> int | None:
-    """Return the exit code of a process and end what it leaves; None: it was late."""
-    done, status = 0, 0
-    while not done and time.monotonic() < deadline:
+def _wait(pid: int, log: Path) -> int | None:
+    """Return the exit code of a process and end what it leaves; None: its log grows no more."""
+    done, status, grown, size = 0, 0, time.monotonic(), 0
+    while not done and time.monotonic() - grown < WAITS_S:
         time.sleep(0.05)
         done, status = os.waitpid(pid, os.WNOHANG)
+        if log.stat().st_size != size:
+            grown, size = time.monotonic(), log.stat().st_size
     if not done:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -203,6 +205,11 @@ def _wait(pid: int, deadline: float) -> int | None:
         with suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
     return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _children_s() -> float:
+    """Return CPU seconds of processes that this one has waited for."""
+    return sum(os.times()[2:4])
 
 
 def _left_by(pid: int) -> list[int]:

@@ -5,14 +5,16 @@ The tests of the core run against the faults in `make mutants`, not here.
 
 from __future__ import annotations
 
+import json
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.mutants import judge
 from tests.mutants.choose import FIRST, FileChoice
-from tests.mutants.faults import Fault, found, listed
+from tests.mutants.faults import LIST, Fault, found, listed
 from tests.mutants.generate import LEFT_OUT, ROOMS, faults, generated
 from tests.mutants.judge import PlantedTree
 
@@ -26,6 +28,15 @@ def test_every_fault_of_the_list_has_one_place() -> None:
     names = [(fault.file, fault.name) for fault in every]
     assert len(set(names)) == len(names)
     assert len({fault.planted((ROOT / fault.file).read_text()) for fault in every}) == len(every)
+
+
+def test_a_test_that_found_a_fault_is_there() -> None:
+    finders = json.loads(Path(__file__).with_name("found_by.json").read_text())
+    entries = tomllib.loads(LIST.read_text())["fault"]
+    assert finders.keys() <= {f"{entry['file']}: {entry['name']}" for entry in entries}
+    for test in finders.values():
+        file, _, function = test.partition("::")
+        assert f"def {function.split('[')[0]}(" in (ROOT / file).read_text(), test
 
 
 def test_a_fault_without_one_place_is_an_error(tmp_path: Path) -> None:
@@ -120,7 +131,9 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict("a <= b") == ("survived", "")
     assert verdict("a + b") == ("killed", "test_least.py::test_two"), "as long as the one before"
     assert verdict("a <") == ("killed", "test_least.py")
-    monkeypatch.setattr(judge, "STUCK_S", 2.0)
+    with pytest.raises(RuntimeError, match="no test ran"):
+        tree.judge(["test_least.py::test_three"], 30)
+    monkeypatch.setattr(judge, "STUCK_S", 2)
     late = Fault("optim/least.py", "n", 0, "def", "while True:\n    pass\ndef")
     assert tree.judge(["test_least.py"], 1, late).outcome == "timed out"
     assert (root / "optim/least.py").read_text() == text

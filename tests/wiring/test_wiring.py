@@ -42,6 +42,7 @@ FP16 = (
     "--precision.dtype fp16 --precision.loss-scale 1048576 --precision.loss-scale-growth 2".split()
 )
 STEPS, BAD, TOLD, ROWS = 9, 3, 5, 8
+EVERY, KEEP = 2, 3  # checkpoints
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def test_a_run_is_its_composition(case: Case, corpus: Path, tmp_path: Path) -> N
             same(row.get(key), value, limit, (row["step"], key))
     (evaluated,) = [json.loads(x) for x in (folder / "evaluations.jsonl").read_text().splitlines()]
     same(evaluated["loss"], expected.held_out, limit, "held out")
+    assert evaluated["step"] == STEPS - 1
     # AdamW divides by a root of v: where v is small, roundings of a gradient show in a weight.
     limit = max(10 * limit, 2.0**-22)
     weights = load_file(folder / "final/model.safetensors")
@@ -142,6 +144,18 @@ def test_a_run_is_its_composition(case: Case, corpus: Path, tmp_path: Path) -> N
             off = (weights[name].double() - want.double()).abs().max() / want.abs().max()
             assert off < limit, (name, off)
     assert expected.weights.keys() - weights.keys() <= {"head.weight"}, "tied"
+    kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    assert kept == saved(expected.rows)
+
+
+def saved(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the newest checkpoints: no save in a streak of bad steps, one when told to stop."""
+    streak, steps = 0, []
+    for done, row in enumerate(rows, 1):
+        streak = streak + 1 if row["skipped"] else 0
+        if done in (TOLD + 1, STEPS) or (done % EVERY == 0 and not streak):
+            steps.append(done)
+    return [f"step-{step:06}" for step in steps[-KEEP:]]
 
 
 def same(found: Any, want: Any, limit: float, where: Any) -> None:
