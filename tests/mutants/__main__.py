@@ -49,7 +49,7 @@ class Court:
         kept = json.loads(self.memory.read_text()) if self.memory.exists() else {}
         self.verdicts: dict[str, dict[str, Any]] = kept.get("verdicts", {})
         self.costs: dict[str, float] = kept.get("costs", {})
-        self.sound: dict[str, bool] = kept.get("sound", {})
+        self.sound: dict[str, bool] = {}  # of these sources: not kept
         self.choice = FileChoice(root, self.costs)
 
     def text(self, fault: Fault) -> str:
@@ -99,8 +99,8 @@ class Court:
                 return replace(verdict, outcome="survived", by="")
 
     def _keep(self) -> None:
-        names = ("verdicts", "costs", "sound")
-        self.memory.write_text(json.dumps({name: getattr(self, name) for name in names}, indent=1))
+        kept = {"verdicts": self.verdicts, "costs": self.costs}
+        self.memory.write_text(json.dumps(kept, indent=1))
 
     def _passes(self, verdict: Verdict) -> bool:
         """Whether the test that failed passes without the fault: else it proves nothing."""
