@@ -1,4 +1,4 @@
-# make setup | kernels | train | check | test | torture | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
+# make setup | kernels | train | check | test | torture | mutants | lint | docs      [TORCH=2.15.0] [PYTHON=python3.12]
 PYTHON ?= python3
 # Another torch than megacpp/versions.py's has a .venv of its own.
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -22,7 +22,7 @@ MKL_avx2 := MKL_ENABLE_INSTRUCTIONS=AVX2
 MKL_avx512 := MKL_ENABLE_INSTRUCTIONS=AVX512
 AS_CPU := $(if $(CPU),ATEN_CPU_CAPABILITY=$(CPU) $(MKL_$(CPU)))
 
-.PHONY: help setup kernels train check test torture lint docs gpu
+.PHONY: help setup kernels train check test torture mutants lint docs gpu
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -57,6 +57,9 @@ check: $(VENV)/.test  ## the fast part of the suite, each room touched: about th
 
 torture: $(VENV)/.test  ## attack runs for half an hour: the table R1-R25 (docs/40-failures.md)
 	$(RUN) $(HIDE) $(BIN)/python -m tests.torture
+
+mutants: $(VENV)/.test  ## plant faults in a copy of the core, one at a time: which do the tests find? (hours; goes on where it was)
+	$(RUN) $(HIDE) $(BIN)/python -m tests.mutants
 
 lint: $(VENV)/.test $(VENV)/.lint  ## format check, lint, types
 	$(BIN)/ruff format --check .

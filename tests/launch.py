@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -37,24 +37,52 @@ import torch.distributed as dist
 import torch.utils.tensorboard  # imported by the log of a run
 
 import train  # noqa: F401 - so that no forked process has to import what it needs
-from tests.ranks import GRACE_S, LONG_S, Stillness, share_a_device
+from tests.ranks import GRACE_S, LONG_S, Stillness, children, share_a_device
 
 ROOT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
 
 
 def started(*flags: str, ranks: int = 1) -> Done:
-    """`python train.py FLAGS`, under torchrun if it has several ranks."""
-    flags = _kept_apart(flags)
+    """`python train.py FLAGS`, under torchrun if it has several ranks.
+
+    Raises:
+        TimeoutExpired: the processes still run, or all of them wait; with their output so far.
+    """
     under = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *(under if ranks > 1 else []), "train.py", *flags],
+    words = [*(under if ranks > 1 else []), "train.py", *_kept_apart(flags)]
+    return watched([sys.executable, *words])
+
+
+def watched(command: Sequence[str]) -> Done:
+    """Run a command in the checkout; it is ended if its processes only wait for each other.
+
+    Raises:
+        TimeoutExpired: see `started`.
+    """
+    began, still = time.monotonic(), Stillness()
+    process = subprocess.Popen(
+        command,
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LONG_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    late = False
+    while True:
+        try:
+            out, err = process.communicate(timeout=1.0)
+        except subprocess.TimeoutExpired:  # nothing of the output is lost
+            if time.monotonic() - began > LONG_S or still.hangs([process.pid]):
+                late = True
+                for pid in [process.pid, *children(process.pid)]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            continue
+        if late:
+            raise subprocess.TimeoutExpired(command, time.monotonic() - began, out, err)
+        return Done(command, process.returncode, out, err)
 
 
 def forked(*flags: str, ranks: int = 1, read: int | None = None) -> Done:
@@ -141,7 +169,8 @@ def _wait(processes: list[BaseProcess]) -> bool:
     while left:
         sentinels = [p.sentinel for p in left]
         ended = wait(sentinels, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
-        if not ended and time.monotonic() < deadline and not still.hangs(left):
+        hangs = not ended and still.hangs([process.pid for process in left])
+        if not ended and time.monotonic() < deadline and not hangs:
             continue
         if not ended:
             late = not any(process.exitcode for process in processes)

@@ -44,8 +44,8 @@ GRACE_S = 3.0  # for ranks to leave after the first one failed
 # Only a hang may meet a time limit: machines that are ten times slower than ours must not.
 PATIENCE_S = 300.0
 LONG_S = 1200.0  # for one fork of ranks that serves a whole file of tests
-# Ranks that all wait for each other compute nothing: gloo's threads take 0.2 % of a core. A rank
-# that computes on a crowded machine takes many times this part of a core for each rank there is.
+# Main threads of ranks that all wait for each other compute nothing; threads beside them (gloo's, a
+# run's watch over hangs) go on. A rank that computes takes many times this part of a core.
 STILL_S, STILL_PART = 12.0, 0.005
 
 
@@ -63,23 +63,32 @@ class Stillness:
     def __init__(self) -> None:
         self.since, self.used = time.monotonic(), 0.0
 
-    def hangs(self, processes: Sequence[BaseProcess]) -> bool:
-        """Whether they have been still for `STILL_S`; call it every second or so."""
-        used, now = sum(cpu_seconds(process.pid) for process in processes), time.monotonic()
-        allowed = 0.05 + STILL_PART * len(processes) * (now - self.since)
-        if abs(used - self.used) > allowed:  # less: one of them has ended
+    def hangs(self, pids: Sequence[int | None]) -> bool:
+        """Whether they have been still for `STILL_S`; call it every second or so.
+
+        A thread that computes is runnable even while a crowded machine doesn't run it.
+        """
+        threads = [fields for pid in pids for fields in main_threads(pid)]
+        used, now = sum(map(_cpu_seconds, threads)), time.monotonic()
+        allowed = 0.05 + STILL_PART * len(pids) * (now - self.since)
+        runs = any(state in "RD" for state, *_ in threads)
+        if runs or abs(used - self.used) > allowed:  # less: one of them has ended
             self.since, self.used = now, used
         return now - self.since > STILL_S
 
 
-def cpu_seconds(pid: int | None) -> float:
-    """Return CPU seconds of a process and all its descendants; 0 once it is gone."""
+def main_threads(pid: int | None) -> list[list[str]]:
+    """Return the main threads of a process and all its descendants, as /proc states them."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        own = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with children that ended
-    return own + sum(map(cpu_seconds, children(pid)))
+        return []
+    return [own, *(fields for child in children(pid) for fields in main_threads(child))]
+
+
+def _cpu_seconds(fields: list[str]) -> float:
+    """Return CPU seconds of a thread and of processes that it has waited for."""
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def children(parent: int | None) -> list[int]:
@@ -168,7 +177,7 @@ def _collect(
     while waiting:
         ready = wait(list(waiting), timeout=min(1.0, max(0.0, deadline - time.monotonic())))
         late = time.monotonic() >= deadline
-        if not ready and not failures and (late or still.hangs([p for p, _ in ranks])):
+        if not ready and not failures and (late or still.hangs([p.pid for p, _ in ranks])):
             after_s = time.monotonic() - began
             raise RankTimeoutError(_where(ranks, sorted(waiting.values()), folder, after_s))
         if not ready and late:

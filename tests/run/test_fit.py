@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megacpp.config.arguments import parse_run, replace_keys
+from megacpp.config.arguments import Resolved, parse_run, replace_keys
 from megacpp.config.schema import Config
 from megacpp.errors import ConfigError, MegacppError
-from megacpp.launch.auto_fit import _Orders
+from megacpp.launch.auto_fit import _lead, _Orders
 from megacpp.launch.fit import BUMP, Attempt, Ladder, Outcome, climb, knobs_between, outcome_of
 from megacpp.launch.trial import (
     SETTINGS,
@@ -309,3 +310,31 @@ def test_a_port_that_somebody_took_is_another_try(
     ends[2] = taken
     given.clear()
     assert orders.run(2, asked).kind == "failed", "three ports in a row are something else"
+
+
+def test_the_margin_of_calibration_reaches_the_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it a candidate is tried that measured runs have shown not to fit."""
+
+    class Assessed:
+        margin = SimpleNamespace(extra_bytes=7)
+
+    room = SimpleNamespace(device_bytes=120, budget_bytes=100, source="given")
+    estimator: Any = SimpleNamespace(size=8, room=room, assess=lambda config: Assessed)
+    plan = SimpleNamespace(candidates=PLAN, world=8, budget_bytes=100, tokens_per_step=1)
+    vars(plan).update(considered=1, out={})
+    ladders: list[Ladder] = []
+
+    def climbed(ladder: Ladder, *_: Any) -> Rung:
+        ladders.append(ladder)
+        return PLAN[0]
+
+    monkeypatch.setattr("megacpp.launch.auto_fit.planned", lambda *_: plan)
+    monkeypatch.setattr("megacpp.launch.auto_fit.climb", climbed)
+    monkeypatch.setattr("megacpp.launch.auto_fit.summary", lambda *_: {})
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    run = replace(BASE, run=replace(BASE.run, dir=str(tmp_path / "run")))
+    _lead(RankStore(), estimator, Resolved(run, {}, ()))
+    (ladder,) = ladders
+    assert ladder.extra_bytes(PLAN[0]) == 7

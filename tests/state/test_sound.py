@@ -18,6 +18,7 @@ from megacpp.state.published import (
     candidates,
     is_sound,
     latest_checkpoint,
+    latest_text,
     newest_sound,
     read_extra,
 )
@@ -201,3 +202,12 @@ def test_no_flip_of_extra_blames_a_setting(three: Path, tmp_path: Path) -> None:
     path.write_bytes(flipped)
     with pytest.raises(CheckpointError, match=r"extra.json: is corrupt \(SHA-256 differs\)"):
         resumed(three)
+
+
+def test_a_latest_that_is_gone_orders_nothing(tmp_path: Path) -> None:
+    """The latest step is then the newest checkpoint."""
+    for step in (1, 3):
+        (tmp_path / f"step-{step:06}").mkdir()
+        (tmp_path / f"step-{step:06}/manifest.json").touch()
+    (tmp_path / "latest").write_text(latest_text("step-000002"))
+    assert [path.name for path in candidates(tmp_path)] == ["step-000003", "step-000001"]

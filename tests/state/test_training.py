@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +117,17 @@ def test_the_position_is_saved_in_rows(tmp_path: Path) -> None:
     assert again.loader.microbatches == 0
     for a, b in zip(run.state.model.parameters(), again.state.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_generators_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    def draws() -> list[float]:
+        return [torch.rand(()).item(), np.random.random(), random.random()]
+
+    make(tmp_path, config_of()).state.save(keep=1)
+    expected = draws()
+    assert draws() != expected
+    make(tmp_path, config_of()).state.resume("auto")
+    assert draws() == expected
 
 
 def test_another_length_is_announced_for_the_learning_rate_follows_it(tmp_path: Path) -> None:

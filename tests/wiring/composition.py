@@ -56,6 +56,7 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
     qk_clip = QKClip(model, config.optim.qk_clip, lambda x: x) if config.optim.qk_clip else None
     fp16, found = config.precision.dtype == "fp16", Composed()
     scale, good, updates, position = config.precision.loss_scale if fp16 else 1.0, 0, 0, 0
+    average = weight = 0.0  # of gradient norms, and the sum of their weights
     for step in range(config.run.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * cosine(updates, config)
@@ -73,6 +74,7 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
         lr = config.optim.lr * cosine(updates, config)
         row = {"loss": nll / valid if valid else None, "lr": lr, "skipped": not (sound and valid)}
         row |= {"valid_tokens": valid, "loss_scale": scale if fp16 else None}
+        row |= {"grad_accum": len(batches), "tokens": sum(b.ids_BT.numel() for b in batches)}
         if sound:  # else of what is finite
             row["grad_norm"] = norm
         if sound and valid:
@@ -81,6 +83,9 @@ def composed(config: Config, corpus: Corpus, bad_steps: Collection[int] = ()) ->
                 g.mul_(factor)
             optimizer.step()
             updates += 1
+            row["grad_norm_ratio"] = norm / average if average else None
+            weight += 0.01 * (1 - weight)
+            average += 0.01 / weight * (norm - average)
             if qk_clip is not None:
                 row["max_logit"] = qk_clip.clip().max_logit.item()
         elif qk_clip is not None:

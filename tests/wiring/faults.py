@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megacpp.data.batches import IGNORED, Batch, Corpus
 from megacpp.model.block import Block
 from megacpp.model.documents import Documents
-from megacpp.model.recompute import recomputing
+from megacpp.model.recompute import PLAIN, recomputing
 
 
 class NaNGradient(torch.autograd.Function):
@@ -62,6 +62,8 @@ def going_wrong(
         values = not x_BTD.is_meta and not isinstance(x_BTD, FakeTensor)  # no estimate of memory
         first_block = first_block or (self if values and self.training else None)
         y_BTD = original(self, x_BTD, docs)
+        if self is first_block and self.layer == 0:
+            assert self.recompute is not PLAIN, "attention's core runs again"
         here = self is first_block and int(os.environ.get("RANK", "0")) == rank
         if here and torch.is_grad_enabled() and not recomputing():
             step, forwards = first + forwards // accum, forwards + 1

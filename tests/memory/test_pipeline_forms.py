@@ -1,0 +1,37 @@
+"""Sizes of a pipeline in the estimate, by hand: microbatches in flight, what a rank receives."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacpp.config.arguments import parse_run
+from megacpp.memory.forms.local_shapes import LocalShapes
+from megacpp.memory.forms.pipeline import buffer_bytes, in_flight
+
+SHAPE = "tiny --model.dim 32 --model.depth 8 --model.pattern AF --model.tie-embeddings false"
+
+
+def sizes(schedule: str, accum: int = 8) -> list[LocalShapes]:
+    """Sizes of each rank of four stages, one of each rank: two rows of 64 tokens in fp32."""
+    flags = f"{SHAPE} --mesh.pp 4 --mesh.pp-schedule {schedule} --train.grad-accum {accum}"
+    flags += " --data.seq-len 64 --train.device-batch-size 2 --precision.dtype fp32"
+    config = parse_run([*flags.split(), "--train.device", "cpu"], 4).config
+    return [LocalShapes.on_rank(config, 4, rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("gpipe", [[8], [8], [8], [8]]), ("1f1b", [[4], [3], [2], [1]])],
+)
+def test_microbatches_in_flight(schedule: str, expected: list[list[int]]) -> None:
+    """Each stage of 1f1b runs as many forwards ahead as there are stages from it to the end."""
+    assert [in_flight(own) for own in sizes(schedule)] == expected
+    few = [[min(4, n) for n in stage] for stage in expected]
+    assert [in_flight(own) for own in sizes(schedule, accum=4)] == few
+
+
+def test_what_a_rank_receives() -> None:
+    """From each neighbour all microbatches, and one gradient on its way to the stage before."""
+    one = 2 * 64 * 32 * 4
+    received = [8, 8 * 2 + 1, 8 * 2 + 1, 8 + 1]
+    assert [buffer_bytes(own) for own in sizes("1f1b")] == [n * one for n in received]

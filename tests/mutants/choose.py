@@ -1,0 +1,101 @@
+"""Tests that could find a fault: those of a table, then those that import the changed module."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+TOP = ("tests", "megacpp", "parallel", "optim", "checkpointing", "bench")
+WIRING = "tests/wiring/test_wiring.py"
+# Tests that come first, by the beginning of a file's path; the longest that fits counts. They find
+# most faults in seconds, and some are of modules that no test imports.
+FIRST = {
+    "train.py": f"{WIRING} tests/run/test_rewind.py tests/test_run.py",
+    "parallel/": f"{WIRING}",
+    "optim/": f"{WIRING}",
+    "megacpp/state/": f"{WIRING} tests/state/test_resume.py tests/state/test_checkpoint.py",
+    "megacpp/launch/": f"{WIRING}",
+    "megacpp/run/": f"{WIRING}",
+    "megacpp/memory/": "",
+    "megacpp/data/": f"{WIRING}",
+    "checkpointing/": "",
+    "megacpp/model/": f"{WIRING}",
+    "megacpp/blocks/": f"{WIRING}",
+}
+# Files that run last, whatever they import: minutes, or a GPU.
+NEVER = ("tests/gpu/", "tests/torture/", "tests/mutants/", "tests/docs/", "tests/test_house.py")
+UNKNOWN_S = 15.0
+MOST = 8
+
+
+class FileChoice:
+    """Which test files run for a changed file, the cheapest first.
+
+    Args:
+        root: top folder of the checkout.
+        costs: seconds of test files, as far as they are known.
+    """
+
+    def __init__(self, root: Path, costs: Mapping[str, float]) -> None:
+        self.root, self.costs = root, costs
+
+    def files(self, changed: str) -> list[str]:
+        """Return the test files for a changed file, in the order in which they should run."""
+        prefix = max((p for p in FIRST if changed.startswith(p)), key=len, default="")
+        first = FIRST.get(prefix, "").split()
+        direct = sorted(self.importers(_module(Path(changed))), key=lambda f: (self.cost(f), f))
+        return list(dict.fromkeys([*self._own(changed), *first, *direct]))[:MOST]
+
+    def cost(self, file: str) -> float:
+        """Return the seconds of a test file; a guess until it has run."""
+        return self.costs.get(file, UNKNOWN_S)
+
+    def importers(self, module: str) -> set[str]:
+        """Return the test files that import a module, themselves or by a helper of theirs."""
+        found, new = {module}, [module]
+        while new:
+            for user in self._users[new.pop()] - found:
+                if user.startswith("tests."):
+                    found.add(user)
+                    new.append(user)
+        files = {str(self._files[name]) for name in found if ".test_" in name}
+        return {file for file in files if not file.startswith(NEVER)}
+
+    def _own(self, changed: str) -> list[str]:
+        """Return the test file that has the name of the changed one, if there is one."""
+        name = f"test_{Path(changed).stem}.py"
+        rooms = [Path(changed).parent.name, Path(changed).parts[0], ""]
+        paths = [Path("tests", room, name) for room in dict.fromkeys(rooms)]
+        return [str(path) for path in paths if (self.root / path).exists()][:1]
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        paths = [p for top in TOP for p in (self.root / top).rglob("*.py")]
+        paths = [p.relative_to(self.root) for p in [*paths, self.root / "train.py"]]
+        return {_module(path): path for path in paths}
+
+    @cached_property
+    def _users(self) -> dict[str, set[str]]:
+        """Return who imports a module, by its name."""
+        users: dict[str, set[str]] = defaultdict(set)
+        for name, path in self._files.items():
+            for node in ast.walk(ast.parse((self.root / path).read_text())):
+                for used in _imports(node):
+                    users[used].add(name)
+        return users
+
+
+def _module(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []

@@ -1,0 +1,54 @@
+"""Runs in processes of their own: those that only wait for each other are ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from parallel.boundary import AccumulationBoundary
+from tests import ranks
+from tests.launch import forked, watched
+from tests.test_run import ADAMW, SMALL
+
+
+def test_ranks_of_a_run_that_wait_for_each_other_are_ended(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tests/test_ranks.py` holds the seconds; fewer of them here."""
+    original = AccumulationBoundary.finish_step
+
+    def finish_step(self: AccumulationBoundary, *status) -> None:
+        original(self, *status)
+        if self.world.rank:
+            dist.barrier()
+
+    monkeypatch.setattr(ranks, "STILL_S", 4.0)
+    paths = ["--data.path", str(corpus), "--run.dir", str(tmp_path / "run")]
+    began = time.monotonic()
+    with (
+        mock.patch.object(AccumulationBoundary, "finish_step", finish_step),
+        pytest.raises(subprocess.TimeoutExpired),
+    ):
+        forked("tiny", *SMALL, *ADAMW, *paths, "--train.device-batch-size", "2", ranks=2)
+    assert time.monotonic() - began < 100
+
+
+def test_a_started_program_that_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its children; what it printed until then is in the error."""
+    waits = "import subprocess, sys; print('here', flush=True); subprocess.run(['sleep', '600'])"
+    monkeypatch.setattr(ranks, "STILL_S", 2.0)
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        watched([sys.executable, "-c", waits])
+    assert caught.value.output == "here\n"
+
+
+def test_a_started_program_that_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    burns = "import time; until = time.monotonic() + 4\nwhile time.monotonic() < until: pass"
+    monkeypatch.setattr(ranks, "STILL_S", 1.5)
+    assert watched([sys.executable, "-c", burns]).returncode == 0
