@@ -1,6 +1,6 @@
 """Bytes and launches that fused operations would save of a step, against all that it has.
 
-    python -m bench.fused         # the table of docs/33-kernels.md
+    python -m bench.fused         # the table of docs/benchmarks.md
 
 A step's memory-bound bytes and launches come from traces of its blocks, eager or as the compiler
 splits them (megacpp/speed/ours.py); what a fusion saves comes from sizes. A product that

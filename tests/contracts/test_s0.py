@@ -207,7 +207,7 @@ def test_s0_g_fused_operations_are_kernels_by_name() -> None:
     """We differ: of the four one is a kernel, and the others would save next to nothing.
 
     Rows in expert order times their weights are computed by `experts=triton`, whose twin is torch.
-    What each of the others would save is counted, and is what chapter 33 prints.
+    What each of the others would save is counted, and is what docs/benchmarks.md says.
     """
     names = [backend.name for backend in OPERATIONS["experts"].backends]
     assert names == ["triton", "torch", "reference"]
@@ -216,7 +216,7 @@ def test_s0_g_fused_operations_are_kernels_by_name() -> None:
         other = replace(config, kernels=replace(config.kernels, experts=name))
         issued[name] = sum(sum(b.launches) for b in step_work(other, 8, "H100").blocks)
     assert issued["triton"] < issued["torch"] or find_spec("triton") is None
-    chapter = (HOME / "docs/33-kernels.md").read_text()
+    chapter = (HOME / "docs/benchmarks.md").read_text()
     runs = (
         ("dense_110m", "dense_110m", "eager"),
         ("dense_110m", "dense_110m", "inductor"),
