@@ -10,6 +10,7 @@ parallelism, and before FSDP2 shards the rest. (Activation memory, not saved tra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,6 +24,9 @@ from megacpp.model.hybrid import HybridLM
 from megacpp.model.recompute import Recompute
 from megacpp.model.regions import BLOCK, NOTHING, Region, compiled_budget, layer_regions
 from megacpp.model.stages import SPLIT_BACKWARD, stage_parts
+
+if TYPE_CHECKING:
+    from checkpointing.compile import Graphs
 
 CPU = torch.device("cpu")
 READS: frozenset[Region] = frozenset({"read_streams"})
@@ -49,6 +53,7 @@ class ActivationCheckpointing:
         compiled: layers in which the compiler decides about all or a part, with a description.
         offloader: moves tensors to the host (None: offload is off).
         fp8: layers that compute in FP8 (None: FP8 is off).
+        graphs: makes the graphs of compiled blocks (None: torch.compile).
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class ActivationCheckpointing:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.config, self.device, self.say = config, device, say
+        self.graphs: type[Graphs] | None = None
         self.regions = regions or layer_regions(config.recompute, config.model)
         self.groups = places_in_groups(config)
         self.replays = Replays()
@@ -92,7 +98,9 @@ class ActivationCheckpointing:
 
             budget, mesh = compiled_budget(policy, config.model), config.mesh
             halves = mesh.pp > 1 and mesh.pp_schedule in SPLIT_BACKWARD
-            found = compile_blocks(model, config.train.compile, budget, halves, self.say)
+            found = compile_blocks(
+                model, config.train.compile, budget, halves, self.say, self.graphs
+            )
             self.compiled = {layer: found.words(layer) for layer in sorted(found.graphs)}
 
     def words(self) -> list[str]:

@@ -91,6 +91,7 @@ def compile_blocks(
     budget: float,
     halves: bool = False,
     say: Callable[[str], object] | None = None,
+    make: type[Graphs] | None = None,
 ) -> Compiled:
     """Compile the blocks of `model` in place as far as possible.
 
@@ -105,9 +106,10 @@ def compile_blocks(
         halves: a backward runs in two parts (zero-bubble pipelines), each of which needs the saved
             tensors.
         say: called for each graph when it is compiled, which may take a minute.
+        make: class of the graphs, in place of torch.compile's.
     """
     assert 0.0 <= budget <= 1.0, budget
-    found, graphs = Compiled(backend), Graphs(backend, halves, say)
+    found, graphs = Compiled(backend), (make or Graphs)(backend, halves, say)
     for key, block in model.blocks.items():
         assert isinstance(block, Block)
         layer, mixer, reason = int(key), block.mixer, why_eager(block)

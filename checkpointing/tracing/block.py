@@ -74,7 +74,7 @@ class BlockMeter(Meter):
 
         Args:
             parts: runs the forward of all parts.
-            x_BTD: input `[B, T, D]`, a leaf that requires a gradient.
+            x_BTD: input `[B, T, D]`, a leaf; without any gradient there is no backward.
             autocast: under which the forward runs.
         """
         with autocast:
@@ -90,7 +90,8 @@ class BlockMeter(Meter):
             self._input = self._alive.get(id(copy.untyped_storage()))
         self._events_of_forward = len(self._events)
         del out  # the next block's, as far as this one doesn't keep it
-        end.backward()  # type: ignore[union-attr]
+        if end.requires_grad:  # type: ignore[union-attr]
+            end.backward()  # type: ignore[union-attr]
 
     def trace(self) -> BlockTrace:
         """Return the allocations and frees so far."""

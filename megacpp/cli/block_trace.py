@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
@@ -21,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import ActivationCheckpointing
 from checkpointing.tracing.block import BlockMeter, as_unit
+from checkpointing.tracing.graphs import TracedGraphs, replayed_flops
 from checkpointing.tracing.host_ledger import HostLedger
+from megacpp.blocks.attention.sparse import freeze_all_but_indexers
 from megacpp.blocks.engram.module import look_ahead
 from megacpp.blocks.hyper_connections.groups import InGroup
 from megacpp.data.batches import Batch
@@ -81,9 +84,12 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     casts = not request.sharded and dtype in (torch.bfloat16, torch.float16)
     # SDPA on the meta device is another one, of plain products.
     faked = casts or _runs_sdpa(request) or config.precision.fp8 != "off"
+    faked |= config.train.compile != "off"  # AOTAutograd takes fake tensors alone
     device, gpu = CPU if faked else META, config.train.device == "cuda"
     with META:
         model = HybridLM(config.model).to(torch.float32 if casts else dtype)
+    if request.frozen:
+        freeze_all_but_indexers(model)
     if world.parallel:
         from parallel.apply import parallelize_blocks  # imports FSDP2
 
@@ -91,6 +97,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
     set_kernels(model, traced_kernels(config))
     ac = _recompute(request, device)
     HostLedger.instead(ac)
+    ac.graphs = TracedGraphs
     ac(model)
     ledger = ac.offloader if isinstance(ac.offloader, HostLedger) else None
     values = meta_tensors(gpu)
@@ -107,7 +114,7 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
             (B, T // mesh.tp, *streams, config.model.dim),
             dtype=torch.float32 if casts else dtype,
             device=device,
-            requires_grad=True,
+            requires_grad=request.reached,
         )
         cast = torch.autocast("cpu", dtype) if casts else nullcontext()
         names, forward = _parts(request, model.train(), batch, x_BTD, cast)
@@ -119,7 +126,13 @@ def _traced(request: BlockRequest, world: World) -> BlockTrace:
         own = nullcontext() if faked else meta_mode_left()
         with own, BlockMeter(model, names, ledger, None if faked else run_on_meta) as meter:
             meter.run(forward, x_BTD, cast)
-        return meter.trace()
+        return replace(meter.trace(), replayed=_replayed(model, names))
+
+
+def _replayed(model: HybridLM, names: Sequence[str]) -> int | None:
+    """Return `BlockTrace.replayed` of parts that were traced together."""
+    found = [replayed_flops(model.get_submodule(name)) for name in names]
+    return sum(found) if all(found_one is not None for found_one in found) else None  # type: ignore[arg-type]
 
 
 def _recompute(request: BlockRequest, device: torch.device) -> ActivationCheckpointing:

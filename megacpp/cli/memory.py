@@ -95,7 +95,8 @@ def trace(args: TraceArgs, words: list[str]) -> int:
     Memory outside tensors (the device's context, the allocator's cache) isn't counted. The model of
     train.py runs without values, so this takes seconds for any model and mesh: in bf16 and with the
     kernels of a GPU, unless --train.device is cpu. Kernels that can't be traced (compiled
-    FlexAttention, TileLang's) are replaced by torch's, and are named. Blocks aren't compiled.
+    FlexAttention, TileLang's) are replaced by torch's, and are named. Compiled
+    blocks are the compiler's graphs, without its code.
     """
     size, rank = args.place
     config = parse_run(words, size).config

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from checkpointing.apply import ActivationCheckpointing
+from checkpointing.tracing.graphs import TracedGraphs
 from checkpointing.tracing.host_ledger import HostLedger
 from checkpointing.tracing.meter import local_part
 from checkpointing.tracing.recorder import Recorder
@@ -126,7 +127,7 @@ def trace_step(config: Config, size: int, rank: int = 0, full: bool = False) -> 
         rank: rank to trace.
         full: run all layers.
     """
-    config = as_trained(as_scheduled(config))
+    config = as_trained(as_scheduled(config), compiled=True)
     few = None if full or not _composes(config) else shallow(config, size, rank)
     if few is None:
         with fake_world(config, size, rank) as world:
@@ -169,7 +170,7 @@ def trace_run(config: Config, size: int, rank: int = 0, steps: int = 2) -> Strea
         rank: rank to trace.
         steps: number of steps.
     """
-    config = as_trained(as_scheduled(config))
+    config = as_trained(as_scheduled(config), compiled=True)
     with fake_world(config, size, rank) as world:
         model = planned_model(config, world, prepared(config))
         with fake_tensors(memory=True, gpu=_gpu(config)), Recorder(model) as recorder:
@@ -219,6 +220,7 @@ def prepared(
         ac: applies the recompute policy; by default that of `config`.
     """
     kernels, ac = traced_kernels(config), ac or ActivationCheckpointing(config)
+    ac.graphs = TracedGraphs
 
     def prepare(model: HybridLM) -> None:
         set_kernels(model, kernels)

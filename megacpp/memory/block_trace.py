@@ -49,6 +49,8 @@ class BlockRequest:
         same: other numbers that operators depend on.
         document: tokens of a document; every row has as many documents as fit.
         apart: tokens are independent: only their number counts, in one row or in two.
+        frozen: weights outside of indexers have no gradient (the warm-up of sparse attention).
+        reached: the input of the first part has a gradient.
     """
 
     config: Config
@@ -60,6 +62,8 @@ class BlockRequest:
     same: tuple[int, ...] = ()
     document: int = DOCUMENT
     apart: bool = False
+    frozen: bool = False
+    reached: bool = True
 
     def key(self) -> str:
         """Canonical text of the request."""
@@ -102,6 +106,8 @@ class BlockTrace:
         added: by allocation, the event by which a weight's gradient is in the sum of all
             microbatches.
         marks: (event, place of the part that runs from there on); place 0 before the first.
+        replayed: FLOPs of products that the backward of a compiled block runs again; None: the
+            recompute policy decides what runs again.
     """
 
     bytes: tuple[int, ...]
@@ -111,6 +117,7 @@ class BlockTrace:
     forward: int
     added: dict[int, int]
     marks: tuple[tuple[int, int], ...] = ()
+    replayed: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` reads, for JSON."""
@@ -123,12 +130,13 @@ class BlockTrace:
         lists["names"] = tuple(map(sys.intern, content["names"]))  # few, each in many traces
         added = {int(number): at for number, at in content["added"].items()}
         marks = tuple((event, place) for event, place in content["marks"])
-        words = content["roles"], content["forward"]
-        return BlockTrace(**lists, roles=words[0], forward=words[1], added=added, marks=marks)
+        words = {name: content[name] for name in ("roles", "forward", "replayed")}
+        return BlockTrace(**lists, **words, added=added, marks=marks)
 
     def like(self, other: BlockTrace) -> bool:
         """Whether both have the same events, whatever their bytes."""
-        return replace(self, bytes=()) == replace(other, bytes=())
+        here, there = (replace(x, bytes=(), replayed=None) for x in (self, other))
+        return here == there
 
 
 def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> BlockTrace | None:
@@ -144,7 +152,11 @@ def combined(traces: Sequence[BlockTrace], weights: Sequence[Fraction]) -> Block
     ]
     if any(size.denominator != 1 or size < 0 for size in sizes):
         return None
-    return replace(traces[0], bytes=tuple(map(int, sizes)))
+    again = None
+    if traces[0].replayed is not None:
+        found = zip(weights, (trace.replayed or 0 for trace in traces), strict=True)
+        again = int(sum((w * n for w, n in found), Fraction()))
+    return replace(traces[0], bytes=tuple(map(int, sizes)), replayed=again)
 
 
 def affine_weights(

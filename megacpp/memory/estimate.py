@@ -14,7 +14,7 @@ instead of a configuration.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from megacpp.config.schema import (
@@ -30,10 +30,10 @@ from megacpp.config.schema import (
 from megacpp.errors import config_error
 from megacpp.memory.block_trace import DOCUMENT
 from megacpp.memory.device import on_gpu, overhead_bytes, runtime_bytes
-from megacpp.memory.forms.activations import not_counted
 from megacpp.memory.forms.detail import detail_of
 from megacpp.memory.forms.step import step_bytes
 from megacpp.memory.forms.units import stored_of
+from megacpp.model.pattern import warms_up
 from megacpp.model.stages import LOOPED, SPLIT_BACKWARD, as_scheduled
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unknown"]
@@ -106,6 +106,9 @@ def estimate(
 ) -> MemoryEstimate:
     """Return the memory that rank `rank` of `size` needs.
 
+    A warm-up of sparse attention is estimated with the phase behind it, in which everything is
+    trained: the fuller one decides.
+
     Args:
         config: resolved for `size` ranks.
         size: number of ranks.
@@ -113,6 +116,21 @@ def estimate(
         budget: bytes that may be used.
         detail: fill in `detail`, which takes longer than all the rest.
     """
+    found = _of_phase(config, size, rank, budget, detail)
+    if not warms_up(config.model):
+        return found
+    after = _of_phase(with_stage(config, "sparse"), size, rank, budget, detail)
+    fuller, other = (found, after) if found.point >= after.point else (after, found)
+    phase = "the warm-up" if fuller is found else "the sparse phase behind the warm-up"
+    said = f"{phase} decides: the other phase takes {other.point / fuller.point:.0%} of its memory"
+    upper = max(found.upper, after.upper)
+    return replace(fuller, upper=upper, assumptions=(*fuller.assumptions, said))
+
+
+def _of_phase(
+    config: Config, size: int, rank: int, budget: int | None, detail: bool
+) -> MemoryEstimate:
+    """Return the memory of one phase of a run; see `estimate`."""
     config = as_scheduled(config)
     found = step_bytes(config, size, rank)
     most = max(found.most, found.optimizer + stored_of(config, size, rank).transient[1])
@@ -136,6 +154,13 @@ def estimate(
         budget,
         assumptions(config),
     )
+
+
+def with_stage(config: Config, stage: Literal["sparse", "dense"]) -> Config:
+    """Return the configuration in another stage of sparse attention."""
+    attention = config.model.attention
+    attention = replace(attention, sparse=replace(attention.sparse, stage=stage))
+    return replace(config, model=replace(config.model, attention=attention))
 
 
 def uneven(config: Config) -> bool:
@@ -176,7 +201,8 @@ def assumptions(config: Config) -> tuple[str, ...]:
         found.append(f"{config.mesh.pp_schedule}: microbatches in flight as many as there can be")
     if config.precision.fp8 != "off":
         found.append("FP8: as without its hardware, where rounded operands are widened once more")
-    found += [f"{name} isn't counted: as without it" for name in not_counted(config)]
+    if config.train.compile != "off":
+        found.append("compiled blocks: what the min-cut partitioner keeps, and no kernel in place")
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ from megacpp.model.head import LanguageModelHead, LossSum
 from megacpp.model.init import Normal, Rule
 from megacpp.model.lookup import Table
 from megacpp.model.norm import RMSNorm
-from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds
+from megacpp.model.pattern import ENTRANCE, EXIT, layer_kinds, warms_up
 
 
 class HybridLM(nn.Module):
@@ -61,7 +61,7 @@ class HybridLM(nn.Module):
             self.mtp = MultiTokenPrediction(config)
         tied = cast(nn.Parameter, self.embed.weight) if config.tie_embeddings else None
         self.head = LanguageModelHead(config, tied=tied)
-        if config.attention.sparse.layers and config.attention.sparse.stage == "dense":
+        if warms_up(config):
             freeze_all_but_indexers(self)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor, docs: Documents | None = None) -> LossSum:

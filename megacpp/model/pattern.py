@@ -72,6 +72,12 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     return kinds
 
 
+def warms_up(model: ModelConfig) -> bool:
+    """Return whether a model's indexers alone are trained, and all keys are attended to."""
+    sparse = model.attention.sparse
+    return bool(sparse.layers.strip()) and sparse.stage == "dense"
+
+
 def choosing_layer(kinds: Sequence[str], layer: int) -> int:
     """Return the layer whose choice of keys a sparse layer uses: the last indexer up to it."""
     return next(i for i in range(layer, -1, -1) if "A.index" in kinds[i])

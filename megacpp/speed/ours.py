@@ -214,7 +214,6 @@ class _Maker:
     ) -> None:
         self.config, self.generation, self.least = config, generation, least
         self.own, self.place = LocalShapes.on_rank(config, size, 0), Place.on_rank(config, size, 0)
-        self.compiled = config.train.compile != "off"
         self.dtype = "fp8" if config.precision.fp8 != "off" else "bf16"
         self.sent = self._sent(size)
         self.made: dict[tuple[str, frozenset[Region]], BlockWork] = {}
@@ -293,17 +292,17 @@ class _Maker:
         mixed = max(0.0, block_flops(kind, model, own.row) - explained)
         ahead, back = self._between_tokens(kind, mixed)
         forward, backward = [*forward, *ahead], [*backward, *back]
+        moved, issued, replayed = self._moved(kind, pieces)
         again: list[Operator] = []
-        if pieces >= BLOCK:
+        if replayed is not None:
+            again = [self._equal(replayed)] if replayed else []
+        elif pieces >= BLOCK:
             again = forward
         else:
             per_token = 2.0 * sum(
                 KINDS[kind[0]].region_multiply_adds(p, model, own.row) for p in pieces
             )
             again = [self._equal(per_token)] if per_token else []
-        moved, issued = self._moved(kind, pieces)
-        if self.compiled:
-            issued = (issued[0] // 3, issued[1] // 3)
         sent = self.sent.get(kind, ())
         return BlockWork(
             kind,
@@ -318,20 +317,28 @@ class _Maker:
 
     def _moved(
         self, kind: str, pieces: frozenset[Region]
-    ) -> tuple[tuple[Passes, Passes], tuple[int, int]]:
-        """Return the memory-bound work of a block, and operators that the host issues."""
+    ) -> tuple[tuple[Passes, Passes], tuple[int, int], float | None]:
+        """Return memory-bound work of a block, operators that the host issues, and `replayed`.
+
+        The last are FLOPs of a token through the whole block; None: the policy decides.
+        """
         usual = regions_of(self.config.recompute, self.config.model, kind[0])
         part = TracedPart((kind.removesuffix(LEFT_ALONE),), last=pieces != usual)
         if not self.least:
-            return moved_by(request_of(self.own, part), self.compiled)
+            moved, issued, again = moved_by(request_of(self.own, part))
+            return moved, issued, again and again * self.own.tp / self.own.tokens
         mesh = replace(self.config.mesh, tp=1, cp=1, ep=1)
         alone = LocalShapes.on_rank(replace(self.config, mesh=mesh), self.config.mesh.dp_shard, 0)
-        moved, _ = moved_by(request_of(alone, part), self.compiled)
+        moved, _, again = moved_by(request_of(alone, part))
         among = self.own.tp * self.own.cp
         return (
-            moved[0]._replace(bytes=moved[0].bytes / among),
-            moved[1]._replace(bytes=moved[1].bytes / among),
-        ), (0, 0)  # a mesh may issue fewer operators
+            (
+                moved[0]._replace(bytes=moved[0].bytes / among),
+                moved[1]._replace(bytes=moved[1].bytes / among),
+            ),
+            (0, 0),
+            again and again / alone.tokens,
+        )  # a mesh may issue fewer operators
 
     def _equal(self, per_token: float) -> Product:
         """Return one product of as many FLOPs as `per_token` on this rank's tokens."""

@@ -1,11 +1,9 @@
 """Memory-bound work of a block, from the allocations that its trace recorded.
 
-    forward, backward = memory_bound(trace, compiled=False)
+    forward, backward = memory_bound(trace)
 
-Each result of an element-wise operator was written once, and operands of its size were read. A
-compiler keeps results on chip that no product, no attention and no later pass reads: only those
-that are alive when the next such operator allocates, or when the pass ends, are counted. No torch
-import here.
+Each result of an element-wise operator was written once, and operands of its size were read. The
+trace of a compiled block has the results that its kernels write. No torch import here.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ READ_AND_WRITTEN, COPIED = 3.0, 2.0  # times the bytes of the result: two operan
 
 @lru_cache(maxsize=4096)
 def moved_by(
-    request: BlockRequest, compiled: bool
-) -> tuple[tuple[Passes, Passes], tuple[int, int]]:
-    """Return `memory_bound` and `launches` of the block that a request describes."""
+    request: BlockRequest,
+) -> tuple[tuple[Passes, Passes], tuple[int, int], int | None]:
+    """Return `memory_bound`, `launches` and `BlockTrace.replayed` of a requested block."""
     trace = trace_of(request)
-    return memory_bound(trace, compiled), launches(trace)
+    return memory_bound(trace), launches(trace), trace.replayed
 
 
-def memory_bound(trace: BlockTrace, compiled: bool) -> tuple[Passes, Passes]:
+def memory_bound(trace: BlockTrace) -> tuple[Passes, Passes]:
     """Return the memory-bound work of a block's forward and of its backward.
 
     What recomputation runs again is in the backward. Tensors that are made once for all layers,
     and those made of weights alone, aren't counted.
     """
     passes = (trace.events[: trace.forward], trace.events[trace.forward :])
-    first, second = (_bytes(trace, events, compiled) for events in passes)
+    first, second = (_bytes(trace, events) for events in passes)
     return Passes(*first), Passes(*second)
 
 
@@ -49,27 +47,16 @@ def launches(trace: BlockTrace) -> tuple[int, int]:
     return before, sum(event > 0 for event in trace.events[trace.forward :])
 
 
-def _bytes(trace: BlockTrace, events: tuple[int, ...], compiled: bool) -> tuple[float, int]:
+def _bytes(trace: BlockTrace, events: tuple[int, ...]) -> tuple[float, int]:
     """Return bytes read and written by element-wise operators, and their number."""
-    waiting: dict[int, float] = {}  # results that may stay on chip
     moved, kernels = 0.0, 0
     for event in events:
-        number = abs(event) - 1
-        if event < 0:
-            waiting.pop(number, None)  # freed before anything but element-wise work read it
+        number = event - 1
+        if event < 0 or trace.roles[number] in "wb":
             continue
         operator = trace.names[number].partition(": ")[2]
-        if any(word in operator for word in COUNTED):
-            moved += sum(waiting.values())
-            kernels += len(waiting) > 0
-            waiting.clear()
-            continue
-        if trace.roles[number] in "wb":
-            continue
-        times = COPIED if operator.startswith(COPIES) else READ_AND_WRITTEN
-        if compiled:
-            waiting[number] = times * trace.bytes[number]
-        else:
+        if not any(word in operator for word in COUNTED):
+            times = COPIED if operator.startswith(COPIES) else READ_AND_WRITTEN
             moved += times * trace.bytes[number]
             kernels += 1
-    return moved + sum(waiting.values()), max(1, kernels + (len(waiting) > 0))
+    return moved, max(1, kernels)

@@ -126,12 +126,16 @@ def _real_offsets() -> Iterator[None]:
         _StridedShard.local_shard_size_and_offset = plain
 
 
-def as_trained(config: Config) -> Config:
+def as_trained(config: Config, compiled: bool = False) -> Config:
     """Return the configuration with `auto` as bf16, as on a GPU, unless the run is on a CPU.
 
-    Blocks are not compiled: the compiler takes no tensors without values.
+    Args:
+        config: configuration of the run.
+        compiled: leave compiled blocks as they are: the caller has graphs of tensors without values
+            (checkpointing/tracing/graphs.py), which torch.compile doesn't take.
     """
-    config = replace(config, train=replace(config.train, compile="off"))
+    if not compiled:
+        config = replace(config, train=replace(config.train, compile="off"))
     if config.train.device == "cpu":
         return config
     precision, optim = config.precision, config.optim

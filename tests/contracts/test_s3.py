@@ -13,10 +13,10 @@ from megacpp.config.arguments import parse_run
 from megacpp.config.presets import nam52_deep, nam52_deep_base, tiny
 from megacpp.errors import ConfigError
 from megacpp.memory.estimate import estimate, estimate_memory
-from megacpp.memory.forms.activations import not_counted
 from megacpp.model.documents import Documents
 from tests.memory import (
     test_calibration,
+    test_entries,
     test_generation,
     test_parameters,
     test_planner,
@@ -26,7 +26,7 @@ from tests.model.small import small
 from tests.optim import test_groups, test_muon_memory
 from tests.run import test_failed_forward, test_features, test_forensics
 
-GIB = 1 << 30
+GIB, SPARSE = 1 << 30, "model.attention.sparse"
 
 
 def test_s3_1_adamw_keeps_8_bytes_and_muon_2_for_a_parameter() -> None:
@@ -90,14 +90,12 @@ def test_s3_6_the_worked_example_has_capacity_factor_1_25() -> None:
         assert (moe.num_experts, moe.top_k, moe.capacity_factor) == (64, 6, 1.25)
 
 
-@pytest.mark.xfail(strict=True, reason="Compile, offload and warm-up have no entry yet.")
 def test_s3_7_every_feature_has_an_estimator_entry() -> None:
-    for flags in (
-        "--train.compile inductor",
-        "--recompute.offload block_inputs --train.device cuda",
-        "--recompute.compress 0.25",
-    ):
-        assert not_counted(parse_run(["tiny", *flags.split()], 1).config) == (), flags
+    """Compile, offload, compress and warm-up are counted, and a new setting must be."""
+    for name in ("train.compile", "recompute.offload", "recompute.compress", f"{SPARSE}.stage"):
+        test_entries.test_a_setting_changes_the_estimate(name)
+    test_entries.test_no_setting_is_without_an_entry()
+    test_entries.test_a_new_setting_needs_an_entry()
 
 
 def test_s3_8_snapshots_are_a_thousand_steps_apart(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megacpp.memory.plan_space import mesh_is_legal, meshes, policies, row_choic
 from megacpp.memory.traffic import traffic
 from megacpp.model.flops import forward_flops_per_token
 from megacpp.speed.hardware import Rates, gpu
-from megacpp.speed.operators import Attend, Product
+from megacpp.speed.operators import Attend, Passes, Product
 from megacpp.speed.ours import step_work
 from megacpp.speed.step import least_seconds, predict
 from megacpp.speed.traced import launches, memory_bound
@@ -74,14 +74,33 @@ TRACE = BlockTrace(
 
 
 def test_memory_bound_work_reads_operands_and_writes_results() -> None:
-    forward, backward = memory_bound(TRACE, compiled=False)
+    forward, backward = memory_bound(TRACE)
     assert forward.bytes == 3 * 10 + 2 * 40 + 3 * 80 and forward.launches == 3
     assert backward.bytes == 0 and launches(TRACE) == (5, 0)
 
 
-def test_a_compiler_keeps_what_nothing_else_reads() -> None:
-    forward, _ = memory_bound(TRACE, compiled=True)
-    assert forward.bytes == 3 * 10 + 3 * 80  # the clone is freed before a product reads it
+def test_a_compiled_block_moves_less_issues_fewer_operators_and_runs_products_again() -> None:
+    """By its graphs: at a budget of 1 no product runs again, at 0 all of them but the last."""
+    flags = ["--model.depth", "2", "--model.pattern", "FF", "--data.seq-len", "64"]
+    flags += ["--train.compile"]
+    eager, kept, again = (
+        step_work(config_of("dense_110m", *flags, *more), 1, "H100").blocks[1]
+        for more in (
+            ("off", "--recompute.fblock", "none"),
+            ("inductor", "--recompute.activation-memory-budget", "1"),
+            ("inductor", "--recompute.activation-memory-budget", "0"),
+        )
+    )
+    products = [
+        sum(op.flops for op in b.backward if isinstance(op, Product)) for b in (kept, again)
+    ]
+    forward = [op.flops for op in kept.forward if isinstance(op, Product)]
+    assert products[1] - products[0] == pytest.approx(sum(forward) - forward[-1], rel=1e-3)
+    for work in (kept, again):
+        for ours, theirs in ((work.forward, eager.forward), (work.backward, eager.backward)):
+            passes = [next(op for op in of if isinstance(op, Passes)) for of in (ours, theirs)]
+            assert passes[0].bytes < passes[1].bytes and passes[0].launches < passes[1].launches
+        assert work.launches[0] < eager.launches[0]
 
 
 @pytest.mark.parametrize(

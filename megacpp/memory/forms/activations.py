@@ -55,12 +55,10 @@ class ActivationBytes:
     Attributes:
         parts: in the order in which a token first meets them.
         in_flight: microbatches that are kept at once, at most (None: not worked out).
-        not_counted: settings that change saved activations and that are ignored.
     """
 
     parts: tuple[PartBytes, ...]
     in_flight: int | None
-    not_counted: tuple[str, ...]
 
     @property
     def bytes(self) -> int:
@@ -84,7 +82,6 @@ class ActivationBytes:
             "upper_bytes": self.upper,
             "weights_bytes": self.weights,
             "microbatches_in_flight": self.in_flight,
-            "not_counted": list(self.not_counted),
             "parts": [
                 {"name": p.name, "layers": p.layers, "bytes": p.bytes, "groups": dict(p.groups)}
                 for p in self.parts
@@ -104,7 +101,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
     alike: dict[str, Counter[Saved]] = {}  # a kind's layers, by their places in groups
     found = _parts(own)
     for part, behind in zip(found, [*found[1:], None], strict=True):
-        taken = behind is not None and INPUT in _saved(own, behind)
+        taken = behind is not None and (INPUT in _saved(own, behind) or not behind.reached)
         alike.setdefault(part.shown, Counter())[part, taken] += 1
     parts = []
     for shown, layers in alike.items():
@@ -112,7 +109,7 @@ def activation_bytes(config: Config, size: int = 1, rank: int = 0) -> Activation
         weights = groups.pop("weights", 0)
         upper = sum(at_most.values()) - weights
         parts.append(PartBytes(shown, layers.total(), groups, upper, weights))
-    return ActivationBytes(tuple(parts), _in_flight(config, own), not_counted(config))
+    return ActivationBytes(tuple(parts), _in_flight(config, own))
 
 
 def _together(own: LocalShapes, parts: Counter[Saved]) -> dict[str, int]:
@@ -130,15 +127,6 @@ def _saved(own: LocalShapes, part: TracedPart) -> dict[str, int]:
         return traced_kept(own, part)
     model = own.config.model
     return {RECEIVED: own.stream * model.mhc.streams * model.dim * own.compute}
-
-
-def not_counted(config: Config) -> tuple[str, ...]:
-    """Return settings in use that are ignored; `bytes` is as without them."""
-    found = {
-        "train.compile": config.train.compile != "off",
-        "model.attention.sparse.stage": config.model.attention.sparse.stage == "dense",
-    }
-    return tuple(name for name, is_set in found.items() if is_set)
 
 
 def _parts(own: LocalShapes) -> list[TracedPart]:

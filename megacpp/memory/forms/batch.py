@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megacpp.memory.forms.layers import stage_layers
+from megacpp.memory.forms.layers import masked, stage_layers
 from megacpp.memory.forms.local_shapes import INDEX, LocalShapes
 from megacpp.model.pattern import layer_kinds
 from megacpp.model.stages import stage_parts
@@ -33,11 +33,11 @@ def mask_bytes(own: LocalShapes, kinds: Collection[str], saved: bool = False) ->
         found += rows * here * min(a.sparse.top_k, row) * 4 * _choices(own, kinds)
         heads = mesh.cp > 1 and mesh.cp_attention == "heads"
         queries = row if heads else here
-        masked = any(kind.partition("+")[0] == "A" for kind in kinds)
-        if masked and own.attends_by == "flex":
+        attends = any(masked(kind, own.warms_up) for kind in kinds)
+        if attends and own.attends_by == "flex":
             found += rows * (queries + (row if queries < row else 0)) * 8  # documents and places
             found += rows * 4 * 4 * -(-queries // 128) * -(-row // 128)  # tables of blocks
-        elif masked and own.masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
+        elif attends and own.masked and not (mesh.cp > 1 and mesh.cp_attention == "ring"):
             found += (
                 rows * queries * row * ((not saved) + (own.compute if a.softcap is None else saved))
             )
@@ -77,7 +77,7 @@ def _memory_bytes(own: LocalShapes) -> int:
 def _choices(own: LocalShapes, kinds: Collection[str]) -> int:
     """Return the number of key choices kept with the documents: of layers here, and received."""
     config = own.config
-    if not any(kind.startswith("A.") for kind in kinds):
+    if own.warms_up or not any(kind.startswith("A.") for kind in kinds):
         return 0
     all_kinds = layer_kinds(config.model)
     made = sum("A.index" in all_kinds[layer] for layer in stage_layers(own))

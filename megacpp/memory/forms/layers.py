@@ -40,7 +40,7 @@ def layers_of(
         to_make, stage = True, list[tuple[str, int, TracedPart | None, bool]]()
         for kind in part:
             at = -1 if kind in OUTER else next(number)
-            makes = to_make and (masked(kind) or kind == "mtp")
+            makes = to_make and (masked(kind, own.warms_up) or kind == "mtp")
             to_make = to_make and not makes
             stage.append((kind, at, traced.get(kind) if at < 0 else layers_of_model[at], makes))
         named.append(stage)
@@ -63,7 +63,10 @@ def layers_of(
                 waits = table * (not looks_up)
                 block = replace(units["embed"].block, moved=0, cast=units["embed"].block.whole)
                 mine = NO_UNITS if sharded else PartUnits(block, NO_UNIT, NO_UNIT)
-            if number >= 0 and not again[number] & {"expert_gemm", "block"}:
+            still = part is not None and not part.reached  # no backward reads the casts
+            if number >= 0 and (own.compiled or still):  # of compiled blocks, traces have them
+                mine = replace(mine, block=replace(mine.block, cast=0, cast_once=0))
+            elif number >= 0 and not again[number] & {"expert_gemm", "block"}:
                 cast = mine.block.cast + mine.block.cast_once
                 mine = replace(mine, block=replace(mine.block, cast=cast))
             if kind == "ngram" and sharded:
@@ -71,8 +74,9 @@ def layers_of(
                 waits = ngram.moved * own.compute + ngram.upcast * (own.wide - own.compute)
             if kind == "mtp" and looks_up:
                 waits = table
-            if form.takes and layers:
-                layers[-1] = _without_output(layers[-1], form.takes)
+            unsaved = stream if part is not None and not part.reached else form.takes
+            if unsaved and layers:
+                layers[-1] = _without_output(layers[-1], unsaved)
             layers.append(
                 Layer(
                     kind if number < 0 else f"layer {number} ({kind})",
@@ -94,7 +98,10 @@ def layers_of(
 
 
 def _without_output(layer: Layer, taken: int) -> Layer:
-    """Return a layer whose output the next one moves to the host: it is passed on, not saved."""
+    """Return a layer whose output is passed on, not saved: the next one moves it to the host.
+
+    Or it has no gradient, in the warm-up of sparse attention.
+    """
     a, b, c = layer.kept
     kept = (a, b, c - taken) if layer.kind in OUTER else (a - taken, b, c)
     return replace(layer, kept=kept, passes=taken)
@@ -121,9 +128,14 @@ def stream_bytes(own: LocalShapes) -> int:
     return own.stream * model.mhc.streams * model.dim * own.residual
 
 
-def masked(kind: str) -> bool:
-    """Return whether a layer attends to all keys; sparse layers make masks of their own."""
-    return kind.partition("+")[0] == "A"
+def masked(kind: str, warms_up: bool = False) -> bool:
+    """Return whether a layer attends to all keys; sparse layers make masks of their own.
+
+    Args:
+        kind: of the layer.
+        warms_up: sparse layers attend to all keys, too.
+    """
+    return kind.partition("+")[0] == "A" or (warms_up and kind[:2] == "A.")
 
 
 def stage_layers(own: LocalShapes) -> list[int]:

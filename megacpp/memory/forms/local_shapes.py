@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megacpp.config.checks.fp8 import fp8_letters
 from megacpp.config.schema import Config
+from megacpp.model.pattern import warms_up
 
 INDEX = 8  # bytes of an int64
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -103,6 +104,16 @@ class LocalShapes:
     def on_gpu(self) -> bool:
         """Whether the run is on a GPU."""
         return self.config.train.device == "cuda"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled, as far as they can be."""
+        return self.config.train.compile != "off"
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether indexers alone are trained, and sparse blocks attend to all keys."""
+        return warms_up(self.config.model)
 
     def by(self, operation: str) -> str:
         """Return the backend of an operation; `auto` that hasn't been resolved is torch."""

@@ -67,7 +67,8 @@ def forms_of(
     """
     config, mesh = own.config, own.config.mesh
     alike = replace(mesh, pp=1, dp_replicate=1, dp_shard=1, reshard="auto", pp_schedule="1f1b")
-    by = config.kernels, TrainConfig(device=config.train.device), config.precision
+    train = TrainConfig(device=config.train.device, compile=config.train.compile)
+    by = config.kernels, train, config.precision
     sizes = replace(own, config=SHAPELESS, stage=0)
     return _forms(config.model, alike, config.recompute, *by, sizes, parts)
 

@@ -168,7 +168,7 @@ class StepSimulation:
         size, store = self.policy.compute, self.policy.store
         units = [u for x in layers for u in (x.units.block, x.units.experts)]
         if sync == "each" and self.policy.sharded:
-            self.shards = (root.own + sum(u.own for u in units)) * store
+            self.shards = (root.own + sum(u.reduced for u in units)) * store
             last = [x for x in layers if self.finishes_late(x)][-1]
             self.scatter = last.units.block.gathered * store
         else:
@@ -312,7 +312,7 @@ class StepSimulation:
             if not carried:
                 self.whole += summed
             return
-        own, sent = unit.own * store, unit.gathered * store
+        own, sent = unit.reduced * store, unit.reduced * unit.shards * store
         if carried:
             self.whole -= summed
         old = summed if carried else new

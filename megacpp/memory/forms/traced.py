@@ -38,8 +38,8 @@ from megacpp.memory.block_trace import (
 )
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.peak_point import PeakPoint
-from megacpp.model.pattern import entrance, exit_parts, layer_kinds, with_kinds
-from megacpp.model.regions import NOTHING, regions_of
+from megacpp.model.pattern import entrance, exit_parts, layer_kinds, warms_up, with_kinds
+from megacpp.model.regions import NOTHING, compiled_budget, regions_of
 
 DTYPES = {2: "bf16", 4: "fp32", 8: "fp64"}
 NO_GROUP = -1  # value of `recompute.mhc_group_size` for layers whose streams are all saved
@@ -55,12 +55,14 @@ class TracedPart:
         place: of the part in the chain.
         last: it is the model's last layer, which recomputes nothing.
         grouped: the streams of the chain are recomputed together.
+        reached: its input has a gradient; in the warm-up of sparse attention, behind an indexer.
     """
 
     chain: tuple[str, ...]
     place: int = 0
     last: bool = False
     grouped: bool = False
+    reached: bool = True
 
     @property
     def kind(self) -> str:
@@ -86,6 +88,9 @@ def layer_parts(config: Config) -> list[TracedPart]:
         chain = tuple(kinds[group.start : group.stop])
         for place, layer in enumerate(group):
             found[layer] = TracedPart(chain, place, grouped=True)
+    if warms_up(config.model):
+        first = next(n for n, kind in enumerate(kinds) if "A.index" in kind)
+        found[: first + 1] = [replace(part, reached=False) for part in found[: first + 1]]
     return found
 
 
@@ -135,6 +140,9 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
     if offloads:
         policy |= _fields(config.recompute, {"offload", "offload_min_mib"})
     policy["mhc_group_size"] = len(part.chain) if part.grouped else NO_GROUP
+    if own.compiled:
+        whole = compiled_budget(config.recompute, config.model)
+        policy["activation_memory_budget"] = 1.0 if part.last else whole
     few = _config(sizes, model, {**mesh, "cp": cp}, policy, {need.kernel for need in needs} - {""})
     if own.fp8 & {kind[0] for kind in part.chain}:
         fp8 = replace(config.precision, dtype=few.precision.dtype, fp8_ends=0)
@@ -154,6 +162,8 @@ def _layers_request(own: LocalShapes, part: TracedPart) -> BlockRequest:
         same,
         shortest or DOCUMENT,
         apart,
+        own.warms_up,
+        part.reached,
     )
 
 
@@ -176,7 +186,9 @@ def _outer_request(own: LocalShapes, chain: tuple[str, ...]) -> BlockRequest:
         mesh["cp_attention"] = config.mesh.cp_attention
     kernels = {"attention", "cross_entropy"} if ahead else {"cross_entropy"}
     few = _config(own, model, mesh, _fields(config.recompute, {"mtp"}), kernels)
-    return BlockRequest(few, chain, (), own.context, own.parallel, same=(own.tokens,))
+    few = replace(few, train=replace(few.train, compile="off"))
+    same, frozen = (own.tokens,), own.warms_up
+    return BlockRequest(few, chain, (), own.context, own.parallel, same=same, frozen=frozen)
 
 
 def _config(
@@ -190,12 +202,12 @@ def _config(
     mesh = {**mesh, "tp": own.tp}
     experts = mesh.get("ep", 1)
     mesh["dp_shard"] = experts // gcd(experts, own.tp * mesh["cp"])
-    device = "cuda" if own.on_gpu else "cpu"
+    device, compile = "cuda" if own.on_gpu else "cpu", own.config.train.compile
     return Config(
         model=model,
         mesh=MeshConfig(**mesh),
         data=DataConfig(seq_len=own.row),
-        train=TrainConfig(device_batch_size=own.rows, device=device, compile="off"),
+        train=TrainConfig(device_batch_size=own.rows, device=device, compile=compile),
         precision=PrecisionConfig(dtype=DTYPES[own.compute]),  # type: ignore[arg-type]
         recompute=CheckpointingPolicy(**policy),
         kernels=KernelsConfig(**{name: own.by(name) for name in sorted(kernels)}),  # type: ignore[arg-type]
@@ -247,7 +259,7 @@ def traced_kept(own: LocalShapes, part: TracedPart) -> dict[str, int]:
     ones are part of the residual stream behind the part in front.
     """
     found = dict(_kept(request_of(own, part), part.place))
-    if not own.parallel:
+    if not own.parallel and not own.compiled:
         found.pop("weights", None)
     if part.last and own.config.model.mhc.streams > 1:
         found.pop("residual")
@@ -260,7 +272,7 @@ def traced_moments(
     """Return the fullest moments of a part's forward or backward.
 
     Of a backward, the second is the fullest if earlier microbatches of one process have left
-    gradients. Weights that autocast casts aren't counted.
+    gradients. Weights that autocast casts aren't counted, unless blocks are compiled.
 
     Args:
         own: sizes of the rank.
@@ -270,7 +282,8 @@ def traced_moments(
     """
     found = _moments(request_of(own, part), backward, first, part.place)
     model = own.config.model
-    if backward and part.kind == "embed" and model.tie_embeddings:  # a sum with the head's
+    tied = model.tie_embeddings and not own.warms_up
+    if backward and part.kind == "embed" and tied:  # a sum with the head's
         table = model.vocab_size // own.tp * model.dim * (own.compute if own.parallel else own.wide)
         found += (PeakPoint("tied gradients", table, table),)
     return found
@@ -285,7 +298,8 @@ def _kept(request: BlockRequest, place: int) -> dict[str, int]:
 def _moments(
     request: BlockRequest, backward: bool, first: bool, place: int
 ) -> tuple[PeakPoint, ...]:
-    found = list(moments(trace_of(request), backward, request.sharded, first, place))
+    weights = request.sharded or request.config.train.compile != "off"
+    found = list(moments(trace_of(request), backward, weights, first, place))
     if not found:
         return ()
     most = [max(found, key=lambda m: m.bytes)]

@@ -25,6 +25,7 @@ from megacpp.memory.forms.parameters import (
     sums_of,
 )
 from megacpp.memory.forms.weights import Weight, weights
+from megacpp.model.pattern import warms_up
 from megacpp.versions import installed_torch
 
 # What autocast casts and remembers: weights of linear layers (some read in one product), and of
@@ -58,6 +59,7 @@ class Unit:
         upcast: gathered, of parameters whose gradients are at once as wide as their reduction.
         cast: in weights that autocast makes narrow copies of, and keeps for the backward.
         cast_once: in weights that it keeps unless the product that reads them is recomputed.
+        still: in this rank's shards of parameters without a gradient.
     """
 
     shards: int
@@ -69,6 +71,12 @@ class Unit:
     upcast: int = 0
     cast: int = 0
     cast_once: int = 0
+    still: int = 0
+
+    @property
+    def reduced(self) -> int:
+        """Elements of this rank's shards of parameters with a gradient."""
+        return self.own - self.still
 
     @property
     def gathered(self) -> int:
@@ -144,11 +152,13 @@ def _stored(
     found = [(w, n) for kind, n in counts for w in weights(model, kind, compress)]
     buffers = buffer_bytes(model, dict(counts), storage.store)
     sums = sums_of(found, place, storage, optim, buffers)
-    units = {kind: part_units(weights(model, kind, compress), place) for kind, _ in counts}
+    still = warms_up(model)
+    units = {kind: part_units(weights(model, kind, compress), place, still) for kind, _ in counts}
     padded = sum(
         n * (units[kind].block.own + units[kind].experts.own + units[kind].wide.own)
         for kind, n in counts
     )
+    found = [(w, n) for w, n in found if trained(w, still)]
     whole = [(w, n) for w, n in found if replicated(w, place)]
     return Stored(
         sums,
@@ -163,20 +173,38 @@ def _stored(
     )
 
 
-def part_units(found: Sequence[Weight], place: Place) -> PartUnits:
-    """Return the units of a part, from its parameters."""
+def trained(weight: Weight, still: bool) -> bool:
+    """Return whether a weight has a gradient; `still`: only those of indexers have."""
+    return not weight.folded and (not still or weight.name.startswith("indexer."))
+
+
+def part_units(found: Sequence[Weight], place: Place, still: bool = False) -> PartUnits:
+    """Return the units of a part, from its parameters.
+
+    Args:
+        found: parameters.
+        place: of the rank.
+        still: parameters outside of indexers have no gradient.
+    """
     wide = [w for w in found if w.wide]
     apart = [w for w in found if w.experts and place.apart]
     rest = [w for w in found if not w.wide and w not in apart]
     return PartUnits(
-        unit_of(rest, place, place.shards),
-        unit_of(apart, place, place.expert_shards),
-        unit_of(wide, place, place.shards),
+        unit_of(rest, place, place.shards, still),
+        unit_of(apart, place, place.expert_shards, still),
+        unit_of(wide, place, place.shards, still),
     )
 
 
-def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
-    """Return the unit of all these parameters together."""
+def unit_of(found: Sequence[Weight], place: Place, shards: int, still: bool = False) -> Unit:
+    """Return the unit of all these parameters together.
+
+    Args:
+        found: parameters.
+        place: of the rank.
+        shards: ranks that share them.
+        still: parameters outside of indexers have no gradient.
+    """
     sizes = [held(w, place) for w in found]
     pairs = list(zip(found, sizes, strict=True))
     across = sum(x.padded * shards for w, x in pairs if w.experts and x.across)
@@ -184,12 +212,13 @@ def unit_of(found: Sequence[Weight], place: Place, shards: int) -> Unit:
         shards,
         sum(x.padded for x in sizes),
         sum(x.whole for x in sizes),
-        sum(x.whole for w, x in pairs if not w.folded),
-        sizes[-1].whole if sizes else 0,
+        sum(x.whole for w, x in pairs if trained(w, still)),
+        sizes[-1].whole if sizes and (trained(found[-1], still) or not still) else 0,
         across,
-        sum(x.whole for w, x in pairs if UPCASTS and replicated(w, place) and not w.folded),
+        sum(x.whole for w, x in pairs if UPCASTS and replicated(w, place) and trained(w, still)),
         sum(x.whole for w, x in pairs if _remembered(w)),
         sum(x.whole for w, x in pairs if w.experts and w.name != "w2"),
+        sum(x.padded for w, x in pairs if still and not trained(w, still)),
     )
 
 

@@ -1,0 +1,129 @@
+"""Run a compiler's graph operator by operator, as its kernels allocate.
+
+Under a meter, a graph of inductor allocates what its kernels read and write: the result of an
+element-wise operator that only such operators and reductions read stays on chip, and what it was
+computed from lives until they have run. A kernel may write over its input, which isn't modelled.
+(Activation memory.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from checkpointing.tracing.operators import kind_of
+
+# Beside operators that torch tags as element-wise: what a kernel of inductor computes on its way.
+ON_CHIP = frozenset(
+    "convert_element_type clone _to_copy full full_like iota where constant_pad_nd fill "
+    "scalar_tensor embedding index gather slice_scatter select_scatter lift_fresh_copy".split()
+)
+REDUCTIONS = frozenset("sum mean amax amin var var_mean prod any all argmax argmin".split())
+
+
+def run_graph(graph: fx.GraphModule, args: list[Any], fused: bool) -> list[Any]:
+    """Return the outputs of a graph; a value is freed behind its last reader.
+
+    Args:
+        graph: of ATen operators.
+        args: arguments; the list is emptied.
+        fused: results of operators that `_stays_on_chip` are computed without a meter.
+    """
+    values: dict[fx.Node, _Value] = {}
+    nodes = list(graph.graph.nodes)
+    last = {read: node for node in nodes for read in node.all_input_nodes}
+    args.reverse()
+    for node in nodes:
+        if node.op == "placeholder":
+            values[node] = _Value(args.pop())
+        elif node.op == "output":
+            return [values[x].value if isinstance(x, fx.Node) else x for x in node.args[0]]
+        elif node.op == "get_attr":
+            values[node] = _Value(getattr(graph, node.target))
+        else:
+            values[node] = _computed(node, values, fused)
+        for read in node.all_input_nodes:
+            if last[read] is node:
+                del values[read]
+        if not node.users:
+            values.pop(node, None)
+    raise AssertionError("a graph has an output")
+
+
+@dataclass(frozen=True, eq=False)
+class _Value:
+    """Value of a node; if it has no memory, with those that are read in its place."""
+
+    value: Any
+    of: tuple[_Value, ...] = ()
+
+
+def _computed(node: fx.Node, values: dict[fx.Node, _Value], fused: bool) -> _Value:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n].value)
+    of = tuple(values[n] for n in node.all_input_nodes)
+    assert callable(node.target)
+    if not (fused and _stays_on_chip(node)):
+        passed = of if _is_view(node) else ()
+        return _Value(node.target(*args, **kwargs), passed)
+    with WithoutModes([v.value for v in (of or values.values())]):
+        return _Value(node.target(*args, **kwargs), of)
+
+
+def _stays_on_chip(node: fx.Node) -> bool:
+    """Return whether a node is element-wise and only kernels of such operators read it."""
+    return _element_wise(node) and _read_on_chip(node)
+
+
+def _read_on_chip(node: fx.Node) -> bool:
+    """Return whether element-wise operators and reductions alone read a node, or views of it."""
+    return all(
+        user.op != "output"
+        and (
+            _read_on_chip(user)
+            if _is_view(user)
+            else _element_wise(user) or operator_of(user) in REDUCTIONS
+        )
+        for user in node.users
+    )
+
+
+def _element_wise(node: fx.Node) -> bool:
+    if node.op != "call_function" or _is_view(node):
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or operator_of(node) in ON_CHIP
+
+
+def operator_of(node: fx.Node) -> str:
+    """Return the name of a node's operator; empty: it has none."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else schema.name.partition("::")[2]
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # an item of a tuple
+        return node.op == "call_function"
+    return kind_of(node.target).view
+
+
+class WithoutModes(ExitStack):
+    """Context without a meter, in which only the mode of fake tensors is active."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        super().__init__()
+        self.modes = [m for m in (getattr(v, "fake_mode", None) for v in values) if m is not None]
+
+    def __enter__(self) -> WithoutModes:
+        super().__enter__()
+        self.enter_context(_disable_current_modes())
+        if self.modes:
+            self.enter_context(self.modes[0])
+        return self
