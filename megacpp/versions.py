@@ -48,13 +48,6 @@ def minor(version):
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def installed_torch():
-    """Return the first two numbers of the installed torch, without importing it."""
-    from importlib import metadata
-
-    return minor(metadata.version("torch"))
-
-
 def remark(torch):
     """Return supported and tested torch versions, after a warning about an unsupported one."""
     first, *_, last = TRITON

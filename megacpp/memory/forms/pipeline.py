@@ -14,7 +14,7 @@ from megacpp.config.schema import KEEP
 from megacpp.memory.forms.batch import mask_bytes
 from megacpp.memory.forms.local_shapes import LocalShapes
 from megacpp.memory.forms.simulation import Layer, StepSimulation
-from megacpp.memory.forms.units import Unit
+from megacpp.memory.forms.units import TORCH, Unit
 from megacpp.model.stages import (
     BOTH_WAYS,
     V_SHAPED,
@@ -22,10 +22,9 @@ from megacpp.model.stages import (
     stage_parts,
     stages_per_rank,
 )
-from megacpp.versions import installed_torch
 
 # torch 2.15 and later allocates a buffer when it starts to receive into it, and frees it after use.
-BUFFERS_ON_RECEIPT = installed_torch() >= (2, 15)
+BUFFERS_ON_RECEIPT = TORCH >= (2, 15)
 
 
 def pipeline_step(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from types import MappingProxyType
 
 from megacpp.config.schema import Config, ModelConfig, OptimConfig
@@ -26,7 +27,7 @@ from megacpp.memory.forms.parameters import (
 )
 from megacpp.memory.forms.weights import Weight, weights
 from megacpp.model.pattern import warms_up
-from megacpp.versions import installed_torch
+from megacpp.versions import minor
 
 # What autocast casts and remembers: weights of linear layers (some read in one product), and of
 # the experts what their last product reads. What makes their hidden units is remembered only where
@@ -40,9 +41,10 @@ REMEMBERED = frozenset(
     "engram.wk engram.wk.bias engram.wv engram.wv.bias".split()
 )
 
+TORCH = minor(version("torch"))  # without importing it
 # FSDP2 of torch 2.15 and later takes gradients of parameters that tp replicates in the dtype of
 # their reduction (`may_reduce_grad_outside_dp`); of earlier ones, all are narrow until then.
-UPCASTS = installed_torch() >= (2, 15)
+UPCASTS = TORCH >= (2, 15)
 
 
 @dataclass(frozen=True, slots=True)
