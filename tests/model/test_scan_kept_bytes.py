@@ -130,7 +130,7 @@ def expected_of_mamba(layer: Mamba3, dtype: torch.dtype, again: bool) -> float:
     # dt: what softplus is taken of and what it gives. A: what softplus gives, or relu, 1 / (1 - a)
     # and their sum; and the rate.
     rates = 2 + {"softplus": 2, "heavy_tail": 4}[m.a_activation]
-    rates += 1 if dtype == torch.bfloat16 else 0  # a in FP32
+    rates += dtype == torch.bfloat16 and m.a_activation == "softplus"  # a in FP32
     weights = 7  # both sigmoids, gamma, scale, that above 0, its logarithm, sums of log decays
     angles = FP32 * (2 * A + H * A)  # tanh, that by chunks, the running sum of each head
     q_k = 2 * e * H * R * N
