@@ -157,8 +157,12 @@ class Graphs:
         key = budget, tuple(type(m) for m in module.modules())
         if key not in self._made:
             compiler = Compiler(self.backend, budget, self.halves, name, self.say)
-            self._made[key] = compiler.compile(function)
+            self._made[key] = self.make(compiler, function)
         return self._made[key]
+
+    def make(self, compiler: Compiler, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the function as `compiler` compiles it."""
+        return compiler.compile(function)
 
 
 def why_eager(block: Block) -> str | None:

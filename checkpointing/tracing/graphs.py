@@ -33,21 +33,9 @@ from megacpp.model.documents import Documents
 class TracedGraphs(Graphs):
     """Graphs of a model, made without values; modules of the same classes share them."""
 
-    def compiled(
-        self, module: nn.Module, function: Callable[..., Tensor], budget: float, name: str
-    ) -> Callable[..., Tensor]:
-        """Return `function(module, ...)` as a graph; see `Graphs.compiled`.
-
-        Args:
-            module: module to trace.
-            function: its computation.
-            budget: memory budget.
-            name: name of the graph in messages.
-        """
-        key = budget, tuple(type(m) for m in module.modules())
-        if key not in self._made:
-            self._made[key] = TracedGraph(Compiler(self.backend, budget, self.halves), function)
-        return self._made[key]
+    def make(self, compiler: Compiler, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the function as the graphs that `compiler` would make of it."""
+        return TracedGraph(compiler, function)
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ def test_no_model_waits(name: str, capacity: float | None, meta_as_gpu: list[str
 
 
 def expert_parallel(dispatch: str) -> list[str]:
-    """What the host waited for in a model whose experts are spread over two fake ranks."""
+    """Return what the host waited for in a model with experts spread over two fake ranks."""
     flags = f"tiny --model.pattern AEE --model.depth 3 --mesh.ep 2 --mesh.ep-dispatch {dispatch}"
     config = parse_run(flags.split(), 2).config
     with fake_world(config, 2, 0) as world:

@@ -30,7 +30,7 @@ NO_VERDICT = (3, 4, 5, CRASH)  # pytest's internal error, no such test, none col
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a run of tests.
+    """Outcome of a run of tests.
 
     Attributes:
         outcome: `killed`, `survived` or `timed out`.
