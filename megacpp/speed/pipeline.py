@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 Actions = tuple[tuple["StageAction", ...], ...]  # of each rank, in order
-LOOPED = "interleaved"
-KNOWN = ("gpipe", "1f1b", LOOPED)  # schedules that `schedule` knows
+INTERLEAVED = "interleaved"
+KNOWN = ("gpipe", "1f1b", INTERLEAVED)  # schedules that `schedule` knows
 
 
 class StageAction(NamedTuple):
@@ -47,16 +47,16 @@ def schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1) -> Act
     Raises:
         ValueError: another schedule, or microbatches that rounds of `interleaved` don't divide.
     """
-    if name == LOOPED and microbatches % max(1, microbatches // ranks):
+    if name == INTERLEAVED and microbatches % max(1, microbatches // ranks):
         raise ValueError(f"microbatches={microbatches}: no multiple of its rounds")
     if name == "gpipe":
         return tuple(
             tuple(StageAction(r, kind, m) for kind in "FB" for m in range(microbatches))
             for r in range(ranks)
         )
-    if name == "1f1b" or (name == LOOPED and per_rank == 1):
+    if name == "1f1b" or (name == INTERLEAVED and per_rank == 1):
         return tuple(_one_f_one_b(rank, ranks, microbatches) for rank in range(ranks))
-    if name == LOOPED:
+    if name == INTERLEAVED:
         return tuple(_interleaved(rank, ranks, microbatches, per_rank) for rank in range(ranks))
     raise ValueError(f"schedule={name}: only torch's own schedule object emits its actions")
 
@@ -276,7 +276,7 @@ def pipeline_seconds(
     """
     per_rank = len(stages) // ranks
     uneven = microbatches % max(1, microbatches // ranks) or microbatches > 2 * ranks
-    if name == LOOPED and per_rank > 1 and uneven and microbatches % ranks:
+    if name == INTERLEAVED and per_rank > 1 and uneven and microbatches % ranks:
         whole = -(-microbatches // ranks) * ranks
         return pipeline_seconds(name, stages, ranks, whole, send) * microbatches / whole
     few = 2 * ranks + microbatches % ranks
