@@ -103,9 +103,13 @@ def rounded(handle: TensorHandle) -> None:
         handle.data = nearest(handle.data)
 
 
-def truth(mask: TensorHandle) -> TensorHandle:
-    """Booleans of a mask: Triton 3.9 takes nothing else, and makes bytes of a splat of one."""
-    return TensorHandle(mask.data.astype(bool), tl.int1)
+def truth(mask: Any) -> TensorHandle:
+    """Booleans of a mask: Triton 3.9 takes nothing else, and makes bytes of a splat of one.
+
+    The mask of a block pointer or a descriptor is a plain array.
+    """
+    numbers = mask if isinstance(mask, np.ndarray) else mask.data
+    return TensorHandle(numbers.astype(bool), tl.int1)
 
 
 def no_bf16(self: Any, given: Any) -> None:

@@ -71,6 +71,14 @@ def sum_kernel(x, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def block_kernel(x, out, count, SIZE: tl.constexpr):
+    """Copies `count` numbers of a block of SIZE by block pointers, whose masks are arrays."""
+    source = tl.make_block_ptr(x, (count,), (1,), (0,), (SIZE,), (0,))
+    target = tl.make_block_ptr(out, (count,), (1,), (0,), (SIZE,), (0,))
+    tl.store(target, tl.load(source, boundary_check=(0,)), boundary_check=(0,))
+
+
+@triton.jit
 def count_kernel(out, count):
     for _ in range(count):
         tl.store(out, tl.load(out) + 1)
@@ -118,6 +126,13 @@ def test_casts_to_the_last_bit(mended: None) -> None:
     out = torch.empty(N, dtype=torch.bfloat16)
     cast_kernel[(1,)](x, out, SIZE=N)
     torch.testing.assert_close(out, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_block_pointers_stop_at_the_bound(dtype: torch.dtype, mended: None) -> None:
+    x, out = noise(N, dtype=dtype)[0], torch.zeros(N, dtype=dtype)
+    block_kernel[(1,)](x, out, 5, SIZE=N)
+    assert torch.equal(out, x.where(torch.arange(N) < 5, 0))
 
 
 def test_products_are_summed_in_fp32(mended: None) -> None:
