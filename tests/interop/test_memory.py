@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,12 @@ print(peak(lambda: load.load_weights(model, load.open_source(place, config))))
 
 def measured(code: str, *words: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", SAMPLED + code, *words], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", SAMPLED + code, *words],
+        cwd=ROOT,
+        # Freed tensors go back to the system at once: glibc otherwise learns to keep them.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])

@@ -71,7 +71,8 @@ FLAGS = {
     "fp64": [*FP64, *AHEAD],
     "no labels": [*FP64, "--train.grad-accum", "2"],
     "fp16": FP16,
-    "fp16, no overflow": [*FP16, "--precision.loss-scale", "1024"],  # on ranks others overflow
+    # On ranks others overflow.
+    "fp16, no overflow": [*FP16, *"--precision.loss-scale 1024 --optim.lr 1e-4".split()],
 }
 CASES = [
     Case("fp64"),
@@ -84,10 +85,10 @@ CASES = [
     Case("no labels", "--mesh.dp-shard 2", 2, 1, 2),
     Case("fp16, no overflow", "--mesh.dp-shard 2", 2, 1, 2),
 ]
-# fp64: sums in another order. fp16: the same roundings on one process; on ranks others, and the
-# first updates of AdamW are signs of gradients, of which small ones flip. A lost scale is off by
-# 1,024.
-LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 1e-5, "fp16, no overflow": 0.1}
+# fp64: sums in another order. fp16: the same roundings on one process; on ranks others, four of
+# 2^-10 in a maximum. AdamW's first updates are signs of gradients, of which small ones flip: a rate
+# of 1e-4 keeps such flips below the roundings. A lost scale is off by 1,024.
+LIMITS = {"fp64": 1e-10, "no labels": 1e-10, "fp16": 1e-5, "fp16, no overflow": 2.0**-8}
 
 
 def flags_of(name: str) -> list[str]:
