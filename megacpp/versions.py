@@ -19,8 +19,8 @@ TRITON = {
 TORCH = "2.13.0"  # `make` without TORCH=
 
 # The whole test suite ran with these, on these versions of Python; docs/install.md has the rest.
-TESTED_TORCH = ("2.13.0", "2.15.0")
-TESTED_PYTHON = ("3.11", "3.13")
+TESTED_TORCH = ("2.11.0", "2.13.0", "2.15.0")
+TESTED_PYTHON = ("3.11", "3.12", "3.13")
 
 
 def constraints(torch, python=sys.version_info):
