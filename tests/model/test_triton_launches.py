@@ -26,9 +26,9 @@ def unguarded(text: str) -> list[int]:
 def _launches(node: ast.AST, guards: set[str], inside: bool) -> list[int]:
     if isinstance(node, ast.With):
         inside = inside or any(_calls(item.context_expr, guards) for item in node.items)
-    launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    launch = launch and "kernel" in ast.unparse(node.func.value)
-    found = [node.lineno] if launch and not inside else []
+    found = []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and not inside:
+        found = [node.lineno] * ("kernel" in ast.unparse(node.func.value))
     for child in ast.iter_child_nodes(node):
         found += _launches(child, guards, inside)
     return found
