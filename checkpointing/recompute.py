@@ -61,9 +61,13 @@ class RecomputeError(RuntimeError):
 
 @dataclass
 class Replays:
-    """Number of recomputations per region; `running` during one."""
+    """Number of recomputations per region, and regions that drew random numbers.
+
+    `running` is set during a recomputation.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
+    drawing: set[str] = field(default_factory=set)
     running: bool = False
 
 
@@ -266,7 +270,16 @@ class _RegionCall:
         self._results_left = 0
 
     def first(self, forward: Forward, args: tuple[object, ...]) -> Any:
-        """Run the region in the forward."""
+        """Run the region in the forward.
+
+        Raises:
+            RecomputeError: it draws random numbers and a CUDA graph is captured.
+        """
+        drawing = self.recompute.replays.drawing
+        if self.context.captured and self.region in drawing:
+            raise RecomputeError(
+                f"region {self.region} draws random numbers, which a CUDA graph can't draw again"
+            )
 
         def pack(t: Tensor) -> Any:
             index, self.num_saves = self.num_saves, self.num_saves + 1
@@ -285,7 +298,10 @@ class _RegionCall:
             self.recompute.inside(self),
             self.context.watched(),
         ):
-            return self.fn(*args)
+            result = self.fn(*args)
+        if self.context.random is not None:
+            drawing.add(self.region)
+        return result
 
     def decide(self, fn: Callable[..., R], args: tuple[object, ...]) -> R:
         """Return a decision, made by the first run and remembered for recomputation."""

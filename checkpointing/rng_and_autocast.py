@@ -17,13 +17,16 @@ class RngAndAutocastState:
     Attributes:
         autocast: (device type, enabled, dtype) of the CPU and of the arguments' device.
         cache: whether autocast caches casts of weights.
-        devices: accelerators whose random state counts.
+        devices: accelerators whose random state counts. None of them while a CUDA graph is
+            captured: reading the state of a generator is an error then.
+        captured: whether a CUDA graph is captured.
         random: states of the CPU and of `devices`; None if the region draws nothing.
     """
 
     autocast: list[tuple[str, bool, torch.dtype]]
     cache: bool
     devices: list[torch.device]
+    captured: bool = False
     random: list[Tensor] | None = None
 
     @staticmethod
@@ -36,7 +39,9 @@ class RngAndAutocastState:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        return RngAndAutocastState(autocast, torch.is_autocast_cache_enabled(), devices)
+        captured = bool(devices) and torch.cuda.is_current_stream_capturing()
+        cache = torch.is_autocast_cache_enabled()
+        return RngAndAutocastState(autocast, cache, [] if captured else devices, captured)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

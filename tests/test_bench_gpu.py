@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu import steps
 from bench.gpu.__main__ import SECTIONS, main
 from bench.gpu.clock import median_s
-from bench.gpu.models import MODES
+from bench.gpu.models import MODES, config_of, models
 from bench.gpu.profile import slowest
 from bench.gpu.recompute import mark
 from bench.gpu.record import COLUMNS, GOALS, GpuRecord, as_markdown, reached
 from bench.gpu.shapes import MODELS, hybrid, ready
 from bench.gpu.steps import (
+    GIB,
     CapturedSteps,
     Steps,
     graph_unsupported_reason,
@@ -26,10 +28,12 @@ from bench.gpu.steps import (
     made_up,
 )
 from megacpp.blocks.mtp.config import MTPConfig
-from megacpp.config.checks.every import check
-from megacpp.config.schema import KEEP, PrecisionConfig
+from megacpp.config.checks.every import check, resolve
+from megacpp.config.presets import preset
+from megacpp.config.schema import KEEP, Config, PrecisionConfig
 from megacpp.kernels.chosen import host_of
 from megacpp.kernels.selection import OPERATIONS
+from megacpp.memory.estimate import MemoryEstimate
 from megacpp.model.flops import train_flops_per_token
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -84,6 +88,44 @@ def test_rates_follow_from_counted_flops(tiny_run: dict[str, Any]) -> None:
     flops = train_flops_per_token(model, row["seq_len"]) * row["tokens_per_s"]
     assert row["tflops"] == pytest.approx(flops / 1e12)
     assert sum(r["share"] for r in tiny_run["rows"] if r["section"] == "profile") <= 1.0
+
+
+def test_a_model_is_fitted_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dense_3b takes fewer rows on a device where 4 may not fit, and is left out where none do."""
+    upper = {4: 80.6, 2: 70.0, 1: 60.0}
+    estimate = steps.expected(ready(MODELS["dense_3b"](), True), CPU)
+
+    def expected(config: Config, device: torch.device) -> MemoryEstimate:
+        point = int(upper[config.train.device_batch_size] * GIB)
+        return replace(estimate, point=point - 5 * GIB, upper=point, budget=budget)
+
+    monkeypatch.setattr(steps, "expected", expected)
+    for gib, rows in ((90, 4), (79, 2), (61, 1)):
+        budget = gib * GIB
+        assert config_of("dense_3b", GpuRecord(None, CPU, 1.0)).train.device_batch_size == rows
+    budget = 50 * GIB
+    record = GpuRecord(None, CPU, 1.0)
+    models(record, ["dense_3b"])
+    assert "may not fit (60.0 of 50.0 GiB)" in record.skipped[0]["why"] and not record.rows
+
+
+def test_a_step_of_the_hybrid_has_the_tokens_of_a_real_one() -> None:
+    """Newton-Schulz is then a part of the step's FLOPs as it is in training, and is printed."""
+    config, quarter = ready(hybrid(13), False), preset("nam56r_quarter")
+    tokens = config.train.device_batch_size * config.train.grad_accum * config.data.seq_len
+    assert tokens >= resolve(quarter, 1).train.tokens_per_step == 131_072
+
+
+def test_flops_of_newton_schulz(tiny_run: dict[str, Any]) -> None:
+    row = next(r for r in tiny_run["rows"] if r["name"] == "dense_1b" and r["mode"] == "eager")
+    model = ready(MODELS["dense_1b"](), True).model
+    a, wide, heads = model.attention, model.dim, model.attention.head_dim
+    # Two A and two F blocks: Q, K, V, output; gate, up and down.
+    sides = [(wide, a.num_heads * heads)] * 2 + [(wide, a.num_kv_heads * heads)] * 2
+    sides += [(wide, model.mlp.hidden_dim)] * 3
+    muon = 2 * sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in sides)
+    whole = row["flops_per_token"] * row["rows"] * row["seq_len"] * row["grad_accum"]
+    assert row["muon_share"] == pytest.approx(muon / (muon + whole))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -169,9 +211,9 @@ def test_a_captured_step_is_the_step() -> None:
     """On a CPU its body runs as it is: the same weights, to the rounding of the divisor."""
     config = ready(hybrid(12), True)
     weights = []
-    for steps in (Steps(config, CPU, packed=False), CapturedSteps(config, CPU)):
-        steps.step()
-        weights.append([p.detach().clone() for p in steps.model.parameters()])
+    for made in (Steps(config, CPU, packed=False), CapturedSteps(config, CPU)):
+        made.step()
+        weights.append([p.detach().clone() for p in made.model.parameters()])
     for a, b in zip(*weights, strict=True):
         assert (a - b).abs().max() <= 1e-6
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
 from bench.gpu.clock import fresh, median_s
 from bench.gpu.record import GpuRecord, Row
-from bench.gpu.shapes import DEPTHS, MODELS, hybrid, ready
+from bench.gpu.shapes import CHOICES, MODELS, ready
 from bench.gpu.steps import (
     CapturedSteps,
     Steps,
     beside_estimate,
     compiled,
-    deepest,
+    fitted,
     graph_unsupported_reason,
 )
 from megacpp.config.schema import Config
@@ -31,8 +30,8 @@ MODES = ("eager", "eager, packed", "inductor", "graph", "inductor, graph")
 def models(record: GpuRecord, wanted: list[str]) -> None:
     """Measure every model in every mode that is legal for it."""
     for name in wanted or (TINY if record.tiny else MODELS):
-        if name not in MODELS:
-            record.skip("models", name, "", f"no such model: {', '.join(MODELS)}")
+        if name not in CHOICES:
+            record.skip("models", name, "", f"no such model: {', '.join(CHOICES)}")
             continue
         try:
             config = config_of(name, record)
@@ -44,11 +43,12 @@ def models(record: GpuRecord, wanted: list[str]) -> None:
 
 
 def config_of(name: str, record: GpuRecord) -> Config:
-    """Return a model ready to run; the hybrid as deep as the device allows."""
-    if name != "hybrid":
-        return ready(MODELS[name](), record.tiny)
-    makers = [partial(ready, hybrid(depth), record.tiny) for depth in DEPTHS]
-    return deepest(makers, record.device)  # type: ignore[arg-type]
+    """Return a model ready to run, as deep and with as many rows as the device takes.
+
+    Raises:
+        ConfigError: it doesn't fit.
+    """
+    return fitted((ready(make(), record.tiny) for make in CHOICES[name]), record.device)
 
 
 def one(record: GpuRecord, name: str, mode: str, config: Config) -> None:
@@ -105,7 +105,7 @@ def measured(steps: Steps, is_tiny: bool) -> Row:
     tokens = config.train.device_batch_size * config.data.seq_len
     number = config.train.grad_accum
     flops = train_flops_per_token(config.model, config.data.seq_len)
-    peak = device_peak_flops(device)
+    peak, muon = device_peak_flops(device), steps.muon_flops()
     return {
         "depth": config.model.depth,
         "parameters": steps.parameters,
@@ -114,6 +114,7 @@ def measured(steps: Steps, is_tiny: bool) -> Row:
         "grad_accum": number,
         "dtype": str(compute_dtype(config.precision, device)).removeprefix("torch."),
         "flops_per_token": flops,
+        "muon_share": muon / (muon + flops * tokens * number),
         "step_s": step_s,
         "pass_s": pass_s,
         "optimizer_s": optimizer_s,

@@ -33,6 +33,7 @@ COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
         ("mfu", "MFU", ".1%"),
         ("step_s", "step s", ".4f"),
         ("optimizer_s", "optimizer s", ".4f"),
+        ("muon_share", "Muon, of all FLOPs", ".1%"),
         ("first_s", "first step s", ".1f"),
         ("allocated_gib", "peak GiB", ".3f"),
         ("reserved_gib", "reserved", ".3f"),

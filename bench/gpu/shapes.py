@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megacpp.blocks.attention.config import AttentionConfig
 from megacpp.blocks.dense.config import MLPConfig
@@ -41,9 +42,9 @@ def dense_1b() -> Config:
     return _dense("dense_1b", 2048, 32, 16, 8192, rows=8)
 
 
-def dense_3b() -> Config:
-    """3.0B parameters; 16,384 tokens a microbatch, 4 microbatches a step."""
-    return _dense("dense_3b", 3072, 56, 24, 8192, rows=4)
+def dense_3b(rows: int = 4) -> Config:
+    """3.0B parameters; 4,096 tokens a row, 4 microbatches a step."""
+    return _dense("dense_3b", 3072, 56, 24, 8192, rows)
 
 
 def moe_1b() -> Config:
@@ -73,15 +74,19 @@ def moe_1b() -> Config:
     )
 
 
-def hybrid(depth: int = 52) -> Config:
-    """nam56r_base, or its first layers: the pattern of all letters but F, at width 3584."""
+def hybrid(depth: int = 52, rows: int = 2) -> Config:
+    """nam56r_base, or its first layers: the pattern of all letters but F, at width 3584.
+
+    A step has 16 microbatches, so at least the 131,072 tokens of the preset nam56r_quarter: Muon's
+    products don't grow with the tokens, and would be a larger part of a smaller step.
+    """
     base = nam56r_base()
     return replace(
         base,
         preset=f"hybrid_{depth}",
         model=replace(base.model, depth=depth),
         data=DataConfig(seq_len=4096),
-        train=TrainConfig(device_batch_size=2, grad_accum=4),
+        train=TrainConfig(device_batch_size=rows, grad_accum=16),
         # QK-clip needs a call after each step, which the benchmark lacks.
         optim=replace(base.optim, qk_clip=0.0),
         recompute=PER_BLOCK,
@@ -112,7 +117,13 @@ MODELS: dict[str, Callable[[], Config]] = {
     "moe_1b": moe_1b,
     "hybrid": hybrid,
 }
-DEPTHS = (52, 39, 26, 13)  # of the hybrid, the deepest that fits
+# Configurations of a name from the largest: a run takes the first that fits its device.
+CHOICES: dict[str, Sequence[Callable[[], Config]]] = {
+    **{name: (make,) for name, make in MODELS.items()},
+    "dense_3b": [partial(dense_3b, rows) for rows in (4, 2, 1)],
+    "hybrid": [partial(hybrid, depth) for depth in (52, 39, 26, 13)],
+    "hybrid_13": [partial(hybrid, 13, rows) for rows in (8, 4, 2, 1)],
+}
 
 
 def ready(config: Config, is_tiny: bool) -> Config:

@@ -5,7 +5,7 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from bench.gpu.clock import settle
 from checkpointing.apply import ActivationCheckpointing
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
+from megacpp.errors import config_error
 from megacpp.kernels.experts.grouped_mm import grouped_backend
 from megacpp.launch.gate import Estimator
 from megacpp.memory.estimate import MemoryEstimate
@@ -23,6 +24,8 @@ from megacpp.model.pattern import block_letters
 from megacpp.model.precision import compute_dtype
 from optim.build import build_optimizer
 from optim.clip import clip_gradients
+from optim.muon_adamw import MuonAdamW
+from optim.newton_schulz import newton_schulz_flops
 from parallel.boundary import AccumulationBoundary
 from parallel.build import build_model
 from parallel.mesh import World
@@ -66,6 +69,15 @@ class Steps:
         """Run a whole step of all its microbatches."""
         self.boundary.accumulate(self.batches)
         self.update()
+
+    def muon_flops(self) -> int:
+        """FLOPs of the products of Newton-Schulz in one update."""
+        plan = self.optimizer.plan() if isinstance(self.optimizer, MuonAdamW) else None
+        return sum(
+            newton_schulz_flops(rows, m.parameter.shape[-1], m.solver[0])
+            for m in (plan.matrices if plan else ())
+            for rows in m.view.heights(m.parameter.shape)
+        )
 
 
 class CapturedSteps(Steps):
@@ -227,12 +239,24 @@ def beside_estimate(config: Config, device: torch.device) -> dict[str, float | b
     return row
 
 
-def deepest(makers: list[Callable[[], Config]], device: torch.device) -> Config:
-    """Return the first configuration that the gate accepts, else the last."""
-    for make in makers:
-        if expected(make(), device).verdict != "does_not_fit":
-            return make()
-    return makers[-1]()
+def fitted(configs: Iterable[Config], device: torch.device) -> Config:
+    """Return the first configuration whose upper bound fits a device.
+
+    Raises:
+        ConfigError: none does.
+    """
+    config, found = Config(), None
+    for config in configs:
+        found = expected(config, device)
+        if found.verdict not in ("at_risk", "does_not_fit"):
+            return config
+    assert found is not None and found.budget is not None, "no configuration"
+    raise config_error(
+        "model.depth",
+        config.model.depth,
+        f"may not fit ({found.upper / GIB:.1f} of {found.budget / GIB:.1f} GiB)",
+        "take a device with more memory, or a smaller model",
+    )
 
 
 def compiled(config: Config, is_tiny: bool) -> Config:

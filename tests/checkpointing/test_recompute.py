@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpointing.recompute import BlockRecompute, RecomputeError, Replays
+from checkpointing.rng_and_autocast import RngAndAutocastState
 from checkpointing.tracing.live_bytes import LiveBytes
 from megacpp.model.recompute import recomputing
 from megacpp.model.regions import Region
@@ -89,6 +90,59 @@ def test_random_numbers_after_the_backward_are_as_without() -> None:
         gradients(model, inputs())
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
+
+
+class Generators:
+    """Module of an accelerator whose generators can't be read while a graph is captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads, self.capturing = 0, False
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def get_rng_state(self, device: torch.device) -> Tensor:
+        if self.capturing:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::get_state during graph capture")
+        self.reads += 1
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
+        assert not self.capturing
+
+
+class OnGpu(Tensor):
+    """Tensor of the CPU that says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
+    """Every region has a further argument, on a GPU."""
+    plain, there = RngAndAutocastState.now, torch.ones(()).as_subclass(OnGpu)
+    monkeypatch.setattr(RngAndAutocastState, "now", lambda args: plain([*args, there]))
+    return Generators(monkeypatch)
+
+
+def test_no_generator_is_read_while_a_graph_is_captured(generators: Generators) -> None:
+    model, _ = stack({"norm", "mlp"})
+    expected = gradients(model, inputs())
+    assert generators.reads == 2 * 2 * 3  # before and after each region
+    generators.capturing = True
+    model.zero_grad()
+    for found, other in zip(gradients(model, inputs()), expected, strict=True):
+        assert torch.equal(found, other)
+    assert generators.reads == 2 * 2 * 3
+
+
+def test_a_region_that_draws_is_not_captured(generators: Generators) -> None:
+    model, _ = stack({"mlp"}, dropout=0.5)
+    gradients(model, inputs())
+    generators.capturing = True
+    with pytest.raises(RecomputeError, match="region mlp draws random numbers"):
+        model(inputs())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from megacpp.cli.main import main
 from megacpp.interop.compare import WITHIN, load_model, our_logits
@@ -16,6 +15,8 @@ from megacpp.run.sample import generate
 from megacpp.state.tensors import model_tensors
 from tests.interop.models import CASES, built, final_folder, model_of
 from tests.state.toy import differences
+
+transformers = pytest.importorskip("transformers")
 
 IDS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(3))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from megacpp.cli.main import main
@@ -19,6 +18,8 @@ from megacpp.interop.hf_config import read_hf_config
 from megacpp.interop.places import locate, read_model
 from megacpp.interop.table import CLASSES
 from tests.interop.models import final_folder
+
+transformers = pytest.importorskip("transformers")
 
 COMMON = {
     "hidden_size": 32,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megacpp.cli.main import main
 from megacpp.config.schema import Config, DataConfig
@@ -22,6 +21,8 @@ from megacpp.run.sample import generate
 from megacpp.state.export import load_exported
 from tests.interop.models import tokenizer
 from tests.launch import forked
+
+transformers = pytest.importorskip("transformers")
 
 SIZES = """--model.dim 32 --model.depth 4 --model.vocab-size 400 --model.attention.num-heads 4
  --model.attention.num-kv-heads 2 --model.attention.head-dim 8 --data.seq-len 64

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
@@ -20,6 +19,8 @@ from megacpp.launch.agent import exit_code, killed, notes
 from megacpp.launch.command import node_lines, node_shape, quoted, torchrun_words
 from megacpp.outcome import note
 from megacpp.state.checkpoint import save_checkpoint
+
+yaml = pytest.importorskip("yaml", reason="not installed: pyyaml")
 
 
 def launch_words(words: list[str]) -> tuple[list[str], int, list[str]]:

@@ -86,8 +86,9 @@ def units_backward(
     return grads + ([] if weight_S is None else [weight]), units if wants_units else None
 
 
-def _launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **constants: Any) -> None:
-    kernel[grid](*args, **constants)
+def _launch(kernel: Any, grid: tuple[Any, ...], x: Tensor, *args: Any, **constants: Any) -> None:
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernel[grid](x, *args, **constants)
 
 
 # Operators of their own: tensors without values pass, and a compiler need not look inside.

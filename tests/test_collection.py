@@ -1,0 +1,60 @@
+"""Tests are collected where only torch and the core packages are: a GPU's image has no more."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Modules of packages whose names differ.
+MODULES = {"pyyaml": "yaml", "lm-eval": "lm_eval", "transformer-engine": "transformer_engine"}
+PACKAGED = {"pytest", "packaging"}  # what runs the tests, and what it brings
+
+
+def optional() -> set[str]:
+    """Modules of the packages that only an extra installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {name_of(words) for words in project["dependencies"]}
+    extras = {name_of(w) for words in project["optional-dependencies"].values() for w in words}
+    return {MODULES.get(n, n.replace("-", "_")) for n in extras - core} - PACKAGED - {"megacpp"}
+
+
+def name_of(requirement: str) -> str:
+    for end in "[<>=! ;":
+        requirement = requirement.partition(end)[0]
+    return requirement
+
+
+def imported_at_once(text: str) -> set[str]:
+    """Modules that a file imports when it is collected, those of `if` and `with` left out."""
+    found = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_no_test_imports_an_optional_package_when_it_is_collected() -> None:
+    names = optional()
+    assert names >= {"transformers", "yaml", "mamba_ssm", "triton"}
+    for path in sorted((ROOT / "tests").glob("**/test_*.py")):
+        wrong = imported_at_once(path.read_text()) & names
+        assert not wrong, f"{path.relative_to(ROOT)}: {wrong}: use pytest.importorskip"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import yaml", {"yaml"}),
+        ("from transformers.models import x", {"transformers"}),
+        ('x = pytest.importorskip("yaml")', set()),
+        ("def f():\n    import yaml", set()),
+    ],
+)
+def test_imports_are_seen(text: str, found: set[str]) -> None:
+    assert imported_at_once(text) == found
