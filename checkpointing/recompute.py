@@ -61,10 +61,7 @@ class RecomputeError(RuntimeError):
 
 @dataclass
 class Replays:
-    """Number of recomputations per region, and regions that drew random numbers.
-
-    `running` is set during a recomputation.
-    """
+    """Number of recomputations per region; `running` during one; regions that drew numbers."""
 
     counts: dict[str, int] = field(default_factory=dict)
     drawing: set[str] = field(default_factory=set)
@@ -270,11 +267,7 @@ class _RegionCall:
         self._results_left = 0
 
     def first(self, forward: Forward, args: tuple[object, ...]) -> Any:
-        """Run the region in the forward.
-
-        Raises:
-            RecomputeError: it draws random numbers and a CUDA graph is captured.
-        """
+        """Run the region in the forward; RecomputeError if a graph captures random numbers."""
         drawing = self.recompute.replays.drawing
         if self.context.captured and self.region in drawing:
             raise RecomputeError(

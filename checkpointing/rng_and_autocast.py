@@ -17,8 +17,7 @@ class RngAndAutocastState:
     Attributes:
         autocast: (device type, enabled, dtype) of the CPU and of the arguments' device.
         cache: whether autocast caches casts of weights.
-        devices: accelerators whose random state counts. None of them while a CUDA graph is
-            captured: reading the state of a generator is an error then.
+        devices: accelerators whose random state counts; none while a CUDA graph is captured.
         captured: whether a CUDA graph is captured.
         random: states of the CPU and of `devices`; None if the region draws nothing.
     """
