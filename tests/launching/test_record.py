@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.utils import canonicalize_name
 
 from megacpp.config.presets import tiny
 from megacpp.errors import DataError
@@ -32,7 +33,7 @@ def test_versions_of_packages_and_of_the_machine(tmp_path: Path) -> None:
     """Each by what the package itself says; null where there is none."""
     found = written(tmp_path)["versions"]
     assert set(found) == {*PACKAGES, *MACHINE} and set(found) >= OPTIONAL
-    there = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    there = {canonicalize_name(d.metadata["Name"]): d.version for d in metadata.distributions()}
     for name in PACKAGES:
         assert found[name] == there.get(name), name
     # A wheel's own version may lack the `+cu132` that torch says of itself.
