@@ -87,6 +87,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
     share = world.coordinate("batch"), world.degree("batch")
     loader, health = Loader(corpus, *share, config.train.device_batch_size), Health()
     counters, saved = {"health": health, "loss_scale": boundary.loss_scale}, folder / "checkpoints"
+    counters |= corpus.counters
     state = TrainingState(saved, model, optimizer, config, corpus.fingerprint, loader, counters)
     with clock.span("checkpoint"):
         state.resume(start_point(peers, config))
@@ -112,6 +113,7 @@ def main(resolved: Resolved, peers: RankStore) -> None:
         records.begin(step)
         lr = config.optim.lr * lr_multiplier(state.updates, config.run.steps, config.optim)
         rates, grad_accum = learning_rates(optimizer), batches.accum(step)
+        corpus.begin_step(step, loader.position)
         sums = boundary.accumulate(clock.reading(loader.take(grad_accum)), step)
         norm = clip_gradients(
             model,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megacpp.blocks.experts.router import Router
 from megacpp.blocks.m2rnn.scan import M2RNNScan
 from megacpp.blocks.mtp.module import MultiTokenPrediction
+from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.errors import NonFiniteError
@@ -39,7 +40,7 @@ from parallel.expert.load import LoadTable
 from parallel.guard import NonFiniteGuard
 from parallel.loss_scale import LossScale
 from parallel.mesh import World
-from parallel.step_sums import StepReduction, StepSums, Totals
+from parallel.step_sums import StepReduction, StepSums, Totals, microbatch_sums
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -89,7 +90,7 @@ class AccumulationBoundary:
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
         self.needs_full_row, self.depths = config.model.needs_full_row, config.model.mtp.depths
-        self.steps = config.run.steps
+        self.steps, self.mixed = config.run.steps, list(source_folders(config.data))
         self.guard = NonFiniteGuard(model, world, stages, config.train.nonfinite != "off")
         self.loss_scale = LossScale(config.precision)
         self.sources = [m for m in model.modules() if isinstance(m, AuxiliarySource)]
@@ -120,25 +121,25 @@ class AccumulationBoundary:
         self._set_scales(totals, step)
         self.guard.reset()
         if self.pipeline is not None:
-            sums = torch.stack(self.pipeline.accumulate(batches, divisors))
+            sums = self.pipeline.accumulate(batches, divisors)
         else:
-            sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+            sums = self._no_sums()
             for number, (batch, divisor) in enumerate(zip(batches, divisors, strict=True)):
                 self._sync_gradients(last=number == len(batches) - 1)
-                mine = share(batch, self.layout, self.needs_full_row, self.world.device)
+                mine = self._mine(batch)
                 with region("forward"):
                     out = self._run(mine)
                 with region("backward"):
                     (out.loss_sum / divisor.to(out.loss_sum.dtype)).backward()
                 mine.docs.forget()
-                sums += torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
+                sums += microbatch_sums(out, mine)
                 del out  # what its graph still holds, before the next one is made
         self.guard.clean_unreduced()
         self._complete_gradients()
         if self.pipeline is not None:
             self.pipeline.sync_copies()
         self.world.sum(sums, "loss")
-        return StepSums(sums[0], sums[1], totals, self._numbers_along(sums))
+        return StepSums(sums[0], sums[1], totals, self._numbers_along(sums[:2]), sums[2:])
 
     @region("check_step")
     def check_step(self, sums: StepSums, norm: Tensor) -> StepStatus:
@@ -156,7 +157,10 @@ class AccumulationBoundary:
         totals = sums.totals
         counts = torch.stack([totals.valid.sum(), totals.target_bytes]).double()
         numbers = torch.cat([norm.double().view(1), sums.nll_sum.view(1), counts, sums.along])
+        numbers = torch.cat([numbers, sums.nll_by_source, totals.by_source])
         grad_norm, nll_sum, valid, target_bytes, *along = numbers.tolist()
+        along, by_source = along[: len(sums.along)], along[len(sums.along) :]
+        nll_S, valid_S = by_source[: len(self.mixed)], by_source[len(self.mixed) :]
         reduced = StepReduction.unpack(along)
         main, own = (math.sqrt(s) if s >= 0 else math.nan for s in reduced.router_squares)
         on = {term for source in self.sources for term in source.auxiliary}
@@ -180,6 +184,9 @@ class AccumulationBoundary:
             loads=self.loads.read(reduced.loads),
             leaving=int(reduced.leaving),
             loss_scale=self.loss_scale.value if self.loss_scale.dynamic else None,
+            loss_by_source={
+                name: nll / n for name, nll, n in zip(self.mixed, nll_S, valid_S, strict=True) if n
+            },
         )
         if not status.clean and self.train.nonfinite == "raise":
             raise NonFiniteError(
@@ -244,20 +251,24 @@ class AccumulationBoundary:
         self.model.eval()
         totals = self._totals(batches)
         if self.pipeline is not None:
-            sums = torch.stack(self.pipeline.evaluate(watch(batches)))
+            sums = self.pipeline.evaluate(watch(batches))
         else:
-            sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+            sums = self._no_sums()
             for batch in watch(batches):
-                out = self._forward(batch)
-                sums += torch.stack([out.loss_sum, out.nll_sum]).double()
+                mine = self._mine(batch)
+                sums += microbatch_sums(self._run(mine), mine)
         self.world.sum(sums, "loss")
         self.model.train(training)
         for unit in self.units:  # no backward follows that would: parameters are shards again
             unit.reshard()
-        return StepSums(sums[0], sums[1], totals, sums.new_zeros(0))
+        return StepSums(sums[0], sums[1], totals, sums.new_zeros(0), sums[2:])
 
-    def _forward(self, batch: Batch) -> LossSum:
-        return self._run(share(batch, self.layout, self.needs_full_row, self.world.device))
+    def _mine(self, batch: Batch) -> Batch:
+        """Return this rank's part of a microbatch."""
+        return share(batch, self.layout, self.needs_full_row, self.world.device)
+
+    def _no_sums(self) -> Tensor:
+        return torch.zeros(2 + len(self.mixed), dtype=torch.float64, device=self.world.device)
 
     def _run(self, batch: Batch) -> LossSum:
         with self._precision():
@@ -276,12 +287,14 @@ class AccumulationBoundary:
             valid = [sum(valid)]
         target_bytes = sum(batch.target_bytes for batch in batches)
         further = [[batch.num_ahead(k + 1) for batch in batches] for k in range(self.depths)]
-        host = [torch.tensor([target_bytes, *valid])]
+        read = [batch.source_targets for batch in batches if batch.source_targets]
+        mixed = [sum(column) for column in zip(*read, strict=True)] or [0] * len(self.mixed)
+        host = [torch.tensor([target_bytes, *valid, *mixed])]
         host += [torch.stack(of_depth).sum(0, keepdim=True) for of_depth in further]
         counts = to_device(torch.cat(host), self.world.device)
         self.world.sum(counts, "batch")
-        labels, ahead = counts[1:].split([len(valid), self.depths])
-        return Totals(tokens, counts[0], labels, len(batches), ahead)
+        labels, by_source, ahead = counts[1:].split([len(valid), len(mixed), self.depths])
+        return Totals(tokens, counts[0], labels, len(batches), ahead, by_source)
 
     def _sync_gradients(self, last: bool) -> None:
         """Set FSDP2's behaviour in a microbatch's backward; a pipeline's schedule does it itself.

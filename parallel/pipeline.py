@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
+from megacpp.config.mix import source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Batch
 from megacpp.model.hybrid import has_embedding_copy
@@ -82,6 +83,7 @@ class Pipeline:
         self.tied = has_embedding_copy(config.model) and self.owners[0] != self.owners[-1]
         self.model, self.dtype = config.model, compute_dtype(config.precision, world.device)
         self.needs_full_row = config.model.needs_full_row
+        self.sources = len(source_folders(config.data))
         self.layout = ContextLayout.for_rank(
             config.mesh.cp_order, world.coordinate("cp"), world.degree("cp")
         )
@@ -104,7 +106,7 @@ class Pipeline:
                     stacklevel=2,
                 )
 
-    def accumulate(self, microbatches: Sequence[Batch], divisors: Tensor) -> tuple[Tensor, Tensor]:
+    def accumulate(self, microbatches: Sequence[Batch], divisors: Tensor) -> Tensor:
         """Run forward and backward over all microbatches; `.grad` then holds reduced gradients.
 
         What another rank has a copy of still has those of this rank alone: `sync_copies`.
@@ -141,7 +143,7 @@ class Pipeline:
         return self._sums()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """Return the sums of batches, forward only; each rank of `pp` brings as many batches.
 
         One batch after the other goes through the stages: with two stages a rank waits for a
@@ -251,15 +253,14 @@ class Pipeline:
                 for t in (x.contiguous(), *stage.leaving()):
                     dist.send(t, group=group, group_dst=target)
 
-    def _sums(self) -> tuple[Tensor, Tensor]:
-        """Return the sums of the last stage since the last call, on every rank of `pp`."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+    def _sums(self) -> Tensor:
+        """Return `[2 + S]`, sums of the last stage since the last call, on every rank of `pp`."""
+        sums = torch.zeros(2 + self.sources, dtype=torch.float64, device=self.world.device)
         for stage in self.stages:
             for of_batch in stage.sums:
                 sums += of_batch
             stage.sums.clear()
-        self.world.sum(sums, "pp")
-        return sums[0], sums[1]
+        return self.world.sum(sums, "pp")
 
     @torch.no_grad()
     def sync_copies(self) -> None:

@@ -24,6 +24,7 @@ from megacpp.model.hybrid import HybridLM, begin, finish, has_embedding_copy
 from megacpp.model.pattern import ENTRANCE, EXIT
 from megacpp.model.stages import StagePart
 from parallel.handoff import ChoiceHandoff
+from parallel.step_sums import microbatch_sums
 
 
 class Stage(nn.Module):
@@ -42,7 +43,7 @@ class Stage(nn.Module):
         choices: packs and unpacks a choice of keys from or for another stage.
         taken, handed: choices of microbatches that wait for their forward, or to be sent.
         lender: the first stage, of whose weights a last stage on its rank uses some.
-        sums: of a last stage, loss sum and cross entropy sum of each forward; the caller clears it.
+        sums: of a last stage, `microbatch_sums` of each forward; the caller clears it.
     """
 
     def __init__(self, model: HybridLM, part: StagePart) -> None:
@@ -96,7 +97,7 @@ class Stage(nn.Module):
             self._hand(choice, docs)
             return x
         out = finish(self, x, batch.labels_BT, docs)
-        self.sums.append(torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double())
+        self.sums.append(microbatch_sums(out, batch))
         if self.lender is not None and out.loss_sum.requires_grad:
             out.loss_sum.register_hook(self._end_with_lender)
         return out.loss_sum

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacpp.data.batches import Batch
 from megacpp.model.auxiliary import TERMS
+from megacpp.model.head import LossSum
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Totals:
         valid: int64, labels that count: of each microbatch or, where that is enough, of all.
         microbatches: of this rank.
         ahead: int64, labels further ahead that count, by depth of multi-token prediction.
+        by_source: int64, labels that count, by source of a mixture.
     """
 
     tokens: int
@@ -28,6 +31,7 @@ class Totals:
     valid: Tensor
     microbatches: int
     ahead: Tensor
+    by_source: Tensor
 
     def divisors(self, rule: str) -> Tensor:
         """Return the divisor of the loss sum of each microbatch, fp64 `[microbatches]`; never 0.
@@ -41,6 +45,15 @@ class Totals:
             return self.valid.sum().clamp(min=1).double().expand(self.microbatches)
         assert len(self.valid) == self.microbatches
         return self.valid.clamp(min=1).double() * self.microbatches
+
+
+@torch.no_grad()
+def microbatch_sums(out: LossSum, batch: Batch) -> Tensor:
+    """Return loss sum, cross entropy sum, and the latter by source of a mixture: fp64 `[2 + S]`."""
+    sums = torch.stack([out.loss_sum.detach(), out.nll_sum.detach()]).double()
+    if batch.sources_SB is None:
+        return sums
+    return torch.cat([sums, batch.sources_SB @ out.nll_B.double()])
 
 
 @dataclass(frozen=True)
@@ -107,12 +120,14 @@ class StepSums:
         nll_sum: cross entropy alone, nats.
         totals: see there.
         along: this rank's `StepReduction`, packed; it waits for the gradient norm.
+        nll_by_source: cross entropy by source of a mixture, `[S]`.
     """
 
     loss_sum: Tensor
     nll_sum: Tensor
     totals: Totals
     along: Tensor
+    nll_by_source: Tensor
 
     @property
     def tokens(self) -> int:

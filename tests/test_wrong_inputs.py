@@ -179,6 +179,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("tiny --model.moe.capacity-factor 0", "model.moe.capacity_factor=0.0", "above 0"),
     ("tiny --model.moe.z-loss -1", "model.moe.z_loss=-1.0", "at least 0"),
     ("tiny --data.seq-len 1", "data.seq_len=1", "at least 2"),
+    ("tiny --data.mix code=0.6,prose", "data.mix=code=0.6,prose", "'prose' isn't NAME=SHARE"),
+    ("tiny --data.mix code=1@5", "data.mix=code=1@5", "must rise from 0"),
     ("tiny --model.mtp.depths -1", "model.mtp.depths=-1", "at least 0"),
     ("tiny --model.mtp.depths 64 --data.seq-len 64", "model.mtp.depths=64", "data.seq_len=64"),
     ("tiny --model.mtp.depths 1 --model.mtp.loss -1", "model.mtp.loss=-1.0", "at least 0"),

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class Batch:
         target_bytes: UTF-8 bytes of the valid labels (for bits per byte).
         num_targets: number of valid labels.
         rows: global row numbers (training) or row numbers of the split (validation).
+        sources_SB: of a mixture: 1 where a row is of a source, else 0, fp64.
+        source_targets: of a mixture: number of valid labels by source.
     """
 
     ids_BT: Tensor
@@ -58,14 +60,19 @@ class Batch:
     target_bytes: int
     num_targets: int
     rows: tuple[int, ...]
+    sources_SB: Tensor | None = None
+    source_targets: Sequence[int] = ()
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to another device."""
-        ids_BT, labels_BT = (to_device(x, device) for x in (self.ids_BT, self.labels_BT))
-        return replace(self, ids_BT=ids_BT, labels_BT=labels_BT, docs=self.docs.to(device))
+        found: dict[str, Any] = {"docs": self.docs.to(device)}
+        for name in ("ids_BT", "labels_BT", "sources_SB"):
+            if (x := getattr(self, name)) is not None:
+                found[name] = to_device(x, device)
+        return replace(self, **found)
 
     def split(self, parts: int) -> list[Batch]:
-        """Return equal parts, some rows each; the first has the bytes of all labels."""
+        """Return equal parts, some rows each; the first has bytes and sources of all labels."""
         each, rest = divmod(len(self.ids_BT), parts)
         assert not rest and self.docs.row is None and self.docs.tokens_BT is None
         found = []
@@ -79,6 +86,8 @@ class Batch:
                 target_bytes=0 if first else self.target_bytes,
                 num_targets=int((labels_BT != IGNORED).sum()),
                 rows=self.rows[here],
+                sources_SB=None if self.sources_SB is None else self.sources_SB[:, here],
+                source_targets=[] if first else self.source_targets,
             )
             found.append(part)
         return found
@@ -143,6 +152,14 @@ class Corpus:
     def fingerprint(self) -> str:
         """Short hash of tokens, boundaries and tokenizer."""
         return fingerprint(self.index)
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Counters to save with the state of a run, by name: none, a row number says it all."""
+        return {}
+
+    def begin_step(self, step: int, row: int) -> None:
+        """Begin a step at a global row: nothing changes (a `Mixture` may change its shares)."""
 
     def split_row(self, global_row: int) -> int:
         """Return the training split's row for a global row; an epoch visits each row once."""

@@ -17,7 +17,7 @@ from megacpp.trace_region import region
 
 
 class TrainingRows(Protocol):
-    """Source of rows: a `Corpus`."""
+    """Source of rows: a `Corpus` or a `Mixture`."""
 
     def train_batch(self, rows: Sequence[int], /) -> Batch:
         """Return training rows by global number."""

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from megacpp.config.mix import data_setting
 from megacpp.config.schema import Config
 from megacpp.errors import DataError, config_error
 from megacpp.outcome import write_status
@@ -79,7 +80,7 @@ def _compare(peers: RankStore, config: Config, fingerprint: str, token: Path) ->
     """Compare folder and corpus with rank 0's."""
     if (other := peers.hear("corpus")) != fingerprint:
         raise DataError(
-            f"data.path={config.data.path}: this node's corpus [{fingerprint}] isn't rank 0's "
+            f"{data_setting(config.data)}: this node's corpus [{fingerprint}] isn't rank 0's "
             f"[{other}]. Fix: copy one corpus to all nodes, or use a shared file system."
         )
     if not _seen(token):

@@ -15,7 +15,6 @@ from megacpp.config.batch_schedule import batch_schedule
 from megacpp.config.checks.every import tokens_formula
 from megacpp.config.checks.mesh import batch_ranks
 from megacpp.config.schema import Config
-from megacpp.data.batches import Corpus
 from megacpp.kernels.chosen import as_chosen, choices, kernel_lines, kernel_record
 from megacpp.kernels.selection import BackendSelection
 from megacpp.launch.features import feature_lines
@@ -30,7 +29,7 @@ from megacpp.model.count import count_parameters, table_lines
 from megacpp.model.flops import train_flops_per_token
 from megacpp.model.precision import check_device, compute_dtype, storage_dtype
 from megacpp.model.stages import as_scheduled
-from megacpp.run.corpus import check_corpus, open_corpus, vocabulary_lines
+from megacpp.run.corpus import RunCorpus, check_corpus, open_corpus, vocabulary_lines
 from megacpp.run.kernel_check import verify_kernels
 from megacpp.run.metrics import device_peak_flops
 from megacpp.run.predicted import Prediction, check_mfu, foresee
@@ -91,7 +90,7 @@ class PreparedLaunch:
     """
 
     resolved: Resolved
-    corpus: Corpus
+    corpus: RunCorpus
     device: torch.device
     admission: Admission
     kernels: Mapping[str, BackendSelection]

@@ -32,12 +32,14 @@ class LossSum:
         loss_sum: 0-d, differentiated: cross entropy plus z-loss, summed over valid tokens.
         valid_tokens: 0-d int64, number of labels that aren't -100.
         nll_sum: 0-d, cross entropy alone in nats, for reports; carries no gradient.
+        nll_B: the same by row, `[B]`.
         ahead_sum: 0-d, weighted losses of tokens further ahead (`AheadStates`).
     """
 
     loss_sum: Tensor
     valid_tokens: Tensor
     nll_sum: Tensor
+    nll_B: Tensor
     ahead_sum: Tensor | None = None
 
 
@@ -89,11 +91,12 @@ class LanguageModelHead(nn.Module):
         the weight's gradient once for each.
         """
         out = self._loss(x_BTD, labels_BT, self.weight)
+        nll_B = out.nll_N.view(labels_BT.shape).sum(1)
         if ahead is None:
-            return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum)
+            return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum, nll_B)
         weight = self.weight.detach() if ahead.detached else self.weight
         further = self._loss(ahead.x_NTD, ahead.labels_NT, weight, ahead.weight_N)
-        return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum, further.loss_sum)
+        return LossSum(out.loss_sum, out.valid_tokens, out.nll_sum, nll_B, further.loss_sum)
 
     def _loss(
         self, x_BTD: Tensor, labels_BT: Tensor, weight: Tensor, counts_N: Tensor | None = None

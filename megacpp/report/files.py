@@ -18,6 +18,7 @@ STEP: dict[str, tuple[type, ...]] = {
     "tokens": (int,),
     "skipped": (bool,),
     "lr_groups": (dict,),
+    "loss_by_source": (dict,),
     "load_max_over_mean": (dict,),
     "load_entropy": (dict,),
     **dict.fromkeys(("loss", "bits_per_byte", "grad_norm", "lr", "mfu"), NUMBER),

@@ -139,6 +139,7 @@ def _curves(data: Mapping[str, Any]) -> list[str]:
     rates = grouped("rates", power) or lines([ChartLine("", points("lr"))], power)
     drawn = [
         ("loss, nats a token", learned("loss")),
+        ("loss by source of the mixture, nats a token", grouped("sources", plain)),
         ("bits per byte", learned("bits_per_byte", levels=levels, said=said)),
         ("gradient norm", noisy("grad_norm", plain)),
         ("learning rate by parameter group", rates),

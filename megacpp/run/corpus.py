@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+from megacpp.config.mix import mix_stages, source_folders
 from megacpp.config.schema import Config
 from megacpp.data.batches import Corpus
+from megacpp.data.mixture import Mixture
 from megacpp.data.shards import INDEX
 from megacpp.data.sources import TORCH_HEADERS
 from megacpp.errors import DataError, config_error
 
+RunCorpus = Corpus | Mixture
 
-def open_corpus(config: Config, verify: bool = False) -> Corpus:
-    """Open `data.path`; the error for a missing corpus names the command that makes it.
+
+def open_corpus(config: Config, verify: bool = False) -> RunCorpus:
+    """Open `data.path` or `data.mix`; the error for a missing corpus names what makes it.
 
     Args:
         config: configuration of the run.
@@ -21,7 +26,19 @@ def open_corpus(config: Config, verify: bool = False) -> Corpus:
 
     Raises:
         DataError: there is no corpus, or it is damaged.
+        ConfigError: the corpora of a mixture have different tokenizers.
     """
+    folders = source_folders(config.data)
+    if not folders:
+        return _open(config, verify)
+    corpora = {
+        name: _open(replace(config, data=replace(config.data, path=str(path))), verify)
+        for name, path in folders.items()
+    }
+    return Mixture(corpora, mix_stages(config.data.mix), config.data.mix)
+
+
+def _open(config: Config, verify: bool) -> Corpus:
     path = Path(config.data.path)
     if not (path / INDEX).is_file():
         found = f"holds no {INDEX}, so it is not a corpus" if path.is_dir() else "no such folder"
@@ -38,7 +55,7 @@ def prepare_command(config: Config) -> str:
     return f"megacpp data prepare YOUR_TEXTS --out {path} --vocab-size {config.model.vocab_size}"
 
 
-def check_corpus(config: Config, corpus: Corpus) -> None:
+def check_corpus(config: Config, corpus: RunCorpus) -> None:
     """Check the configuration against its corpus.
 
     Raises:
@@ -48,12 +65,12 @@ def check_corpus(config: Config, corpus: Corpus) -> None:
         raise config_error(
             "model.vocab_size",
             config.model.vocab_size,
-            f"the corpus {config.data.path} has {corpus.vocab_size} ids",
+            f"the corpus {config.data.mix or config.data.path} has {corpus.vocab_size} ids",
             f"use model.vocab_size={_rows(config, corpus)} or prepare the corpus with fewer",
         )
 
 
-def vocabulary_lines(config: Config, corpus: Corpus) -> list[str]:
+def vocabulary_lines(config: Config, corpus: RunCorpus) -> list[str]:
     """Return a line about rows of the embedding that no id of the corpus uses, if there are any."""
     ids, rows = corpus.vocab_size, config.model.vocab_size
     if ids >= rows:
@@ -63,6 +80,6 @@ def vocabulary_lines(config: Config, corpus: Corpus) -> list[str]:
     return [f"  the corpus has {ids:,} ids, the model {rows:,}: {rows - ids:,} rows unused{hint}"]
 
 
-def _rows(config: Config, corpus: Corpus) -> int:
+def _rows(config: Config, corpus: RunCorpus) -> int:
     """Return the fewest rows that hold all ids and divide over tensor-parallel ranks."""
     return math.ceil(corpus.vocab_size / config.mesh.tp) * config.mesh.tp

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 from megacpp.config.schema import Config
-from megacpp.data.batches import Batch, Corpus
+from megacpp.data.batches import Batch
+from megacpp.run.corpus import RunCorpus
 from megacpp.run.metrics import MetricsLog, bits_per_byte
 from megacpp.terminal.progress import counted
 
 
-def validation_share(corpus: Corpus, config: Config, rank: int, size: int) -> list[Batch]:
+def validation_share(corpus: RunCorpus, config: Config, rank: int, size: int) -> list[Batch]:
     """Return this rank's validation batches; every rank has the same number of them.
 
     Batch i of b rows belongs to rank `i % size`; ranks without further rows get padding.
@@ -45,7 +46,7 @@ class HeldOut:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: RunCorpus,
         config: Config,
         share: tuple[int, int],
         run: Callable[..., Any],
@@ -65,7 +66,7 @@ class HeldOut:
 
 
 def evaluate(
-    run: Callable[..., Any], batches: Sequence[Batch], corpus: Corpus, shows: bool = False
+    run: Callable[..., Any], batches: Sequence[Batch], corpus: RunCorpus, shows: bool = False
 ) -> dict[str, float]:
     """Return loss, bits per byte and the compressors' bits per byte.
 
@@ -88,5 +89,6 @@ def evaluate(
         "target_bytes": float(num_bytes),
         "complete": float(complete),
     }
-    xz = corpus.xz_bits_per_byte()
-    return values if xz is None else values | {"xz_bits_per_byte": xz}
+    if (xz := corpus.xz_bits_per_byte()) is not None:
+        values["xz_bits_per_byte"] = xz
+    return values

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from megacpp.config.schema import Config
-from megacpp.data.batches import Corpus
 from megacpp.data.shards import TOKENIZER
 from megacpp.data.specials import CONFIG
+from megacpp.run.corpus import RunCorpus
 from megacpp.run.metrics import MetricsLog
 from megacpp.run.sample import Sampling, generate
 from megacpp.state.export import export_weights, load_exported
@@ -23,7 +23,7 @@ TEMPERATURE, TOP_K = 0.7, 50
 
 
 def finish(
-    model: nn.Module, corpus: Corpus, config: Config, log: MetricsLog, step: int, loss: float
+    model: nn.Module, corpus: RunCorpus, config: Config, log: MetricsLog, step: int, loss: float
 ) -> None:
     """Export the weights after `step` steps, and on the main rank a sample of them.
 
@@ -52,7 +52,9 @@ def finish(
         print(f"run folder: {folder}   more text: megacpp sample {folder} --prompt '...'")
 
 
-def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path, step: int) -> Path:
+def export_final(
+    model: nn.Module, corpus: RunCorpus, config: Config, folder: Path, step: int
+) -> Path:
     """Write weights after `step` steps, model configuration and tokenizer to `folder/final`.
 
     Every rank calls it.
@@ -70,7 +72,7 @@ def export_final(model: nn.Module, corpus: Corpus, config: Config, folder: Path,
     return folder / "final"
 
 
-def write_sample(corpus: Corpus, config: Config, folder: Path, device: torch.device) -> str:
+def write_sample(corpus: RunCorpus, config: Config, folder: Path, device: torch.device) -> str:
     """Continue the prompt with the exported weights and store the text in `samples/`.
 
     The prompt is `run.sample_prompt`, or that of the corpus. Only the main rank calls it: the

@@ -144,6 +144,7 @@ class Records:
             **compared,
             "aux_gradient_ratio": status.auxiliary_ratio,
             "loss_scale": status.loss_scale,
+            "loss_by_source": status.loss_by_source or None,
             **load_figures(status.loads),
         }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megacpp.run.expert_load import ExpertLoad
 
@@ -26,6 +27,7 @@ class StepStatus:
         loads: expert load of every E layer of the model.
         leaving: number of ranks that were asked to stop after this step; if any, all stop.
         loss_scale: factor of the step's loss; None except in fp16.
+        loss_by_source: the loss of each source of a mixture that the step has read.
     """
 
     grad_norm: float
@@ -41,6 +43,7 @@ class StepStatus:
     loads: tuple[ExpertLoad, ...] = ()
     leaving: int = 0
     loss_scale: float | None = None
+    loss_by_source: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from megacpp.config.mix import data_setting
 from megacpp.config.schema import (
     CheckpointingPolicy,
     Config,
@@ -266,7 +267,7 @@ class TrainingState:
             )
         if extra["data_fingerprint"] != self.data_fingerprint:
             raise CheckpointError(
-                f"data.path={self.config.data.path}: the corpus [{self.data_fingerprint}] is not "
+                f"{data_setting(self.config.data)}: the corpus [{self.data_fingerprint}] is not "
                 f"the one of {path} [{extra['data_fingerprint']}]. Fix: give the corpus that the "
                 "run was started with, or another --run.dir."
             )
@@ -309,6 +310,9 @@ class TrainingState:
             lines.append(
                 f"run.steps changed from {before} to {now} on resume, the learning rate follows it"
             )
+        before, now = extra["config"]["data"].get("mix", ""), self.config.data.mix
+        if before != now:
+            lines.append(f"data.mix changed from {before} to {now} on resume, rows go on")
         before, now = extra["tokens_per_step"], self.config.train.tokens_per_step
         if before != now:
             lines.append(

@@ -86,10 +86,10 @@ def forward(config: Config, world: World, model: HybridLM) -> Meter:
     model.train()
     boundary = FakeBoundary(model, world, config)
     if world.parallel:  # what FSDP2 gathers is there before the meter
-        boundary._forward(fake_batch(config))
+        boundary._run(boundary._mine(fake_batch(config)))
     batch = fake_batch(config)
     with Meter(model) as meter:
-        loss = boundary._forward(batch)
+        loss = boundary._run(boundary._mine(batch))
     assert loss.loss_sum.requires_grad
     return meter
 

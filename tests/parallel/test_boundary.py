@@ -225,7 +225,7 @@ def test_the_mean_of_microbatches(split: Split) -> None:
     model = build_model(config, world)
     auxiliary = AccumulationBoundary(model, world, config)
     none = torch.zeros(1, dtype=torch.int64)
-    auxiliary._set_scales(Totals(ROWS * T, none, none, 1, none), 0)
+    auxiliary._set_scales(Totals(ROWS * T, none, none, 1, none, none), 0)
     for first in range(0, ROWS, rows):
         batch = labels(ragged_batch(range(first, first + rows), T, 48), split)
         out = model(batch.ids_BT, batch.labels_BT, batch.docs)
@@ -239,8 +239,10 @@ def test_the_mean_of_microbatches(split: Split) -> None:
 
 
 def test_divisors() -> None:
+    none = torch.tensor([])
+
     def totals(*valid: int, microbatches: int = 3) -> Totals:
-        return Totals(60, torch.tensor(100), torch.tensor(valid), microbatches, torch.tensor([]))
+        return Totals(60, torch.tensor(100), torch.tensor(valid), microbatches, none, none)
 
     assert totals(10, 0, 30).divisors("tokens").tolist() == [40, 40, 40]
     assert totals(40).divisors("tokens").tolist() == [40, 40, 40]

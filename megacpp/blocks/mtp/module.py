@@ -139,7 +139,7 @@ class MultiTokenPrediction(AuxiliarySource):
         self.record({"mtp": out.ahead_sum.detach()})
         loss_sum = AttachLoss.apply(out.loss_sum, out.ahead_sum, self.aux_scale)
         loss_sum = loss_sum.clone()  # type: ignore[union-attr]  # views: pytorch#181850
-        return LossSum(loss_sum, out.valid_tokens, out.nll_sum)
+        return LossSum(loss_sum, out.valid_tokens, out.nll_sum, out.nll_B)
 
     @torch.no_grad()
     def weigh(self, tokens: int, valid_K: Tensor, step: int, steps: int) -> None:

@@ -20,6 +20,7 @@ from megacpp.config.checks.mesh import batch_ranks, mesh_rules, resolve_mesh
 from megacpp.config.checks.model import model_rules
 from megacpp.config.checks.optimizer import optimizer_rules
 from megacpp.config.checks.recompute import recompute_rules
+from megacpp.config.mix import mix_rules
 from megacpp.config.schema import Config, RunConfig, TrainConfig
 from megacpp.config.settings import flatten, settings_of
 from megacpp.errors import ConfigError, config_error
@@ -229,6 +230,7 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
     for key, usual in (("run.dir", "runs/tiny"), ("data.path", "data/torch-headers")):
         if not lookup(config, key).strip():
             yield config_error(key, "", "must name a folder", f"use {key}={usual}")
+    yield from mix_rules(config.data)
     if config.run.seed >= 2**63:
         yield config_error("run.seed", config.run.seed, "must be below 2**63", "use a smaller one")
     if config.optim.warmup_steps > config.run.steps:

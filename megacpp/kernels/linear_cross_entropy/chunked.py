@@ -32,6 +32,7 @@ class CrossEntropy(NamedTuple):
     valid_tokens: Tensor  # int64: targets that aren't -100
     nll_sum: Tensor  # Σ over valid tokens of -log p(target), nats
     lse_N: Tensor  # log Σ exp(logits), of ignored tokens too
+    nll_N: Tensor  # -log p(target), 0 for ignored tokens
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def linear_cross_entropy_plain(
     lse_N = logits_NV.logsumexp(1)
     counts_N = valid_N if weight_N is None else valid_N * weight_N
     loss_sum = ((nll_N + z_loss * lse_N.square()) * counts_N).sum()
-    return CrossEntropy(loss_sum, valid_N.sum(), nll_N.detach().sum(), lse_N.detach())
+    nll_N = nll_N.detach()
+    return CrossEntropy(loss_sum, valid_N.sum(), nll_N.sum(), lse_N.detach(), nll_N)
 
 
 def chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
@@ -250,7 +252,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad: bool,
         weight_N: Tensor | None,
         go_over: ChunkFunction,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         want_x, want_weight = (grad and needed for needed in ctx.needs_input_grad[:2])  # type: ignore[attr-defined]
         w_VD = weight_VD.to(x_ND.dtype)
         valid_N = target_N != IGNORED
@@ -281,7 +283,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if terms.z_loss:
             counts_N = valid_N if weight_N is None else valid_N * weight_N
             loss_sum += terms.z_loss * (lse_N.square() * counts_N).sum()
-        out = loss_sum, valid_N.sum(), nll_sum, lse_N
+        out = loss_sum, valid_N.sum(), nll_sum, lse_N, nll_N
         ctx.mark_non_differentiable(*out[1:])
         return out
 
